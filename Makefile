@@ -1,0 +1,47 @@
+# Two commands do everything: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := planner proto host master agent worker cli
+GENERATED := proto/control_pb2.py proto/control_pb2.pyi proto/control_pb2_grpc.py
+
+.PHONY: setup demo test bench lint proto proto-check clean
+
+# The stamp is older than its inputs after an edit of them, and only then installs again.
+setup: $(VENV)/.installed
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt "torch==$(shell sed -n 's/^torch==//p' constraints.txt)"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: setup
+	$(BIN)/python -m bench.demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+bench: setup
+	$(BIN)/python -m bench.recovery
+
+# mypy reads the packages through a tree of links, since it does not follow editable installs.
+build/links:
+	mkdir -p $@/oobleck
+	for package in $(PACKAGES); do ln -sfn ../../../$$package $@/oobleck/$$package; done
+
+lint: setup build/links
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	cd build/links && ../../$(BIN)/mypy --config-file ../../pyproject.toml $(addprefix -p oobleck.,$(PACKAGES))
+	$(BIN)/mypy bench
+
+# protoc sees the folders under their import names, so that the generated imports are right.
+proto: setup build/links
+	cd build/links && ../../$(BIN)/python -m grpc_tools.protoc -I . \
+		--python_out=. --pyi_out=. --grpc_python_out=. oobleck/proto/control.proto
+
+proto-check: proto
+	git diff --exit-code -- $(GENERATED)
+
+clean:
+	rm -rf build dist *.egg-info demo-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
