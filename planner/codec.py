@@ -1,0 +1,20 @@
+"""JSON text of the planner's types and back; checked against the types on the way in."""
+
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+def encode(value: object) -> bytes:
+    """The JSON text of a dataclass or Struct (or anything that consists of such)."""
+    return msgspec.json.encode(value, order="deterministic")
+
+
+def decode(kind: type[T], text: bytes | str) -> T:
+    """The `kind` that `text` describes; raises ValueError where the text does not fit the type."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.DecodeError as error:  # ValidationError is one
+        raise ValueError(f"not a valid {kind.__name__}: {error}") from error

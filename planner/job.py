@@ -1,0 +1,179 @@
+"""The job: what to train, on which data, for how long, and how many losses to survive.
+
+Owns the types and their checks; `oobleck.planner.jobfile` reads them from a file's text.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from oobleck.planner.ids import check_name
+
+Precision = Literal["fp32", "bf16", "fp64"]
+
+
+def _at_least(owner: object, minimum: float, *fields: str) -> None:
+    for name in fields:
+        value = getattr(owner, name)
+        if not value >= minimum:
+            raise ValueError(f"{name}: {value} is too small; it must be at least {minimum}")
+
+
+def _at_most(owner: object, **largest: int) -> None:
+    # Far above any use, and within what planning and the commit vote carry in a moment: a slip
+    # of the keyboard must not keep the master or every worker busy for hours.
+    for name, limit in largest.items():
+        value = getattr(owner, name)
+        if value > limit:
+            raise ValueError(f"{name}: {value} is too large; it must be at most {limit}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder-only transformer. Layer 0 is the embedding, the last layer is the head."""
+
+    kind: Literal["gpt"] = "gpt"
+    #: Transformer blocks; placement counts the embedding and the head as layers too.
+    layers: int
+    hidden: int
+    heads: int
+    sequence_length: int
+    vocabulary: int = 256
+    #: The head shares the token embedding's weight.
+    tied: bool = True
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "layers", "hidden", "heads", "sequence_length")
+        _at_least(self, 2, "vocabulary")
+        _at_most(self, layers=512, hidden=1 << 18, sequence_length=1 << 22, vocabulary=1 << 24)
+        if self.hidden % self.heads:
+            raise ValueError(
+                f"heads: {self.heads} does not divide hidden ({self.hidden}); "
+                "choose heads so that every head has the same width"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout: {self.dropout} is not in [0, 1)")
+
+    @property
+    def layer_count(self) -> int:
+        """Units of placement: embedding, blocks, head."""
+        return self.layers + 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSpec:
+    """Where tokens come from: text files read as bytes, or one flat file of token ids."""
+
+    text: tuple[str, ...] = ()
+    tokens: str | None = None
+    dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
+
+    def __post_init__(self) -> None:
+        if bool(self.text) == (self.tokens is not None):
+            raise ValueError("data: give exactly one of text (paths or globs) and tokens (a file)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSpec:
+    name: Literal["adamw"] = "adamw"
+    lr: float = 3.0e-4
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1.0e-8
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "lr", "weight_decay", "eps")
+        for name in ("beta1", "beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name}: {getattr(self, name)} is not in [0, 1)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSpec:
+    """Learning rate over steps: linear warm-up, then constant or cosine decay to zero."""
+
+    name: Literal["constant", "cosine"] = "constant"
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "warmup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSpec:
+    steps: int
+    #: Samples per step over all pipelines.
+    global_batch: int
+    #: Samples per micro-batch.
+    microbatch: int = 1
+    seed: int = 0
+    precision: Precision = "fp32"
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    #: Largest global gradient norm; None: no clipping.
+    clip: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "steps", "global_batch", "microbatch")
+        _at_least(self, 0, "seed")
+        _at_most(self, steps=10**9, global_batch=1 << 17, seed=(1 << 63) - 1)
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip: {self.clip} must be > 0; leave it out for no clipping")
+        if self.global_batch % self.microbatch:
+            raise ValueError(
+                f"microbatch: {self.microbatch} does not divide global_batch "
+                f"({self.global_batch}); choose a divisor of it"
+            )
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches per step over all pipelines."""
+        return self.global_batch // self.microbatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceSpec:
+    """What the plan may use of each worker, and how pipelines may be shaped."""
+
+    #: Budget for state and activations of one worker; None: what its node reports.
+    memory_per_worker_bytes: int | None = None
+    #: Lower bound for the nodes of one pipeline, above what memory asks for.
+    min_nodes_per_pipeline: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "min_nodes_per_pipeline")
+        if self.memory_per_worker_bytes is not None:
+            _at_least(self, 1, "memory_per_worker_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """One training run, as its job file describes it."""
+
+    name: str
+    model: ModelSpec
+    data: DataSpec
+    training: TrainingSpec
+    #: Node losses at a time that must not cost more than the step in flight.
+    fault_tolerance: int = 1
+    resources: ResourceSpec = field(default_factory=ResourceSpec)
+    #: Directory for the final weights, the same on all nodes; None: they are not saved.
+    output: str | None = None
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "job")
+        _at_least(self, 0, "fault_tolerance")
+        if self.resources.min_nodes_per_pipeline > self.model.layer_count:
+            raise ValueError(
+                f"min_nodes_per_pipeline: {self.resources.min_nodes_per_pipeline} nodes are more "
+                f"than the {self.model.layer_count} layers (embedding, blocks and head) that a "
+                "pipeline spreads over them; lower it"
+            )
+        if self.training.microbatches < self.fault_tolerance + 1:
+            raise ValueError(
+                f"global_batch: {self.training.global_batch} samples in micro-batches of "
+                f"{self.training.microbatch} are {self.training.microbatches} micro-batches, too "
+                f"few for the {self.fault_tolerance + 1} pipelines that fault_tolerance "
+                f"{self.fault_tolerance} needs; enlarge global_batch or lower microbatch"
+            )

@@ -1,0 +1,40 @@
+"""Numbers as people write and read them."""
+
+import re
+
+_UNITS: dict[str, int] = {"": 1, "b": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("kmgtp", start=1)
+    for suffix, base in (("", 1024), ("b", 1000), ("ib", 1024))
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def count(number: int, noun: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def are(number: int) -> str:
+    """`1 is`, `2 are`."""
+    return f"{number} {'is' if number == 1 else 'are'}"
+
+
+def parse_bytes(text: str) -> int:
+    """`64MiB`, `1.5 GB`, `4096` as a number of bytes; a bare `K`, `M`, `G` means powers of 1024."""
+    match = _SIZE.fullmatch(text)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError(f"{text!r} is not a size; write it like 64MiB, 1.5GB or 4096")
+    whole, _, fraction = match[1].partition(".")
+    return int(whole) * unit + int(fraction or 0) * unit // int(10 ** len(fraction))
+
+
+def format_bytes(number: int) -> str:
+    """A short form of `number` for messages, such as `1.5 GiB`."""
+    size = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,70 @@
+"""The estimated profile has true byte counts; profile files survive their text."""
+
+import pytest
+
+from oobleck.planner.estimate import estimate_profile
+from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, Precision, ResourceSpec, TrainingSpec
+from oobleck.planner.profilefile import format_profile, parse_profile
+
+
+def job(precision: Precision = "fp32", memory: int | None = None) -> JobSpec:
+    return JobSpec(
+        name="job",
+        model=ModelSpec(layers=2, hidden=8, heads=2, sequence_length=16, vocabulary=32),
+        data=DataSpec(text=("x",)),
+        training=TrainingSpec(steps=1, global_batch=8, microbatch=2, precision=precision),
+        resources=ResourceSpec(memory_per_worker_bytes=memory),
+    )
+
+
+@pytest.mark.parametrize(("precision", "item"), [("fp32", 4), ("bf16", 4), ("fp64", 8)])
+def test_parameters_are_those_of_the_built_in_model(precision: Precision, item: int) -> None:
+    profile = estimate_profile(job(precision), gpus_per_node=1, memory_per_worker_bytes=1 << 30)
+    embedding = 32 * 8 + 16 * 8
+    block = 12 * 8 * 8 + 2 * 2 * 8
+    head = 2 * 8 + 32 * 8
+    counts = [layer.parameter_bytes // item for layer in profile.layers]
+    assert counts == [embedding, block, block, head]
+    assert all(layer.state_bytes == 4 * layer.parameter_bytes for layer in profile.layers)
+
+
+def test_the_counts_match_the_model_that_is_trained() -> None:
+    model = pytest.importorskip("oobleck.worker.model")
+    spec = job().model
+    profile = estimate_profile(job(), gpus_per_node=1, memory_per_worker_bytes=1 << 30)
+    for number, layer in enumerate(profile.layers):
+        parameters = sum(p.numel() for p in model.build_layer(spec, number).parameters())
+        assert layer.parameter_bytes == 4 * parameters, layer.name
+
+
+def test_messages_carry_one_hidden_state_per_token_and_the_head_sends_none() -> None:
+    profile = estimate_profile(job(), gpus_per_node=1, memory_per_worker_bytes=1 << 30)
+    assert [layer.output_bytes for layer in profile.layers] == [2 * 16 * 8 * 4] * 3 + [0]
+
+
+def test_the_jobs_budget_takes_the_place_of_the_machines() -> None:
+    profile = estimate_profile(job(memory=5000), gpus_per_node=2, memory_per_worker_bytes=1 << 30)
+    assert (profile.gpu_memory_bytes, profile.gpus_per_node) == (5000, 2)
+    assert all(set(layer.forward_s) == {1} for layer in profile.layers)
+
+
+def test_a_profile_survives_its_text() -> None:
+    profile = estimate_profile(job(), gpus_per_node=2, memory_per_worker_bytes=1 << 30)
+    assert parse_profile(format_profile(profile)) == profile
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"microbatch": 2', '"microbatch": "2"', r"Expected `int`, got `str` - at `\$.microbatch`"),
+        ('"microbatch": 2', '"microbatch": 0', "microbatch = 0; it must be >= 1"),
+        ('"latency_s"', '"latency"', "missing required field `latency_s`"),
+        ('{\n        "1": ', '{\n        "0": ', "must have the same numbers of GPUs"),
+        ("\n}", "", "truncated"),
+    ],
+)
+def test_a_wrong_profile_is_refused_with_the_field(old: str, new: str, message: str) -> None:
+    text = format_profile(estimate_profile(job(), gpus_per_node=1, memory_per_worker_bytes=1))
+    assert old in text
+    with pytest.raises(ValueError, match=message):
+        parse_profile(text.replace(old, new, 1))

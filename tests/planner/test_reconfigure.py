@@ -1,0 +1,347 @@
+"""Reconfiguration (Oobleck §5): the three rules, joins, and every loss set of small clusters."""
+
+import itertools
+from collections.abc import Mapping
+
+import pytest
+
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.instantiate import instantiate
+from oobleck.planner.plan import Plan, place
+from oobleck.planner.profile import Profile
+from oobleck.planner.reconfigure import Reconfiguration, can_lose, reconfigure
+from oobleck.planner.specification import node_specification
+from oobleck.planner.template import PipelineTemplate
+from oobleck.planner.templates import generate_templates
+from oobleck.planner.transfer import LayerLost, plan_transfers
+from support.profiles import profile_of
+
+Templates = Mapping[int, PipelineTemplate]
+MICROBATCHES = 12
+
+
+def names(count: int) -> tuple[NodeName, ...]:
+    return tuple(NodeName(f"n{number}") for number in range(count))
+
+
+def plan_of(templates: Templates, *sizes: int) -> Plan:
+    """Pipelines of these sizes on n0, n1, ... in order."""
+    pipelines, first_node, share = [], 0, MICROBATCHES // len(sizes)
+    for number, size in enumerate(sizes):
+        nodes = tuple(NodeName(f"n{n}") for n in range(first_node, first_node + size))
+        pipelines.append(
+            place(templates[size], nodes, first_microbatch=number * share, microbatches=share)
+        )
+        first_node += size
+    return Plan(generation=Generation(1), pipelines=tuple(pipelines))
+
+
+@pytest.fixture
+def profile() -> Profile:
+    return profile_of([1.0] * 6)
+
+
+def after(
+    plan: Plan,
+    profile: Profile,
+    templates: Templates,
+    *,
+    lose: tuple[str, ...] = (),
+    join: tuple[str, ...] = (),
+    fault_tolerance: int = 1,
+) -> Reconfiguration:
+    live = [node for node in plan.nodes if node not in lose] + [NodeName(n) for n in join]
+    return reconfigure(
+        plan,
+        live,
+        templates=templates,
+        profile=profile,
+        fault_tolerance=fault_tolerance,
+        generation=Generation(plan.generation + 1),
+    )
+
+
+def shape(change: Reconfiguration) -> list[tuple[str, ...]]:
+    return [pipeline.nodes for pipeline in change.plan.pipelines]
+
+
+def test_reinstantiate_takes_a_smaller_template(profile: Profile) -> None:
+    templates = generate_templates(profile, range(2, 5))
+    plan = plan_of(templates, 2, 3)
+    change = after(plan, profile, templates, lose=("n3",))
+    assert change.rule == "reinstantiate"
+    assert change.reason == "pipeline 1 lost n3: template 3 -> template 2"
+    assert shape(change) == [("n0", "n1"), ("n2", "n4")]
+    assert change.plan.pipelines[0].stages == plan.pipelines[0].stages
+    assert [p.microbatches for p in change.plan.pipelines] == [6, 6]
+    assert change.plan.generation == 2
+
+
+def test_borrow_takes_a_node_from_the_largest_pipeline(profile: Profile) -> None:
+    templates = generate_templates(profile, range(2, 5))
+    plan = plan_of(templates, 2, 3, 4)
+    change = after(plan, profile, templates, lose=("n0",))
+    assert change.rule == "borrow"
+    assert change.reason == (
+        "pipeline 0 lost n0: template 2 -> template 2 with nodes borrowed: "
+        "1 from pipeline 2 (template 4 -> template 3)"
+    )
+    assert sorted(map(len, shape(change))) == [2, 3, 3]
+    assert change.plan.pipelines[1].nodes == ("n2", "n3", "n4")
+    assert "n1" in change.plan.pipelines[0].nodes
+
+
+def test_merge_when_nobody_can_lend(profile: Profile) -> None:
+    templates = generate_templates(profile, range(2, 5))
+    change = after(plan_of(templates, 2, 2, 2), profile, templates, lose=("n2",))
+    assert change.rule == "merge"
+    assert change.reason == (
+        "pipeline 1 lost n2 and pipeline 0 merge: templates 2 and 2 -> template 3"
+    )
+    assert sorted(map(len, shape(change))) == [2, 3]
+    assert ("n4", "n5") in shape(change)
+
+
+def test_a_pipeline_that_is_lost_whole_leaves_its_share_to_the_others(profile: Profile) -> None:
+    templates = generate_templates(profile, range(2, 5))
+    plan = plan_of(templates, 2, 2, 2)
+    change = after(plan, profile, templates, lose=("n2", "n3"))
+    assert shape(change) == [("n0", "n1"), ("n4", "n5")]
+    assert change.plan.microbatches == MICROBATCHES
+    assert "pipeline 1 lost n2, n3: all its nodes" in change.reason
+
+
+def test_redundancy_comes_back_where_nodes_allow_it(profile: Profile) -> None:
+    """4 + 2 nodes, the two lost: the four are cut into two pipelines, since f = 1 wants two."""
+    templates = generate_templates(profile, range(2, 5))
+    change = after(plan_of(templates, 4, 2), profile, templates, lose=("n4", "n5"))
+    assert sorted(map(len, shape(change))) == [2, 2]
+    assert "n4, n5 lost: templates 4, 2 -> templates 2, 2" in change.reason
+
+
+def test_fewest_bytes_move_into_the_smaller_template(profile: Profile) -> None:
+    """Three stages of two layers; after the middle one is lost each end keeps its two layers."""
+    templates = generate_templates(profile, range(2, 5))
+    for lost, kept in (("n0", ("n1", "n2")), ("n1", ("n0", "n2")), ("n2", ("n0", "n1"))):
+        change = after(plan_of(templates, 3, 2), profile, templates, lose=(lost,))
+        assert change.plan.pipelines[0].nodes == kept
+
+
+def test_placement_moves_the_fewest_bytes_of_all_orders(profile: Profile) -> None:
+    uneven = profile_of([1.0, 3.0, 2.0, 1.0, 2.0, 1.0, 1.0], state=[900, 10, 70, 300, 5, 40, 600])
+    templates = generate_templates(uneven, range(2, 6))
+    state = [layer.state_bytes for layer in uneven.layers]
+    plan = plan_of(templates, 5, 4)
+    for lost in plan.pipelines[0].nodes:
+        change = after(plan, uneven, templates, lose=(lost,))
+        nodes = change.plan.pipelines[0].nodes
+
+        def moved(order: tuple[NodeName, ...]) -> int:
+            placed = place(templates[4], order, first_microbatch=0, microbatches=1)
+            held = plan.holdings()
+            return sum(
+                state[layer]
+                for stage in placed.stages
+                for layer in stage.layers
+                if layer not in held[stage.workers[0]]
+            )
+
+        assert moved(nodes) == min(map(moved, itertools.permutations(nodes)))
+
+
+def test_a_node_that_comes_back_brings_the_old_shape_back(profile: Profile) -> None:
+    templates = generate_templates(profile, range(2, 4))
+    plan = plan_of(templates, 3, 2)
+    smaller = after(plan, profile, templates, lose=("n1",)).plan
+    change = after(smaller, profile, templates, join=("n1",))
+    assert change.rule == "join"
+    assert change.reason == "n1 joined: templates 2, 2 -> templates 3, 2"
+    assert sorted(map(len, shape(change))) == [2, 3]
+    kept = [
+        p.stages for p in change.plan.pipelines if p.stages in [s.stages for s in smaller.pipelines]
+    ]
+    assert len(kept) == 1
+
+
+def test_the_same_nodes_keep_their_placement(profile: Profile) -> None:
+    templates = generate_templates(profile, range(2, 4))
+    plan = plan_of(templates, 3, 2)
+    change = after(plan, profile, templates)
+    assert (change.rule, change.plan.pipelines) == ("replace", plan.pipelines)
+    assert change.plan.generation == 2
+
+
+def test_a_node_takes_the_place_of_one_that_is_lost_at_the_same_time(profile: Profile) -> None:
+    templates = generate_templates(profile, range(2, 4))
+    plan = plan_of(templates, 3, 2)
+    change = after(plan, profile, templates, lose=("n1",), join=("n9",))
+    assert shape(change) == [("n3", "n4"), ("n0", "n9", "n2")]
+    assert change.reason.startswith("n1 lost and n9 joined")
+
+
+def test_too_few_nodes_are_a_cause(profile: Profile) -> None:
+    templates = generate_templates(profile, range(2, 4))
+    with pytest.raises(PlanInfeasible, match="needs at least 2 nodes to hold the model; 1 is"):
+        after(plan_of(templates, 2), profile, templates, lose=("n0",))
+
+
+def test_sizes_beyond_the_specification_are_made_when_nothing_else_fits(profile: Profile) -> None:
+    """n0 = 2 and 4 nodes: the specification has size 2 alone, but three nodes are left."""
+    templates = generate_templates(profile, range(2, 3))
+    change = after(plan_of(templates, 2, 2), profile, templates, lose=("n0",))
+    assert change.rule == "merge"
+    assert [sorted(nodes) for nodes in shape(change)] == [["n1", "n2", "n3"]]
+    assert change.idle == ()
+
+
+def test_nodes_without_use_stay_idle_and_disturb_nobody() -> None:
+    profile = profile_of([1.0] * 2)
+    templates = generate_templates(profile, range(1, 3))
+    plan = plan_of(templates, 1)
+    plan = Plan(
+        generation=Generation(1),
+        pipelines=(place(templates[1], names(1), first_microbatch=0, microbatches=1),),
+    )
+    change = after(plan, profile, templates, join=("n1", "n2", "n3"))
+    assert len(change.plan.nodes) == 2
+    assert len(change.idle) == 2
+    assert "has a use for 2 of the nodes" in change.reason
+
+
+def test_beside_an_idle_node_the_same_nodes_keep_their_placement() -> None:
+    profile = profile_of([1.0] * 3)
+    templates = generate_templates(profile, range(2, 4))
+    nodes = names(7)
+    plan = instantiate(
+        templates,
+        nodes[:6],
+        profile=profile,
+        microbatches=2,
+        min_pipelines=2,
+        generation=Generation(1),
+    )
+    change = after(plan, profile, templates, join=("n6",))
+    assert change.rule == "replace"
+    assert change.plan.pipelines == plan.pipelines
+    assert change.idle == ("n6",)
+    assert "n6 joined" not in change.reason
+    # The idle node takes the place of a lost one.
+    change = after(plan, profile, templates, lose=("n0",), join=("n6",))
+    assert change.rule == "join"
+    assert set(change.plan.nodes) == set(nodes[1:])
+    assert change.idle == ()
+
+
+def test_can_lose_counts_the_nodes_of_the_rarest_layer(profile: Profile) -> None:
+    templates = generate_templates(profile, range(1, 4))
+    assert can_lose(plan_of(templates, 3)) == 0
+    assert can_lose(plan_of(templates, 3, 2)) == 1
+    assert can_lose(plan_of(templates, 1, 1, 2)) == 2
+
+
+def check(
+    change: Reconfiguration,
+    before: Plan,
+    live: tuple[NodeName, ...],
+    templates: Templates,
+    fault_tolerance: int,
+) -> None:
+    """What holds after every reconfiguration, whatever was lost."""
+    plan, smallest = change.plan, min(templates)
+    assert plan.nodes == tuple(sorted(live)), "every live node is used"
+    assert change.idle == ()
+    assert plan.microbatches == before.microbatches
+    most = max(*templates, 2 * smallest - 1)
+    for pipeline in plan.pipelines:
+        assert smallest <= len(pipeline.nodes) <= most
+    assert len(plan.pipelines) >= min(fault_tolerance + 1, len(live) // smallest)
+    assert change.reason
+    assert change.rule in ("reinstantiate", "borrow", "merge")
+    if change.rule == "reinstantiate" and " -> templates " not in change.reason:
+        for pipeline in before.pipelines:
+            if set(pipeline.nodes) <= set(live):
+                assert pipeline.stages in [p.stages for p in plan.pipelines]
+
+
+@pytest.mark.parametrize("smallest", [1, 2, 3])
+@pytest.mark.parametrize("nodes", range(1, 10))
+def test_every_loss_set_and_again_until_nothing_fits(smallest: int, nodes: int) -> None:
+    """All loss sets of up to f + 1 nodes (all of any size to 6 nodes), each followed by the loss
+    of the first node of every pipeline in turn until n0 nodes are left."""
+    profile = profile_of([1.0, 2.0, 1.0, 3.0, 1.0, 2.0, 1.0])
+    for fault_tolerance in (0, 1, 2):
+        if nodes < (fault_tolerance + 1) * smallest:
+            continue
+        sizes = node_specification(
+            profile, nodes=nodes, fault_tolerance=fault_tolerance, min_nodes=smallest
+        )
+        templates = generate_templates(profile, sizes)
+        plan = instantiate(
+            templates,
+            names(nodes),
+            profile=profile,
+            microbatches=MICROBATCHES,
+            min_pipelines=fault_tolerance + 1,
+            generation=Generation(1),
+        )
+        most = nodes if nodes <= 6 else fault_tolerance + 1
+        for count in range(1, most + 1):
+            for lost in itertools.combinations(plan.nodes, count):
+                lose_on(plan, set(lost), profile, templates, fault_tolerance)
+
+
+def lose_on(
+    plan: Plan,
+    lost: set[NodeName],
+    profile: Profile,
+    templates: Templates,
+    fault_tolerance: int,
+) -> None:
+    while True:
+        live = tuple(node for node in plan.nodes if node not in lost)
+        if len(live) < min(templates):
+            with pytest.raises(PlanInfeasible):
+                after(plan, profile, templates, lose=tuple(lost), fault_tolerance=fault_tolerance)
+            return
+        change = after(plan, profile, templates, lose=tuple(lost), fault_tolerance=fault_tolerance)
+        check(change, plan, live, templates, fault_tolerance)
+        if len(lost) <= can_lose(plan):
+            held = {
+                worker: frozenset(layers)
+                for worker, layers in plan.holdings().items()
+                if worker.node not in lost
+            }
+            held |= {WorkerId(n, 0): frozenset() for n in live if WorkerId(n, 0) not in held}
+            try:
+                plan_transfers(
+                    held, change.plan, state_bytes=[la.state_bytes for la in profile.layers]
+                )
+            except LayerLost as error:
+                raise AssertionError(f"{plan} survives {lost}") from error
+        plan = change.plan
+        lost = {plan.pipelines[len(plan.nodes) % len(plan.pipelines)].nodes[0]}
+
+
+@pytest.mark.parametrize("nodes", range(2, 9))
+def test_joins_use_every_node_at_once_or_one_by_one(nodes: int) -> None:
+    profile = profile_of([1.0, 2.0, 1.0, 3.0, 1.0, 2.0, 1.0])
+    for joining in range(1, 4):
+        sizes = node_specification(profile, nodes=nodes + joining, fault_tolerance=0, min_nodes=2)
+        templates = generate_templates(profile, sizes)
+        start = instantiate(
+            templates,
+            names(nodes),
+            profile=profile,
+            microbatches=MICROBATCHES,
+            min_pipelines=1,
+            generation=Generation(1),
+        )
+        fresh = tuple(f"x{number}" for number in range(joining))
+        assert after(start, profile, templates, join=fresh).idle == ()
+        plan = start
+        for name in fresh:
+            change = after(plan, profile, templates, join=(name,))
+            assert change.rule == "join"
+            plan = change.plan
+        assert len(plan.nodes) == nodes + joining

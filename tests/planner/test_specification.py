@@ -1,0 +1,63 @@
+"""Node specification: n0 by memory, consecutive sizes, and causes that say what is missing."""
+
+import pytest
+
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.specification import node_specification
+from support.profiles import profile_of
+
+
+def test_sizes_go_from_what_memory_needs_to_what_the_other_pipelines_leave() -> None:
+    # 8 layers of 1000 bytes of state and 10 per micro-batch in flight; 3 layers per node.
+    profile = profile_of([1.0] * 8, memory=3100)
+    assert node_specification(profile, nodes=10, fault_tolerance=1) == range(3, 8)
+    assert node_specification(profile, nodes=6, fault_tolerance=1) == range(3, 4)
+    assert node_specification(profile, nodes=30, fault_tolerance=2) == range(3, 9)
+
+
+def test_min_nodes_raises_the_smallest_size() -> None:
+    profile = profile_of([1.0] * 8)
+    assert node_specification(profile, nodes=5, fault_tolerance=1, min_nodes=2) == range(2, 4)
+
+
+def test_too_few_nodes_are_told_how_many_are_needed() -> None:
+    profile = profile_of([1.0] * 4, memory=2100)
+    with pytest.raises(PlanInfeasible) as caught:
+        node_specification(profile, nodes=3, fault_tolerance=1)
+    assert caught.value.causes == (
+        "needs 4 nodes: fault_tolerance 1 and pipelines of at least 2 nodes; 3 are live",
+    )
+
+
+def test_too_little_memory_is_told_in_bytes() -> None:
+    # Two nodes: the last has 2 layers or 1; the first stage keeps 2 micro-batches in flight.
+    profile = profile_of([1.0, 1.0], memory=1009)
+    with pytest.raises(PlanInfeasible, match=r"at least 1020 B \(1020 bytes\), 11 bytes more"):
+        node_specification(profile, nodes=4, fault_tolerance=0)
+    enough = profile_of([1.0, 1.0], memory=1020)
+    assert node_specification(enough, nodes=4, fault_tolerance=0) == range(2, 3)
+
+
+def test_gpus_without_use_are_a_cause_of_their_own() -> None:
+    with pytest.raises(PlanInfeasible, match="no cut of 2 layers uses all 4 GPUs"):
+        node_specification(profile_of([1.0] * 2, gpus_per_node=4), nodes=1, fault_tolerance=0)
+    with pytest.raises(PlanInfeasible, match="no time for 1 GPUs or fewer"):
+        node_specification(profile_of([1.0] * 2, gpus=(2,)), nodes=1, fault_tolerance=0)
+
+
+def test_min_nodes_above_what_the_model_can_use() -> None:
+    with pytest.raises(PlanInfeasible, match="fits 3 at most; lower min_nodes_per_pipeline"):
+        node_specification(profile_of([1.0] * 3), nodes=9, fault_tolerance=0, min_nodes=4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"nodes": 0, "fault_tolerance": 0}, "nodes is 0; it must be at least 1"),
+        ({"nodes": 1, "fault_tolerance": -1}, "fault_tolerance is -1"),
+        ({"nodes": 1, "fault_tolerance": 0, "min_nodes": 0}, "min_nodes is 0"),
+    ],
+)
+def test_arguments_out_of_range_are_named(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        node_specification(profile_of([1.0] * 3), **arguments)
