@@ -1,0 +1,208 @@
+"""Words between an agent and its workers, and the records that travel from workers to disk.
+
+The channel is one stream socket per worker; `oobleck.host.channel` frames these messages on it.
+The worker's end closing means that the worker is gone, and the other way round.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from oobleck.planner.ids import Generation, Incarnation, JobId, WorkerId
+from oobleck.planner.job import JobSpec
+from oobleck.planner.plan import Plan
+
+
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the workers of a generation meet: a worker's store and a prefix of that meeting."""
+
+    #: host:port of a TCPStore that a worker of the generation serves.
+    store: str
+    #: Unguessable and never used before, so that generations cannot mix.
+    prefix: str
+
+
+class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
+    """One scripted fault of a drill: what happens to which worker at which point.
+
+    A point is the text of an instruction kind, with `before:` or `after:` in front
+    (`before:Forward`, `after:Vote`), a moment inside the vote (`reduced`: all gradients in hand,
+    `voting`: its own share is out), or a recovery phase (`before:rendezvous`, `before:transfer`,
+    `after:transfer`).
+    """
+
+    worker: WorkerId
+    point: str
+    #: Only in jobs of this name; None: in every job.
+    job: str | None = None
+    #: None: whatever step the worker is in.
+    step: int | None = None
+    #: Only this micro-batch (global number); None: the first that comes.
+    microbatch: int | None = None
+    #: kill_worker / kill_node: SIGKILL (the node: agent and all its workers); hold: wait at the
+    #: point until a newer generation arrives; stop: SIGSTOP itself.
+    action: Literal["kill_worker", "kill_node", "hold", "stop"] = "kill_node"
+
+
+# ---- agent to worker
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
+    """First message to a new worker: who it is and what it will train."""
+
+    worker: WorkerId
+    job_id: JobId
+    job: JobSpec
+    #: Address that the worker's data-plane sockets bind to and others reach it by.
+    address: str
+    agent_pid: int
+    faults: tuple[FaultRule, ...] = ()
+
+
+class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
+    """Go to the plan's generation; repeats and older ones change nothing.
+
+    `boundary`: a change without a loss; workers that run an older generation go on with it until
+    the vote of a step shows that all of them have this message, and switch after that step.
+    Otherwise whatever they wait for is released at once.
+    """
+
+    plan: Plan
+    rendezvous: Rendezvous
+    boundary: bool
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
+    """End now: the job is over, cancelled, or the agent shuts down."""
+
+    reason: str
+
+
+ToWorker = Launch | Assign | Stop
+
+
+# ---- worker to agent
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The worker serves its store and waits for an `Assign`."""
+
+    pid: int
+    #: host:port of the worker's own store, fit for a `Rendezvous`.
+    store: str
+    #: Fingerprint of the data that it reads, in hexadecimal; those of one generation are equal.
+    data: str = ""
+
+
+class PhaseReached(msgspec.Struct, frozen=True, kw_only=True, tag="phase"):
+    """The worker has ended a phase on its way into `generation`.
+
+    aborted: it is out of the old generation's groups (a fresh worker is at once); joined: the
+    new groups are up and the survivors' states known; transferred: it holds every layer it needs.
+    """
+
+    generation: Generation
+    phase: Literal["aborted", "joined", "transferred"]
+    #: With `joined`: the last step that is committed in the new generation's state.
+    committed_step: int | None = None
+    #: With `joined`: whether this worker applied a step whose vote it had not seen.
+    rolled_forward: bool = False
+    #: With `joined`: whether a step that was begun is done again from its start.
+    redo: bool = False
+    #: With `transferred`: bytes this worker received.
+    received_bytes: int = 0
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One committed step, a line of metrics.jsonl. Every worker makes the same one."""
+
+    step: int
+    #: None: not finite (the step was skipped by all).
+    loss: float | None
+    grad_norm: float | None
+    tokens: int
+    #: SHA-256 over the SHA-256 digests of the step's token rows in global sample order.
+    samples_digest: str
+    generation: Generation
+    step_seconds: float
+    #: Unix time of the commit.
+    time: float
+    #: The step's gradients were not finite, and nobody applied them.
+    skipped: bool = False
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True, tag="committed"):
+    record: StepRecord
+
+
+class PeerLost(msgspec.Struct, frozen=True, kw_only=True, tag="peer_lost"):
+    """A peer's socket closed or an operation with it failed; the worker waits for an `Assign`."""
+
+    generation: Generation
+    step: int
+    detail: str
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The worker cannot go on; it exits after this.
+
+    user: the job is at fault (data missing, out of memory, an exception in the model): no retry
+    helps. internal: a broken invariant of ours.
+    """
+
+    kind: Literal["user", "internal"]
+    message: str
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
+    """All steps are committed and the worker's share of the output is on disk."""
+
+    generation: Generation
+    step: int
+
+
+FromWorker = Ready | PhaseReached | Committed | PeerLost | Failed | Finished
+
+
+# ---- agent to warm process and back
+#
+# The warm process has torch loaded, no CUDA context, no thread and no gRPC, and forks workers. Its
+# standard input is one end of a Unix socket pair with the agent; each side frames messages as on a
+# worker's channel. Fork carries two descriptors (SCM_RIGHTS): the worker's end of its channel, and
+# the pipe that becomes its standard output and error.
+
+
+class Fork(msgspec.Struct, frozen=True, kw_only=True, tag="fork"):
+    slot: int
+    incarnation: Incarnation
+
+
+class Warm(msgspec.Struct, frozen=True, kw_only=True, tag="warm"):
+    """The libraries are loaded; forks are fast from now on."""
+
+    pid: int
+
+
+class Forked(msgspec.Struct, frozen=True, kw_only=True, tag="forked"):
+    incarnation: Incarnation
+    pid: int
+
+
+class ForkFailed(msgspec.Struct, frozen=True, kw_only=True, tag="fork_failed"):
+    """The kernel has no process or no memory to give; a later fork may succeed."""
+
+    incarnation: Incarnation
+    reason: str
+
+
+class ChildExited(msgspec.Struct, frozen=True, kw_only=True, tag="child_exited"):
+    """The kernel's word on how a worker ended."""
+
+    pid: int
+    #: Of an exit by itself; None when a signal killed it.
+    exit_code: int | None
+    signal: int | None
+
+
+ToWarm = Fork
+FromWarm = Warm | Forked | ForkFailed | ChildExited

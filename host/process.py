@@ -1,0 +1,28 @@
+"""Living and dying of processes: ending with the parent, reading the name of a signal."""
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process `signum` as soon as its parent ends, however it ends.
+
+    `parent_pid` is the parent that the caller knows of: if that one is gone already, this process
+    ends at once. Linux only; elsewhere the closed channel to the parent must do.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), signum)
+
+
+def signal_name(signum: int) -> str:
+    """`SIGKILL` for 9; the number for one without a name."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

@@ -1,0 +1,423 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkerId(_message.Message):
+    __slots__ = ("node", "slot")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    slot: int
+    def __init__(self, node: _Optional[str] = ..., slot: _Optional[int] = ...) -> None: ...
+
+class Stage(_message.Message):
+    __slots__ = ("first_layer", "last_layer", "workers")
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    LAST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    first_layer: int
+    last_layer: int
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerId]
+    def __init__(self, first_layer: _Optional[int] = ..., last_layer: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerId, _Mapping]]] = ...) -> None: ...
+
+class Pipeline(_message.Message):
+    __slots__ = ("nodes", "stages", "first_microbatch", "microbatches")
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_MICROBATCH_FIELD_NUMBER: _ClassVar[int]
+    MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedScalarFieldContainer[str]
+    stages: _containers.RepeatedCompositeFieldContainer[Stage]
+    first_microbatch: int
+    microbatches: int
+    def __init__(self, nodes: _Optional[_Iterable[str]] = ..., stages: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., first_microbatch: _Optional[int] = ..., microbatches: _Optional[int] = ...) -> None: ...
+
+class Plan(_message.Message):
+    __slots__ = ("generation", "pipelines")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PIPELINES_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    pipelines: _containers.RepeatedCompositeFieldContainer[Pipeline]
+    def __init__(self, generation: _Optional[int] = ..., pipelines: _Optional[_Iterable[_Union[Pipeline, _Mapping]]] = ...) -> None: ...
+
+class Rendezvous(_message.Message):
+    __slots__ = ("store", "prefix")
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    store: str
+    prefix: str
+    def __init__(self, store: _Optional[str] = ..., prefix: _Optional[str] = ...) -> None: ...
+
+class AgentMessage(_message.Message):
+    __slots__ = ("incarnation", "register", "status", "report", "records", "log")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    REGISTER_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    LOG_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    register: Register
+    status: NodeStatus
+    report: WorkerReport
+    records: StepRecords
+    log: LogLines
+    def __init__(self, incarnation: _Optional[str] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., records: _Optional[_Union[StepRecords, _Mapping]] = ..., log: _Optional[_Union[LogLines, _Mapping]] = ...) -> None: ...
+
+class Register(_message.Message):
+    __slots__ = ("protocol", "node", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "status")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    HOSTNAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_PER_WORKER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    node: str
+    hostname: str
+    address: str
+    pid: int
+    worker_slots: int
+    device: str
+    memory_per_worker_bytes: int
+    status: NodeStatus
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ...) -> None: ...
+
+class NodeStatus(_message.Message):
+    __slots__ = ("job_id", "generation", "workers")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    generation: int
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("slot", "incarnation", "pid", "store", "generation", "committed_step", "finished", "data")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    incarnation: str
+    pid: int
+    store: str
+    generation: int
+    committed_step: int
+    finished: bool
+    data: str
+    def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., store: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., finished: _Optional[bool] = ..., data: _Optional[str] = ...) -> None: ...
+
+class WorkerReport(_message.Message):
+    __slots__ = ("job_id", "slot", "incarnation", "generation", "exited", "phase", "peer_lost", "failed")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    EXITED_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    PEER_LOST_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    slot: int
+    incarnation: str
+    generation: int
+    exited: WorkerExited
+    phase: PhaseReached
+    peer_lost: PeerLost
+    failed: WorkerFailed
+    def __init__(self, job_id: _Optional[str] = ..., slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., generation: _Optional[int] = ..., exited: _Optional[_Union[WorkerExited, _Mapping]] = ..., phase: _Optional[_Union[PhaseReached, _Mapping]] = ..., peer_lost: _Optional[_Union[PeerLost, _Mapping]] = ..., failed: _Optional[_Union[WorkerFailed, _Mapping]] = ...) -> None: ...
+
+class WorkerExited(_message.Message):
+    __slots__ = ("pid", "exit_code", "signal", "log_tail")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
+    SIGNAL_FIELD_NUMBER: _ClassVar[int]
+    LOG_TAIL_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    exit_code: int
+    signal: int
+    log_tail: str
+    def __init__(self, pid: _Optional[int] = ..., exit_code: _Optional[int] = ..., signal: _Optional[int] = ..., log_tail: _Optional[str] = ...) -> None: ...
+
+class PhaseReached(_message.Message):
+    __slots__ = ("phase", "committed_step", "rolled_forward", "redo", "received_bytes")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    ROLLED_FORWARD_FIELD_NUMBER: _ClassVar[int]
+    REDO_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    committed_step: int
+    rolled_forward: bool
+    redo: bool
+    received_bytes: int
+    def __init__(self, phase: _Optional[str] = ..., committed_step: _Optional[int] = ..., rolled_forward: _Optional[bool] = ..., redo: _Optional[bool] = ..., received_bytes: _Optional[int] = ...) -> None: ...
+
+class PeerLost(_message.Message):
+    __slots__ = ("step", "detail")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    detail: str
+    def __init__(self, step: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class WorkerFailed(_message.Message):
+    __slots__ = ("kind", "message")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    message: str
+    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class StepRecords(_message.Message):
+    __slots__ = ("job_id", "records")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    records: _containers.RepeatedCompositeFieldContainer[StepRecord]
+    def __init__(self, job_id: _Optional[str] = ..., records: _Optional[_Iterable[_Union[StepRecord, _Mapping]]] = ...) -> None: ...
+
+class StepRecord(_message.Message):
+    __slots__ = ("step", "loss", "grad_norm", "tokens", "samples_digest", "generation", "step_seconds", "time", "skipped")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    loss: float
+    grad_norm: float
+    tokens: int
+    samples_digest: str
+    generation: int
+    step_seconds: float
+    time: float
+    skipped: bool
+    def __init__(self, step: _Optional[int] = ..., loss: _Optional[float] = ..., grad_norm: _Optional[float] = ..., tokens: _Optional[int] = ..., samples_digest: _Optional[str] = ..., generation: _Optional[int] = ..., step_seconds: _Optional[float] = ..., time: _Optional[float] = ..., skipped: _Optional[bool] = ...) -> None: ...
+
+class LogLines(_message.Message):
+    __slots__ = ("job_id", "slot", "lines", "dropped")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    slot: int
+    lines: _containers.RepeatedScalarFieldContainer[str]
+    dropped: int
+    def __init__(self, job_id: _Optional[str] = ..., slot: _Optional[int] = ..., lines: _Optional[_Iterable[str]] = ..., dropped: _Optional[int] = ...) -> None: ...
+
+class MasterMessage(_message.Message):
+    __slots__ = ("welcome", "refused", "assignment", "ack")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    refused: Refused
+    assignment: Assignment
+    ack: Ack
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("heartbeat_s", "lease_s")
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    heartbeat_s: float
+    lease_s: float
+    def __init__(self, heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("reason", "temporary")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TEMPORARY_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    temporary: bool
+    def __init__(self, reason: _Optional[str] = ..., temporary: _Optional[bool] = ...) -> None: ...
+
+class Assignment(_message.Message):
+    __slots__ = ("version", "job_id", "job", "plan", "rendezvous", "boundary", "worker_incarnations")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
+    BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    WORKER_INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    job_id: str
+    job: str
+    plan: Plan
+    rendezvous: Rendezvous
+    boundary: bool
+    worker_incarnations: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[int] = ..., job_id: _Optional[str] = ..., job: _Optional[str] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ..., boundary: _Optional[bool] = ..., worker_incarnations: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Ack(_message.Message):
+    __slots__ = ("job_id", "through_step")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    THROUGH_STEP_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    through_step: int
+    def __init__(self, job_id: _Optional[str] = ..., through_step: _Optional[int] = ...) -> None: ...
+
+class SubmitRequest(_message.Message):
+    __slots__ = ("request_id", "job")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    job: str
+    def __init__(self, request_id: _Optional[str] = ..., job: _Optional[str] = ...) -> None: ...
+
+class SubmitReply(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
+
+class JobRequest(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
+
+class ListJobsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListJobsReply(_message.Message):
+    __slots__ = ("jobs",)
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    jobs: _containers.RepeatedCompositeFieldContainer[JobStatus]
+    def __init__(self, jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ...) -> None: ...
+
+class JobStatus(_message.Message):
+    __slots__ = ("job_id", "name", "state", "reason", "generation", "committed_step", "steps", "loss", "tokens_per_s", "submitted_at", "started_at", "finished_at", "plan", "can_lose", "eta_s", "reconfigurations", "directory")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    SUBMITTED_AT_FIELD_NUMBER: _ClassVar[int]
+    STARTED_AT_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_AT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    CAN_LOSE_FIELD_NUMBER: _ClassVar[int]
+    ETA_S_FIELD_NUMBER: _ClassVar[int]
+    RECONFIGURATIONS_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    name: str
+    state: str
+    reason: str
+    generation: int
+    committed_step: int
+    steps: int
+    loss: float
+    tokens_per_s: float
+    submitted_at: float
+    started_at: float
+    finished_at: float
+    plan: Plan
+    can_lose: int
+    eta_s: float
+    reconfigurations: int
+    directory: str
+    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., submitted_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., can_lose: _Optional[int] = ..., eta_s: _Optional[float] = ..., reconfigurations: _Optional[int] = ..., directory: _Optional[str] = ...) -> None: ...
+
+class ListNodesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListNodesReply(_message.Message):
+    __slots__ = ("nodes",)
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeInfo]
+    def __init__(self, nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ...) -> None: ...
+
+class NodeInfo(_message.Message):
+    __slots__ = ("node", "state", "reason", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "job_id", "generation", "last_heard_s", "workers")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    HOSTNAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_PER_WORKER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LAST_HEARD_S_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    state: str
+    reason: str
+    hostname: str
+    address: str
+    pid: int
+    worker_slots: int
+    device: str
+    memory_per_worker_bytes: int
+    job_id: str
+    generation: int
+    last_heard_s: float
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    def __init__(self, node: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., job_id: _Optional[str] = ..., generation: _Optional[int] = ..., last_heard_s: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
+
+class EventsRequest(_message.Message):
+    __slots__ = ("job_id", "follow")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    follow: bool
+    def __init__(self, job_id: _Optional[str] = ..., follow: _Optional[bool] = ...) -> None: ...
+
+class EventRecord(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...
+
+class LogsRequest(_message.Message):
+    __slots__ = ("job_id", "follow", "node", "rank")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    follow: bool
+    node: str
+    rank: int
+    def __init__(self, job_id: _Optional[str] = ..., follow: _Optional[bool] = ..., node: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+
+class LogLine(_message.Message):
+    __slots__ = ("node", "slot", "line")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    LINE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    slot: int
+    line: str
+    def __init__(self, node: _Optional[str] = ..., slot: _Optional[int] = ..., line: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,98 @@
+"""What an agent tells and is told, as domain types; `oobleck.proto.convert` carries them.
+
+Owns the nouns of the control stream that are more than one planner or worker type. Must not know
+protobuf.
+"""
+
+import msgspec
+
+from oobleck.host.messages import Failed, PeerLost, PhaseReached, Rendezvous
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.planner.plan import Plan
+
+#: Version of the words between agent and master; both must speak the same.
+PROTOCOL = 1
+
+
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What does not change during one start of an agent."""
+
+    node: NodeName
+    incarnation: Incarnation
+    hostname: str
+    address: str
+    pid: int
+    worker_slots: int
+    device: str
+    memory_per_worker_bytes: int
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker process as its agent sees it."""
+
+    slot: int
+    incarnation: Incarnation
+    pid: int
+    #: Empty until the worker is ready.
+    store: str = ""
+    #: Fingerprint of the data that it reads, in hexadecimal; empty until the worker is ready.
+    data: str = ""
+    #: Generation whose layers the worker holds; 0: none.
+    generation: Generation = Generation(0)
+    #: -1: none.
+    committed_step: int = -1
+    finished: bool = False
+
+
+class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """All that an agent observes at one moment."""
+
+    #: None: no job.
+    job_id: JobId | None = None
+    #: Newest generation that the agent has acted on.
+    generation: Generation = Generation(0)
+    #: By slot.
+    workers: tuple[WorkerStatus, ...] = ()
+
+    def worker(self, slot: int) -> WorkerStatus | None:
+        return next((worker for worker in self.workers if worker.slot == slot), None)
+
+
+class Registration(msgspec.Struct, frozen=True, kw_only=True):
+    protocol: int
+    facts: NodeFacts
+    status: NodeStatus
+
+
+class WorkerExited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
+    pid: int
+    #: Of an exit by itself; None when a signal killed it.
+    exit_code: int | None
+    signal: int | None
+    log_tail: str = ""
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened to one worker, once."""
+
+    job_id: JobId
+    slot: int
+    incarnation: Incarnation
+    generation: Generation
+    what: WorkerExited | PhaseReached | PeerLost | Failed
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole desired state of a node; newer ones replace older ones."""
+
+    version: int
+    #: None: no job.
+    job_id: JobId | None = None
+    #: The job's normalised JSON text.
+    job: str = ""
+    #: None: have a worker ready in every slot, and wait.
+    plan: Plan | None = None
+    rendezvous: Rendezvous | None = None
+    boundary: bool = False
+    #: By slot; the plan is for these worker processes alone.
+    worker_incarnations: tuple[Incarnation, ...] = ()
