@@ -1,0 +1,1 @@
+"""The cluster's head: a pure, journaled state machine in a thin asynchronous shell."""

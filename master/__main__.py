@@ -1,0 +1,196 @@
+"""`oobleck-master`: reads the flags, locks the state directory, serves until it is told to end.
+
+Exit codes: 0 ended as told, 1 the state directory takes no more, 2 the flags or what they name
+cannot be used.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import click
+import grpc
+
+from oobleck.host import log
+from oobleck.host.process import die_with_parent
+from oobleck.master.config import MasterConfig, Timing
+from oobleck.master.guard import MalformedGuard
+from oobleck.master.journal import Journal, JournalUnusable
+from oobleck.master.loop import Master
+from oobleck.master.service import OperatorService
+from oobleck.master.session import ControlService
+from oobleck.master.storage import StorageFailed
+from oobleck.proto import control_pb2_grpc as rpc
+
+_DEFAULTS = Timing()
+_SERVER_OPTIONS = (
+    # A port in use is an error, not something to share.
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    # The one that is honoured (keepalive_timeout_ms alone is not).
+    ("grpc.http2.ping_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+)
+
+
+class Unusable(Exception):
+    """What the flags name cannot be used; the text is one line with the fix."""
+
+
+@contextlib.contextmanager
+def _locked(state_dir: Path) -> Iterator[None]:
+    """Hold the state directory against other masters."""
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        lock = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise Unusable(
+            f"--state-dir {state_dir} cannot be written ({error.strerror}); choose another one"
+        ) from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(lock, 20, 0).decode(errors="replace") or "unknown"
+            raise Unusable(
+                f"--state-dir {state_dir} is in use by another master (pid {holder}); "
+                "stop it or choose another directory"
+            ) from error
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _check_address(listen: str) -> None:
+    """Bind the address once, since gRPC says only in its own words why it cannot."""
+    host, _, port = listen.rpartition(":")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host.strip("[]"), int(port), type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise Unusable(
+            f"--listen {listen} cannot be bound ({error.strerror}); choose another address or port"
+        ) from error
+
+
+async def serve(config: MasterConfig, journal: Journal) -> None:
+    """Serve until a signal ends it. Raises Unusable, StorageFailed."""
+    _check_address(config.listen)
+    master = Master(config, journal)
+    server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=(MalformedGuard(),))
+    # The generated functions have no types.
+    rpc.add_ControlServicer_to_server(ControlService(master), server)  # type: ignore[no-untyped-call]
+    rpc.add_OperatorServicer_to_server(OperatorService(master), server)  # type: ignore[no-untyped-call]
+    host = config.listen.rpartition(":")[0]
+    try:
+        port = server.add_insecure_port(config.listen)
+    except RuntimeError as error:
+        raise Unusable(f"--listen {config.listen} cannot be bound; choose another one") from error
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stopped.set)
+    await server.start()
+    running = asyncio.create_task(master.run())
+    print(f"listening on {host}:{port}", flush=True)  # noqa: T201 - the line that callers wait for
+    stopping = asyncio.create_task(stopped.wait())
+    try:
+        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        running.cancel()
+        stopping.cancel()
+        # Calls that are open now are cancelled, and gRPC tells of each in a traceback.
+        logging.getLogger("grpc").setLevel(logging.CRITICAL)
+        master.close()
+        await server.stop(grace=0.1)
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+def _fail(text: str, code: int = 2) -> NoReturn:
+    click.echo(f"oobleck-master: {text}", err=True)
+    sys.exit(code)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--listen",
+    default="127.0.0.1:4600",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Where agents and operators reach this master; port 0 takes a free one.",
+)
+@click.option(
+    "--state-dir",
+    required=True,
+    type=click.Path(),
+    metavar="DIR",
+    help="Journal, metrics, events and logs; a master started on it again goes on from there.",
+)
+@click.option("--exit-with-parent", is_flag=True, help="End when the parent process ends.")
+@click.option("--heartbeat-s", default=_DEFAULTS.heartbeat_s, hidden=True)
+@click.option("--lease-s", default=_DEFAULTS.lease_s, hidden=True)
+@click.option("--replacement-grace-s", default=_DEFAULTS.replacement_grace_s, hidden=True)
+@click.option("--join-settle-s", default=_DEFAULTS.join_settle_s, hidden=True)
+def main(
+    listen: str,
+    state_dir: str,
+    exit_with_parent: bool,
+    heartbeat_s: float,
+    lease_s: float,
+    replacement_grace_s: float,
+    join_settle_s: float,
+) -> None:
+    """Head of an Oobleck cluster: takes jobs, plans them onto nodes, and plans anew on losses.
+
+    Prints `listening on HOST:PORT` when it is ready. Exit codes: 0 ended by SIGTERM or SIGINT,
+    1 the state directory can no longer be written, 2 a flag, or what it names, cannot be used.
+    """
+    if exit_with_parent:
+        die_with_parent(os.getppid())
+    log.configure()
+    if not state_dir:
+        _fail("--state-dir: is empty; name a directory, as in --state-dir oobleck-state")
+    try:
+        timing = Timing(
+            heartbeat_s=heartbeat_s,
+            lease_s=lease_s,
+            replacement_grace_s=replacement_grace_s,
+            join_settle_s=join_settle_s,
+        )
+        config = MasterConfig(listen=listen, state_dir=Path(state_dir).absolute(), timing=timing)
+    except ValueError as error:
+        _fail(str(error))
+    try:
+        with (
+            _locked(config.state_dir),
+            contextlib.closing(Journal(config.state_dir / "journal.db")) as journal,
+        ):
+            asyncio.run(serve(config, journal))
+    except (Unusable, JournalUnusable) as error:
+        _fail(str(error))
+    except StorageFailed as failed:
+        _fail(str(failed), code=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Who may be part of the cluster: the answer to an agent that registers. Pure."""
+
+from dataclasses import dataclass
+
+from oobleck.master.config import Timing
+from oobleck.master.events import Journaled, NodeLost, NodeRegistered
+from oobleck.master.state import ClusterState, Node
+from oobleck.proto.types import PROTOCOL, Registration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    reason: str
+    #: The agent may try again later.
+    temporary: bool
+
+
+def admit(
+    state: ClusterState, registration: Registration, now: float, timing: Timing
+) -> Refusal | tuple[Journaled, ...]:
+    """What is to be recorded of the registration, or why it is refused."""
+    facts = registration.facts
+    if registration.protocol != PROTOCOL:
+        return Refusal(
+            reason=f"the agent speaks protocol {registration.protocol} and this master protocol "
+            f"{PROTOCOL}; install the same version of Oobleck on both",
+            temporary=False,
+        )
+    known = state.nodes.get(facts.node)
+    job = state.job
+    same = known is not None and known.facts.incarnation == facts.incarnation
+    # It was given up, and no plan has been made without it since: its workers still count.
+    returned = same and job is not None and facts.node in job.lost_nodes
+    stale_workers = bool(registration.status.workers) and not returned
+    registered = NodeRegistered(facts=facts, stale_workers=stale_workers)
+    if known is None or not known.registered:
+        return (registered,)
+    if same:
+        return ()
+    refusal = _name_in_use(state, known, now, timing)
+    if refusal is not None:
+        return refusal
+    restarted = NodeLost(
+        node=facts.node,
+        incarnation=known.facts.incarnation,
+        cause="restarted",
+        reason="its agent was started anew",
+        detect_s=now - known.seen.last_heard,
+    )
+    return (restarted, registered)
+
+
+def _name_in_use(state: ClusterState, known: Node, now: float, timing: Timing) -> Refusal | None:
+    old = known.facts
+    name = old.node
+    if known.connected:
+        return Refusal(
+            reason=f"node name {name} is in use by a live agent (pid {old.pid}, host "
+            f"{old.hostname}); choose another --name",
+            temporary=False,
+        )
+    if known.seen.closed_at is None and state.job is not None and name in state.job.members:
+        # This master has just started, and the agent with the job's workers may still come back.
+        wait_s = known.seen.last_heard + timing.lease_s - now
+        return Refusal(
+            reason=f"node name {name} belongs to another agent (pid {old.pid}, host "
+            f"{old.hostname}) that has {wait_s:.1f} s left to reconnect",
+            temporary=True,
+        )
+    return None

@@ -1,0 +1,295 @@
+"""How each event changes the state: the only place that writes to a `ClusterState`.
+
+A job goes through these states:
+
+    queued --JobStarted--> starting --FirstStepCommitted--> running
+    running --a loss or PlanMade--> reconfiguring --FirstStepCommitted--> running
+    starting, reconfiguring --JobWaiting--> waiting for nodes
+    waiting for nodes --JobStarted (no plan yet)--> starting, --PlanMade--> reconfiguring
+    any of them --JobSucceeded, JobFailed, JobCancelled--> succeeded, failed, cancelled
+
+It stays `starting` until a step of its first plans is committed, and `reconfiguring` until one of
+the newest plan is. The record of that step may come late: when a loss has been declared already,
+the job does not become `running` by it. Losses count only where they hit the newest plan. An
+event that the table does not allow is a broken invariant of ours.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from oobleck.master.events import (
+    Event,
+    FirstStepCommitted,
+    JobCancelled,
+    JobCancelRequested,
+    JobFailed,
+    JobStarted,
+    JobSubmitted,
+    JobSucceeded,
+    JobWaiting,
+    Journaled,
+    MasterStarted,
+    NodeCleared,
+    NodeLeftOut,
+    NodeLost,
+    NodeRegistered,
+    Observed,
+    PlanMade,
+    WorkerLost,
+)
+from oobleck.master.observe import observe
+from oobleck.master.state import ClusterState, Job, JobSeen, JobState, Node, NodeSeen, Way
+
+TRANSITIONS: Mapping[tuple[JobState, type[Journaled]], JobState] = {
+    ("queued", JobStarted): "starting",
+    ("starting", PlanMade): "starting",
+    ("starting", NodeLost): "starting",
+    ("starting", WorkerLost): "starting",
+    ("starting", FirstStepCommitted): "running",
+    ("starting", JobWaiting): "waiting for nodes",
+    ("running", NodeLost): "reconfiguring",
+    ("running", WorkerLost): "reconfiguring",
+    ("running", PlanMade): "reconfiguring",
+    ("running", NodeLeftOut): "reconfiguring",
+    ("reconfiguring", NodeLeftOut): "reconfiguring",
+    ("waiting for nodes", NodeLeftOut): "waiting for nodes",
+    ("reconfiguring", NodeLost): "reconfiguring",
+    ("reconfiguring", WorkerLost): "reconfiguring",
+    ("reconfiguring", PlanMade): "reconfiguring",
+    ("reconfiguring", FirstStepCommitted): "running",
+    ("reconfiguring", JobWaiting): "waiting for nodes",
+    ("waiting for nodes", JobStarted): "starting",
+    ("waiting for nodes", PlanMade): "reconfiguring",
+    ("waiting for nodes", FirstStepCommitted): "waiting for nodes",
+    ("waiting for nodes", NodeLost): "waiting for nodes",
+    ("waiting for nodes", WorkerLost): "waiting for nodes",
+    ("waiting for nodes", JobWaiting): "waiting for nodes",
+    ("starting", JobSucceeded): "succeeded",
+    ("running", JobSucceeded): "succeeded",
+    ("reconfiguring", JobSucceeded): "succeeded",
+    ("waiting for nodes", JobSucceeded): "succeeded",
+    ("starting", JobFailed): "failed",
+    ("running", JobFailed): "failed",
+    ("reconfiguring", JobFailed): "failed",
+    ("waiting for nodes", JobFailed): "failed",
+    ("queued", JobCancelled): "cancelled",
+    ("starting", JobCancelled): "cancelled",
+    ("running", JobCancelled): "cancelled",
+    ("reconfiguring", JobCancelled): "cancelled",
+    ("waiting for nodes", JobCancelled): "cancelled",
+}
+
+
+class InvalidTransition(Exception):
+    """An event came to a job in a state that does not allow it."""
+
+    def __init__(self, job: Job, event: Journaled) -> None:
+        super().__init__(
+            f"job {job.id} is {job.state} and got {type(event).__name__}; "
+            f"before: {', '.join(job.history) or 'nothing'}"
+        )
+
+
+def apply(state: ClusterState, event: Event, *, now: float, unix: float) -> bool:
+    """Change `state` by `event`, which came at `now` (this process's clock) and `unix` (the
+    calendar's). Returns whether anything changed that a decision could depend on."""
+    if isinstance(event, Observed):
+        return observe(state, event, now)
+    state.sequence += 1
+    _fold(state, event, now, unix)
+    _set_desired(state, now, unix)
+    return True
+
+
+def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> None:
+    match event:
+        case MasterStarted():
+            for node in state.nodes.values():
+                node.seen = NodeSeen(last_heard=now)
+            for job in state.jobs.values():
+                job.seen = JobSeen()
+                if job.losses:
+                    _note_loss(job, 0.0, now)
+        case NodeRegistered():
+            _register(state, event, now)
+        case NodeCleared():
+            state.nodes[event.node].stale_workers = False
+        case NodeLost():
+            _lose_node(state, event, now)
+        case JobSubmitted():
+            state.jobs[event.job_id] = Job(
+                id=event.job_id, request_id=event.request_id, spec=event.spec, submitted_at=unix
+            )
+            state.requests[event.request_id] = event.job_id
+        case JobCancelRequested():
+            state.jobs[event.job_id].cancel_requested = True
+        case NodeLeftOut():
+            _leave_out(state.jobs[event.job_id], event, now)
+        case _:
+            _fold_job(state, state.jobs[event.job_id], event, now, unix)
+
+
+def _register(state: ClusterState, event: NodeRegistered, now: float) -> None:
+    name = event.facts.node
+    node = Node(facts=event.facts, stale_workers=event.stale_workers, seen=NodeSeen(last_heard=now))
+    known = state.nodes.get(name)
+    if state.job is not None:
+        state.job.left_out.pop(name, None)
+        state.job.seen.unfit.pop(name, None)
+        state.job.seen.stillborn.pop(name, None)
+    if known is not None:
+        node.desired = known.desired
+        if known.facts.incarnation == event.facts.incarnation and state.job is not None:
+            _take_back_loss(state.job, event)
+    state.nodes[name] = node
+
+
+def _take_back_loss(job: Job, event: NodeRegistered) -> None:
+    """The same agent is back before any plan was made without it."""
+    job.losses = tuple(
+        loss
+        for loss in job.losses
+        if not (isinstance(loss, NodeLost) and loss.node == event.facts.node)
+    )
+    if not job.losses:
+        job.seen.evidence_at = job.seen.declared_at = None
+
+
+def _lose_node(state: ClusterState, event: NodeLost, now: float) -> None:
+    node = state.nodes[event.node]
+    node.registered = False
+    node.reason = event.reason
+    node.stale_workers = False
+    node.seen.session = None
+    job = state.job
+    if job is not None and event.node in job.members:
+        _move(job, event)
+        job.losses = (*job.losses, event)
+        _note_loss(job, event.detect_s, now)
+
+
+def _leave_out(job: Job, event: NodeLeftOut, now: float) -> None:
+    if event.node in job.members:
+        _move(job, event)
+        job.losses = (*job.losses, event)
+        _note_loss(job, 0.0, now)
+    job.left_out[event.node] = event.reason
+    job.seen.unfit.pop(event.node, None)
+    job.seen.stillborn.pop(event.node, None)
+
+
+def _note_loss(job: Job, detect_s: float, now: float) -> None:
+    first = now - detect_s
+    seen = job.seen
+    seen.evidence_at = first if seen.evidence_at is None else min(seen.evidence_at, first)
+    seen.declared_at = now
+
+
+def _move(job: Job, event: Journaled) -> None:
+    to = TRANSITIONS.get((job.state, type(event)))
+    if to is None:
+        raise InvalidTransition(job, event)
+    if to == "running" and job.losses:
+        to = "reconfiguring"
+    job.history.append(f"{job.state} --{type(event).__name__}--> {to}")
+    if to != job.state:
+        job.state, job.reason = to, ""
+
+
+def _fold_job(
+    state: ClusterState,
+    job: Job,
+    event: WorkerLost
+    | JobStarted
+    | JobWaiting
+    | PlanMade
+    | FirstStepCommitted
+    | JobSucceeded
+    | JobFailed
+    | JobCancelled,
+    now: float,
+    unix: float,
+) -> None:
+    _move(job, event)
+    match event:
+        case JobStarted():
+            state.active = job.id
+        case JobWaiting():
+            job.reason = "; ".join(event.causes)
+        case WorkerLost():
+            job.losses = (*job.losses, event)
+            _note_loss(job, event.detect_s, now)
+        case PlanMade():
+            _make_plan(job, event, now, unix)
+        case FirstStepCommitted():
+            job.stepped, job.trained = event.generation, job.made
+            for node in job.members:
+                job.seen.stillborn.pop(node, None)
+            job.plans = {g: plan for g, plan in job.plans.items() if g >= event.generation}
+            if job.state == "running":
+                job.reason = ""
+            job.seen.way = None
+            _forget_processes(state, job)
+            if job.started_at == 0.0:
+                job.started_at = unix
+        case JobSucceeded() | JobFailed() | JobCancelled():
+            job.reason = event.reason if isinstance(event, JobFailed) else ""
+            job.finished_at = unix
+            job.losses = ()
+            job.seen.way = None
+            if state.active == job.id:
+                state.active = None
+
+
+def _forget_processes(state: ClusterState, job: Job) -> None:
+    """Of processes that neither the plan nor any agent knows, nothing is asked any more."""
+    known = set(job.processes().values())
+    known |= {w.incarnation for node in state.nodes.values() for w in node.seen.status.workers}
+    seen = job.seen
+    seen.exits = {process: end for process, end in seen.exits.items() if process in known}
+    seen.entered = {process: at for process, at in seen.entered.items() if process in known}
+    seen.finished = {process: at for process, at in seen.finished.items() if process in known}
+
+
+def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
+    seen = job.seen
+    declared_at = now if seen.declared_at is None else seen.declared_at
+    evidence_at = now - event.detect_s if seen.evidence_at is None else seen.evidence_at
+    seen.way = Way(evidence_at=evidence_at, declared_at=declared_at, pushed_at=now)
+    seen.evidence_at = seen.declared_at = None
+    if job.made is not None:
+        job.before = job.made.plan
+        job.reconfigurations += 1
+    if not event.boundary:
+        job.abrupt = event.plan.generation
+        seen.peers_lost.clear()
+    if event.cause in ("worker lost", "peers lost", "no progress"):
+        seen.regroups += 1
+    job.made, job.made_at = event, unix
+    job.reason = event.reason
+    job.losses = ()
+    job.most_nodes = max(job.most_nodes, len(event.plan.nodes))
+    job.plans[event.plan.generation] = event.plan
+
+
+def _set_desired(state: ClusterState, now: float, unix: float) -> None:
+    """Bring every node's desired state in line with its job; a change gets a new version.
+
+    Versions follow the calendar, so that they grow even where a journal was lost.
+    """
+    job = state.job
+    chosen = {node.facts.node for node in state.candidates(job)} if job else set()
+    members = set(job.members) if job else set()
+    for name, node in state.nodes.items():
+        job_id = job.id if job and name in chosen else None
+        generation = job.generation if job and job_id and name in members else None
+        desired = replace(node.desired, job_id=job_id, generation=generation)
+        if desired != node.desired:
+            if desired.job_id != node.desired.job_id:
+                node.seen.ready_at = None
+            version = max(node.desired.version + 1, int(unix * 1000))
+            node.desired = replace(desired, version=version)
+        if job_id is None:
+            node.seen.assigned_at = None
+        elif node.seen.assigned_at is None:
+            node.seen.assigned_at = now

@@ -1,0 +1,94 @@
+"""One session of an agent, what is to be told to it, and when records are acknowledged.
+
+An outbox holds at most one message of each kind: a newer assignment replaces an older one, a
+higher acknowledgement a lower one. So nothing piles up for an agent that reads slowly, and nobody
+waits for it.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from oobleck.master.admit import Refusal
+from oobleck.planner.ids import Incarnation, JobId, NodeName
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto.convert import assignment_message
+from oobleck.proto.types import Assignment
+
+#: Messages of one agent that may wait for the master's loop; then its stream is not read.
+_MOST_UNREAD = 256
+#: An agent is told at most once in this time what is on disk. Well below the time for which the
+#: agents without rank 0 hold their records back (1 s), so that those are not sent for nothing.
+_ACK_S = 0.5
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class AgentSession:
+    number: int
+    node: NodeName
+    incarnation: Incarnation
+    #: Taken for each message handed to the loop, released when the loop has handled it.
+    credit: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MOST_UNREAD))
+    #: Version of the newest assignment that was put into the outbox.
+    told_version: int = -1
+    _assignment: Assignment | None = None
+    _acks: dict[JobId, int] = field(default_factory=dict)
+    _refusal: Refusal | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tell(self, assignment: Assignment) -> None:
+        self.told_version = assignment.version
+        self._assignment = assignment
+        self._changed.set()
+
+    def acknowledge(self, job_id: JobId, through_step: int) -> None:
+        self._acks[job_id] = through_step
+        self._changed.set()
+
+    def end(self, refusal: Refusal) -> None:
+        """Close the session after this last word."""
+        self._refusal = refusal
+        self._changed.set()
+
+    async def outgoing(self) -> list[pb.MasterMessage]:
+        """Wait for something to tell; a message with `refused` is the last."""
+        await self._changed.wait()
+        self._changed.clear()
+        messages = []
+        if self._assignment is not None:
+            messages.append(pb.MasterMessage(assignment=assignment_message(self._assignment)))
+            self._assignment = None
+        for job_id, step in self._acks.items():
+            messages.append(pb.MasterMessage(ack=pb.Ack(job_id=job_id, through_step=step)))
+        self._acks.clear()
+        if self._refusal is not None:
+            messages.append(refused_message(self._refusal))
+        return messages
+
+
+class Acknowledger:
+    """Gathers the jobs whose records have come since the agents were last told of any."""
+
+    def __init__(self) -> None:
+        self._jobs: set[JobId] = set()
+        self._free_at = 0.0
+
+    def note(self, job_id: JobId) -> None:
+        self._jobs.add(job_id)
+
+    @property
+    def due_at(self) -> float | None:
+        """When `take` gives something; None: nothing is to be told."""
+        return self._free_at if self._jobs else None
+
+    def take(self, now: float) -> list[JobId]:
+        """The jobs to be acknowledged now."""
+        if not self._jobs or now < self._free_at:
+            return []
+        jobs = sorted(self._jobs)
+        self._jobs.clear()
+        self._free_at = now + _ACK_S
+        return jobs
+
+
+def refused_message(refusal: Refusal) -> pb.MasterMessage:
+    return pb.MasterMessage(refused=pb.Refused(reason=refusal.reason, temporary=refusal.temporary))

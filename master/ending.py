@@ -1,0 +1,109 @@
+"""Rules about beginnings and ends: a generation's first step, a job's end, the next job's turn."""
+
+from oobleck.master.decision import Decision, Look
+from oobleck.master.events import (
+    FirstStepCommitted,
+    JobCancelled,
+    JobFailed,
+    JobStarted,
+    JobSucceeded,
+    Transition,
+)
+from oobleck.master.losses import describe_exit
+from oobleck.master.state import Job
+
+#: Ends of one worker's processes, and meetings without a lost node, that may follow each other
+#: without a committed step in between.
+_MOST_ATTEMPTS = 5
+
+
+def transition(look: Look, job: Job) -> Transition | None:
+    """How far the way into the newest generation has come; None: it is not on the way."""
+    if job.made is None or not job.on_the_way:
+        return None
+    way = job.seen.way
+    if way is not None:
+        end = look.now if way.first_step_at is None else way.first_step_at
+        return way.transition(end, job.unanswered())
+    # Another master process made the plan, and only the calendar spans both.
+    first = next((r.time for r in job.seen.recent if r.generation >= job.generation), job.made_at)
+    phases = dict.fromkeys(("detect", "plan", "abort", "rendezvous", "transfer", "first_step"), 0.0)
+    phases["detect"] = job.made.detect_s
+    phases["first_step"] = max(0.0, first - job.made_at)
+    return Transition(
+        phases=phases,
+        total_s=sum(phases.values()),
+        redo_step=None,
+        rolled_forward=False,
+        received_bytes=0,
+        master_restarted=True,
+    )
+
+
+def first_step(look: Look) -> Decision | None:
+    job = look.state.job
+    if job is None or not job.on_the_way:
+        return None
+    first = next((r for r in job.seen.recent if r.generation >= job.generation), None)
+    way = transition(look, job)
+    if first is None or way is None:
+        return None
+    event = FirstStepCommitted(
+        job_id=job.id, generation=job.generation, step=first.step, transition=way
+    )
+    return Decision(actions=(event,), reason=f"generation {job.generation} has committed a step")
+
+
+def end_jobs(look: Look) -> Decision | None:
+    for job in look.state.jobs.values():
+        if job.cancel_requested and job.finished_at == 0.0:
+            event = JobCancelled(job_id=job.id, transition=transition(look, job))
+            return Decision(actions=(event,), reason="the operator cancelled the job")
+    active = look.state.job
+    if active is None:
+        return None
+    if (failure := _failure(active)) is not None:
+        failed = JobFailed(job_id=active.id, reason=failure, transition=transition(look, active))
+        return Decision(actions=(failed,), reason=failure)
+    return _succeed(look, active)
+
+
+def _failure(job: Job) -> str | None:
+    if job.seen.failure is not None:
+        return job.seen.failure
+    for worker, deaths in sorted(job.seen.deaths.items()):
+        if len(deaths) >= _MOST_ATTEMPTS:
+            last = deaths[-1]
+            words = job.seen.complaints.get(worker) or last.log_tail.strip() or "no output"
+            return (
+                f"worker {worker} has ended {len(deaths)} times without a committed step between; "
+                f"the last time {describe_exit(last)}: {words}"
+            )
+    if job.seen.regroups > _MOST_ATTEMPTS:
+        details = sorted({lost.detail for _, lost in job.seen.peers_lost.values()})
+        return (
+            f"the workers have met {job.seen.regroups} times without a committed step between: "
+            f"{'; '.join(details) or 'workers were lost each time'}"
+        )
+    return None
+
+
+def _succeed(look: Look, job: Job) -> Decision | None:
+    processes = job.processes()
+    if not processes or not all(job.has_finished(process) for process in processes.values()):
+        return None
+    steps = job.spec.training.steps
+    if job.seen.committed_step < steps:
+        missing = f"{job.seen.committed_step + 1} to {steps}"
+        return Decision(reason=f"all workers have finished; the records of steps {missing} lack")
+    event = JobSucceeded(job_id=job.id, transition=transition(look, job))
+    return Decision(actions=(event,), reason="all workers have finished")
+
+
+def next_job(look: Look) -> Decision | None:
+    if look.state.active is not None:
+        return None
+    queued = next((job for job in look.state.jobs.values() if job.state == "queued"), None)
+    if queued is None:
+        return None
+    return Decision(actions=(JobStarted(job_id=queued.id),), reason=f"it is {queued.id}'s turn")

@@ -1,0 +1,269 @@
+"""Everything that can happen to the cluster, as the master sees it.
+
+Two kinds, told apart here and nowhere else:
+
+*Journaled* events (`Journaled`) are durable facts: what operators asked for, who the nodes are,
+and every decision of the master. They are on disk before anyone acts on them, and the durable
+part of the state is a fold over them alone.
+
+*Observed* events (`Observed`) are what the agents and the clock tell: streams, heartbeats,
+reports. They are not journaled: a restarted master forgets them and is told again. Step records
+are observed too; their durable copy is metrics.jsonl.
+
+The shell stamps each event with the time of its arrival; events carry no clock of their own.
+The tag of a journaled event is its class's name.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from oobleck.host.messages import PeerLost, PhaseReached, Rendezvous, StepRecord
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from oobleck.planner.job import JobSpec
+from oobleck.planner.plan import Plan
+from oobleck.proto.types import NodeFacts, NodeStatus, WorkerExited
+
+#: What a plan answers.
+Cause = Literal[
+    "start",
+    "node lost",
+    "worker lost",
+    "peers lost",
+    "no progress",
+    "node joined",
+    "node returned",
+    "node left out",
+]
+
+# ---- journaled
+
+
+class MasterStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A master has replayed the journal: whatever an earlier one observed is forgotten."""
+
+
+class JobSubmitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    job_id: JobId
+    request_id: str
+    spec: JobSpec
+
+
+class JobCancelRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    job_id: JobId
+
+
+class NodeRegistered(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A start of an agent that was not known, or was lost, is part of the cluster."""
+
+    facts: NodeFacts
+    #: It has workers of before that no plan counts on: they must go before it gets work.
+    stale_workers: bool = False
+
+
+class NodeCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The agent has no stale workers any more."""
+
+    node: NodeName
+
+
+class NodeLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    node: NodeName
+    incarnation: Incarnation
+    #: witnesses | lease | restarted
+    cause: Literal["witnesses", "lease", "restarted"]
+    reason: str
+    #: From the first evidence to this declaration.
+    detect_s: float
+
+
+class WorkerLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A worker process that the plan counts on is gone; its node lives."""
+
+    job_id: JobId
+    worker: WorkerId
+    incarnation: Incarnation
+    reason: str
+    detect_s: float
+
+
+class NodeLeftOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The node cannot take part in the job: it gets no work of it until it registers anew."""
+
+    job_id: JobId
+    node: NodeName
+    reason: str
+
+
+class JobStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The job has its turn: nodes get ready for it."""
+
+    job_id: JobId
+
+
+class JobWaiting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """No plan is possible until nodes come."""
+
+    job_id: JobId
+    causes: tuple[str, ...]
+
+
+class Transition(msgspec.Struct, frozen=True, kw_only=True):
+    """How the way into a generation went, as far as it went."""
+
+    #: detect, plan, abort, rendezvous, transfer, first_step; they add up to `total_s`.
+    phases: dict[str, float]
+    total_s: float
+    #: Step that was begun and is done again; None: none.
+    redo_step: int | None
+    rolled_forward: bool
+    received_bytes: int
+    #: Where it did not come to a step: who had not left the generation before.
+    unanswered: tuple[WorkerId, ...] = ()
+    #: The phases inside were not observed because the master restarted meanwhile.
+    master_restarted: bool
+
+
+class PlanMade(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The next generation: every node of the plan is to enter it."""
+
+    job_id: JobId
+    plan: Plan
+    rendezvous: Rendezvous
+    boundary: bool
+    #: The processes that the plan counts on, in rank order.
+    incarnations: tuple[Incarnation, ...]
+    cause: Cause
+    rule: str
+    reason: str
+    nodes_lost: tuple[NodeName, ...]
+    workers_lost: tuple[WorkerId, ...]
+    nodes_joined: tuple[NodeName, ...]
+    can_lose: int
+    worker_slots: int
+    detect_s: float
+    #: Fingerprint of the data that all workers of the job read.
+    data: str = ""
+    #: Of the generation before, where it did not come to its first step.
+    overtaken: Transition | None = None
+
+
+class FirstStepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The newest generation has committed its first step."""
+
+    job_id: JobId
+    generation: Generation
+    step: int
+    transition: Transition
+
+
+class JobSucceeded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    job_id: JobId
+    #: Of a generation that came after the last step and has only saved the result.
+    transition: Transition | None = None
+
+
+class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    job_id: JobId
+    reason: str
+    transition: Transition | None = None
+
+
+class JobCancelled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    job_id: JobId
+    transition: Transition | None = None
+
+
+JobEnded = JobSucceeded | JobFailed | JobCancelled
+Journaled = (
+    MasterStarted
+    | JobSubmitted
+    | JobCancelRequested
+    | NodeRegistered
+    | NodeCleared
+    | NodeLost
+    | WorkerLost
+    | NodeLeftOut
+    | JobStarted
+    | JobWaiting
+    | PlanMade
+    | FirstStepCommitted
+    | JobSucceeded
+    | JobFailed
+    | JobCancelled
+)
+
+
+# ---- observed
+
+
+class StreamOpened(msgspec.Struct, frozen=True, kw_only=True):
+    """The agent's newest session; a session number is never used twice."""
+
+    node: NodeName
+    session: int
+    status: NodeStatus
+
+
+class StreamClosed(msgspec.Struct, frozen=True, kw_only=True):
+    node: NodeName
+    session: int
+
+
+class StatusReceived(msgspec.Struct, frozen=True, kw_only=True):
+    node: NodeName
+    status: NodeStatus
+
+
+class WorkerExitReported(msgspec.Struct, frozen=True, kw_only=True):
+    worker: WorkerId
+    job_id: JobId
+    incarnation: Incarnation
+    exited: WorkerExited
+
+
+class PhaseReported(msgspec.Struct, frozen=True, kw_only=True):
+    worker: WorkerId
+    job_id: JobId
+    phase: PhaseReached
+
+
+class PeerLostReported(msgspec.Struct, frozen=True, kw_only=True):
+    worker: WorkerId
+    job_id: JobId
+    lost: PeerLost
+
+
+class WorkerFailedReported(msgspec.Struct, frozen=True, kw_only=True):
+    worker: WorkerId
+    job_id: JobId
+    incarnation: Incarnation
+    kind: Literal["user", "internal"]
+    message: str
+
+
+class RecordsReceived(msgspec.Struct, frozen=True, kw_only=True):
+    """New lines of metrics.jsonl, in step order, now on disk."""
+
+    job_id: JobId
+    records: tuple[StepRecord, ...]
+
+
+class Tick(msgspec.Struct, frozen=True, kw_only=True):
+    """Time has passed; `late_s` is how much later than planned the master looks."""
+
+    late_s: float
+
+
+Observed = (
+    StreamOpened
+    | StreamClosed
+    | StatusReceived
+    | WorkerExitReported
+    | PhaseReported
+    | PeerLostReported
+    | WorkerFailedReported
+    | RecordsReceived
+    | Tick
+)
+Event = Journaled | Observed

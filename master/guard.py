@@ -1,0 +1,78 @@
+"""Answers bytes that are no message of ours with INVALID_ARGUMENT instead of gRPC's traceback."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+#: A grpc.RpcMethodHandler; its stubs lack most of it.
+Handler = Any
+
+
+class _Malformed:
+    """Stands for a request that could not be read."""
+
+
+class MalformedGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # not at run time
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        handler = await continuation(handler_call_details)
+        if handler is None:  # no such method; gRPC says so itself
+            return handler
+        read = handler.request_deserializer
+
+        def deserialize(data: bytes) -> object:
+            try:
+                return read(data)
+            except DecodeError:
+                return _Malformed()
+
+        guarded: dict[str, object] = {"request_deserializer": deserialize}
+        if handler.unary_unary is not None:
+            guarded["unary_unary"] = _unary(handler.unary_unary)
+        elif handler.unary_stream is not None:
+            guarded["unary_stream"] = _unary_stream(handler.unary_stream)
+        elif handler.stream_stream is not None:
+            guarded["stream_stream"] = _stream_stream(handler.stream_stream)
+        return handler._replace(**guarded)
+
+
+async def _refuse(context: Any) -> None:
+    text = "the request is not a message of this service; install the same version on both sides"
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+
+
+def _unary(behave: Any) -> Any:
+    async def guarded(request: Any, context: Any) -> Any:
+        if isinstance(request, _Malformed):
+            await _refuse(context)
+        return await behave(request, context)
+
+    return guarded
+
+
+def _unary_stream(behave: Any) -> Any:
+    async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
+        if isinstance(request, _Malformed):
+            await _refuse(context)
+        async for reply in behave(request, context):
+            yield reply
+
+    return guarded
+
+
+def _stream_stream(behave: Any) -> Any:
+    async def guarded(requests: Any, context: Any) -> None:
+        async def readable() -> AsyncIterator[Any]:
+            async for request in requests:
+                if isinstance(request, _Malformed):
+                    raise ValueError("the message is not of this service")
+                yield request
+
+        await behave(readable(), context)
+
+    return guarded

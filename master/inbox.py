@@ -1,0 +1,89 @@
+"""How other tasks reach the owner of the state: handlers that it calls in order of arrival.
+
+`ask` answers only when the turn that computed the answer is on disk.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+#: Called by the owner with the time of its arrival.
+Handler = Callable[[float], None]
+#: Handlers of one turn; the rest waits for the next.
+_MOST_PER_TURN = 1000
+
+
+class Inbox:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._handlers: deque[tuple[float, Handler]] = deque()
+        self._arrived = asyncio.Event()
+        self._answers: list[Callable[[], None]] = []
+        self._open: set[asyncio.Future[Any]] = set()
+
+    def post(self, handle: Handler) -> None:
+        """Callers bound themselves how much of theirs may wait here."""
+        self._handlers.append((self._clock(), handle))
+        self._arrived.set()
+
+    async def ask(self, answer: Callable[[float], T]) -> T:
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def settle(value: T) -> None:
+            if not future.done():  # it is when the asking task was cancelled
+                future.set_result(value)
+
+        def handle(arrived_at: float) -> None:
+            value = answer(arrived_at)
+            self._answers.append(lambda: settle(value))
+
+        self.post(handle)
+        self._open.add(future)
+        try:
+            return await future
+        finally:
+            self._open.discard(future)
+
+    def close(self) -> None:
+        """Whoever still waits for an answer gets none."""
+        for future in self._open:
+            if not future.done():
+                future.set_exception(ConnectionError("the master has ended"))
+
+    # ---- the owner's side
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until something is there, or for `timeout_s`."""
+        try:
+            async with asyncio.timeout(max(0.0, timeout_s)):
+                await self._arrived.wait()
+        except TimeoutError:
+            return
+
+    def handle_all(self) -> None:
+        self._arrived.clear()
+        for _ in range(min(len(self._handlers), _MOST_PER_TURN)):
+            arrived_at, handle = self._handlers.popleft()
+            handle(arrived_at)
+        if self._handlers:
+            self._arrived.set()
+
+    def answer_all(self) -> None:
+        """What has been handled is on disk."""
+        answers, self._answers = self._answers, []
+        for answer in answers:
+            answer()
+
+
+class Changes:
+    """Wakes everyone who waits for the next change; take `next` before looking."""
+
+    def __init__(self) -> None:
+        self.next = asyncio.Event()
+
+    def happened(self) -> None:
+        self.next.set()
+        self.next = asyncio.Event()

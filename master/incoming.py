@@ -1,0 +1,53 @@
+"""What agents send in a running session, and the events that it becomes."""
+
+import msgspec
+
+from oobleck.host.messages import Failed, PeerLost, PhaseReached, StepRecord
+from oobleck.master.events import (
+    Observed,
+    PeerLostReported,
+    PhaseReported,
+    WorkerExitReported,
+    WorkerFailedReported,
+)
+from oobleck.planner.ids import JobId, WorkerId
+from oobleck.proto.types import NodeStatus, WorkerExited, WorkerReport
+
+
+class Records(msgspec.Struct, frozen=True, kw_only=True):
+    """Step records as an agent hands them over, in any order and again and again."""
+
+    job_id: JobId
+    records: tuple[StepRecord, ...]
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """Lines of one worker's output."""
+
+    job_id: JobId
+    slot: int
+    lines: tuple[str, ...]
+
+
+Incoming = NodeStatus | WorkerReport | Records | Output
+
+
+def event_of(worker: WorkerId, report: WorkerReport) -> Observed:
+    job_id = report.job_id
+    match report.what:
+        case WorkerExited() as exited:
+            return WorkerExitReported(
+                worker=worker, job_id=job_id, incarnation=report.incarnation, exited=exited
+            )
+        case PhaseReached() as phase:
+            return PhaseReported(worker=worker, job_id=job_id, phase=phase)
+        case PeerLost() as lost:
+            return PeerLostReported(worker=worker, job_id=job_id, lost=lost)
+        case Failed() as failed:
+            return WorkerFailedReported(
+                worker=worker,
+                job_id=job_id,
+                incarnation=report.incarnation,
+                kind=failed.kind,
+                message=failed.message,
+            )

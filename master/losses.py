@@ -1,0 +1,100 @@
+"""Who is lost: which nodes and workers no longer take part, and on what evidence.
+
+A node is lost when its agent's stream is closed and, close in time, another node's worker
+reports a lost peer (two witnesses); or when nothing is heard of it for a lease. A worker is lost
+when its agent says so. Pure. A master that came to itself late has extended all leases by as much
+(`Tick`), so its own pauses convict nobody; and while more than half of a plan's nodes are cut
+off, it is the master that is cut off, and only leases count.
+"""
+
+from collections.abc import Iterator
+
+from oobleck.master.config import Timing
+from oobleck.master.events import NodeLost, WorkerLost
+from oobleck.master.state import ClusterState, Job, Node
+from oobleck.proto.types import WorkerExited
+
+
+def lost_nodes(state: ClusterState, now: float, timing: Timing) -> tuple[NodeLost, ...]:
+    lost = []
+    for _, node in sorted(state.nodes.items()):
+        if not node.registered:
+            continue
+        silent_s = now - node.seen.last_heard
+        if (proof := _proof(state, node, timing)) is not None:
+            at, reason = proof
+            lost.append(_loss(node, "witnesses", reason, now - at))
+        elif now >= node.seen.last_heard + timing.lease_s:
+            reason = f"not heard of for {silent_s:.1f} s (the lease is {timing.lease_s:g} s)"
+            lost.append(_loss(node, "lease", reason, silent_s))
+    return tuple(lost)
+
+
+def _loss(node: Node, cause: str, reason: str, detect_s: float) -> NodeLost:
+    return NodeLost(
+        node=node.facts.node,
+        incarnation=node.facts.incarnation,
+        cause="witnesses" if cause == "witnesses" else "lease",
+        reason=reason,
+        detect_s=detect_s,
+    )
+
+
+def next_lease_end(state: ClusterState, timing: Timing) -> float | None:
+    ends = [n.seen.last_heard + timing.lease_s for n in state.nodes.values() if n.registered]
+    return min(ends, default=None)
+
+
+def _proof(state: ClusterState, node: Node, timing: Timing) -> tuple[float, str] | None:
+    """When the first of two witnesses came, and what they say."""
+    job = state.job
+    closed_at = node.seen.closed_at
+    if job is None or closed_at is None or node.facts.node not in job.members:
+        return None
+    away = sum(1 for name in job.members if not state.nodes[name].connected)
+    if 2 * away > len(job.members):
+        return None
+    for worker, (at, lost) in sorted(job.seen.peers_lost.items()):
+        if (
+            worker.node != node.facts.node
+            and state.nodes[worker.node].connected
+            and abs(at - closed_at) <= timing.witness_window_s
+        ):
+            reason = f"its agent's stream closed and {worker} lost a peer: {lost.detail}"
+            return min(at, closed_at), reason
+    return None
+
+
+def lost_workers(state: ClusterState, job: Job, now: float) -> tuple[WorkerLost, ...]:
+    """Processes of the newest plan that their agents no longer have."""
+    return tuple(_lost_workers(state, job, now))
+
+
+def _lost_workers(state: ClusterState, job: Job, now: float) -> Iterator[WorkerLost]:
+    known = job.lost_workers
+    first_report = min((at for at, _ in job.seen.peers_lost.values()), default=now)
+    all_committed = job.seen.committed_step >= job.spec.training.steps
+    for worker, incarnation in job.processes().items():
+        node = state.nodes[worker.node]
+        if worker in known or worker.node in job.lost_nodes or not node.connected:
+            continue
+        exited = job.seen.exits.get(incarnation)
+        status = node.seen.status
+        process = status.worker(worker.slot) if status.job_id == job.id else None
+        if exited is None and process is not None and process.incarnation == incarnation:
+            continue
+        if all_committed and job.has_finished(incarnation):
+            continue
+        yield WorkerLost(
+            job_id=job.id,
+            worker=worker,
+            incarnation=incarnation,
+            reason=describe_exit(exited) if exited else "its agent does not have it any more",
+            detect_s=max(0.0, now - first_report),
+        )
+
+
+def describe_exit(exited: WorkerExited) -> str:
+    if exited.signal is not None:
+        return f"pid {exited.pid} was killed by signal {exited.signal}"
+    return f"pid {exited.pid} exited with code {exited.exit_code}"

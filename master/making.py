@@ -1,0 +1,81 @@
+"""From a plan to the fact that it was made: its processes, rendezvous, and what it answers."""
+
+from oobleck.host.messages import Rendezvous
+from oobleck.master import planning
+from oobleck.master.decision import Look
+from oobleck.master.ending import transition
+from oobleck.master.events import Cause, PlanMade, WorkerLost
+from oobleck.master.state import ClusterState, Job
+from oobleck.planner.ids import Generation, Incarnation, WorkerId
+from oobleck.planner.plan import Plan
+
+
+def next_generation(look: Look, job: Job) -> Generation:
+    """Above every generation that anyone knows of."""
+    told = (
+        node.seen.status.generation
+        for node in look.state.nodes.values()
+        if node.connected and node.seen.status.job_id == job.id
+    )
+    return Generation(max(job.generation, *told, 0) + 1)
+
+
+def plan_made(
+    look: Look,
+    job: Job,
+    plan: Plan,
+    *,
+    boundary: bool,
+    cause: Cause,
+    rule: str,
+    reason: str,
+    detect_s: float | None = None,
+) -> PlanMade:
+    if detect_s is None:
+        evidence_at, declared_at = job.seen.evidence_at, job.seen.declared_at
+        known = evidence_at is not None and declared_at is not None
+        detect_s = (declared_at or 0.0) - (evidence_at or 0.0) if known else 0.0
+    before = set(job.members)
+    return PlanMade(
+        job_id=job.id,
+        plan=plan,
+        rendezvous=_rendezvous(look, job, plan),
+        boundary=boundary,
+        incarnations=tuple(_process(look.state, worker) for worker in plan.workers),
+        cause=cause,
+        rule=rule,
+        reason=reason,
+        nodes_lost=tuple(loss.node for loss in job.losses if not isinstance(loss, WorkerLost)),
+        workers_lost=tuple(loss.worker for loss in job.losses if isinstance(loss, WorkerLost)),
+        nodes_joined=tuple(node for node in plan.nodes if node not in before),
+        can_lose=planning.can_lose(plan),
+        worker_slots=_slots(look.state, plan),
+        detect_s=detect_s,
+        data=look.state.data_of(look.state.nodes[plan.nodes[0]]),
+        overtaken=transition(look, job),
+    )
+
+
+def _slots(state: ClusterState, plan: Plan) -> int:
+    return state.nodes[plan.nodes[0]].facts.worker_slots
+
+
+def _process(state: ClusterState, worker: WorkerId) -> Incarnation:
+    """The process in the worker's slot; plans are made for ready nodes only."""
+    process = state.nodes[worker.node].seen.status.worker(worker.slot)
+    if process is None:
+        raise RuntimeError(f"planned for {worker}, which has no process")
+    return process.incarnation
+
+
+def _rendezvous(look: Look, job: Job, plan: Plan) -> Rendezvous:
+    """At a survivor's store if there is one (its address has proven itself), lowest name first.
+
+    Where meetings have led to no step, at the next one's: it may be the store that fails.
+    """
+    old = job.processes()
+    proven = [w for w in plan.workers if old.get(w) == _process(look.state, w)] or plan.workers
+    host = proven[job.seen.regroups % len(proven)]
+    status = look.state.nodes[host.node].seen.status.worker(host.slot)
+    store = status.store if status is not None else ""
+    return Rendezvous(store=store, prefix=f"{job.id}/{plan.generation}/{look.nonce}")

@@ -1,0 +1,113 @@
+"""metrics.jsonl: one line per committed step, in step order, exactly once, whatever fails.
+
+A record that comes early waits for those before it, one that comes again is dropped. On opening,
+a last line that was cut off is removed; the file's last whole line says how far it goes, so that
+nothing else has to remember it. The file is open only while lines are added, from the first one
+to `close`, so that a master may know any number of jobs. Must not know where records come from.
+"""
+
+import os
+from io import FileIO
+from pathlib import Path
+
+import msgspec
+
+from oobleck.host.messages import StepRecord
+from oobleck.master.state import RECENT_RECORDS
+from oobleck.planner.codec import decode
+
+#: Enough for the last lines that are looked at.
+_TAIL_BYTES = 64 * 1024
+#: Records that may wait for one before them; more are left to be sent again.
+_MOST_WAITING = 10_000
+
+
+class MetricsLog:
+    def __init__(self, path: Path) -> None:
+        """Create the file where it lacks, and cut what is not a whole line off its end."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._file: FileIO | None = None
+        self._waiting: dict[int, StepRecord] = {}
+        #: The last records on disk.
+        self.recent = self._recover()
+        #: Steps up to this one are on disk.
+        self.through_step = self.recent[-1].step if self.recent else 0
+
+    def _recover(self) -> tuple[StepRecord, ...]:
+        with open(self._path, "a+b", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            tail_bytes = _TAIL_BYTES
+            while True:
+                start = max(0, size - tail_bytes)
+                file.seek(start)
+                lines = file.read().splitlines(keepends=True)
+                if start > 0:
+                    lines = lines[1:]  # its beginning is before the tail
+                end = size
+                while lines and not _is_whole(lines[-1]):
+                    end -= len(lines.pop())
+                if lines or start == 0:
+                    break
+                tail_bytes *= 2  # nothing but rubbish so far
+            if end != size:
+                file.truncate(end)
+                os.fsync(file.fileno())
+        return tuple(_read(line) for line in lines[-RECENT_RECORDS:])
+
+    def append(self, records: tuple[StepRecord, ...]) -> tuple[StepRecord, ...]:
+        """Take `records`; returns those that are newly on disk, in step order."""
+        for record in records:
+            if record.step > self.through_step and len(self._waiting) < _MOST_WAITING:
+                self._waiting.setdefault(record.step, record)
+        written = []
+        while (following := self._waiting.pop(self.through_step + 1, None)) is not None:
+            written.append(following)
+            self.through_step = following.step
+        if written:
+            self._write(b"".join(line(record) for record in written))
+        return tuple(written)
+
+    def _write(self, text: bytes) -> None:
+        if self._file is None:
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        while text:  # a disk that is nearly full takes a part and refuses the rest
+            text = text[self._file.write(text) :]
+        os.fdatasync(self._file.fileno())
+
+    def close(self) -> None:
+        """Until there is more to add."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def line(record: StepRecord) -> bytes:
+    """The text of a record; `skipped` stands only where it is true."""
+    values: dict[str, object] = {
+        "step": record.step,
+        "loss": record.loss,
+        "grad_norm": record.grad_norm,
+        "tokens": record.tokens,
+        "samples_digest": record.samples_digest,
+        "generation": record.generation,
+        "step_seconds": record.step_seconds,
+        "time": record.time,
+    }
+    if record.skipped:
+        values["skipped"] = True
+    return msgspec.json.encode(values) + b"\n"
+
+
+def _is_whole(text: bytes) -> bool:
+    if not text.endswith(b"\n"):
+        return False
+    try:
+        _read(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _read(text: bytes) -> StepRecord:
+    return decode(StepRecord, text)

@@ -1,0 +1,43 @@
+"""The master's log: one line per journaled event, a constant message and fields."""
+
+import logging
+
+from oobleck.master.events import (
+    JobFailed,
+    Journaled,
+    MasterStarted,
+    NodeLeftOut,
+    NodeLost,
+    NodeRegistered,
+    PlanMade,
+    WorkerLost,
+)
+
+log = logging.getLogger(__name__)
+
+
+def tell(event: Journaled) -> None:
+    """One log line per decision."""
+    match event:
+        case NodeRegistered():
+            fields: dict[str, object] = {"node": event.facts.node, "pid": event.facts.pid}
+        case NodeLost():
+            fields = {"node": event.node, "cause": event.cause, "reason": event.reason}
+        case WorkerLost():
+            fields = {"worker": event.worker, "reason": event.reason}
+        case NodeLeftOut():
+            fields = {"job": event.job_id, "node": event.node, "reason": event.reason}
+        case PlanMade():
+            fields = {
+                "job": event.job_id,
+                "generation": event.plan.generation,
+                "rule": event.rule,
+                "reason": event.reason,
+            }
+        case JobFailed():
+            fields = {"job": event.job_id, "reason": event.reason}
+        case MasterStarted():
+            fields = {}
+        case _:
+            fields = {"job": getattr(event, "job_id", "")}
+    log.info(type(event).__name__, extra=fields)

@@ -1,0 +1,150 @@
+"""How observed events change the `seen` part of the state. Nothing here outlives the process."""
+
+from oobleck.host.messages import PhaseReached, StepRecord
+from oobleck.master.events import (
+    Observed,
+    PeerLostReported,
+    PhaseReported,
+    RecordsReceived,
+    StatusReceived,
+    StreamClosed,
+    StreamOpened,
+    Tick,
+    WorkerExitReported,
+    WorkerFailedReported,
+)
+from oobleck.master.state import ClusterState, Job, Node
+from oobleck.planner.ids import WorkerId
+from oobleck.proto.types import NodeStatus
+
+#: A tick that is less late than this is not lateness.
+_LATE_S = 1e-3
+
+
+def observe(state: ClusterState, event: Observed, now: float) -> bool:
+    """Returns whether anything changed that a decision could depend on."""
+    match event:
+        case StreamOpened():
+            node = state.nodes[event.node]
+            node.seen.session = event.session
+            node.seen.closed_at = None
+            _take_status(state, node, event.status, now)
+            return True
+        case StreamClosed():
+            node = state.nodes[event.node]
+            if node.seen.session != event.session:
+                return False  # a newer stream has replaced it
+            node.seen.session = None
+            node.seen.closed_at = now
+            return True
+        case StatusReceived():
+            return _take_status(state, state.nodes[event.node], event.status, now)
+        case WorkerExitReported():
+            job = state.jobs[event.job_id]
+            if event.incarnation in job.seen.exits:
+                return False
+            job.seen.exits[event.incarnation] = event.exited
+            if job.counts_on(event.incarnation):
+                job.seen.deaths.setdefault(event.worker, []).append(event.exited)
+            elif event.incarnation in job.processes().values():
+                job.seen.stillborn.setdefault(event.worker.node, []).append(event.exited)
+            return _hear(state, event.worker, now)
+        case PhaseReported():
+            _take_phase(state.jobs[event.job_id], event.worker, event.phase, now)
+            return _hear(state, event.worker, now)
+        case PeerLostReported():
+            job = state.jobs[event.job_id]
+            # Workers may still be in an older generation than a plan for a step boundary.
+            if job.abrupt <= event.lost.generation <= job.generation:
+                job.seen.peers_lost.setdefault(event.worker, (now, event.lost))
+            return _hear(state, event.worker, now)
+        case WorkerFailedReported():
+            job = state.jobs[event.job_id]
+            if not job.counts_on(event.incarnation):
+                job.seen.unfit.setdefault(event.worker.node, event.message)
+            elif event.kind == "internal":
+                job.seen.complaints[event.worker] = event.message
+            elif job.seen.failure is None:
+                job.seen.failure = event.message
+            return _hear(state, event.worker, now)
+        case RecordsReceived():
+            _take_records(state.jobs[event.job_id], event.records, now)
+            return True
+        case Tick():
+            if event.late_s > _LATE_S:
+                # What came meanwhile may still stand in the queue: that time counts for nobody.
+                for node in state.nodes.values():
+                    node.seen.last_heard = min(node.seen.last_heard + event.late_s, now)
+                if state.job is not None and (at := state.job.seen.progressed_at) is not None:
+                    state.job.seen.progressed_at = min(at + event.late_s, now)
+            return True
+
+
+def _hear(state: ClusterState, worker: WorkerId, now: float) -> bool:
+    state.nodes[worker.node].seen.last_heard = now
+    return True
+
+
+def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float) -> bool:
+    seen = node.seen
+    seen.last_heard = now
+    changed = _without_progress(status) != _without_progress(seen.status)
+    seen.status = status
+    job = state.job
+    ready = job is not None and state.is_ready(node, job)
+    if ready != (seen.ready_at is not None):
+        seen.ready_at = now if ready else None
+        changed = True
+    if job is not None and status.job_id == job.id:
+        finished = {w.incarnation: w.generation for w in status.workers if w.finished}
+        job.seen.finished.update(finished)
+        _note_progress(job, max((w.committed_step for w in status.workers), default=0), now)
+    return changed
+
+
+def _without_progress(status: NodeStatus) -> tuple[object, ...]:
+    """The status without what changes with every heartbeat and decides nothing by itself."""
+    workers = ((w.slot, w.incarnation, w.store, w.generation, w.finished) for w in status.workers)
+    return (status.job_id, status.generation, *workers)
+
+
+def _note_progress(job: Job, step: int, now: float) -> None:
+    if step > job.seen.furthest_step:
+        job.seen.furthest_step, job.seen.progressed_at = step, now
+
+
+def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -> None:
+    if reached.phase == "transferred" and (process := job.processes().get(worker)) is not None:
+        job.seen.entered[process] = reached.generation
+    way = job.seen.way
+    if way is None or reached.generation != job.generation:
+        return
+    match reached.phase:
+        case "aborted":
+            way.aborted_at = now
+            way.answered.add(worker)
+        case "joined":
+            way.joined_at = now
+            way.committed_step = reached.committed_step
+            way.redo = way.redo or reached.redo
+            way.rolled_forward = way.rolled_forward or reached.rolled_forward
+        case "transferred":
+            way.transferred_at = now
+            way.received_bytes += reached.received_bytes
+
+
+def _take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None:
+    """`records` follow on those before."""
+    seen = job.seen
+    for record in records:
+        seen.committed_step = record.step
+        seen.recent.append(record)
+        _note_progress(job, record.step, now)
+        way = seen.way
+        if way is not None and way.first_step_at is None and record.generation >= job.generation:
+            way.first_step_at = now
+    if records:
+        seen.recorded_at = now
+        seen.deaths.clear()
+        seen.complaints.clear()
+        seen.regroups = 0

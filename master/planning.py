@@ -1,0 +1,176 @@
+"""Which plan is next: the planner's functions, asked with what the state holds.
+
+Pure, and remembered: the same question within a process is answered from memory, since the loop
+asks again whenever anything changes. Must not know when a plan is due.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from oobleck.master.events import NodeLeftOut
+from oobleck.master.state import ClusterState, Job, Node
+from oobleck.planner.errors import LayerLost, PlanInfeasible
+from oobleck.planner.estimate import estimate_profile
+from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.instantiate import instantiate
+from oobleck.planner.job import JobSpec
+from oobleck.planner.plan import Plan
+from oobleck.planner.profile import Profile
+from oobleck.planner.reconfigure import Reconfiguration, can_lose, reconfigure
+from oobleck.planner.specification import node_specification
+from oobleck.planner.template import PipelineTemplate
+from oobleck.planner.templates import generate_templates
+from oobleck.planner.transfer import plan_transfers
+
+__all__ = ["Machines", "can_lose", "check_enough", "first_plan", "next_plan"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines:
+    """What planning has to know of the nodes that it may use."""
+
+    worker_slots: int
+    memory_bytes: int
+
+    @classmethod
+    def of(cls, job: Job, nodes: Sequence[Node]) -> "Machines":
+        """The weakest of `nodes` counts, since any of them may get any stage."""
+        if not nodes:
+            raise PlanInfeasible("no node is ready; start oobleck-agent on the machines to use")
+        limit = job.spec.resources.memory_per_worker_bytes
+        return cls(
+            worker_slots=nodes[0].facts.worker_slots,
+            memory_bytes=limit or min(node.facts.memory_per_worker_bytes for node in nodes),
+        )
+
+
+@lru_cache(maxsize=32)
+def _profile(spec: JobSpec, machines: Machines) -> Profile:
+    return estimate_profile(
+        spec,
+        gpus_per_node=machines.worker_slots,
+        memory_per_worker_bytes=machines.memory_bytes,
+    )
+
+
+def _sizes(spec: JobSpec, machines: Machines, nodes: int) -> range:
+    return node_specification(
+        _profile(spec, machines),
+        nodes=nodes,
+        fault_tolerance=spec.fault_tolerance,
+        min_nodes=spec.resources.min_nodes_per_pipeline,
+    )
+
+
+@lru_cache(maxsize=32)
+def _templates(spec: JobSpec, machines: Machines, sizes: range) -> Mapping[int, PipelineTemplate]:
+    return generate_templates(_profile(spec, machines), sizes)
+
+
+def check_enough(job: Job, nodes: Sequence[Node]) -> None:
+    """Raises PlanInfeasible where the job cannot start on `nodes`."""
+    _sizes(job.spec, Machines.of(job, nodes), len(nodes))
+
+
+def first_plan(job: Job, nodes: Sequence[Node], generation: Generation) -> Plan:
+    """Raises PlanInfeasible."""
+    machines = Machines.of(job, nodes)
+    sizes = _sizes(job.spec, machines, len(nodes))
+    return instantiate(
+        _templates(job.spec, machines, sizes),
+        [node.facts.node for node in nodes],
+        profile=_profile(job.spec, machines),
+        microbatches=job.spec.training.microbatches,
+        min_pipelines=job.spec.fault_tolerance + 1,
+        generation=generation,
+    )
+
+
+@lru_cache(maxsize=32)
+def _reconfigured(
+    spec: JobSpec,
+    machines: Machines,
+    plan: Plan,
+    live: tuple[NodeName, ...],
+    most_nodes: int,
+    generation: Generation,
+) -> Reconfiguration | PlanInfeasible:
+    try:
+        sizes = _sizes(spec, machines, most_nodes)
+        return reconfigure(
+            plan,
+            live,
+            templates=_templates(spec, machines, sizes),
+            profile=_profile(spec, machines),
+            fault_tolerance=spec.fault_tolerance,
+            generation=generation,
+        )
+    except PlanInfeasible as infeasible:
+        return infeasible
+
+
+def next_plan(
+    state: ClusterState, job: Job, live: Sequence[Node], generation: Generation
+) -> Reconfiguration:
+    """The plan after `job`'s newest one, on `live`. Raises PlanInfeasible, also where a layer
+    of a model that has been trained has no holder in the new plan."""
+    if job.made is None:
+        raise ValueError(f"job {job.id} has no plan to reconfigure")
+    machines = Machines.of(job, live)
+    answer = _reconfigured(
+        job.spec,
+        machines,
+        _base(job, job.made.plan),
+        tuple(node.facts.node for node in live),
+        max(job.most_nodes, len(live)),
+        generation,
+    )
+    if isinstance(answer, PlanInfeasible):
+        raise PlanInfeasible(*answer.causes)
+    if _committed_step(state, job) > 0:
+        _check_holders(state, job, answer.plan, _profile(job.spec, machines))
+    return answer
+
+
+def _base(job: Job, newest: Plan) -> Plan:
+    """The plan to change: with a newcomer that is left out, what it was to change is undone."""
+    undone = any(isinstance(loss, NodeLeftOut) for loss in job.losses)
+    return job.trained.plan if undone and job.trained is not None else newest
+
+
+def _check_holders(state: ClusterState, job: Job, plan: Plan, profile: Profile) -> None:
+    """Raises PlanInfeasible where the state of a layer is with nobody in `plan`."""
+    state_bytes = [layer.state_bytes for layer in profile.layers]
+    try:
+        plan_transfers(_held_layers(state, job, plan), plan, state_bytes=state_bytes)
+    except LayerLost as lost:
+        away = ", ".join(sorted(job.lost_nodes))
+        hope = f"only {away} with the workers of before can bring it back; or " if away else ""
+        fix = "cancel the job and submit it again, since there is no checkpoint"
+        raise PlanInfeasible(*lost.causes, hope + fix) from lost
+
+
+def _committed_step(state: ClusterState, job: Job) -> int:
+    """The last committed step that anyone tells of."""
+    told = (
+        worker.committed_step
+        for node in state.nodes.values()
+        if node.connected and node.seen.status.job_id == job.id
+        for worker in node.seen.status.workers
+    )
+    return max(job.seen.committed_step, *told, 0)
+
+
+def _held_layers(state: ClusterState, job: Job, plan: Plan) -> dict[WorkerId, frozenset[int]]:
+    """What the workers of `plan` bring along from the generations that they have entered."""
+    held = {}
+    for worker in plan.workers:
+        process = state.nodes[worker.node].seen.status.worker(worker.slot)
+        if process is None:
+            continue
+        reported = job.seen.entered.get(process.incarnation, process.generation)
+        entered = job.plans.get(max(reported, process.generation))
+        if entered is not None:
+            held[worker] = frozenset(entered.holdings().get(worker, ()))
+    return held

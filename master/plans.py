@@ -1,0 +1,257 @@
+"""Rules about plans: the first one, and each later one after losses, doubts and joins."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from statistics import median
+
+from oobleck.master import fitness, planning
+from oobleck.master.decision import Decision, Look
+from oobleck.master.events import Cause, JobStarted, JobWaiting, NodeLost
+from oobleck.master.losses import lost_workers
+from oobleck.master.making import next_generation, plan_made
+from oobleck.master.state import Job, Node
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.plan import Plan
+from oobleck.planner.units import count
+
+#: Nodes keep a join waiting for at most so many settle times.
+_MOST_SETTLES = 3
+#: A step that takes so many times as long as the median of the last ones does not get on.
+_STALLED_STEPS = 10
+
+
+def start(look: Look) -> Decision | None:
+    """Plan generation 1 once every node that may still get ready is."""
+    state, job = look.state, look.state.job
+    if job is None or job.made is not None:
+        return None
+    ready, unlike = fitness.like_data(
+        state, [node for node in state.candidates(job) if state.is_ready(node, job)]
+    )
+    timeout_s = look.timing.start_timeout_s
+    pending: list[Node] = []
+    given_up: list[Node] = []
+    for node in state.candidates(job):
+        if not state.is_ready(node, job):
+            (pending if _start_deadline(look, node) > look.now else given_up).append(node)
+    here = [node for node in pending if not _is_away(look, node)]
+    try:
+        if len(here) < len(pending) and _enough(job, [*ready, *here]):
+            pending = here
+        planning.check_enough(job, [*ready, *pending])
+        if job.state == "waiting for nodes":
+            return Decision(actions=(JobStarted(job_id=job.id),), reason="enough nodes are here")
+        if pending:
+            return Decision(
+                wake_at=min(_look_again(look, node) for node in pending),
+                reason=f"nodes get ready for {job.id}: {_names(pending)}",
+            )
+        plan = planning.first_plan(job, ready, next_generation(look, job))
+    except PlanInfeasible as infeasible:
+        late = f"not ready after {timeout_s:g} s: {_names(given_up)}"
+        other = f"{_names(unlike)}: {fitness.OTHER_DATA}"
+        return _wait(job, infeasible, *([late] if given_up else []), *([other] if unlike else []))
+    reason = f"{count(len(ready), 'node')} {'is' if len(ready) == 1 else 'are'} ready"
+    event = plan_made(look, job, plan, boundary=False, cause="start", rule="start", reason=reason)
+    out = [fitness.left_out(job, node, fitness.OTHER_DATA) for node in unlike]
+    return Decision(actions=(*out, event), reason=reason)
+
+
+def _start_deadline(look: Look, node: Node) -> float:
+    """Until when the first plan waits for the node."""
+    since = look.now if node.seen.assigned_at is None else node.seen.assigned_at
+    return since + look.timing.start_timeout_s
+
+
+def _look_again(look: Look, node: Node) -> float:
+    """When waiting for the node may come to an end."""
+    closed_at = node.seen.closed_at
+    if closed_at is None or _is_away(look, node):
+        return _start_deadline(look, node)
+    return min(_start_deadline(look, node), closed_at + look.timing.away_s)
+
+
+def _is_away(look: Look, node: Node) -> bool:
+    """Whether its agent's stream has ended for so long that the others need not wait for it."""
+    closed_at = node.seen.closed_at
+    return closed_at is not None and look.now >= closed_at + look.timing.away_s
+
+
+def _enough(job: Job, nodes: list[Node]) -> bool:
+    try:
+        planning.check_enough(job, nodes)
+    except PlanInfeasible:
+        return False
+    return True
+
+
+def _names(nodes: Iterable[Node]) -> str:
+    return ", ".join(sorted(node.facts.node for node in nodes))
+
+
+def _wait(job: Job, infeasible: PlanInfeasible, *more: str) -> Decision:
+    out = (f"{node} is left out: {why}" for node, why in sorted(job.left_out.items()))
+    causes = (*infeasible.causes, *more, *out)
+    reason = "; ".join(causes)
+    if job.state == "waiting for nodes" and job.reason == reason:
+        return Decision(reason=reason)
+    return Decision(actions=(JobWaiting(job_id=job.id, causes=causes),), reason=reason)
+
+
+def lose_workers(look: Look) -> Decision | None:
+    job = look.state.job
+    if job is None or job.made is None:
+        return None
+    lost = lost_workers(look.state, job, look.now)
+    if not lost:
+        return None
+    return Decision(actions=lost, reason="; ".join(f"{w.worker}: {w.reason}" for w in lost))
+
+
+def replan(look: Look) -> Decision | None:
+    """Answer losses, or try again while waiting, with all nodes that are ready."""
+    state, job = look.state, look.state.job
+    if job is None or job.made is None:
+        return None
+    if not (job.losses or job.state == "waiting for nodes" or _unanswered(job)):
+        return None
+    members = [state.nodes[name] for name in job.members]
+    away = [node for node in members if not node.connected]
+    if away:
+        return Decision(reason=f"{_names(away)}: back, or lost after the lease, before planning")
+    unready = [node for node in members if not state.is_ready(node, job)]
+    declared_at = job.seen.declared_at
+    grace_end = (declared_at or look.now) + look.timing.replacement_grace_s
+    if unready and declared_at is not None and look.now < grace_end:
+        return Decision(wake_at=grace_end, reason=f"{_names(unready)}: replacement to come")
+    live = [node for node in state.candidates(job) if state.is_ready(node, job)]
+    try:
+        found = planning.next_plan(state, job, live, next_generation(look, job))
+    except PlanInfeasible as infeasible:
+        return _wait(job, infeasible)
+    if job.state == "waiting for nodes":
+        # Those that come back after the same disturbance come back together.
+        due = max(node.seen.ready_at or look.now for node in live) + look.timing.join_settle_s
+        if look.now < due:
+            return Decision(wake_at=due, reason="enough nodes are here; more may follow")
+    reason = found.reason
+    if unready:
+        reason += f"; no replacement was ready in time on {_names(unready)}"
+    event = plan_made(
+        look,
+        job,
+        found.plan,
+        boundary=False,
+        cause=_cause(job, found.plan),
+        rule=found.rule,
+        reason=reason,
+    )
+    return Decision(actions=(event,), reason=reason)
+
+
+def _unanswered(job: Job) -> bool:
+    """Losses were taken back before a plan: whether all still train is not known."""
+    return job.state == "reconfiguring" and not job.on_the_way
+
+
+def _cause(job: Job, plan: Plan) -> Cause:
+    if any(isinstance(loss, NodeLost) for loss in job.losses):
+        return "node lost"
+    if job.lost_nodes:
+        return "node left out"
+    if job.lost_workers:
+        return "worker lost"
+    return "node returned" if set(job.members) == set(plan.nodes) else "node joined"
+
+
+def regroup(look: Look) -> Decision | None:
+    """Workers lost a peer, and nobody is missing: let them meet again."""
+    state, job = look.state, look.state.job
+    if job is None or job.made is None or job.losses or not job.seen.peers_lost:
+        return None
+    if not all(state.nodes[name].connected for name in job.members):
+        return None
+    worker, (first, lost) = min(job.seen.peers_lost.items(), key=lambda item: (item[1][0], item[0]))
+    due = first + look.timing.regroup_s
+    if look.now < due:
+        return Decision(wake_at=due, reason=f"{worker} lost a peer and nobody is missing so far")
+    if job.newcomers and job.seen.regroups:
+        why = f"the workers do not come together with it: {worker} lost a peer: {lost.detail}"
+        out = tuple(fitness.left_out(job, state.nodes[node], why) for node in job.newcomers)
+        return Decision(actions=out, reason=why)
+    reason = f"{worker} lost a peer though nobody is missing: {lost.detail}"
+    event = plan_made(
+        look,
+        job,
+        replace(job.made.plan, generation=next_generation(look, job)),
+        boundary=False,
+        cause="peers lost",
+        rule="regroup",
+        reason=reason,
+        detect_s=look.now - first,
+    )
+    return Decision(actions=(event,), reason=reason)
+
+
+def rouse(look: Look) -> Decision | None:
+    """Steps have come to an end and nobody says why: let the workers meet again, once.
+
+    Only in a generation that has committed a step, so there is no second time until another one
+    is committed. Who does not come to the meeting is known then (`Job.unanswered`).
+    """
+    job = look.state.job
+    if job is None or job.made is None or job.state != "running" or job.seen.peers_lost:
+        return None
+    seen, since = job.seen, job.seen.progressed_at
+    if since is None or len(seen.recent) < 2 or seen.furthest_step >= job.spec.training.steps:
+        return None
+    if not all(look.state.nodes[name].connected for name in job.members):
+        return None
+    usual_s = median(record.step_seconds for record in seen.recent)
+    due = since + max(look.timing.stall_s, _STALLED_STEPS * usual_s)
+    if look.now < due:
+        return Decision(wake_at=due)
+    reason = f"no step was committed for {look.now - since:.0f} s though nobody is missing"
+    event = plan_made(
+        look,
+        job,
+        replace(job.made.plan, generation=next_generation(look, job)),
+        boundary=False,
+        cause="no progress",
+        rule="regroup",
+        reason=reason,
+        detect_s=look.now - since,
+    )
+    return Decision(actions=(event,), reason=reason)
+
+
+def join(look: Look) -> Decision | None:
+    """Take in nodes that are ready and have no part in the plan, at a step boundary."""
+    state, job = look.state, look.state.job
+    if job is None or job.made is None or job.state != "running" or job.seen.peers_lost:
+        return None
+    ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
+    since = [n.seen.ready_at or look.now for n in ready if n.facts.node not in job.members]
+    if not since or not all(state.nodes[name].connected for name in job.members):
+        return None
+    settle = look.timing.join_settle_s
+    due = min(max(since) + settle, min(since) + _MOST_SETTLES * settle)
+    if look.now < due:
+        return Decision(wake_at=due, reason="nodes are about to join")
+    try:
+        found = planning.next_plan(state, job, ready, next_generation(look, job))
+    except PlanInfeasible as infeasible:
+        return Decision(reason=f"ready nodes stay idle: {'; '.join(infeasible.causes)}")
+    if not set(found.plan.nodes) > set(job.members):
+        return Decision(reason="ready nodes stay idle: no combination of templates uses them")
+    event = plan_made(
+        look,
+        job,
+        found.plan,
+        boundary=True,
+        cause="node joined",
+        rule=found.rule,
+        reason=found.reason,
+        detect_s=look.now - min(since),
+    )
+    return Decision(actions=(event,), reason=found.reason)

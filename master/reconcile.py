@@ -1,0 +1,65 @@
+"""What to do next: the decisions of the master, as a pure function over its state.
+
+`reconcile` looks at the level of things, not at the event that came last: each rule compares what
+is with what should be, and the first rule with something to decide wins. What it decides are
+facts (`Journaled` events); the shell records and applies them and asks again until nothing is
+left. Telling the agents needs no action: their assignments follow from the state, and the shell
+sends whichever has changed. Must not know the clock, I/O, or how messages travel.
+"""
+
+from oobleck.master import ending, fitness, plans
+from oobleck.master.config import Timing
+from oobleck.master.decision import Decision, Look, Rule
+from oobleck.master.events import NodeCleared
+from oobleck.master.losses import lost_nodes, next_lease_end
+from oobleck.master.state import ClusterState
+
+
+def reconcile(state: ClusterState, now: float, config: Timing, *, nonce: str) -> Decision:
+    """What to do next, when to look again, and why. Pure: no clock, no I/O, no randomness."""
+    look = Look(state=state, now=now, timing=config, nonce=nonce)
+    wake_at: float | None = None
+    reasons = []
+    for rule in _RULES:
+        decision = rule(look)
+        if decision is None:
+            continue
+        if decision.actions:
+            return decision
+        if decision.wake_at is not None:
+            wake_at = decision.wake_at if wake_at is None else min(wake_at, decision.wake_at)
+        if decision.reason:
+            reasons.append(decision.reason)
+    return Decision(wake_at=wake_at, reason="; ".join(reasons))
+
+
+def _lose_nodes(look: Look) -> Decision | None:
+    lost = lost_nodes(look.state, look.now, look.timing)
+    if lost:
+        return Decision(actions=lost, reason="; ".join(f"{n.node}: {n.reason}" for n in lost))
+    return Decision(wake_at=next_lease_end(look.state, look.timing))
+
+
+def _clear_nodes(look: Look) -> Decision | None:
+    cleared = tuple(
+        NodeCleared(node=name)
+        for name, node in sorted(look.state.nodes.items())
+        if node.connected and node.stale_workers and not node.seen.status.workers
+    )
+    return Decision(actions=cleared, reason="stale workers are gone") if cleared else None
+
+
+_RULES: tuple[Rule, ...] = (
+    _lose_nodes,
+    _clear_nodes,
+    ending.first_step,
+    ending.end_jobs,
+    ending.next_job,
+    fitness.leave_out,
+    plans.lose_workers,
+    plans.start,
+    plans.replan,
+    plans.regroup,
+    plans.rouse,
+    plans.join,
+)

@@ -1,0 +1,164 @@
+"""The lines of events.jsonl that follow from a journaled event.
+
+Pure: the same journal gives the same lines, so that a restarted master can tell which of them the
+file lacks. Must not know files; `oobleck.master.eventlog` numbers and writes the lines.
+"""
+
+from collections.abc import Mapping
+
+from oobleck.master.events import (
+    FirstStepCommitted,
+    JobCancelled,
+    JobFailed,
+    JobSubmitted,
+    JobSucceeded,
+    JobWaiting,
+    Journaled,
+    NodeLeftOut,
+    NodeLost,
+    NodeRegistered,
+    PlanMade,
+    Transition,
+    WorkerLost,
+)
+from oobleck.master.state import ClusterState, Job
+from oobleck.planner.ids import Generation, JobId
+from oobleck.planner.plan import Plan
+
+#: `event` and the fields that go with it.
+Record = Mapping[str, object]
+
+
+def records_of(state: ClusterState, event: Journaled) -> list[tuple[JobId, Record]]:
+    """The records that `event` gives when it comes to `state` (which it has not changed yet)."""
+    match event:
+        case NodeRegistered() | NodeLost():
+            return [(state.job.id, _node_record(state.job, event))] if state.job else []
+        case JobSubmitted():
+            return [(event.job_id, {"event": "submitted", "name": event.spec.name})]
+        case WorkerLost():
+            return [(event.job_id, _worker_record(event))]
+        case NodeLeftOut():
+            out = {"event": "node_left_out", "node": event.node, "reason": event.reason}
+            return [(event.job_id, out)]
+        case JobWaiting():
+            reason = "; ".join(event.causes)
+            record: Record = {"event": "waiting", "reason": reason, "causes": event.causes}
+            return [(event.job_id, record)]
+        case PlanMade():
+            return [(event.job_id, record) for record in _plan_records(state, event)]
+        case FirstStepCommitted() | JobSucceeded() | JobFailed() | JobCancelled():
+            return [(event.job_id, record) for record in _end_records(state, event)]
+        case _:
+            return []
+
+
+def _node_record(job: Job, event: NodeRegistered | NodeLost) -> Record:
+    if isinstance(event, NodeRegistered):
+        facts = event.facts
+        return {
+            "event": "node_joined",
+            "node": facts.node,
+            "hostname": facts.hostname,
+            "worker_slots": facts.worker_slots,
+        }
+    return {
+        "event": "node_lost",
+        "node": event.node,
+        "cause": event.cause,
+        "reason": event.reason,
+        "detect_s": event.detect_s,
+        "in_plan": event.node in job.members,
+    }
+
+
+def _worker_record(event: WorkerLost) -> Record:
+    return {
+        "event": "worker_lost",
+        "node": event.worker.node,
+        "slot": event.worker.slot,
+        "reason": event.reason,
+    }
+
+
+def _plan_records(state: ClusterState, event: PlanMade) -> list[Record]:
+    job = state.jobs[event.job_id]
+    if job.made is None:
+        return [
+            {
+                "event": "started",
+                "generation": event.plan.generation,
+                "pipelines": pipelines(event.plan),
+                "can_lose": event.can_lose,
+            }
+        ]
+    return _reconfigured(job, event.overtaken, superseded_by=event.plan.generation)
+
+
+def _end_records(
+    state: ClusterState, event: FirstStepCommitted | JobSucceeded | JobFailed | JobCancelled
+) -> list[Record]:
+    job = state.jobs[event.job_id]
+    records = _reconfigured(job, event.transition)
+    match event:
+        case FirstStepCommitted():
+            pass
+        case JobSucceeded():
+            records.append({"event": "succeeded", "generation": job.generation})
+        case JobFailed():
+            failed = {"event": "failed", "generation": job.generation, "reason": event.reason}
+            records.append(failed)
+        case JobCancelled():
+            records.append({"event": "cancelled", "generation": job.generation})
+    return records
+
+
+def _reconfigured(
+    job: Job, transition: Transition | None, superseded_by: Generation | None = None
+) -> list[Record]:
+    """How the newest generation of `job` came about; nothing for the first one."""
+    made, before = job.made, job.before
+    if transition is None or made is None or before is None:
+        return []
+    record: dict[str, object] = {
+        "event": "reconfigured",
+        "from_generation": before.generation,
+        "to_generation": made.plan.generation,
+        "cause": made.cause,
+        "rule": made.rule,
+        "reason": made.reason,
+        "nodes_lost": made.nodes_lost,
+        "workers_lost": [str(worker) for worker in made.workers_lost],
+        "nodes_joined": made.nodes_joined,
+        "boundary": made.boundary,
+        "phases": transition.phases,
+        "total_s": transition.total_s,
+        "redo_step": transition.redo_step,
+        "rolled_forward": transition.rolled_forward,
+        "received_bytes": transition.received_bytes,
+        "pipelines_before": pipelines(before),
+        "pipelines_after": pipelines(made.plan),
+        "can_lose": made.can_lose,
+    }
+    if superseded_by is not None:
+        record["superseded_by"] = superseded_by
+    if transition.unanswered:
+        record["unanswered"] = [str(worker) for worker in transition.unanswered]
+    if transition.master_restarted:
+        record["master_restarted"] = True
+    return [record]
+
+
+def pipelines(plan: Plan) -> list[list[dict[str, object]]]:
+    """Per pipeline its stages: the node and its first and last layer."""
+    return [
+        [
+            {
+                "node": stage.workers[0].node,
+                "first_layer": stage.first_layer,
+                "last_layer": stage.last_layer,
+            }
+            for stage in pipeline.stages
+        ]
+        for pipeline in plan.pipelines
+    ]

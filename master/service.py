@@ -1,0 +1,145 @@
+"""The operators' side of the service: submit, cancel, and look.
+
+Every refusal is a status code with one line that says the fix. Streams look at the state when it
+changes and send what is new, so a slow reader costs nobody anything.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from itertools import islice
+from typing import Any
+
+import grpc
+
+from oobleck.master.logs import Line
+from oobleck.master.loop import Master
+from oobleck.master.state import ENDED, Job
+from oobleck.master.view import job_status, node_info
+from oobleck.planner.errors import InvalidJob
+from oobleck.planner.ids import JobId, WorkerId
+from oobleck.planner.jobfile import parse_job
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto import control_pb2_grpc as rpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+#: Lines that are read from log files at a time, outside the event loop's thread.
+_LINES_AT_A_TIME = 1000
+
+
+class OperatorService(rpc.OperatorServicer):
+    def __init__(self, master: Master) -> None:
+        self._master = master
+
+    async def _job(self, job_id: str, context: Context) -> Job:
+        job = self._master.state.jobs.get(JobId(job_id))
+        if job is None:
+            known = ", ".join(list(self._master.state.jobs)[-5:]) or "none yet"
+            text = f"no job {job_id!r}; known jobs: {known}"
+            await context.abort(grpc.StatusCode.NOT_FOUND, text)
+        return job
+
+    def _status(self, job: Job) -> pb.JobStatus:
+        return job_status(self._master.state, job, self._master.config, self._master.now())
+
+    async def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.SubmitReply:
+        if not request.request_id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request_id: is empty")
+        try:
+            spec = parse_job(request.job)
+        except InvalidJob as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        job_id = await self._master.submit(request.request_id, spec)
+        return pb.SubmitReply(job_id=job_id)
+
+    async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsReply:
+        jobs = self._master.state.jobs.values()
+        return pb.ListJobsReply(jobs=[self._status(job) for job in jobs])
+
+    async def GetJob(self, request: pb.JobRequest, context: Context) -> pb.JobStatus:
+        return self._status(await self._job(request.job_id, context))
+
+    async def WatchJob(
+        self, request: pb.JobRequest, context: Context
+    ) -> AsyncIterator[pb.JobStatus]:
+        job = await self._job(request.job_id, context)
+        told: pb.JobStatus | None = None
+        while True:
+            changed = self._master.changes.next
+            ended = job.state in ENDED
+            status = self._status(job)
+            if status != told:
+                told = status
+                yield status
+            if ended:
+                return
+            await changed.wait()
+
+    async def CancelJob(self, request: pb.JobRequest, context: Context) -> pb.JobStatus:
+        job = await self._job(request.job_id, context)
+        await self._master.cancel(job.id)
+        return self._status(job)
+
+    async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesReply:
+        state, now = self._master.state, self._master.now()
+        nodes = [node_info(state, node, now) for _, node in sorted(state.nodes.items())]
+        return pb.ListNodesReply(nodes=nodes)
+
+    async def Events(
+        self, request: pb.EventsRequest, context: Context
+    ) -> AsyncIterator[pb.EventRecord]:
+        job = await self._job(request.job_id, context)
+        told = 0
+        while True:
+            changed = self._master.changes.next
+            ended = job.state in ENDED
+            lines = self._master.events.lines(job.id)[told:]
+            told += len(lines)
+            for line in lines:
+                yield pb.EventRecord(json=line)
+            if ended or not request.follow:
+                return
+            await changed.wait()
+
+    async def Logs(self, request: pb.LogsRequest, context: Context) -> AsyncIterator[pb.LogLine]:
+        job = await self._job(request.job_id, context)
+        workers = await self._workers(job, request, context)
+
+        def wanted(worker: WorkerId) -> bool:
+            if workers is not None and worker not in workers:
+                return False
+            return not request.node or worker.node == request.node
+
+        with self._master.logs.follow(job.id, wanted) as follower:
+            past = self._master.logs.snapshot(job.id, wanted)
+            while lines := await asyncio.to_thread(_take, past):
+                for line in lines:
+                    yield _log_line(line)
+            while request.follow:
+                changed = self._master.changes.next
+                ended = job.state in ENDED
+                while not follower.queue.empty():
+                    yield _log_line(follower.queue.get_nowait())
+                if ended:
+                    return
+                await changed.wait()
+
+    async def _workers(
+        self, job: Job, request: pb.LogsRequest, context: Context
+    ) -> frozenset[WorkerId] | None:
+        """The worker of the asked rank; None: all."""
+        if not request.HasField("rank"):
+            return None
+        workers = job.made.plan.workers if job.made is not None else ()
+        if request.rank >= len(workers):
+            text = f"no rank {request.rank}: the job's plan has {len(workers)} workers"
+            await context.abort(grpc.StatusCode.NOT_FOUND, text)
+        return frozenset({workers[request.rank]})
+
+
+def _take(lines: Iterator[Line]) -> list[Line]:
+    return list(islice(lines, _LINES_AT_A_TIME))
+
+
+def _log_line(line: Line) -> pb.LogLine:
+    return pb.LogLine(node=line.worker.node, slot=line.worker.slot, line=line.text)

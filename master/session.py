@@ -1,0 +1,111 @@
+"""The agents' side of the service: one bidirectional stream is one session.
+
+Reads the stream into the loop's inbox and the session's outbox into the stream. The session ends
+with either; what it means that it has ended is the loop's to say.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+
+from oobleck.master.admit import Refusal
+from oobleck.master.config import Timing
+from oobleck.master.dispatch import AgentSession, refused_message
+from oobleck.master.incoming import Incoming, Output, Records
+from oobleck.master.loop import Master
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto import control_pb2_grpc as rpc
+from oobleck.proto.convert import read_output, read_records, read_register, read_report, read_status
+
+log = logging.getLogger(__name__)
+
+#: An agent registers at once; a stream that does not is not an agent's.
+_REGISTER_TIMEOUT_S = 10.0
+
+Context = grpc.aio.ServicerContext[pb.AgentMessage, pb.MasterMessage]
+
+
+class ControlService(rpc.ControlServicer):
+    def __init__(self, master: Master) -> None:
+        self._master = master
+
+    async def Session(self, requests: AsyncIterator[pb.AgentMessage], context: Context) -> None:
+        try:
+            async with asyncio.timeout(_REGISTER_TIMEOUT_S):
+                first = await anext(requests)
+        except (TimeoutError, StopAsyncIteration):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "register: did not come")
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        try:
+            if not first.HasField("register"):
+                raise ValueError("register: must be the first message of a session")
+            registration = read_register(first.register, first.incarnation)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        session = await self._master.open_session(registration)
+        if isinstance(session, Refusal):
+            await context.write(refused_message(session))
+            return
+        timing: Timing = self._master.config.timing
+        welcome = pb.Welcome(heartbeat_s=timing.heartbeat_s, lease_s=timing.lease_s)
+        try:
+            await context.write(pb.MasterMessage(welcome=welcome))
+            await self._serve(session, requests, context)
+        finally:
+            self._master.close_session(session)
+
+    async def _serve(
+        self, session: AgentSession, requests: AsyncIterator[pb.AgentMessage], context: Context
+    ) -> None:
+        """Until the agent or the master ends the session."""
+        reading = asyncio.create_task(self._read(session, requests))
+        writing = asyncio.create_task(_write(session, context))
+        try:
+            await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (reading, writing):
+                task.cancel()
+            ended = await asyncio.gather(reading, writing, return_exceptions=True)
+        for result in ended:
+            if isinstance(result, ValueError):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(result))
+            if isinstance(result, Exception) and not isinstance(result, grpc.RpcError):
+                log.warning("session failed", extra={"node": session.node, "error": repr(result)})
+
+    async def _read(self, session: AgentSession, requests: AsyncIterator[pb.AgentMessage]) -> None:
+        async for message in requests:
+            if message.incarnation != session.incarnation:
+                self._master.refused["message of another incarnation"] += 1
+                continue
+            for incoming in _incoming(message):
+                await self._master.receive(session, incoming)
+
+
+async def _write(session: AgentSession, context: Context) -> None:
+    while True:
+        for message in await session.outgoing():
+            await context.write(message)
+            if message.HasField("refused"):
+                return
+
+
+def _incoming(message: pb.AgentMessage) -> list[Incoming]:
+    """Raises ValueError where the message is malformed."""
+    match message.WhichOneof("body"):
+        case "status":
+            return [read_status(message.status)]
+        case "report":
+            return [read_report(message.report)]
+        case "records":
+            job_id, records = read_records(message.records)
+            return [Records(job_id=job_id, records=records)]
+        case "log":
+            job_id, slot, lines = read_output(message.log)
+            return [Output(job_id=job_id, slot=slot, lines=lines)]
+        case "register":
+            raise ValueError("register: came twice in one session")
+        case _:
+            raise ValueError("body: is missing")

@@ -1,0 +1,330 @@
+"""What the master knows: nodes, jobs, and what is desired of each node.
+
+`ClusterState` has one owner, the loop, which changes it through `oobleck.master.apply` alone.
+Everything in it follows from journaled events, except what stands under `seen`: that is
+observed, lives as long as this master process, and starts anew with `MasterStarted`. Must not
+know the clock, files, gRPC or how decisions are made.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from oobleck.host.messages import PeerLost, StepRecord
+from oobleck.master.events import NodeLeftOut, NodeLost, PlanMade, Transition, WorkerLost
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from oobleck.planner.job import JobSpec
+from oobleck.planner.plan import Plan
+from oobleck.proto.types import Assignment, NodeFacts, NodeStatus, WorkerExited
+
+#: Step records that rates are taken from.
+RECENT_RECORDS = 10
+NO_GENERATION = Generation(0)
+
+JobState = Literal[
+    "queued",
+    "starting",
+    "running",
+    "reconfiguring",
+    "waiting for nodes",
+    "succeeded",
+    "failed",
+    "cancelled",
+]
+ENDED: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeSeen:
+    """Observed of a node in this master's life."""
+
+    #: When it was last heard of, or could first have been.
+    last_heard: float
+    #: None: no stream.
+    session: int | None = None
+    #: When its last stream ended; None while one is open, and before the first one.
+    closed_at: float | None = None
+    status: NodeStatus = field(default_factory=NodeStatus)
+    #: Since when it could prepare for the active job, and since when it is ready for it.
+    assigned_at: float | None = None
+    ready_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desired:
+    """What a node shall do, by reference; `version` grows with every change."""
+
+    version: int = 0
+    job_id: JobId | None = None
+    #: None: get workers ready and wait.
+    generation: Generation | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    facts: NodeFacts
+    #: False: lost.
+    registered: bool = True
+    #: Why it is lost.
+    reason: str = ""
+    #: Workers of before its loss must go first.
+    stale_workers: bool = False
+    desired: Desired = Desired()
+    seen: NodeSeen
+
+    @property
+    def connected(self) -> bool:
+        return self.registered and self.seen.session is not None
+
+
+@dataclass(slots=True, kw_only=True)
+class Way:
+    """Observed on the way into the newest generation: when each phase ended, and how."""
+
+    evidence_at: float
+    declared_at: float
+    pushed_at: float
+    aborted_at: float | None = None
+    joined_at: float | None = None
+    transferred_at: float | None = None
+    first_step_at: float | None = None
+    committed_step: int | None = None
+    redo: bool = False
+    rolled_forward: bool = False
+    received_bytes: int = 0
+    #: Who has left the generation before.
+    answered: set[WorkerId] = field(default_factory=set)
+
+    def transition(self, end: float, unanswered: tuple[WorkerId, ...] = ()) -> Transition:
+        """The phases up to `end`; one that was not reported took no time of its own."""
+        marks = {
+            "detect": self.declared_at,
+            "plan": self.pushed_at,
+            "abort": self.aborted_at,
+            "rendezvous": self.joined_at,
+            "transfer": self.transferred_at,
+            "first_step": end,
+        }
+        end = max(end, self.evidence_at)
+        phases, before = {}, self.evidence_at
+        for phase, at in marks.items():
+            # Reports of different nodes overtake each other, and none counts after the end.
+            at = before if at is None else min(max(at, before), end)
+            phases[phase] = at - before
+            before = at
+        redo_step = None
+        if self.redo and self.committed_step is not None:
+            redo_step = self.committed_step + 1
+        return Transition(
+            phases=phases,
+            total_s=end - self.evidence_at,
+            redo_step=redo_step,
+            rolled_forward=self.rolled_forward,
+            received_bytes=self.received_bytes,
+            unanswered=unanswered,
+            master_restarted=False,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class JobSeen:
+    """Observed of a job in this master's life."""
+
+    committed_step: int = 0
+    recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=RECENT_RECORDS))
+    #: When the last of them came.
+    recorded_at: float | None = None
+    #: The last committed step that a record or an agent's status has told of, and since when.
+    furthest_step: int = 0
+    progressed_at: float | None = None
+    #: First report of a lost peer by each worker since the last plan that was not at a boundary.
+    peers_lost: dict[WorkerId, tuple[float, PeerLost]] = field(default_factory=dict)
+    #: First evidence and last declaration of the losses that no plan has answered yet.
+    evidence_at: float | None = None
+    declared_at: float | None = None
+    #: None: no plan of this master's life is on its way to its first step.
+    way: Way | None = None
+    #: How worker processes ended, and those of each worker of the plan since the last step.
+    exits: dict[Incarnation, WorkerExited] = field(default_factory=dict)
+    deaths: dict[WorkerId, list[WorkerExited]] = field(default_factory=dict)
+    #: Plans without a loss of a node since the last step.
+    regroups: int = 0
+    #: Generation that each process has reported to have entered.
+    entered: dict[Incarnation, Generation] = field(default_factory=dict)
+    #: Generation that each process has finished in.
+    finished: dict[Incarnation, Generation] = field(default_factory=dict)
+    #: A worker's word that the job is at fault; and each one's that something else is, since the
+    #: last step.
+    failure: str | None = None
+    complaints: dict[WorkerId, str] = field(default_factory=dict)
+    #: Of processes that have had no part in a step, while others have: why they cannot have one,
+    #: and the ends of those that a plan counted on.
+    unfit: dict[NodeName, str] = field(default_factory=dict)
+    stillborn: dict[NodeName, list[WorkerExited]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    id: JobId
+    request_id: str
+    spec: JobSpec
+    state: JobState = "queued"
+    #: Why it is in that state, where that is not plain.
+    reason: str = ""
+    #: Unix times; 0: not yet.
+    submitted_at: float
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    cancel_requested: bool = False
+    #: Newest plan; None: none yet.
+    made: PlanMade | None = None
+    made_at: float = 0.0
+    #: Plan of the generation before.
+    before: Plan | None = None
+    #: Newest plan that a step was committed in; None: none yet.
+    trained: PlanMade | None = None
+    #: Nodes that cannot take part, and why.
+    left_out: dict[NodeName, str] = field(default_factory=dict)
+    #: Plans of the generations whose layers live workers may hold.
+    plans: dict[Generation, Plan] = field(default_factory=dict)
+    #: Newest generation that has committed a step.
+    stepped: Generation = NO_GENERATION
+    #: Newest generation that was not to be entered at a step boundary.
+    abrupt: Generation = NO_GENERATION
+    #: Most nodes that any plan was made for; the templates cover them.
+    most_nodes: int = 0
+    #: Losses of the newest plan's nodes and workers that no plan has answered yet.
+    losses: tuple[NodeLost | WorkerLost | NodeLeftOut, ...] = ()
+    reconfigurations: int = 0
+    #: The last transitions, for the report of one that is not allowed.
+    history: deque[str] = field(default_factory=lambda: deque(maxlen=20))
+    seen: JobSeen = field(default_factory=JobSeen)
+
+    @property
+    def generation(self) -> Generation:
+        return self.made.plan.generation if self.made else NO_GENERATION
+
+    @property
+    def on_the_way(self) -> bool:
+        """The newest generation has not committed a step yet."""
+        return self.stepped < self.generation
+
+    @property
+    def lost_nodes(self) -> frozenset[NodeName]:
+        """Also those that are there and left out."""
+        return frozenset(loss.node for loss in self.losses if not isinstance(loss, WorkerLost))
+
+    @property
+    def members(self) -> tuple[NodeName, ...]:
+        """Nodes of the newest plan, without those lost since."""
+        if self.made is None:
+            return ()
+        return tuple(node for node in self.made.plan.nodes if node not in self.lost_nodes)
+
+    @property
+    def lost_workers(self) -> frozenset[WorkerId]:
+        return frozenset(loss.worker for loss in self.losses if isinstance(loss, WorkerLost))
+
+    def unanswered(self) -> tuple[WorkerId, ...]:
+        """Workers that shall enter the newest generation at once, and have not left the one
+        before; none where that is not to be known."""
+        way = self.seen.way
+        if self.made is None or self.made.boundary or way is None or way.first_step_at is not None:
+            return ()
+        return tuple(worker for worker in self.made.plan.workers if worker not in way.answered)
+
+    def has_finished(self, process: Incarnation) -> bool:
+        """All steps are done and the process's share of the newest plan's output is saved."""
+        return self.seen.finished.get(process) == self.generation
+
+    def counts_on(self, process: Incarnation) -> bool:
+        """Whether the job stands and falls with the process: before the first plan with every
+        one, then with those of the newest plan. Once steps are committed only processes that
+        have had a part in them count; others are about to join, and only their node is at stake."""
+        if self.made is None:
+            return True
+        trained = self.trained is None or process in self.trained.incarnations
+        return trained and process in self.made.incarnations
+
+    @property
+    def newcomers(self) -> tuple[NodeName, ...]:
+        """Members that had no part in the last step."""
+        if self.trained is None:
+            return ()
+        return tuple(node for node in self.members if node not in self.trained.plan.nodes)
+
+    def processes(self) -> dict[WorkerId, Incarnation]:
+        """The processes that the newest plan counts on."""
+        if self.made is None:
+            return {}
+        return dict(zip(self.made.plan.workers, self.made.incarnations, strict=True))
+
+
+@dataclass(slots=True, kw_only=True)
+class ClusterState:
+    #: Number of the last journaled event.
+    sequence: int = 0
+    nodes: dict[NodeName, Node] = field(default_factory=dict)
+    #: In the order of submission.
+    jobs: dict[JobId, Job] = field(default_factory=dict)
+    requests: dict[str, JobId] = field(default_factory=dict)
+    active: JobId | None = None
+
+    @property
+    def job(self) -> Job | None:
+        """The job that has its turn."""
+        return self.jobs[self.active] if self.active is not None else None
+
+    def worker_slots(self, job: Job) -> int | None:
+        """Workers per node of the job: what its plan has, before that what most nodes have."""
+        if job.made is not None:
+            return job.made.worker_slots
+        counts = Counter(n.facts.worker_slots for n in self.nodes.values() if n.registered)
+        return max(counts, key=lambda slots: (counts[slots], slots)) if counts else None
+
+    def candidates(self, job: Job) -> list[Node]:
+        """Nodes that may get work of the job, by name."""
+        slots = self.worker_slots(job)
+        return [
+            node
+            for _, node in sorted(self.nodes.items())
+            if node.registered
+            and not node.stale_workers
+            and node.facts.worker_slots == slots
+            and node.facts.node not in job.left_out
+        ]
+
+    def is_ready(self, node: Node, job: Job) -> bool:
+        """Whether a worker of the job is up in every slot of the node.
+
+        The last status may be older than the report of an exit, and still list the dead.
+        """
+        status = node.seen.status
+        up = [w for w in status.workers if w.store and w.incarnation not in job.seen.exits]
+        return node.connected and status.job_id == job.id and len(up) == node.facts.worker_slots
+
+    def data_of(self, node: Node) -> str:
+        """Fingerprint of the data that the node's workers read."""
+        return ", ".join(sorted({worker.data for worker in node.seen.status.workers}))
+
+    def assignment(self, node: Node, job_text: str) -> Assignment:
+        """What `node` is to be told; `job_text` is the text of its desired job."""
+        desired = node.desired
+        if desired.job_id is None:
+            return Assignment(version=desired.version)
+        made = self.jobs[desired.job_id].made
+        if desired.generation is None or made is None:
+            return Assignment(version=desired.version, job_id=desired.job_id, job=job_text)
+        processes = self.jobs[desired.job_id].processes()
+        name = node.facts.node
+        return Assignment(
+            version=desired.version,
+            job_id=desired.job_id,
+            job=job_text,
+            plan=made.plan,
+            rendezvous=made.rendezvous,
+            boundary=made.boundary,
+            worker_incarnations=tuple(
+                processes[WorkerId(name, slot)] for slot in range(node.facts.worker_slots)
+            ),
+        )

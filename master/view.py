@@ -1,0 +1,131 @@
+"""The state as operators see it, in the wire's messages. Reads, never writes.
+
+It says what is so at this moment: what the fold cannot know (a stream that has just closed, a
+silent agent) is told as the reason.
+"""
+
+from collections.abc import Sequence
+from statistics import median
+
+from oobleck.host.messages import StepRecord
+from oobleck.master.config import MasterConfig
+from oobleck.master.state import ENDED, ClusterState, Job, Node
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto.convert import plan_message, worker_status_message
+
+#: A worker that does not leave its generation within this time is worth a word.
+_SLOW_ANSWER_S = 5.0
+#: A job without a step for this long, and for so many usual steps, has no speed.
+_STILL_S = 5.0
+_STILL_STEPS = 5
+_WAY_BACK = "; put that right and start its agent anew"
+
+
+def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) -> pb.JobStatus:
+    seen = job.seen
+    training = job.spec.training
+    rate = tokens_per_s(tuple(seen.recent))
+    moving = job.state in ("running", "reconfiguring") and _is_moving(job, now)
+    message = pb.JobStatus(
+        job_id=job.id,
+        name=job.spec.name,
+        state=job.state,
+        reason=_reason(state, job, now),
+        generation=job.generation,
+        committed_step=seen.committed_step,
+        steps=training.steps,
+        tokens_per_s=rate if moving or job.state == "succeeded" else 0.0,
+        submitted_at=job.submitted_at,
+        started_at=job.started_at,
+        finished_at=job.finished_at,
+        reconfigurations=job.reconfigurations,
+        directory=str(config.job_directory(job.id)),
+    )
+    if seen.recent and (loss := seen.recent[-1].loss) is not None:
+        message.loss = loss
+    if job.made is not None:
+        message.plan.CopyFrom(plan_message(job.made.plan))
+        if job.state not in ENDED and not job.losses:
+            message.can_lose = job.made.can_lose
+    if rate > 0 and moving:
+        step_tokens = seen.recent[-1].tokens
+        message.eta_s = (training.steps - seen.committed_step) * step_tokens / rate
+    return message
+
+
+def _is_moving(job: Job, now: float) -> bool:
+    """Whether the last step is so recent that the next one is not overdue."""
+    recent, recorded_at = job.seen.recent, job.seen.recorded_at
+    if recorded_at is None or not recent:
+        return False
+    usual_s = median(record.step_seconds for record in recent)
+    return now - recorded_at <= max(_STILL_S, _STILL_STEPS * usual_s)
+
+
+def tokens_per_s(recent: Sequence[StepRecord]) -> float:
+    """Over the time between the first and the last of the recent steps."""
+    if len(recent) < 2:
+        return recent[0].tokens / recent[0].step_seconds if recent[:1] else 0.0
+    span_s = recent[-1].time - recent[0].time
+    return sum(record.tokens for record in recent[1:]) / span_s if span_s > 0 else 0.0
+
+
+def _reason(state: ClusterState, job: Job, now: float) -> str:
+    way, silent = job.seen.way, job.unanswered()
+    if way is not None and silent and now - way.pushed_at > _SLOW_ANSWER_S:
+        return f"{job.reason}; no answer so far from {', '.join(map(str, silent))}"
+    return job.reason or _passing_reason(state, job)
+
+
+def _passing_reason(state: ClusterState, job: Job) -> str:
+    if job.state == "queued" and state.active is not None:
+        return f"job {state.active} has its turn"
+    if job.state == "starting":
+        unready = [n.facts.node for n in state.candidates(job) if not state.is_ready(n, job)]
+        return f"workers start on {', '.join(unready)}" if unready else "the first step is computed"
+    away = [name for name in job.members if not state.nodes[name].connected]
+    if away and job.state not in ENDED:
+        return f"not connected, and lost if that lasts: {', '.join(away)}"
+    return ""
+
+
+def node_info(state: ClusterState, node: Node, now: float) -> pb.NodeInfo:
+    facts, status = node.facts, node.seen.status
+    return pb.NodeInfo(
+        node=facts.node,
+        state="lost" if not node.registered else "live" if node.connected else "disconnected",
+        reason=_node_reason(state, node),
+        hostname=facts.hostname,
+        address=facts.address,
+        pid=facts.pid,
+        worker_slots=facts.worker_slots,
+        device=facts.device,
+        memory_per_worker_bytes=facts.memory_per_worker_bytes,
+        job_id=status.job_id or "",
+        generation=status.generation,
+        last_heard_s=max(0.0, now - node.seen.last_heard),
+        workers=[worker_status_message(w) for w in status.workers] if node.registered else [],
+    )
+
+
+def _node_reason(state: ClusterState, node: Node) -> str:
+    if not node.registered:
+        return node.reason
+    if node.stale_workers:
+        return "returned after it was given up; its old workers are to end first"
+    job, facts = state.job, node.facts
+    if job is None:
+        return ""
+    if facts.node in job.left_out:
+        return f"cannot join the job: {job.left_out[facts.node]}{_WAY_BACK}"
+    slots = state.worker_slots(job)
+    if facts.worker_slots != slots:
+        return (
+            f"kept idle: job {job.id} uses nodes with {slots} worker slots, "
+            f"this one has {facts.worker_slots}"
+        )
+    if job.made is not None and facts.node not in job.members:
+        if state.is_ready(node, job):
+            return "ready to join the job"
+        return "its workers start, to join the job"
+    return ""

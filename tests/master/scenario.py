@@ -1,0 +1,472 @@
+"""Plays a transcript against the master's pure core and writes down what it decides.
+
+A transcript is a text: `TIME COMMAND` lines say what happens, `>` lines what is decided (with the
+time in front where it was decided later than the command, at a wake-up), `=` lines what the
+operator sees of the job after it. The player makes the `>` and `=` lines from the commands; a
+test compares the whole text. `python tests/master/scenario.py FILE` rewrites one.
+
+Connected nodes send heartbeats by themselves. The journal is kept, and after every command a
+second state is folded from it, which must equal the durable part of the first.
+"""
+
+import copy
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from oobleck.host.messages import PeerLost, PhaseReached, StepRecord
+from oobleck.master.admit import Refusal, admit
+from oobleck.master.apply import apply
+from oobleck.master.config import Timing
+from oobleck.master.events import (
+    FirstStepCommitted,
+    JobCancelRequested,
+    JobFailed,
+    JobSubmitted,
+    JobWaiting,
+    Journaled,
+    MasterStarted,
+    NodeCleared,
+    NodeLeftOut,
+    NodeLost,
+    NodeRegistered,
+    Observed,
+    PeerLostReported,
+    PhaseReported,
+    PlanMade,
+    RecordsReceived,
+    StatusReceived,
+    StreamClosed,
+    StreamOpened,
+    Tick,
+    WorkerExitReported,
+    WorkerFailedReported,
+    WorkerLost,
+)
+from oobleck.master.reconcile import reconcile
+from oobleck.master.records import records_of
+from oobleck.master.state import ClusterState, JobSeen, NodeSeen
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, ResourceSpec, TrainingSpec
+from oobleck.planner.plan import Plan
+from oobleck.proto.types import (
+    PROTOCOL,
+    NodeFacts,
+    NodeStatus,
+    Registration,
+    WorkerExited,
+    WorkerStatus,
+)
+
+UNIX = 1_700_000_000.0
+
+
+def job_spec(name: str, *, steps: int = 100, f: int = 1, min_nodes: int = 2) -> JobSpec:
+    return JobSpec(
+        name=name,
+        model=ModelSpec(layers=6, hidden=32, heads=2, sequence_length=16),
+        data=DataSpec(text=("/nowhere/*.py",)),
+        training=TrainingSpec(steps=steps, global_batch=16, microbatch=2),
+        fault_tolerance=f,
+        resources=ResourceSpec(min_nodes_per_pipeline=min_nodes),
+    )
+
+
+def record(step: int, generation: int, at: float) -> StepRecord:
+    return StepRecord(
+        step=step,
+        loss=1.0 / step,
+        grad_norm=1.0,
+        tokens=256,
+        samples_digest=f"{step:064x}",
+        generation=Generation(generation),
+        step_seconds=0.1,
+        time=at,
+    )
+
+
+def facts_of(name: str, life: int, slots: int) -> NodeFacts:
+    return NodeFacts(
+        node=NodeName(name),
+        incarnation=Incarnation(f"{life:04x}"),
+        hostname=f"host-{name}",
+        address="10.0.0.1",
+        pid=1000 + life,
+        worker_slots=slots,
+        device="cpu",
+        memory_per_worker_bytes=1 << 30,
+    )
+
+
+class Agent:
+    """What one agent would say of itself."""
+
+    def __init__(self, name: str, life: int, slots: int) -> None:
+        self.facts = facts_of(name, life, slots)
+        self.status = NodeStatus()
+        self.session = 0
+        self.silent = False
+        self.data = "same"
+
+    def worker(self, slot: int, **changes: object) -> None:
+        """Replace fields of the slot's worker, or make it."""
+        old = self.status.worker(slot) or WorkerStatus(
+            slot=slot, incarnation=Incarnation("none"), pid=0
+        )
+        values = {field: getattr(old, field) for field in old.__struct_fields__}
+        others = tuple(w for w in self.status.workers if w.slot != slot)
+        worker = WorkerStatus(**{**values, **changes})  # type: ignore[arg-type]
+        self._status(workers=tuple(sorted((*others, worker), key=lambda w: w.slot)))
+
+    def _status(self, **changes: object) -> None:
+        values = {field: getattr(self.status, field) for field in self.status.__struct_fields__}
+        self.status = NodeStatus(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Player:
+    def __init__(self, timing: Timing | None = None) -> None:
+        self.timing = timing or Timing()
+        self.state = ClusterState()
+        self.journal: list[tuple[float, Journaled]] = []
+        self.now = 0.0
+        self.agents: dict[str, Agent] = {}
+        self.lives = 0
+        self.wake_at: float | None = None
+        self.seen: list[str] = []
+        self.written: list[str] = []
+        self.records: dict[JobId, list[dict]] = {}
+
+    # ---- playing
+
+    def play(self, text: str) -> str:
+        for line in text.splitlines():
+            if line.startswith((">", "=")):
+                continue
+            self.written.append(line)
+            if not line.strip() or line.startswith("#"):
+                continue
+            moment, *words = shlex.split(line)
+            if words[0] == "late":
+                self.now = float(moment)
+            else:
+                self._advance(float(moment))
+            getattr(self, f"do_{words[0]}")(*words[1:])
+            self._settle("")
+            self._check_replay()
+        return "\n".join(self.written) + "\n"
+
+    def _advance(self, until: float) -> None:
+        assert until >= self.now, f"time runs backwards at {until}"
+        while self.wake_at is not None and self.wake_at <= until:
+            self.now = max(self.now, self.wake_at)
+            self._heartbeats()
+            self._settle(f"{self.now:.2f} ")
+        self.now = until
+        self._heartbeats()
+
+    def _heartbeats(self) -> None:
+        for name, agent in sorted(self.agents.items()):
+            node = self.state.nodes.get(NodeName(name))
+            if node and node.connected and not agent.silent and agent.session:
+                self._observe(StatusReceived(node=NodeName(name), status=agent.status))
+
+    def _settle(self, prefix: str) -> None:
+        for _ in range(100):
+            before = copy.deepcopy(self.state)
+            decision = reconcile(self.state, self.now, self.timing, nonce="nonce")
+            assert self.state == before, "reconcile changed the state"
+            self.wake_at = decision.wake_at
+            if not decision.actions:
+                break
+            for event in decision.actions:
+                self.written.append(f"> {prefix}{told(event)}")
+                self._record(event)
+        else:
+            raise AssertionError(f"decisions do not end: {decision}")
+        if self.wake_at is not None and self.wake_at <= self.now:
+            raise AssertionError(f"wakes in the past: {decision}")
+        seen = [f"= {j.id} {j.state}{': ' + j.reason if j.reason else ''}" for j in self._jobs()]
+        self.written += [line for line in seen if line not in self.seen]
+        self.seen = seen
+
+    def _jobs(self) -> Iterator:
+        yield from self.state.jobs.values()
+
+    def _record(self, event: Journaled) -> None:
+        for job_id, record in records_of(self.state, event):
+            self.records.setdefault(job_id, []).append(record)
+        self.journal.append((UNIX + self.now, event))
+        apply(self.state, event, now=self.now, unix=UNIX + self.now)
+
+    def _observe(self, event: Observed) -> None:
+        apply(self.state, event, now=self.now, unix=UNIX + self.now)
+
+    def _replayed(self) -> ClusterState:
+        state = ClusterState()
+        for unix, event in self.journal:
+            apply(state, event, now=self.now, unix=unix)
+        return state
+
+    def _check_replay(self) -> None:
+        assert durable(self._replayed()) == durable(self.state)
+
+    # ---- commands
+
+    def do_submit(self, name: str, *options: str) -> None:
+        values = {key: int(value) for key, value in (o.split("=") for o in options)}
+        job_id = JobId(f"{name}-{len(self.state.jobs) + 1}")
+        self._record(JobSubmitted(job_id=job_id, request_id=job_id, spec=job_spec(name, **values)))
+
+    def do_cancel(self, job_id: str) -> None:
+        self._record(JobCancelRequested(job_id=JobId(job_id)))
+
+    def do_register(self, *names: str) -> None:
+        """New agents; NAME:SLOTS for more than one worker."""
+        for word in names:
+            name, _, slots = word.partition(":")
+            self.lives += 1
+            agent = Agent(name, self.lives, int(slots or 1))
+            if self._admit(agent):
+                self.agents[name] = agent
+
+    def do_reconnect(self, *names: str) -> None:
+        for name in names:
+            self.agents[name].silent = False
+            self._admit(self.agents[name])
+
+    def _admit(self, agent: Agent) -> bool:
+        registration = Registration(protocol=PROTOCOL, facts=agent.facts, status=agent.status)
+        verdict = admit(self.state, registration, self.now, self.timing)
+        if isinstance(verdict, Refusal):
+            kind = "refused for now" if verdict.temporary else "refused"
+            self.written.append(f"> {kind}: {verdict.reason}")
+            return False
+        for event in verdict:
+            self.written.append(f"> {told(event)}")
+            self._record(event)
+        self.lives += 1
+        agent.session = self.lives
+        name = agent.facts.node
+        self._observe(StreamOpened(node=name, session=agent.session, status=agent.status))
+        return True
+
+    def do_close(self, *names: str) -> None:
+        for name in names:
+            session = self.agents[name].session
+            self._observe(StreamClosed(node=NodeName(name), session=session))
+
+    def do_silent(self, *names: str) -> None:
+        for name in names:
+            self.agents[name].silent = True
+
+    def do_ready(self, *names: str) -> None:
+        """Fresh workers are up in every slot, for the job that the node is assigned to."""
+        for name in names:
+            agent = self.agents[name]
+            job_id = self.state.nodes[NodeName(name)].desired.job_id
+            agent._status(job_id=job_id, generation=Generation(0), workers=())
+            for slot in range(agent.facts.worker_slots):
+                self._fresh(agent, slot)
+            self._tell(agent)
+
+    def do_data(self, name: str, data: str) -> None:
+        """What the node's next workers read."""
+        self.agents[name].data = data
+
+    def do_bare(self, *names: str) -> None:
+        """The agents have ended their workers."""
+        for name in names:
+            self.agents[name].status = NodeStatus()
+            self._tell(self.agents[name])
+
+    def _fresh(self, agent: Agent, slot: int) -> None:
+        self.lives += 1
+        agent.worker(
+            slot,
+            incarnation=Incarnation(f"{self.lives:04x}"),
+            pid=2000 + self.lives,
+            store=f"{agent.facts.node}:{4000 + slot}",
+            data=agent.data,
+            generation=Generation(0),
+            committed_step=-1,
+            finished=False,
+        )
+
+    def _tell(self, agent: Agent) -> None:
+        self._observe(StatusReceived(node=agent.facts.node, status=agent.status))
+
+    def do_enter(self, generation: str, *names: str) -> None:
+        """Their workers report all phases into the generation."""
+        for phase in ("aborted", "joined", "transferred"):
+            self.do_phase(phase, generation, *names)
+        for name in names:
+            agent = self.agents[name]
+            agent._status(generation=Generation(int(generation)))
+            for worker in agent.status.workers:
+                agent.worker(worker.slot, generation=Generation(int(generation)), finished=False)
+            self._tell(agent)
+
+    def do_phase(self, phase: str, generation: str, *names: str) -> None:
+        job = self.state.job
+        assert job is not None
+        for name in names:
+            reached = PhaseReached(
+                generation=Generation(int(generation)),
+                phase=phase,  # type: ignore[arg-type]
+                committed_step=job.seen.committed_step if phase == "joined" else None,
+                redo=phase == "joined" and job.seen.committed_step > 0,
+                received_bytes=100 if phase == "transferred" else 0,
+            )
+            worker = WorkerId(NodeName(name), 0)
+            self._observe(PhaseReported(worker=worker, job_id=job.id, phase=reached))
+
+    def do_steps(self, first: str, last: str, generation: str) -> None:
+        job = self.state.job
+        assert job is not None
+        records = tuple(
+            record(step, int(generation), UNIX + self.now)
+            for step in range(int(first), int(last) + 1)
+        )
+        self._observe(RecordsReceived(job_id=job.id, records=records))
+
+    def do_peer_lost(self, worker: str, generation: str) -> None:
+        job = self.state.job
+        assert job is not None
+        lost = PeerLost(generation=Generation(int(generation)), step=1, detail="socket closed")
+        event = PeerLostReported(worker=worker_id(worker), job_id=job.id, lost=lost)
+        self._observe(event)
+
+    def do_exit(self, worker: str) -> None:
+        """The agent reports that the process was killed, and does not have it any more."""
+        job, at = self.state.job, worker_id(worker)
+        assert job is not None
+        agent = self.agents[at.node]
+        process = agent.status.worker(at.slot)
+        assert process is not None
+        left = tuple(w for w in agent.status.workers if w.slot != at.slot)
+        agent._status(workers=left)
+        exited = WorkerExited(pid=process.pid, exit_code=None, signal=9, log_tail="last words")
+        event = WorkerExitReported(
+            worker=at, job_id=job.id, incarnation=process.incarnation, exited=exited
+        )
+        self._observe(event)
+        self._tell(agent)
+
+    def do_replace(self, worker: str) -> None:
+        at = worker_id(worker)
+        self._fresh(self.agents[at.node], at.slot)
+        self._tell(self.agents[at.node])
+
+    def do_swap(self, worker: str) -> None:
+        """Another process is in the slot, and the agent has nobody to tell."""
+        at = worker_id(worker)
+        self._fresh(self.agents[at.node], at.slot)
+
+    def do_fail(self, worker: str, kind: str, message: str) -> None:
+        job, at = self.state.job, worker_id(worker)
+        assert job is not None
+        process = self.agents[at.node].status.worker(at.slot)
+        assert process is not None
+        event = WorkerFailedReported(
+            worker=at,
+            job_id=job.id,
+            incarnation=process.incarnation,
+            kind=kind,  # type: ignore[arg-type]
+            message=message,
+        )
+        self._observe(event)
+
+    def do_finish(self, *names: str) -> None:
+        for name in names:
+            for worker in self.agents[name].status.workers:
+                self.agents[name].worker(worker.slot, finished=True)
+            self._tell(self.agents[name])
+
+    def do_restart(self) -> None:
+        """A new master process replays the journal; every stream is gone."""
+        steps = {job.id: tuple(job.seen.recent) for job in self.state.jobs.values()}
+        self.state = self._replayed()
+        self._record(MasterStarted())
+        for job_id, records in steps.items():
+            self._observe(RecordsReceived(job_id=job_id, records=records))
+
+    def do_late(self, seconds: str) -> None:
+        """The master was stopped until now: nothing has been read since the command before."""
+        self._observe(Tick(late_s=float(seconds)))
+
+    def do_look(self) -> None:
+        pass
+
+    def do_assigned(self, *names: str) -> None:
+        """Write down what the nodes are to do."""
+        for name in names:
+            desired = self.state.nodes[NodeName(name)].desired
+            plan = f" generation {desired.generation}" if desired.generation else ""
+            self.written.append(f"> {name}: {desired.job_id or 'no job'}{plan}")
+
+
+def worker_id(text: str) -> WorkerId:
+    node, slot = text.split("/")
+    return WorkerId(NodeName(node), int(slot))
+
+
+def durable(state: ClusterState) -> ClusterState:
+    """A copy without what was only observed."""
+    copied = copy.deepcopy(state)
+    for node in copied.nodes.values():
+        node.seen = NodeSeen(last_heard=0.0)
+    for job in copied.jobs.values():
+        job.seen = JobSeen()
+    return copied
+
+
+def drawn(plan: Plan) -> str:
+    return " | ".join(
+        " ".join(f"{s.workers[0]}:{s.first_layer}-{s.last_layer}" for s in pipeline.stages)
+        + f" x{pipeline.microbatches}"
+        for pipeline in plan.pipelines
+    )
+
+
+def told(event: Journaled) -> str:
+    """One line for a decision."""
+    name = type(event).__name__
+    match event:
+        case PlanMade():
+            how = "at a boundary" if event.boundary else "at once"
+            lost = [*event.nodes_lost, *map(str, event.workers_lost)]
+            return (
+                f"{name} generation {event.plan.generation} {how}, {event.rule} ({event.cause}), "
+                f"lost [{' '.join(lost)}] joined [{' '.join(event.nodes_joined)}], "
+                f"can lose {event.can_lose}, store {event.rendezvous.store}: {drawn(event.plan)}"
+            )
+        case FirstStepCommitted():
+            phases = " ".join(f"{k} {v:.2f}" for k, v in event.transition.phases.items())
+            return (
+                f"{name} generation {event.generation} step {event.step}: {phases}, "
+                f"total {event.transition.total_s:.2f}, redo {event.transition.redo_step}"
+            )
+        case NodeLeftOut():
+            return f"{name} {event.node}: {event.reason}"
+        case NodeLost():
+            return f"{name} {event.node} ({event.cause}): {event.reason}"
+        case WorkerLost():
+            return f"{name} {event.worker}: {event.reason}"
+        case NodeRegistered():
+            stale = " with stale workers" if event.stale_workers else ""
+            return f"{name} {event.facts.node}{stale}"
+        case NodeCleared():
+            return f"{name} {event.node}"
+        case JobWaiting():
+            return f"{name} {event.job_id}: {'; '.join(event.causes)}"
+        case JobFailed():
+            return f"{name} {event.job_id}: {event.reason}"
+        case _:
+            return f"{name} {getattr(event, 'job_id', '')}".strip()
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        path = Path(argument)
+        path.write_text(Player().play(path.read_text()))

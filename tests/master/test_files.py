@@ -1,0 +1,193 @@
+"""metrics.jsonl, events.jsonl and the workers' logs: in order, exactly once, bounded."""
+
+import itertools
+import json
+import random
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from scenario import record
+
+from oobleck.master.eventlog import EventLog
+from oobleck.master.logs import LogStore
+from oobleck.master.metrics import MetricsLog
+from oobleck.planner.ids import JobId, NodeName, WorkerId
+
+JOB = JobId("demo-1")
+Opener = Callable[[Path], MetricsLog]
+
+
+@pytest.fixture
+def opened() -> Iterator[Opener]:
+    """Opens metrics files and closes them after the test."""
+    logs = []
+
+    def open_log(path: Path) -> MetricsLog:
+        logs.append(MetricsLog(path))
+        return logs[-1]
+
+    yield open_log
+    for log in logs:
+        log.close()
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_a_line_has_the_agreed_fields(tmp_path: Path, opened: Opener) -> None:
+    opened(tmp_path / "m").append((record(1, 3, 12.5),))
+    (line,) = (tmp_path / "m").read_text().splitlines()
+    assert list(json.loads(line)) == [
+        "step",
+        "loss",
+        "grad_norm",
+        "tokens",
+        "samples_digest",
+        "generation",
+        "step_seconds",
+        "time",
+    ]
+
+
+def test_records_in_any_order_and_repeated_become_each_step_once(
+    tmp_path: Path, opened: Opener
+) -> None:
+    seed = random.randrange(1 << 32)
+    shuffled = random.Random(seed)
+    records = [record(step, 1, float(step)) for step in range(1, 101)]
+    told = records * 3
+    shuffled.shuffle(told)
+    metrics = opened(tmp_path / "m")
+    written = []
+    for start in range(0, len(told), 7):
+        through_before = metrics.through_step
+        new = metrics.append(tuple(told[start : start + 7]))
+        assert [r.step for r in new] == list(range(through_before + 1, metrics.through_step + 1))
+        assert steps_in(tmp_path / "m") == list(range(1, metrics.through_step + 1))
+        written += new
+    assert written == records, f"seed {seed}"
+
+
+def test_reopened_after_any_cut_it_goes_on_without_gap(tmp_path: Path, opened: Opener) -> None:
+    whole = opened(tmp_path / "whole")
+    records = tuple(record(step, 1, float(step)) for step in range(1, 6))
+    whole.append(records)
+    content = (tmp_path / "whole").read_bytes()
+    for cut in range(len(content)):
+        path = tmp_path / "cut"
+        path.write_bytes(content[:cut])
+        metrics = opened(path)
+        assert metrics.through_step == content[:cut].count(b"\n")
+        metrics.append(records)
+        metrics.close()
+        assert path.read_bytes() == content
+
+
+def test_a_tail_of_zeros_after_a_power_loss_is_cut(tmp_path: Path, opened: Opener) -> None:
+    path = tmp_path / "m"
+    metrics = opened(path)
+    metrics.append((record(1, 1, 1.0), record(2, 1, 2.0)))
+    metrics.close()
+    with path.open("ab") as file:
+        file.write(b"\0" * 300)
+    assert opened(path).through_step == 2
+    assert steps_in(path) == [1, 2]
+
+
+def test_rubbish_longer_than_the_tail_that_is_read_is_cut(tmp_path: Path, opened: Opener) -> None:
+    path = tmp_path / "m"
+    metrics = opened(path)
+    metrics.append((record(1, 1, 1.0), record(2, 1, 2.0)))
+    metrics.close()
+    with path.open("ab") as file:
+        file.write(b"\0" * 200_000)
+    assert opened(path).through_step == 2
+    assert steps_in(path) == [1, 2]
+
+
+def test_a_line_that_the_disk_takes_in_part_is_an_error_and_is_cut_later(
+    tmp_path: Path, opened: Opener
+) -> None:
+    path = tmp_path / "m"
+    metrics = opened(path)
+    metrics.append((record(1, 1, 1.0),))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            metrics.append((record(2, 1, 2.0),))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    again = opened(path)
+    again.append((record(2, 1, 2.0), record(3, 1, 3.0)))
+    assert steps_in(path) == [1, 2, 3]
+
+
+def test_any_number_of_jobs_needs_no_more_files(tmp_path: Path, opened: Opener) -> None:
+    for number in range(300):
+        opened(tmp_path / str(number))
+    names = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert not [name for name in names if name.startswith(str(tmp_path))]
+
+
+def test_a_long_file_is_known_from_its_end(tmp_path: Path, opened: Opener) -> None:
+    records = tuple(record(step, 1, float(step)) for step in range(1, 2001))
+    opened(tmp_path / "m").append(records)
+    metrics = opened(tmp_path / "m")
+    assert metrics.through_step == 2000
+    assert metrics.recent == records[-10:]
+
+
+@pytest.mark.parametrize("cut", range(0, 140, 7))
+def test_the_event_file_gets_what_it_lacks_and_nothing_twice(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "jobs" / JOB / "events.jsonl"
+
+    def told(count: int) -> EventLog:
+        log = EventLog(tmp_path)
+        for number in range(count):
+            log.add(JOB, {"event": "waiting", "reason": str(number)}, 1000.0 + number)
+        return log
+
+    told(3).write()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:cut])
+    restarted = told(3)
+    restarted.write()
+    assert path.read_bytes() == whole
+    restarted.add(JOB, {"event": "cancelled"}, 2000.0)
+    restarted.write()
+    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_logs_of_several_workers_come_by_time_and_are_bounded(tmp_path: Path) -> None:
+    logs = LogStore(tmp_path, most_bytes=2000)
+    first, second = WorkerId(NodeName("n-1"), 0), WorkerId(NodeName("n-1"), 1)
+    for number in range(100):
+        logs.append(JOB, (first, second)[number % 2], [f"line {number}"], 1000.0 + number)
+    lines = list(logs.snapshot(JOB, lambda worker: True))
+    numbers = [int(line.text.removeprefix("line ")) for line in lines]
+    assert numbers == sorted(numbers)
+    assert numbers[-1] == 99
+    assert {line.worker for line in lines} == {first, second}
+    own = [int(line.text.split()[1]) for line in logs.snapshot(JOB, lambda w: w == second)]
+    assert own == list(range(own[0], 100, 2))
+    sizes = [path.stat().st_size for path in (tmp_path / "jobs" / JOB / "logs").iterdir()]
+    assert len(sizes) == 4
+    assert all(size < 2100 for size in sizes)
+
+
+def test_a_follower_gets_each_line_after_the_snapshot_once(tmp_path: Path) -> None:
+    logs = LogStore(tmp_path)
+    worker = WorkerId(NodeName("n1"), 0)
+    logs.append(JOB, worker, ["before"], 1.0)
+    with logs.follow(JOB, lambda w: w == worker) as follower:
+        past = logs.snapshot(JOB, lambda w: True)
+        logs.append(JOB, worker, ["after"], 2.0)
+        logs.append(JOB, WorkerId(NodeName("n2"), 0), ["other"], 3.0)
+        assert [line.text for line in past] == ["before"]
+        new = [follower.queue.get_nowait().text for _ in range(follower.queue.qsize())]
+    assert new == ["after"]
+    assert list(itertools.islice(logs.snapshot(JobId("none"), lambda w: True), 1)) == []

@@ -1,0 +1,166 @@
+"""The master's process: what its flags refuse, and how it ends."""
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from fake_agent import MasterProcess, master
+
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto import control_pb2_grpc as rpc
+
+
+def refused(*arguments: str) -> str:
+    """Run a master that is to refuse its flags; returns its one line."""
+    done = subprocess.run(
+        [sys.executable, "-m", "oobleck.master", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert done.returncode == 2, done
+    assert done.stdout == ""
+    lines = [line for line in done.stderr.splitlines() if " INFO " not in line]
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        line = refused("--listen", address, "--state-dir", str(tmp_path))
+    assert line.startswith(f"oobleck-master: --listen {address} cannot be bound")
+
+
+def test_a_second_master_of_one_port(tmp_path: Path) -> None:
+    with master(tmp_path / "a") as first:
+        line = refused("--listen", first.address, "--state-dir", str(tmp_path / "b"))
+    assert "Address already in use" in line
+
+
+def test_a_second_master_of_one_state_directory(tmp_path: Path) -> None:
+    with master(tmp_path / "state") as first:
+        line = refused("--listen", "127.0.0.1:0", "--state-dir", str(tmp_path / "state"))
+        assert f"is in use by another master (pid {first.process.pid})" in line
+
+
+def test_a_state_directory_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    line = refused("--listen", "127.0.0.1:0", "--state-dir", str(tmp_path / "file"))
+    assert "cannot be written" in line
+
+
+def test_a_journal_that_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "journal.db").write_text("no database " * 100)
+    line = refused("--listen", "127.0.0.1:0", "--state-dir", str(tmp_path))
+    assert "move this one away to start anew" in line
+
+
+def test_a_journal_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    for schema in (0, 1):
+        path.unlink(missing_ok=True)
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            database.execute("CREATE TABLE x (y)")
+            database.execute(f"PRAGMA user_version={schema}")
+        before = path.read_bytes()
+        line = refused("--listen", "127.0.0.1:0", "--state-dir", str(tmp_path))
+        assert "is a database of something else" in line
+        assert path.read_bytes() == before
+
+
+def test_no_state_directory() -> None:
+    assert "--state-dir: is empty" in refused("--state-dir", "")
+
+
+def test_a_disk_that_takes_no_more_ends_it_in_one_line(tmp_path: Path) -> None:
+    arguments = ("--listen", "127.0.0.1:0", "--state-dir", str(tmp_path))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "oobleck.master", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    address = process.stdout.readline().split()[-1]
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1, 1))
+    job = (
+        "name: j\nmodel: {kind: gpt, layers: 4, hidden: 8, heads: 2, sequence_length: 4}\n"
+        "data: {text: [/nowhere]}\ntraining: {steps: 1, global_batch: 2, microbatch: 1}\n"
+    )
+    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError):
+        rpc.OperatorStub(channel).Submit(pb.SubmitRequest(request_id="r", job=job), timeout=15)
+    _, errors = process.communicate(timeout=15)
+    assert process.returncode == 1
+    lines = [line for line in errors.splitlines() if " INFO " not in line]
+    assert len(lines) == 1, errors
+    assert "cannot be written" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "wanted"),
+    [
+        ("--listen", "nowhere", "is not HOST:PORT"),
+        ("--listen", "127.0.0.1:99999", "is not HOST:PORT"),
+        ("--lease-s", "0.1", "must be at least twice heartbeat_s"),
+        ("--heartbeat-s", "-1", "heartbeat_s: -1.0"),
+    ],
+)
+def test_a_flag_that_makes_no_sense(tmp_path: Path, flag: str, value: str, wanted: str) -> None:
+    assert wanted in refused("--state-dir", str(tmp_path), flag, value)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_quickly_and_without_a_traceback(
+    tmp_path: Path, signum: signal.Signals
+) -> None:
+    running = MasterProcess(tmp_path / "state")
+    running.process.send_signal(signum)
+    assert running.process.wait(timeout=5) == 0
+    running.close()
+    assert "Traceback" not in running.errors.read_text()
+
+
+def test_it_ends_with_its_parent(tmp_path: Path) -> None:
+    script = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-m', 'oobleck.master', '--exit-with-parent',"
+        f" '--listen', '127.0.0.1:0', '--state-dir', {str(tmp_path / 'state')!r}],"
+        " stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "print(child.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    assert parent.stdin is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    parent.stdin.close()
+    deadline = time.monotonic() + 5
+    while _runs(child):
+        assert time.monotonic() < deadline, "the master outlived its parent"
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    os.sched_yield()
+    return status.rpartition(")")[2].split()[0] != "Z"

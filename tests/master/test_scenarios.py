@@ -1,0 +1,106 @@
+"""The master's decisions, told as transcripts (tests/master/scenarios/*.txt)."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from scenario import Player
+
+from oobleck.master.apply import InvalidTransition, apply
+from oobleck.master.events import JobStarted
+from oobleck.planner.ids import JobId
+
+SCENARIOS = sorted(Path(__file__).with_name("scenarios").glob("*.txt"))
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_scenario(path: Path) -> None:
+    text = path.read_text()
+    assert Player().play(text) == text, f"to accept: python {Player.__module__}.py {path}"
+
+
+def commands(name: str) -> str:
+    """A transcript's commands alone."""
+    path = next(path for path in SCENARIOS if path.stem == name)
+    return re.sub(r"^[>=#].*\n", "", path.read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_every_reconfiguration_is_recorded_once_and_its_phases_add_up(path: Path) -> None:
+    player = Player()
+    player.play(path.read_text())
+    for job_id, records in player.records.items():
+        told = [r for r in records if r["event"] == "reconfigured"]
+        generations = [r["to_generation"] for r in told]
+        assert generations == sorted(set(generations))
+        job = player.state.jobs[job_id]
+        under_way = job.on_the_way and job.before is not None and job.finished_at == 0.0
+        pending = 1 if under_way else 0
+        assert len(told) == job.reconfigurations - pending
+        for record in told:
+            assert record["from_generation"] < record["to_generation"]
+            assert math.isclose(sum(record["phases"].values()), record["total_s"], abs_tol=1e-9)
+            assert all(seconds >= 0 for seconds in record["phases"].values())
+            json.dumps(record, default=list)
+
+
+def test_an_overtaken_generation_is_recorded_with_its_successor() -> None:
+    player = Player()
+    player.play(commands("overtaken"))
+    told = [r for r in player.records[JobId("demo-1")] if r["event"] == "reconfigured"]
+    assert [(r["to_generation"], r.get("superseded_by")) for r in told] == [
+        (2, 3),
+        (3, None),
+        (4, 5),
+        (5, None),
+    ]
+    assert told[0]["nodes_lost"] == ("n6",)
+    assert told[1]["nodes_lost"] == ("n1",)
+    first = told[1]["pipelines_after"][0][0]
+    assert first == {"node": "n5", "first_layer": 0, "last_layer": 3}
+
+
+def test_who_does_not_answer_stands_in_the_record() -> None:
+    player = Player()
+    player.play(commands("no_progress"))
+    told = [r for r in player.records[JobId("demo-1")] if r["event"] == "reconfigured"]
+    assert [(r["cause"], r.get("unanswered")) for r in told] == [
+        ("no progress", ["n1/0"]),
+        ("peers lost", None),
+    ]
+
+
+def test_a_long_life_of_losses_and_returns_leaves_nothing_behind() -> None:
+    player = Player()
+    player.play(
+        "0.0 register n1 n2 n3 n4\n0.0 submit demo\n0.5 ready n1 n2 n3 n4\n"
+        "0.7 enter 1 n1 n2 n3 n4\n0.8 steps 1 1 1\n"
+    )
+
+    def sizes() -> dict[str, int]:
+        seen = player.state.jobs[JobId("demo-1")].seen
+        values = {name: getattr(seen, name) for name in seen.__slots__}
+        return {name: len(value) for name, value in values.items() if hasattr(value, "__len__")}
+
+    most: dict[str, int] = {}
+    for cycle in range(2, 42):
+        worker = f"n{cycle % 4 + 1}/0"
+        player.play(
+            f"{cycle}.0 exit {worker}\n{cycle}.1 replace {worker}\n"
+            f"{cycle}.2 enter {cycle} n1 n2 n3 n4\n{cycle}.3 steps {cycle} {cycle} {cycle}\n"
+        )
+        if cycle <= 12:
+            most = {name: max(size, most.get(name, 0)) for name, size in sizes().items()}
+    assert player.state.job is not None
+    assert player.state.job.generation == 41
+    assert all(size <= most[name] for name, size in sizes().items())
+    assert len(player.state.job.plans) == 1
+
+
+def test_an_event_that_a_state_does_not_allow_is_an_error_with_the_history() -> None:
+    player = Player()
+    player.play("0.0 submit demo\n1.0 cancel demo-1\n")
+    with pytest.raises(InvalidTransition, match="demo-1 is cancelled and got JobStarted"):
+        apply(player.state, JobStarted(job_id=JobId("demo-1")), now=2.0, unix=2.0)

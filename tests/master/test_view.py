@@ -1,0 +1,39 @@
+"""What operators are told, where it is more than a copy of the state."""
+
+from pathlib import Path
+
+import pytest
+from scenario import Player
+
+from oobleck.master.config import MasterConfig, Timing
+from oobleck.master.view import job_status, node_info
+from oobleck.planner.ids import JobId, NodeName
+
+START = (
+    "0.0 register n1 n2 n3 n4\n0.0 submit demo\n0.5 ready n1 n2 n3 n4\n0.7 enter 1 n1 n2 n3 n4\n"
+)
+CONFIG = MasterConfig(listen="127.0.0.1:0", state_dir=Path("/nowhere"), timing=Timing())
+
+
+def test_a_job_that_does_not_move_has_no_speed() -> None:
+    player = Player()
+    player.play(START + "1.0 steps 1 1 1\n1.1 steps 2 2 1\n")
+    job = player.state.jobs[JobId("demo-1")]
+    status = job_status(player.state, job, CONFIG, 6.0)
+    assert status.tokens_per_s == pytest.approx(2560)
+    assert status.eta_s == pytest.approx(9.8)
+    status = job_status(player.state, job, CONFIG, 6.2)
+    assert (status.tokens_per_s, status.eta_s) == (0.0, 0.0)
+
+
+def test_a_node_that_is_left_out_is_told_how_to_come_back() -> None:
+    player = Player()
+    player.play(
+        START
+        + '1.0 steps 1 1 1\n2.0 register n5\n2.1 ready n5\n2.2 fail n5/0 user "no such device"\n'
+    )
+    info = node_info(player.state, player.state.nodes[NodeName("n5")], 3.0)
+    assert (info.state, info.reason) == (
+        "live",
+        "cannot join the job: no such device; put that right and start its agent anew",
+    )
