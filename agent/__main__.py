@@ -1,0 +1,184 @@
+"""oobleck-agent: reads the command line, then runs the supervisor and its session."""
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import click
+import psutil
+
+from oobleck.agent.address import check_own_address
+from oobleck.agent.config import AgentConfig
+from oobleck.agent.outbox import Outbox
+from oobleck.agent.session import Session
+from oobleck.agent.supervisor import Supervisor, new_incarnation
+from oobleck.host import command, log
+from oobleck.host.address import split_address
+from oobleck.host.messages import FaultRule
+from oobleck.host.process import die_with_parent
+from oobleck.planner.codec import decode
+from oobleck.planner.ids import NodeName
+from oobleck.planner.units import parse_bytes
+
+logger = logging.getLogger(__name__)
+
+#: For the last reports, when everything has ended.
+FAREWELL_S = 1.0
+
+EPILOG = """Exit codes: 0 stopped by SIGTERM or SIGINT, 2 wrong usage or refused by the master for
+good (the line says why)."""
+
+
+async def serve(config: AgentConfig) -> int:
+    """Run until SIGTERM, SIGINT or a refusal; the exit code."""
+    incarnation = new_incarnation()
+    outbox = Outbox(incarnation)
+    supervisor = Supervisor(config, outbox)
+    session = Session(
+        config,
+        incarnation,
+        outbox,
+        on_address=supervisor.reached_from,
+        on_assigned=supervisor.assigned,
+        standing_reports=supervisor.standing_reports,
+    )
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, supervisor.shut_down)
+    logger.info("agent starts", extra={"node": config.name, "master": config.master})
+    async with asyncio.TaskGroup() as tasks:
+        supervising = tasks.create_task(supervisor.run())
+        talking = tasks.create_task(session.run())
+        await asyncio.wait({supervising, talking}, return_when=asyncio.FIRST_COMPLETED)
+        refusal = talking.result() if talking.done() else None
+        supervisor.shut_down()
+        await supervising
+        session.close()
+        await asyncio.wait({talking}, timeout=FAREWELL_S)
+        talking.cancel()
+    if refusal is not None:
+        click.echo(f"oobleck-agent: refused by the master: {refusal}", err=True)
+        return 2
+    return 0
+
+
+def default_name(hostname: str) -> str:
+    """The host's name with whatever a node name may not contain replaced."""
+    return re.sub(r"[^a-z0-9._-]+", "-", hostname.lower()).strip("-._")[:63] or "node"
+
+
+def check_master(address: str) -> None:
+    try:
+        _, port = split_address(address)
+    except ValueError as error:
+        raise ValueError(f"--master {address}: write it as HOST:PORT") from error
+    if port == 0:
+        raise ValueError(f"--master {address}: port 0 is nobody's; write it as HOST:PORT")
+
+
+def read_faults(path: Path) -> tuple[FaultRule, ...]:
+    try:
+        return decode(tuple[FaultRule, ...], path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"--fault-plan {path}: give a JSON list of faults; {error}") from error
+
+
+def total_memory() -> int:
+    """Bytes of RAM that this host (or the control group that it is confined to) has."""
+    total: int = psutil.virtual_memory().total
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return total if text == "max" else min(total, int(text))
+
+
+@click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--master", required=True, metavar="HOST:PORT", help="Where oobleck-master listens.")
+@click.option("--name", metavar="NAME", help="Name of this node.  [default: the host's name]")
+@click.option("--workers", default=1, show_default=True, metavar="G", help="Workers on this node.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="What workers compute on.",
+)
+@click.option(
+    "--address",
+    metavar="ADDR",
+    help="Address that other nodes reach the workers by.  [default: the one that reaches the "
+    "master]",
+)
+@click.option(
+    "--memory-per-worker",
+    metavar="SIZE",
+    help="What a plan may use of each worker, such as 8GiB.  [default: RAM / workers]",
+)
+@click.option(
+    "--exit-with-parent", is_flag=True, help="End, with all workers, when the parent process ends."
+)
+@click.option(
+    "--fault-plan",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="For drills: a JSON list of faults to inject.",
+)
+def agent(
+    master: str,
+    name: str | None,
+    workers: int,
+    device: str,
+    address: str | None,
+    memory_per_worker: str | None,
+    exit_with_parent: bool,
+    fault_plan: Path | None,
+) -> int:
+    """Join this host to the cluster of a master and run its share of the training."""
+    if exit_with_parent:
+        die_with_parent(os.getppid())
+    if device == "cuda":
+        raise command.CommandFailed(
+            "--device cuda: CUDA workers are not supported yet; use --device cpu", 2
+        )
+    hostname = socket.gethostname()
+    try:
+        check_master(master)
+        if address is not None:
+            check_own_address(address)
+        config = AgentConfig(
+            master=master,
+            name=NodeName(name if name is not None else default_name(hostname)),
+            hostname=hostname,
+            worker_slots=workers,
+            device=device,
+            address=address,
+            memory_per_worker_bytes=(
+                parse_bytes(memory_per_worker)
+                if memory_per_worker
+                else total_memory() // max(1, workers)
+            ),
+            faults=read_faults(fault_plan) if fault_plan else (),
+            warm_command=(
+                sys.executable,
+                *("-m", "oobleck.host.tied", str(os.getpid())),
+                "oobleck.worker.warm",
+            ),
+            # torch warns twice for each look of a worker that waits for others to arrive.
+            environment={"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ},
+        )
+    except ValueError as error:
+        raise command.CommandFailed(str(error), 2) from error
+    log.configure()
+    return asyncio.run(serve(config))
+
+
+def main() -> None:
+    sys.exit(command.run(agent, "oobleck-agent"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What one agent was told at its start; built once in `__main__` and passed down."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from oobleck.host.messages import FaultRule
+from oobleck.planner.ids import NodeName, check_name
+
+#: No host holds more; a larger number is a typing error.
+MOST_WORKERS = 1024
+MOST_BYTES = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    #: host:port of the master.
+    master: str
+    name: NodeName
+    hostname: str
+    worker_slots: int
+    device: str
+    #: Address that other nodes reach this one's workers by; None: the one that reaches the master.
+    address: str | None
+    memory_per_worker_bytes: int
+    #: Scripted faults of a drill.
+    faults: tuple[FaultRule, ...]
+    #: Starts the process that workers are forked from, with this environment.
+    warm_command: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "node")
+        if self.worker_slots < 1:
+            raise ValueError(f"--workers {self.worker_slots}: a node needs at least one worker")
+        if self.worker_slots > MOST_WORKERS:
+            raise ValueError(
+                f"--workers {self.worker_slots}: a node has at most {MOST_WORKERS}; "
+                "give one worker per GPU, or a few per CPU"
+            )
+        if self.memory_per_worker_bytes < 1:
+            raise ValueError("--memory-per-worker must be more than nothing")
+        if self.memory_per_worker_bytes > MOST_BYTES:
+            raise ValueError("--memory-per-worker is more than any host has; write it like 8GiB")

@@ -1,0 +1,84 @@
+"""What workers print: the last lines for the report of an exit, all lines for the master.
+
+Bounded at both ends: a line is cut, and lines that come faster than the session takes them are
+dropped and counted. Must not know gRPC.
+"""
+
+import os
+from collections import deque
+
+TAIL_LINES = 20
+LINE_BYTES = 4096
+#: Lines of one slot that wait for the session.
+WAITING_LINES = 1000
+_READ_BYTES = 65_536
+
+
+class Tail:
+    """Splits one worker's output into lines and remembers the last ones."""
+
+    def __init__(self) -> None:
+        self._partial = b""
+        self._last: deque[str] = deque(maxlen=TAIL_LINES)
+
+    def feed(self, data: bytes) -> list[str]:
+        """The lines that `data` completes; a line that is too long is cut in pieces."""
+        *whole, self._partial = (self._partial + data).split(b"\n")
+        lines = [text(piece) for line in whole for piece in _pieces(line)]
+        while len(self._partial) >= LINE_BYTES:
+            lines.append(text(self._partial[:LINE_BYTES]))
+            self._partial = self._partial[LINE_BYTES:]
+        self._last.extend(lines)
+        return lines
+
+    def finish(self) -> list[str]:
+        """The last line, where the output ended without a newline."""
+        return self.feed(b"\n") if self._partial else []
+
+    def last_lines(self) -> str:
+        return "\n".join(self._last)
+
+
+def text(line: bytes) -> str:
+    return line.decode("utf-8", "replace").rstrip("\r")
+
+
+def _pieces(line: bytes) -> list[bytes]:
+    return [line[i : i + LINE_BYTES] for i in range(0, len(line), LINE_BYTES)] or [b""]
+
+
+def read_available(descriptor: int) -> tuple[bytes, bool]:
+    """What a non-blocking pipe holds now, up to a bound, and whether its other end is closed."""
+    try:
+        data = os.read(descriptor, _READ_BYTES)
+    except BlockingIOError:
+        return b"", False
+    return data, not data
+
+
+class LogQueue:
+    """Lines that wait for the session, in the order they came."""
+
+    def __init__(self, limit: int = WAITING_LINES) -> None:
+        self._limit = limit
+        self._waiting: dict[int, deque[str]] = {}
+        self._dropped: dict[int, int] = {}
+
+    def add(self, slot: int, lines: list[str]) -> None:
+        """The oldest lines go first when too many wait."""
+        waiting = self._waiting.setdefault(slot, deque())
+        waiting.extend(lines)
+        while len(waiting) > self._limit:
+            waiting.popleft()
+            self._dropped[slot] = self._dropped.get(slot, 0) + 1
+
+    def take(self, count: int) -> tuple[int, list[str], int] | None:
+        """Up to `count` lines of one slot and how many were dropped before them."""
+        for slot, waiting in self._waiting.items():
+            if waiting:
+                lines = [waiting.popleft() for _ in range(min(count, len(waiting)))]
+                return slot, lines, self._dropped.pop(slot, 0)
+        return None
+
+    def __bool__(self) -> bool:
+        return any(self._waiting.values())

@@ -1,0 +1,167 @@
+"""What to do about the difference between what is desired and what is observed.
+
+Pure and level-triggered: the same state gives the same actions, however it came about, and an
+action whose effect has been noted (as an event) is not decided again.
+"""
+
+from dataclasses import dataclass
+
+from oobleck.agent.state import Desired, NodeState, PlanPart, Worker
+from oobleck.planner.ids import Incarnation, WorkerId
+
+#: From Stop to SIGKILL.
+STOP_GRACE_S = 2.0
+#: From a closed channel to SIGKILL, for a worker that does not end by itself.
+CLOSED_GRACE_S = 1.0
+#: The warm process answers a fork in milliseconds; one that does not in this time is stuck.
+FORK_TIMEOUT_S = 10.0
+#: Importing the libraries on a slow, busy machine.
+WARM_TIMEOUT_S = 180.0
+#: From the fork to Ready (it opens the data and serves its store).
+READY_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartWarm:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillWarm:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkWorker:
+    """Fork a process for the slot and send it Launch as its first message."""
+
+    slot: int
+    desired: Desired
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPlan:
+    incarnation: Incarnation
+    part: PlanPart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopWorker:
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillWorker:
+    incarnation: Incarnation
+    reason: str
+
+
+Action = StartWarm | KillWarm | ForkWorker | SendPlan | StopWorker | KillWorker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    actions: tuple[Action, ...]
+    #: When to look again though nothing has happened; None: no need.
+    wake_at: float | None
+    #: All processes are gone and the agent may end.
+    done: bool
+
+
+class _Agenda:
+    """Collects actions that are due and the earliest of those that are not yet."""
+
+    def __init__(self, now: float) -> None:
+        self._now = now
+        self.actions: list[Action] = []
+        self.wake_at: float | None = None
+
+    def add(self, action: Action, due: float | None = None) -> None:
+        if due is None or due <= self._now:
+            self.actions.append(action)
+        elif self.wake_at is None or due < self.wake_at:
+            self.wake_at = due
+
+
+def decide(state: NodeState, now: float) -> Decision:
+    """The actions that are due, and when the next one will be."""
+    agenda = _Agenda(now)
+    _warm(state, agenda)
+    for worker in state.workers.values():
+        _worker(state, worker, agenda)
+    if state.desired is not None and not state.shutting_down and state.warm.ready:
+        for slot, record in enumerate(state.slots):
+            if state.current(slot) is None and record.failure is None:
+                action = ForkWorker(slot=slot, desired=state.desired)
+                agenda.add(action, record.budget.not_before)
+    done = state.shutting_down and not state.workers and state.warm.started_at is None
+    return Decision(actions=tuple(agenda.actions), wake_at=agenda.wake_at, done=done)
+
+
+def _warm(state: NodeState, agenda: _Agenda) -> None:
+    warm = state.warm
+    if warm.started_at is None:
+        if not state.shutting_down:
+            agenda.add(StartWarm(), warm.budget.not_before)
+        return
+    if warm.killed:
+        return
+    if state.shutting_down and not state.workers:
+        agenda.add(KillWarm(reason="the agent ends"))
+    elif not warm.ready:
+        agenda.add(
+            KillWarm(reason=f"not ready after {WARM_TIMEOUT_S:.0f} s"),
+            warm.started_at + WARM_TIMEOUT_S,
+        )
+    unanswered = [worker.asked_at for worker in state.workers.values() if worker.pid is None]
+    if unanswered:
+        reason = f"no answer to a fork for {FORK_TIMEOUT_S:.0f} s"
+        agenda.add(KillWarm(reason=reason), min(unanswered) + FORK_TIMEOUT_S)
+
+
+def _worker(state: NodeState, worker: Worker, agenda: _Agenda) -> None:
+    if worker.killed or worker.pid is None:
+        return
+    for since, grace_s, what in (
+        (worker.closed_at, CLOSED_GRACE_S, "its channel closed"),
+        (worker.failed_at, STOP_GRACE_S, "it reported a failure"),
+        (worker.stop_sent_at, STOP_GRACE_S, "it was told to stop"),
+        (None if worker.store else worker.asked_at, READY_TIMEOUT_S, "it was forked, not ready"),
+    ):
+        if since is not None:
+            kill = KillWorker(
+                incarnation=worker.incarnation, reason=f"still there {grace_s:.0f} s after {what}"
+            )
+            agenda.add(kill, since + grace_s)
+    if worker.stop_sent_at is not None:
+        return
+    if (reason := _why_stop(state, worker)) is not None:
+        agenda.add(StopWorker(incarnation=worker.incarnation, reason=reason))
+        return
+    part = state.desired.part if state.desired else None
+    if part is not None and _counts_on(part, WorkerId(state.node, worker.slot), worker):
+        agenda.add(SendPlan(incarnation=worker.incarnation, part=part))
+
+
+def _why_stop(state: NodeState, worker: Worker) -> str | None:
+    if state.shutting_down:
+        return "the agent ends"
+    if state.desired is None:
+        return "the job is over"
+    if state.desired.job_id != worker.job_id:
+        return "another job begins"
+    return None
+
+
+def _counts_on(part: PlanPart, worker_id: WorkerId, worker: Worker) -> bool:
+    """Whether the plan is for exactly this process and it does not have it (or a newer) yet."""
+    incarnations = part.worker_incarnations
+    return (
+        worker.closed_at is None
+        and worker.store != ""
+        and worker.sent < part.plan.generation
+        and worker.slot < len(incarnations)
+        and incarnations[worker.slot] == worker.incarnation
+        and worker_id in part.plan.workers
+    )

@@ -1,0 +1,281 @@
+"""The agent's conversation with the master: one stream at a time, and a new one when it ends.
+
+Owns the channel, the registration, heartbeats and reconnects. Training goes on while there is no
+session; what the master must learn waits in the outbox. Must not know processes.
+"""
+
+import asyncio
+import functools
+import logging
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from oobleck.agent.address import local_address
+from oobleck.agent.config import AgentConfig
+from oobleck.agent.outbox import Outbox
+from oobleck.agent.state import Desired, PlanPart
+from oobleck.planner.ids import Incarnation, JobId
+from oobleck.planner.job import JobSpec
+from oobleck.planner.jobfile import parse_job
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto import convert
+from oobleck.proto.control_pb2_grpc import ControlStub
+from oobleck.proto.types import PROTOCOL, Assignment, NodeFacts, Registration, WorkerReport
+
+logger = logging.getLogger(__name__)
+
+_EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
+
+WELCOME_TIMEOUT_S = 5.0
+WRITE_TIMEOUT_S = 5.0
+#: Longest first wait before a new session, and what it grows to; the wait is a random part of it.
+FIRST_RETRY_S = 0.1
+LONGEST_RETRY_S = 2.0
+
+#: A frozen master or a cut wire is noticed within keepalive time + ping time-out; the keepalive
+#: time-out alone is not honoured by gRPC.
+CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.http2.ping_timeout_ms", 3000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_receive_message_length", 64 << 20),
+)
+
+
+class _SessionEnded(Exception):
+    """The stream is over; the text says why."""
+
+
+class _Refused(Exception):
+    def __init__(self, reason: str, *, temporary: bool) -> None:
+        super().__init__(reason)
+        self.temporary = temporary
+
+
+class Session:
+    def __init__(
+        self,
+        config: AgentConfig,
+        incarnation: Incarnation,
+        outbox: Outbox,
+        *,
+        on_address: Callable[[str], None],
+        on_assigned: Callable[[Desired | None], None],
+        standing_reports: Callable[[], list[WorkerReport]],
+    ) -> None:
+        self._config = config
+        self._incarnation = incarnation
+        self._outbox = outbox
+        self._on_address = on_address
+        self._on_assigned = on_assigned
+        self._standing_reports = standing_reports
+        self._address = config.address
+        self._closing = False
+        self._last_trouble = ""
+        self._retry_s = FIRST_RETRY_S
+
+    async def run(self) -> str | None:
+        """Until the master refuses for good (the reason) or `close` was called (None)."""
+        async with grpc.aio.insecure_channel(
+            self._config.master, options=CHANNEL_OPTIONS
+        ) as channel:
+            stub = ControlStub(channel)  # type: ignore[no-untyped-call]  # generated
+            while not self._closing:
+                try:
+                    await self._one(stub)
+                except _Refused as refusal:
+                    if not refusal.temporary:
+                        return str(refusal)
+                    self._trouble(f"refused for now: {refusal}")
+                except _SessionEnded as end:
+                    self._trouble(str(end))
+                if not self._closing:
+                    await asyncio.sleep(random.uniform(0.0, self._retry_s))
+                    self._retry_s = min(LONGEST_RETRY_S, 2 * self._retry_s)
+            return None
+
+    def close(self) -> None:
+        """Send what waits, then end."""
+        self._closing = True
+        self._outbox.wake.set()
+
+    def _trouble(self, reason: str) -> None:
+        if reason != self._last_trouble:
+            self._last_trouble = reason
+            logger.warning(
+                "no session, trying on", extra={"master": self._config.master, "reason": reason}
+            )
+
+    async def _one(self, stub: ControlStub) -> None:
+        """One session, from the registration to the end of its stream."""
+        call = stub.Session()
+        try:
+            await self._talk(call)
+        except grpc.aio.AioRpcError as error:
+            raise _SessionEnded(_explain(error.code(), error.details())) from error
+        except (TimeoutError, asyncio.InvalidStateError, OSError) as error:
+            raise _SessionEnded(str(error) or "no answer in time") from error
+        finally:
+            call.cancel()
+
+    async def _talk(self, call: Any) -> None:
+        first = await self._register(call)
+        match first.WhichOneof("body"):
+            case "welcome":
+                welcome = first.welcome
+            case "refused":
+                raise _Refused(first.refused.reason, temporary=first.refused.temporary)
+            case other:
+                raise _SessionEnded(f"the master began with {other} instead of a welcome")
+        logger.info("session began", extra={"master": self._config.master})
+        self._last_trouble, self._retry_s = "", FIRST_RETRY_S
+        self._outbox.session_began(self._standing_reports(), time.monotonic())
+        halves = {
+            asyncio.create_task(self._receive_all(call)),
+            asyncio.create_task(self._send_all(call, max(0.05, welcome.heartbeat_s))),
+        }
+        try:
+            await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for half in halves:
+                half.cancel()
+            results = await asyncio.gather(*halves, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    async def _register(self, call: Any) -> pb.MasterMessage:
+        """The master's answer. What it cannot accept now it never will: that is a refusal."""
+        try:
+            await self._send(call, self._registration())
+            async with asyncio.timeout(WELCOME_TIMEOUT_S):
+                first: pb.MasterMessage = await call.read()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            first = _EOF
+        if first is not _EOF:
+            return first
+        async with asyncio.timeout(WELCOME_TIMEOUT_S):
+            if await call.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                raise _Refused(await call.details(), temporary=False)
+        raise await _ended(call)
+
+    def _registration(self) -> pb.AgentMessage:
+        address = self._address
+        if address is None:
+            address = self._address = local_address(self._config.master)
+        self._on_address(address)
+        facts = NodeFacts(
+            node=self._config.name,
+            incarnation=self._incarnation,
+            hostname=self._config.hostname,
+            address=address,
+            pid=os.getpid(),
+            worker_slots=self._config.worker_slots,
+            device=self._config.device,
+            memory_per_worker_bytes=self._config.memory_per_worker_bytes,
+        )
+        registration = Registration(
+            protocol=PROTOCOL, facts=facts, status=self._outbox.current_status
+        )
+        return pb.AgentMessage(
+            incarnation=self._incarnation, register=convert.register_message(registration)
+        )
+
+    async def _send(self, call: Any, message: pb.AgentMessage) -> None:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await call.write(message)
+
+    async def _send_all(self, call: Any, heartbeat_s: float) -> None:
+        heartbeat_at = time.monotonic() + heartbeat_s
+        while True:
+            self._outbox.wake.clear()
+            now = time.monotonic()
+            if now >= heartbeat_at:
+                self._outbox.want_status()
+            messages = self._outbox.take(now)
+            for message in messages:
+                if message.WhichOneof("body") == "status":
+                    heartbeat_at = now + heartbeat_s
+                await self._send(call, message)
+            if messages:
+                continue
+            if self._closing:
+                await call.done_writing()
+                return
+            due = self._outbox.next_due(now)
+            wait_s = (heartbeat_at if due is None else min(due, heartbeat_at)) - time.monotonic()
+            if wait_s > 0:
+                await _wait(self._outbox.wake, wait_s)
+
+    async def _receive_all(self, call: Any) -> None:
+        while (message := await call.read()) is not _EOF:
+            match message.WhichOneof("body"):
+                case "assignment":
+                    self._assigned(message.assignment)
+                case "ack":
+                    ack = message.ack
+                    self._outbox.acknowledge(JobId(ack.job_id), ack.through_step)
+                case "refused":
+                    raise _Refused(message.refused.reason, temporary=message.refused.temporary)
+                case _:
+                    pass  # a later protocol's addition; this one's are all above
+        raise await _ended(call)
+
+    def _assigned(self, assignment: pb.Assignment) -> None:
+        """Streams keep the order and sessions follow each other: the last word is the newest."""
+        try:
+            desired = _desired(convert.read_assignment(assignment))
+        except ValueError as error:
+            logger.error("assignment not understood", extra={"reason": error})
+            return
+        self._on_assigned(desired)
+
+
+def _desired(assignment: Assignment) -> Desired | None:
+    if assignment.job_id is None:
+        return None
+    part = None
+    if assignment.plan is not None and assignment.rendezvous is not None:
+        part = PlanPart(
+            plan=assignment.plan,
+            rendezvous=assignment.rendezvous,
+            boundary=assignment.boundary,
+            worker_incarnations=assignment.worker_incarnations,
+        )
+    return Desired(job_id=assignment.job_id, job=_job(assignment.job), part=part)
+
+
+@functools.lru_cache(maxsize=4)
+def _job(text: str) -> JobSpec:
+    """Every assignment repeats the job's text; reading it takes milliseconds of a recovery."""
+    return parse_job(text)
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return
+
+
+async def _ended(call: Any) -> _SessionEnded:
+    async with asyncio.timeout(WELCOME_TIMEOUT_S):
+        code, details = await call.code(), await call.details()
+    if code is grpc.StatusCode.OK:
+        return _SessionEnded("the master ended the session")
+    return _SessionEnded(_explain(code, details))
+
+
+def _explain(code: grpc.StatusCode, details: str | None) -> str:
+    """Without gRPC's list of everything that it tried on the way."""
+    return f"{code.name}: {(details or '').rpartition('last error: ')[2]}"

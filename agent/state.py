@@ -1,0 +1,334 @@
+"""What the agent observes of its processes and what the master wants of it, and how events
+change that.
+
+`NodeState` has one owner, the supervisor, which applies events to it in the order they come.
+`oobleck.agent.reconcile` decides from it. Must not know sockets, processes, gRPC or the clock:
+the time comes with each event.
+
+A worker process goes through: fork asked of the warm process -> its channel is open and Launch
+is sent -> Forked (it has a pid) -> Ready (it serves its store) -> plans, one per generation ->
+gone. Desired and observed are separate: only `Assigned` and `ShutDown` change what is desired,
+all other events tell what was seen or done.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from oobleck.agent.backoff import StartBudget
+from oobleck.host.messages import (
+    Committed,
+    Failed,
+    FaultRule,
+    Finished,
+    FromWorker,
+    PeerLost,
+    PhaseReached,
+    Ready,
+    Rendezvous,
+)
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from oobleck.planner.job import JobSpec
+from oobleck.planner.plan import Plan
+
+NO_GENERATION = Generation(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPart:
+    """A plan, where its workers meet, and the processes that it counts on here (by slot)."""
+
+    plan: Plan
+    rendezvous: Rendezvous
+    boundary: bool
+    worker_incarnations: tuple[Incarnation, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desired:
+    """The job that every slot shall have a worker for, and the plan to hand to them."""
+
+    job_id: JobId
+    job: JobSpec
+    #: None: have the workers ready, and wait.
+    part: PlanPart | None
+
+
+# ---- events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assigned:
+    """The master's word; None: no job."""
+
+    desired: Desired | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShutDown:
+    """The agent is to end: all workers are stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStarted:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmReady:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmKilled:
+    """SIGKILL was sent; `WarmExited` is still to come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmExited:
+    """The warm process is gone, and its workers with it (their own exits come separately)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkAsked:
+    slot: int
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerForked:
+    incarnation: Incarnation
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSent:
+    incarnation: Incarnation
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopSent:
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerKilled:
+    """SIGKILL was sent; the exit is still to come."""
+
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSaid:
+    incarnation: Incarnation
+    message: FromWorker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelClosed:
+    """The worker's end is closed, or what came on it made no sense."""
+
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerExited:
+    incarnation: Incarnation
+
+
+Event = (
+    Assigned
+    | ShutDown
+    | WarmStarted
+    | WarmReady
+    | WarmKilled
+    | WarmExited
+    | ForkAsked
+    | WorkerForked
+    | PlanSent
+    | StopSent
+    | WorkerKilled
+    | WorkerSaid
+    | ChannelClosed
+    | WorkerExited
+)
+
+
+# ---- state
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """One worker process as seen from outside."""
+
+    slot: int
+    incarnation: Incarnation
+    job_id: JobId
+    asked_at: float
+    pid: int | None = None
+    #: Empty until the worker is ready.
+    store: str = ""
+    #: Fingerprint of the data that it reads; with `store`.
+    data: str = ""
+    #: Newest generation handed to it.
+    sent: Generation = NO_GENERATION
+    #: Newest generation that it has entered, its transfers done.
+    entered: Generation = NO_GENERATION
+    committed_step: int | None = None
+    finished: bool = False
+    failure: Failed | None = None
+    failed_at: float | None = None
+    #: What it lost; None again as soon as it has a newer plan.
+    peer_lost: PeerLost | None = None
+    stop_sent_at: float | None = None
+    closed_at: float | None = None
+    killed: bool = False
+
+
+@dataclass(slots=True)
+class Slot:
+    """What outlives the worker processes of one slot, for the current job."""
+
+    budget: StartBudget = field(default_factory=StartBudget)
+    #: The worker said that no retry helps; the slot stays empty until the job changes.
+    failure: Failed | None = None
+    launches: int = 0
+
+
+@dataclass(slots=True)
+class WarmState:
+    """The process that workers are forked from."""
+
+    started_at: float | None = None
+    ready: bool = False
+    killed: bool = False
+    budget: StartBudget = field(default_factory=StartBudget)
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeState:
+    node: NodeName
+    slot_count: int
+    #: Faults of a drill, for the workers of this node.
+    faults: Sequence[FaultRule] = ()
+    desired: Desired | None = None
+    shutting_down: bool = False
+    warm: WarmState = field(default_factory=WarmState)
+    slots: list[Slot] = field(init=False)
+    workers: dict[Incarnation, Worker] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.slots = [Slot() for _ in range(self.slot_count)]
+
+    def current(self, slot: int) -> Worker | None:
+        """The process that fills `slot`, whichever job it belongs to."""
+        return next((w for w in self.workers.values() if w.slot == slot), None)
+
+    def serving(self) -> list[Worker]:
+        """The workers of the desired job that are not on their way out, by slot."""
+        if self.desired is None or self.shutting_down:
+            return []
+        job_id = self.desired.job_id
+        here = [w for w in self.workers.values() if w.job_id == job_id and w.stop_sent_at is None]
+        return sorted(here, key=lambda worker: worker.slot)
+
+    def faults_for(self, slot: int) -> tuple[FaultRule, ...]:
+        """The scripted faults that the next worker of `slot` shall have.
+
+        A replacement gets none: it does the step of its predecessor's end again, and the fault
+        that caused that end must not strike it too.
+        """
+        if self.slots[slot].launches:
+            return ()
+        mine = WorkerId(self.node, slot)
+        return tuple(rule for rule in self.faults if rule.worker == mine)
+
+    def apply(self, event: Event, now: float) -> None:
+        """Take note of `event`; events about processes that are gone change nothing."""
+        match event:
+            case Assigned(desired=desired):
+                self._assign(desired)
+            case ShutDown():
+                self.shutting_down = True
+            case WarmStarted():
+                self.warm.started_at = now
+            case WarmReady():
+                self.warm.ready = True
+            case WarmKilled():
+                self.warm.killed = True
+            case WarmExited():
+                if self.warm.started_at is not None:
+                    self.warm.budget.ended(started_at=self.warm.started_at, now=now)
+                self.warm = WarmState(budget=self.warm.budget)
+            case ForkAsked(slot=slot, incarnation=incarnation):
+                assert self.desired is not None
+                self.slots[slot].launches += 1
+                self.workers[incarnation] = Worker(
+                    slot=slot, incarnation=incarnation, job_id=self.desired.job_id, asked_at=now
+                )
+            case _:
+                if (worker := self.workers.get(event.incarnation)) is not None:
+                    self._about_worker(worker, event, now)
+
+    def _assign(self, desired: Desired | None) -> None:
+        before = self.desired.job_id if self.desired else None
+        after = desired.job_id if desired else None
+        if before != after:
+            self.slots = [Slot() for _ in range(self.slot_count)]
+        self.desired = desired
+
+    def _about_worker(
+        self,
+        worker: Worker,
+        event: WorkerForked
+        | PlanSent
+        | StopSent
+        | WorkerKilled
+        | WorkerSaid
+        | ChannelClosed
+        | WorkerExited,
+        now: float,
+    ) -> None:
+        match event:
+            case WorkerForked(pid=pid):
+                worker.pid = pid
+            case PlanSent(generation=generation):
+                worker.sent, worker.peer_lost = generation, None
+            case StopSent():
+                worker.stop_sent_at = now
+            case WorkerKilled():
+                worker.killed = True
+            case ChannelClosed():
+                worker.closed_at = now
+            case WorkerSaid(message=message):
+                self._worker_said(worker, message, now)
+            case WorkerExited():
+                del self.workers[worker.incarnation]
+                if worker.stop_sent_at is None and self._is_current_job(worker):
+                    self.slots[worker.slot].budget.ended(started_at=worker.asked_at, now=now)
+
+    def _is_current_job(self, worker: Worker) -> bool:
+        return self.desired is not None and self.desired.job_id == worker.job_id
+
+    def _worker_said(self, worker: Worker, message: FromWorker, now: float) -> None:
+        match message:
+            case Ready(store=store, data=data):
+                worker.store, worker.data = store, data
+            case PhaseReached(phase="transferred", generation=generation):
+                # A loss at the very end starts a generation for what is still to be saved.
+                worker.entered, worker.finished = generation, False
+            case PhaseReached(committed_step=int(step)):
+                worker.committed_step = step
+            case Committed(record=record):
+                worker.committed_step = record.step
+            case Failed():
+                worker.failure, worker.failed_at = message, now
+                if self._is_current_job(worker):
+                    self.slots[worker.slot].failure = message
+            case Finished(step=step):
+                worker.finished = True
+                worker.committed_step = step
+            case PeerLost():
+                worker.peer_lost = message
+            case PhaseReached():
+                pass  # for the master; nothing changes here

@@ -1,0 +1,338 @@
+"""The thin shell around the agent's state: events in, decisions carried out.
+
+Everything happens in the event loop without waiting: an event is applied, the decision's actions
+are done at once, and what they did is applied too, until nothing is left to do. Owns the
+processes and tells the outbox; must not know streams.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import time
+from contextlib import suppress
+
+from oobleck.agent.config import AgentConfig
+from oobleck.agent.outbox import Outbox
+from oobleck.agent.processes import WarmProcess, WorkerProcess
+from oobleck.agent.reconcile import (
+    Action,
+    ForkWorker,
+    KillWarm,
+    KillWorker,
+    SendPlan,
+    StartWarm,
+    StopWorker,
+    decide,
+)
+from oobleck.agent.state import (
+    Assigned,
+    ChannelClosed,
+    Desired,
+    Event,
+    ForkAsked,
+    NodeState,
+    PlanSent,
+    ShutDown,
+    StopSent,
+    WarmExited,
+    WarmKilled,
+    WarmReady,
+    WarmStarted,
+    Worker,
+    WorkerExited,
+    WorkerForked,
+    WorkerKilled,
+    WorkerSaid,
+)
+from oobleck.host.messages import (
+    Assign,
+    Committed,
+    Failed,
+    Finished,
+    Fork,
+    FromWorker,
+    Launch,
+    PeerLost,
+    PhaseReached,
+    Ready,
+    Stop,
+)
+from oobleck.host.process import signal_name
+from oobleck.planner.ids import Generation, Incarnation, WorkerId
+from oobleck.proto import types
+
+logger = logging.getLogger(__name__)
+
+#: A channel whose worker is dead closes at once, unless a child of the worker holds it open.
+LAST_WORDS_S = 0.2
+
+
+def new_incarnation() -> Incarnation:
+    return Incarnation(secrets.token_hex(8))
+
+
+class Supervisor:
+    """Keeps the processes of one node as the master wants them."""
+
+    def __init__(self, config: AgentConfig, outbox: Outbox) -> None:
+        self._config = config
+        self._outbox = outbox
+        self._address = ""
+        self._state = NodeState(
+            node=config.name, slot_count=config.worker_slots, faults=config.faults
+        )
+        self._warm: WarmProcess | None = None
+        self._processes: dict[Incarnation, WorkerProcess] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._done = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until a shutdown has ended every process."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                self._settle()
+                await self._done.wait()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            for process in self._processes.values():
+                process.kill()
+            if self._warm is not None:
+                self._warm.kill()
+
+    # ---- from the session
+
+    def reached_from(self, address: str) -> None:
+        """The address that this node's workers are reached by."""
+        self._address = address
+
+    def assigned(self, desired: Desired | None) -> None:
+        if desired != self._state.desired:
+            generation = desired.part.plan.generation if desired and desired.part else None
+            job_id = desired.job_id if desired else None
+            logger.info("assigned", extra={"job": job_id, "generation": generation})
+        self._handle(Assigned(desired=desired))
+
+    def shut_down(self) -> None:
+        if not self._state.shutting_down:
+            logger.info("ending")
+        self._handle(ShutDown())
+
+    def standing_reports(self) -> list[types.WorkerReport]:
+        """What a new session must hear again: failures, and losses not yet answered by a plan."""
+        return [
+            self._report(worker, what)
+            for worker in self._state.workers.values()
+            for what in (worker.failure, worker.peer_lost)
+            if what is not None
+        ]
+
+    # ---- from the processes (a `Listener`)
+
+    def warm_ready(self) -> None:
+        self._handle(WarmReady())
+
+    def warm_exited(self, returncode: int | None) -> None:
+        # The kernel kills the workers with the warm process, and nobody is left to tell how.
+        self._warm = None
+        for process in list(self._processes.values()):
+            process.kill()
+            self._bury(process, None, signal.SIGKILL)
+        if not self._state.shutting_down:
+            logger.warning("warm process ended", extra={"returncode": returncode})
+        self._handle(WarmExited())
+
+    def forked(self, incarnation: Incarnation, pid: int) -> None:
+        if (process := self._processes.get(incarnation)) is not None:
+            process.forked(pid)
+            self._handle(WorkerForked(incarnation=incarnation, pid=pid))
+
+    def fork_failed(self, incarnation: Incarnation, reason: str) -> None:
+        """No process came of it, so no exit is reported; the slot's budget spaces the retries."""
+        process = self._processes.get(incarnation)
+        if process is None or process.buried:
+            return
+        process.buried = True
+        process.gone()
+        del self._processes[incarnation]
+        self._handle(WorkerExited(incarnation=incarnation))
+        wait_s = max(0.0, self._state.slots[process.slot].budget.not_before - time.monotonic())
+        extra = {"slot": process.slot, "reason": reason, "next_start_in_s": round(wait_s, 1)}
+        logger.warning("fork failed", extra=extra)
+
+    def said(self, incarnation: Incarnation, message: FromWorker) -> None:
+        worker = self._state.workers.get(incarnation)
+        if worker is None:
+            return
+        match message:
+            case Committed(record=record):
+                self._outbox.record(worker.job_id, record, time.monotonic())
+            case PhaseReached() | PeerLost():
+                self._outbox.report(self._report(worker, message))
+            case Failed():
+                fields = {"slot": worker.slot, "kind": message.kind, "reason": message.message}
+                logger.error("worker failed", extra=fields)
+                self._outbox.report(self._report(worker, message))
+            case Ready() | Finished():
+                pass  # in the status
+        self._handle(WorkerSaid(incarnation=incarnation, message=message))
+
+    def printed(self, incarnation: Incarnation, lines: list[str]) -> None:
+        if (worker := self._state.workers.get(incarnation)) is not None:
+            self._outbox.log(worker.job_id, worker.slot, lines)
+
+    def channel_closed(self, incarnation: Incarnation) -> None:
+        self._handle(ChannelClosed(incarnation=incarnation))
+
+    def child_exited(self, pid: int, exit_code: int | None, signum: int | None) -> None:
+        process = next((p for p in self._processes.values() if p.pid == pid), None)
+        if process is not None:
+            self._bury(process, exit_code, signum)
+
+    def _bury(self, process: WorkerProcess, exit_code: int | None, signum: int | None) -> None:
+        if not process.buried:
+            process.buried = True
+            self._tasks.create_task(self._gone(process, exit_code, signum))
+
+    async def _gone(
+        self, process: WorkerProcess, exit_code: int | None, signum: int | None
+    ) -> None:
+        """The process has ended; hear what it last said, then report it and forget it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await process.silent.wait()
+        process.gone()
+        del self._processes[process.incarnation]
+        worker = self._state.workers[process.incarnation]
+        how = f"killed by {signal_name(signum)}" if signum else f"exit code {exit_code}"
+        fields = {"slot": worker.slot, "pid": process.pid, "how": how}
+        expected = worker.stop_sent_at is not None
+        logger.log(logging.INFO if expected else logging.WARNING, "worker ended", extra=fields)
+        exited = types.WorkerExited(
+            pid=process.pid or 0,
+            exit_code=exit_code,
+            signal=signum,
+            log_tail=process.tail.last_lines(),
+        )
+        self._outbox.report(self._report(worker, exited))
+        self._handle(WorkerExited(incarnation=worker.incarnation))
+        wait_s = self._state.slots[worker.slot].budget.not_before - time.monotonic()
+        if wait_s > 0 and self._state.desired is not None:
+            extra = {"slot": worker.slot, "next_start_in_s": round(wait_s, 1)}
+            logger.warning("worker keeps ending, waiting before the next start", extra=extra)
+
+    def _report(
+        self,
+        worker: Worker,
+        what: types.WorkerExited | PhaseReached | PeerLost | Failed,
+    ) -> types.WorkerReport:
+        generation = worker.sent
+        if isinstance(what, PhaseReached | PeerLost):
+            generation = what.generation
+        return types.WorkerReport(
+            job_id=worker.job_id,
+            slot=worker.slot,
+            incarnation=worker.incarnation,
+            generation=generation,
+            what=what,
+        )
+
+    # ---- deciding and acting
+
+    def _handle(self, event: Event) -> None:
+        self._state.apply(event, time.monotonic())
+        self._settle()
+
+    def _settle(self) -> None:
+        """Act until the decision is to wait."""
+        while True:
+            decision = decide(self._state, time.monotonic())
+            if not decision.actions:
+                break
+            for action in decision.actions:
+                self._state.apply(self._perform(action), time.monotonic())
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if decision.wake_at is not None:
+            self._timer = asyncio.get_running_loop().call_later(
+                max(0.0, decision.wake_at - time.monotonic()) + 0.001, self._settle
+            )
+        self._outbox.status(self._status(), has_rank_0=self._has_rank_0())
+        if decision.done:
+            self._done.set()
+
+    def _perform(self, action: Action) -> Event:
+        """Do it; the event that tells that it is done."""
+        match action:
+            case StartWarm():
+                self._warm = WarmProcess(self)
+                run = self._warm.run(self._config.warm_command, self._config.environment)
+                self._tasks.create_task(run)
+                return WarmStarted()
+            case KillWarm(reason=reason):
+                logger.info("killing the warm process", extra={"reason": reason})
+                assert self._warm is not None
+                self._warm.kill()
+                return WarmKilled()
+            case ForkWorker(slot=slot, desired=desired):
+                return self._fork(slot, desired)
+            case SendPlan(incarnation=incarnation, part=part):
+                assign = Assign(plan=part.plan, rendezvous=part.rendezvous, boundary=part.boundary)
+                self._processes[incarnation].send(assign)
+                return PlanSent(incarnation=incarnation, generation=part.plan.generation)
+            case StopWorker(incarnation=incarnation, reason=reason):
+                self._processes[incarnation].send(Stop(reason=reason))
+                return StopSent(incarnation=incarnation)
+            case KillWorker(incarnation=incarnation, reason=reason):
+                process = self._processes[incarnation]
+                fields = {"slot": process.slot, "pid": process.pid, "reason": reason}
+                logger.warning("killing a worker", extra=fields)
+                process.kill()
+                return WorkerKilled(incarnation=incarnation)
+
+    def _fork(self, slot: int, desired: Desired) -> Event:
+        assert self._warm is not None
+        process = WorkerProcess(slot, new_incarnation(), self)
+        self._processes[process.incarnation] = process
+        self._warm.fork(Fork(slot=slot, incarnation=process.incarnation), process)
+        launch = Launch(
+            worker=WorkerId(self._config.name, slot),
+            job_id=desired.job_id,
+            job=desired.job,
+            address=self._address,
+            agent_pid=os.getpid(),
+            faults=self._state.faults_for(slot),
+        )
+        self._tasks.create_task(process.serve(launch))
+        return ForkAsked(slot=slot, incarnation=process.incarnation)
+
+    # ---- what the master is told
+
+    def _status(self) -> types.NodeStatus:
+        desired = self._state.desired
+        if desired is None:
+            return types.NodeStatus()
+        return types.NodeStatus(
+            job_id=desired.job_id,
+            generation=desired.part.plan.generation if desired.part else Generation(0),
+            workers=tuple(
+                types.WorkerStatus(
+                    slot=worker.slot,
+                    incarnation=worker.incarnation,
+                    pid=worker.pid or 0,
+                    store=worker.store,
+                    data=worker.data,
+                    generation=worker.entered,
+                    committed_step=-1 if worker.committed_step is None else worker.committed_step,
+                    finished=worker.finished,
+                )
+                for worker in self._state.serving()
+            ),
+        )
+
+    def _has_rank_0(self) -> bool:
+        part = self._state.desired.part if self._state.desired else None
+        return part is not None and part.plan.workers[0].node == self._config.name

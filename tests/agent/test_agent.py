@@ -1,0 +1,357 @@
+"""The agent as a process: a scripted master on one side, stand-in workers on the other.
+
+Real sockets, real forks and real kills; only torch and the master's mind are missing.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+
+from oobleck.proto import control_pb2 as pb
+from support.scripted_master import ScriptedMaster, Stream, job, plan
+
+SUPPORT = Path(__file__).parent.parent / "support"
+
+
+class Agent:
+    def __init__(self, master: str, workers: int = 1) -> None:
+        command = [sys.executable, str(SUPPORT / "standin_agent.py"), master, "n1", str(workers)]
+        environment = {**os.environ, "PYTHONPATH": str(SUPPORT.parent)}
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        )
+        self.family: set[psutil.Process] = set()
+
+    def descendants(self) -> set[psutil.Process]:
+        """The processes below the agent; remembered, so that an orphan is found too."""
+        self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
+        return self.family
+
+    async def gone(self, within_s: float) -> None:
+        """All processes below the agent have ended."""
+        deadline = time.monotonic() + within_s
+        while alive := [p for p in self.family if p.is_running() and p.status() != "zombie"]:
+            assert time.monotonic() < deadline, f"left behind: {alive}"
+            await asyncio.sleep(0.02)
+
+    async def ended(self, within_s: float = 5.0) -> int:
+        return await asyncio.to_thread(self.process.wait, within_s)
+
+    async def has_grown_to(self, count: int) -> None:
+        """There are as many processes below the agent."""
+        for _ in range(250):
+            if len(self.descendants()) >= count:
+                break
+            await asyncio.sleep(0.02)
+        assert len(self.family) == count
+
+
+@asynccontextmanager
+async def cluster(workers: int = 1) -> AsyncIterator[tuple[ScriptedMaster, Agent, Stream]]:
+    """A scripted master and an agent whose first session is welcomed."""
+    async with ScriptedMaster.running() as master:
+        agent = Agent(master.address, workers)
+        try:
+            stream = await master.next_session()
+            await stream.welcome()
+            yield master, agent, stream
+        finally:
+            if agent.process.poll() is None:
+                agent.descendants()
+                agent.process.send_signal(signal.SIGTERM)
+                assert await agent.ended() == 0
+            await agent.gone(2.0)
+            assert agent.process.stderr is not None
+            errors = agent.process.stderr.read()
+            agent.process.stderr.close()
+            assert "Traceback" not in errors, errors
+
+
+def scenario(body: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    """Runs an asynchronous test."""
+
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(body(), 40))  # type: ignore[arg-type]
+
+    run.__doc__, run.__name__ = body.__doc__, body.__name__
+    return run
+
+
+@scenario
+async def test_a_job_from_assignment_to_its_end() -> None:
+    async with cluster(workers=2) as (_, _, stream):
+        assert stream.register.facts.node == "n1"
+        assert stream.register.facts.address == "127.0.0.1"
+        await stream.assign("demo-1", job("demo", steps=5))
+        workers = await stream.ready(2)
+        incarnations = tuple(worker.incarnation for worker in workers)
+        await stream.assign(
+            "demo-1",
+            job("demo", steps=5),
+            version=2,
+            placement=plan(1, "n1", slots=2),
+            incarnations=incarnations,
+        )
+        await stream.workers(lambda ws: len(ws) == 2 and all(w.finished for w in ws))
+        assert stream.steps() == [1, 2, 3, 4, 5], "rank 0 is here: each record once, in order"
+        assert sorted(report.phase.phase for report in stream.reports("phase")) == sorted(
+            ["aborted", "joined", "transferred"] * 2
+        )
+        await stream.assign(version=3)
+        await stream.until(lambda m: len(stream.reports("exited")) == 2)
+        assert all(report.exited.exit_code == 0 for report in stream.reports("exited"))
+
+
+@scenario
+async def test_a_killed_worker_is_reported_and_replaced() -> None:
+    async with cluster() as (_, _, stream):
+        await stream.assign("demo-1", job("demo"))
+        (first,) = await stream.ready()
+        os.kill(first.pid, signal.SIGKILL)
+        (second,) = await stream.workers(
+            lambda ws: len(ws) == 1 and ws[0].incarnation != first.incarnation and ws[0].store != ""
+        )
+        (report,) = stream.reports("exited")
+        assert report.incarnation == first.incarnation
+        assert report.exited.signal == signal.SIGKILL
+        assert report.exited.log_tail == "worker n1/0 faults=2"
+        assert second.pid != first.pid
+
+
+@scenario
+async def test_a_plan_for_the_process_that_died_does_not_reach_its_replacement() -> None:
+    async with cluster() as (_, _, stream):
+        await stream.assign("demo-1", job("demo"))
+        (first,) = await stream.ready()
+        os.kill(first.pid, signal.SIGKILL)
+        (second,) = await stream.workers(
+            lambda ws: len(ws) == 1 and ws[0].incarnation != first.incarnation and ws[0].store != ""
+        )
+        for generation, incarnation in ((1, first.incarnation), (2, second.incarnation)):
+            await stream.assign(
+                "demo-1",
+                job("demo"),
+                version=1 + generation,
+                placement=plan(generation, "n1"),
+                incarnations=(incarnation,),
+            )
+        await stream.until(lambda m: len(stream.reports("phase")) == 3)
+        assert {report.generation for report in stream.reports("phase")} == {2}
+
+
+@scenario
+async def test_a_worker_that_fails_is_reported_in_its_words_and_not_replaced() -> None:
+    async with cluster() as (_, _, stream):
+        await stream.assign("fails-1", job("fails"))
+        await stream.until(lambda m: len(stream.reports("exited")) == 1)
+        (failed,) = stream.reports("failed")
+        assert (failed.failed.kind, failed.failed.message) == ("user", "the data is missing")
+        assert stream.reports("exited")[0].exited.exit_code == 3
+        await asyncio.sleep(0.5)
+        assert len(stream.reports("exited")) == 1
+
+
+@scenario
+async def test_a_worker_that_keeps_quitting_is_not_forked_in_a_tight_loop() -> None:
+    async with cluster() as (_, agent, stream):
+        await stream.assign("quits-1", job("quits"))
+        await stream.until(lambda m: len(stream.reports("exited")) == 3)
+        await asyncio.sleep(0.7)
+        assert len(stream.reports("exited")) == 3
+        tail = stream.reports("exited")[0].exited.log_tail.split("\n")
+        assert tail == [f"line {n}" for n in range(10, 30)]
+        await stream.until(lambda m: len(stream.reports("exited")) == 4)
+        agent.process.send_signal(signal.SIGTERM)
+        assert await agent.ended() == 0
+
+
+@scenario
+async def test_the_warm_process_dies_and_all_is_built_up_again() -> None:
+    async with cluster(workers=2) as (_, agent, stream):
+        await stream.assign("demo-1", job("demo"))
+        before = await stream.ready(2)
+        (warm,) = psutil.Process(agent.process.pid).children()
+        warm.kill()
+        after = await stream.workers(
+            lambda ws: (
+                len(ws) == 2
+                and all(w.store for w in ws)
+                and not {w.pid for w in ws} & {w.pid for w in before}
+            )
+        )
+        assert {report.exited.signal for report in stream.reports("exited")} == {signal.SIGKILL}
+        assert len(after) == 2
+
+
+@scenario
+async def test_steps_go_on_while_the_master_is_away_and_arrive_afterwards() -> None:
+    async with cluster() as (master, _, stream):
+        spec = job("demo", steps=60)
+        await stream.assign("demo-1", spec)
+        (worker,) = await stream.ready()
+        await stream.assign(
+            "demo-1", spec, placement=plan(1, "n1"), incarnations=(worker.incarnation,)
+        )
+        await stream.until(lambda m: len(stream.steps()) >= 5)
+        port = int(master.address.rpartition(":")[2])
+        await master.stop()
+        await asyncio.sleep(0.5)
+        await master.start(port)
+        again = await master.next_session()
+        assert again.incarnation == stream.incarnation
+        assert again.register.status.workers[0].pid == worker.pid
+        assert again.register.status.generation == 1
+        await again.welcome()
+        await again.say(ack=pb.Ack(job_id="demo-1", through_step=3))
+        await again.until(lambda m: 60 in again.steps())
+        assert again.steps() == sorted(set(again.steps())), "no gap, no repeat in one session"
+        assert again.steps()[-1] == 60
+        assert set(stream.steps()) | set(again.steps()) == set(range(1, 61))
+
+
+@scenario
+async def test_an_agent_without_rank_0_holds_its_records_back() -> None:
+    async with cluster() as (_, _, stream):
+        spec = job("demo", steps=3)
+        await stream.assign("demo-1", spec)
+        (worker,) = await stream.ready()
+        two = plan(1, "n0", "n1")
+        await stream.assign("demo-1", spec, placement=two, incarnations=(worker.incarnation,))
+        await stream.workers(lambda ws: any(w.finished for w in ws))
+        assert stream.steps() == []
+        await stream.say(ack=pb.Ack(job_id="demo-1", through_step=2))
+        await stream.until(lambda m: stream.steps() != [])
+        assert stream.steps() == [3]
+
+
+@scenario
+async def test_a_loss_is_told_again_to_a_master_that_came_back() -> None:
+    async with cluster() as (master, _, stream):
+        await stream.assign("loses-1", job("loses"))
+        (worker,) = await stream.ready()
+        await stream.assign(
+            "loses-1", job("loses"), placement=plan(1, "n1"), incarnations=(worker.incarnation,)
+        )
+        await stream.until(lambda m: len(stream.reports("peer_lost")) == 1)
+        await master.stop()
+        await master.start(int(master.address.rpartition(":")[2]))
+        again = await master.next_session()
+        await again.welcome()
+        await again.until(lambda m: len(again.reports("peer_lost")) == 1)
+
+
+@scenario
+async def test_output_beyond_the_bound_is_counted_not_lost_silently() -> None:
+    async with cluster() as (_, _, stream):
+        await stream.assign("chatty-1", job("chatty"))
+        await stream.until(lambda m: "line 4999" in m.log.lines)
+        logs = [message.log for message in stream.heard if message.HasField("log")]
+        lines = sum(len(log.lines) for log in logs)
+        assert lines + sum(log.dropped for log in logs) == 5001
+
+
+@scenario
+async def test_heartbeats_come_without_any_news() -> None:
+    async with cluster() as (_, _, stream):
+        await stream.until(lambda m: sum(m.HasField("status") for m in stream.heard) >= 3)
+
+
+@pytest.mark.parametrize("failing", [1, 4])
+def test_a_fork_that_fails_is_tried_again_and_costs_no_other_worker(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STANDIN_FORKS_TO_FAIL", str(failing))
+
+    async def body() -> None:
+        async with cluster(workers=2) as (_, agent, stream):
+            await agent.has_grown_to(1)
+            (warm,) = agent.family
+            await stream.assign("demo-1", job("demo"))
+            await stream.ready(2)
+            assert warm.is_running()
+            assert stream.reports("exited") == []
+
+    asyncio.run(body())
+
+
+@scenario
+async def test_a_registration_that_is_no_good_is_not_repeated() -> None:
+    async with ScriptedMaster.running() as master:
+        agent = Agent(master.address)
+        stream = await master.next_session()
+        await agent.has_grown_to(1)
+        await stream.abort(grpc.StatusCode.INVALID_ARGUMENT, "register.workers: too many")
+        assert await agent.ended() == 2
+        assert agent.process.stderr is not None
+        with agent.process.stderr as errors:
+            text = errors.read()
+        assert text.endswith("oobleck-agent: refused by the master: register.workers: too many\n")
+        assert "WARNING" not in text
+
+
+@scenario
+async def test_refused_for_good_ends_with_the_reason() -> None:
+    async with ScriptedMaster.running() as master:
+        agent = Agent(master.address)
+        stream = await master.next_session()
+        await stream.say(refused=pb.Refused(reason="another agent is called n1; use --name"))
+        assert await agent.ended() == 2
+        assert agent.process.stderr is not None
+        with agent.process.stderr as errors:
+            text = errors.read()
+        assert "WARNING" not in text
+        assert text.strip().split("\n")[-1] == (
+            "oobleck-agent: refused by the master: another agent is called n1; use --name"
+        )
+
+
+@scenario
+async def test_refused_for_now_tries_again() -> None:
+    async with ScriptedMaster.running() as master:
+        agent = Agent(master.address)
+        stream = await master.next_session()
+        await stream.say(refused=pb.Refused(reason="replaying the journal", temporary=True))
+        again = await master.next_session()
+        await again.welcome()
+        agent.process.send_signal(signal.SIGINT)
+        assert await agent.ended() == 0
+        assert agent.process.stderr is not None
+        agent.process.stderr.close()
+
+
+@scenario
+async def test_sigterm_stops_workers_even_deaf_ones_within_the_grace() -> None:
+    async with cluster(workers=2) as (_, agent, stream):
+        await stream.assign("deaf-1", job("deaf"))
+        await stream.ready(2)
+        assert len(agent.descendants()) == 3
+        agent.process.send_signal(signal.SIGTERM)
+        assert await agent.ended() == 0
+        await agent.gone(0.5)
+
+
+@pytest.mark.parametrize("state", ["idle", "working"])
+def test_kill_9_of_the_agent_leaves_nothing_behind(state: str) -> None:
+    async def body() -> None:
+        async with cluster(workers=2) as (_, agent, stream):
+            expected = 1
+            if state == "working":
+                await stream.assign("deaf-1", job("deaf"))
+                await stream.ready(2)
+                expected = 3
+            await agent.has_grown_to(expected)
+            agent.process.kill()
+            await agent.ended()
+            await agent.gone(2.0)
+
+    asyncio.run(body())

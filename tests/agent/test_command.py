@@ -1,0 +1,139 @@
+"""`oobleck-agent` as users start it: its errors, its end with its parent, a master that freezes."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO
+
+import psutil
+import pytest
+
+from oobleck.agent.__main__ import default_name
+from oobleck.agent.address import local_address
+from support.commands import end, start_master
+
+AGENT = [sys.executable, "-m", "oobleck.agent"]
+SUPPORT = Path(__file__).parent.parent / "support"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--master", "host:1", "--device", "cuda"], "CUDA workers are not supported yet"),
+        (["--master", "host"], "write it as HOST:PORT"),
+        (["--master", "host:99999"], "write it as HOST:PORT"),
+        (["--master", "http://host:1"], "write it as HOST:PORT"),
+        (["--master", "host:1", "--address", "8.8.8.8"], "no worker can listen there"),
+        (["--master", "host:1", "--address", "no.such.host.invalid"], "does not resolve"),
+        (["--master", "host:1", "--address", "0.0.0.0"], "nobody can connect to it"),
+        (["--master", "host:1", "--workers", "100000"], "a node has at most 1024"),
+        (["--master", "host:1", "--memory-per-worker", "9999999999PiB"], "more than any host has"),
+        (["--master", "host:1", "--name", "A B"], "node name 'A B' is not allowed"),
+        (["--master", "host:1", "--workers", "0"], "at least one worker"),
+        (["--master", "host:1", "--memory-per-worker", "lots"], "'lots' is not a size"),
+        (["--master", "host:1", "--fault-plan", __file__], "give a JSON list of faults"),
+        ([], "Missing option '--master'"),
+    ],
+    ids=lambda value: " ".join(map(os.path.basename, value)) if isinstance(value, list) else "",
+)
+def test_wrong_usage_is_one_line(arguments: list[str], part: str) -> None:
+    result = subprocess.run(
+        [*AGENT, *arguments], capture_output=True, text=True, check=False, timeout=20
+    )
+    assert result.returncode == 2
+    (line,) = result.stderr.strip().split("\n")
+    assert line.startswith("oobleck-agent: ")
+    assert part in line
+
+
+@pytest.mark.parametrize(
+    ("hostname", "name"),
+    [("gpu-07.example.org", "gpu-07.example.org"), ("My_Host!", "my_host"), ("---", "node")],
+)
+def test_default_name_is_allowed(hostname: str, name: str) -> None:
+    assert default_name(hostname) == name
+
+
+def test_local_address_is_the_one_that_reaches_the_master() -> None:
+    assert local_address("127.0.0.1:4600") == "127.0.0.1"
+    assert local_address("[::1]:4600") == "::1"
+
+
+def test_it_keeps_trying_and_says_why_once() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        agent = start_agent(address)
+        time.sleep(2.0)
+        agent.send_signal(signal.SIGTERM)
+        assert agent.wait(5) == 0
+    with open_errors(agent) as errors:
+        lines = [line for line in errors.read().splitlines() if "no session" in line]
+    assert len(lines) == 1
+    assert "Connection refused" in lines[0]
+
+
+def test_it_ends_with_its_parent() -> None:
+    code = (
+        "import subprocess, sys, time; "
+        "p = subprocess.Popen(sys.argv[1:], stderr=subprocess.DEVNULL); "
+        "print(p.pid, flush=True); time.sleep(60)"
+    )
+    command = [*AGENT, "--master", "127.0.0.1:1", "--exit-with-parent"]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, *command], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    agent = psutil.Process(int(parent.stdout.readline()))
+    deadline = time.monotonic() + 5
+    while not agent.children() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    (warm,) = agent.children()
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    _, alive = psutil.wait_procs([agent, warm], timeout=2)
+    assert not [process for process in alive if process.status() != "zombie"]
+
+
+def test_a_frozen_master_is_noticed_and_found_again(tmp_path: Path) -> None:
+    master, address = start_master(tmp_path)
+    agent = start_agent(address)
+    with open_errors(agent) as errors:
+        wait_for_line(errors, "session began")
+        master.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        wait_for_line(errors, "no session")
+        assert time.monotonic() - began < 9, "keepalive 2 s, ping 3 s, or a write of 5 s"
+        master.send_signal(signal.SIGCONT)
+        wait_for_line(errors, "session began")
+        agent.send_signal(signal.SIGTERM)
+        assert agent.wait(5) == 0
+    end(master)
+
+
+def start_agent(address: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(SUPPORT / "standin_agent.py"), address, "n1", "1"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SUPPORT.parent)},
+        start_new_session=True,
+    )
+
+
+def open_errors(process: subprocess.Popen[str]) -> IO[str]:
+    assert process.stderr is not None
+    return process.stderr
+
+
+def wait_for_line(stream: IO[str], pattern: str) -> None:
+    for line in stream:
+        if re.search(pattern, line):
+            return
+    raise AssertionError(f"the agent ended before {pattern!r}")

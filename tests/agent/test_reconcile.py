@@ -1,0 +1,213 @@
+"""The agent's decisions, without a process or a clock: events in, actions out."""
+
+from oobleck.agent.reconcile import (
+    CLOSED_GRACE_S,
+    FORK_TIMEOUT_S,
+    READY_TIMEOUT_S,
+    STOP_GRACE_S,
+    WARM_TIMEOUT_S,
+    Action,
+    ForkWorker,
+    KillWarm,
+    KillWorker,
+    SendPlan,
+    StartWarm,
+    StopWorker,
+    decide,
+)
+from oobleck.agent.state import (
+    Assigned,
+    ChannelClosed,
+    Desired,
+    Event,
+    ForkAsked,
+    NodeState,
+    PlanPart,
+    PlanSent,
+    ShutDown,
+    StopSent,
+    WarmExited,
+    WarmKilled,
+    WarmReady,
+    WarmStarted,
+    WorkerExited,
+    WorkerForked,
+    WorkerKilled,
+    WorkerSaid,
+)
+from oobleck.host.messages import Failed, FaultRule, PhaseReached, Ready, Rendezvous
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from support.scripted_master import job, plan
+
+A, B = Incarnation("aaaa"), Incarnation("bbbb")
+
+
+def desired(
+    job_id: str = "demo-1", *, generation: int = 0, slots: int = 1, incarnations: str = "aaaa"
+) -> Desired:
+    part = None
+    if generation:
+        part = PlanPart(
+            plan=plan(generation, "n1", slots=slots),
+            rendezvous=Rendezvous(store="127.0.0.1:1", prefix="p"),
+            boundary=False,
+            worker_incarnations=tuple(Incarnation(i) for i in incarnations.split()),
+        )
+    return Desired(job_id=JobId(job_id), job=job("demo"), part=part)
+
+
+class Node:
+    """Applies events at times and gives the decisions."""
+
+    def __init__(self, slots: int = 1, faults: tuple[FaultRule, ...] = ()) -> None:
+        self.state = NodeState(node=NodeName("n1"), slot_count=slots, faults=faults)
+        self.now = 0.0
+
+    def after(self, *events: Event, at: float | None = None) -> tuple[Action, ...]:
+        self.now = self.now if at is None else at
+        for event in events:
+            self.state.apply(event, self.now)
+        return decide(self.state, self.now).actions
+
+    def wake_at(self) -> float | None:
+        return decide(self.state, self.now).wake_at
+
+    def with_worker(self, job_id: str = "demo-1") -> "Node":
+        """A ready worker of incarnation A in slot 0."""
+        self.after(WarmStarted(), WarmReady(), Assigned(desired=desired(job_id)))
+        self.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
+        self.after(WorkerSaid(incarnation=A, message=Ready(pid=100, store="127.0.0.1:1")))
+        return self
+
+
+def kinds(actions: tuple[Action, ...]) -> list[type[Action]]:
+    return [type(action) for action in actions]
+
+
+def test_warm_process_starts_before_any_job_and_workers_wait_for_it() -> None:
+    node = Node(slots=2)
+    assert node.after() == (StartWarm(),)
+    assert node.after(WarmStarted(), Assigned(desired=desired())) == ()
+    forks = node.after(WarmReady())
+    assert [fork.slot for fork in forks if isinstance(fork, ForkWorker)] == [0, 1]
+    assert node.after(ForkAsked(slot=0, incarnation=A), ForkAsked(slot=1, incarnation=B)) == ()
+
+
+def test_a_plan_goes_to_exactly_the_process_that_it_counts_on() -> None:
+    node = Node().with_worker()
+    (send,) = node.after(Assigned(desired=desired(generation=1)))
+    assert isinstance(send, SendPlan)
+    assert send.incarnation == A
+    assert node.after(PlanSent(incarnation=A, generation=Generation(1))) == ()
+    assert node.after(Assigned(desired=desired(generation=1))) == (), "a repeat changes nothing"
+    assert node.after(Assigned(desired=desired(generation=2, incarnations="bbbb"))) == ()
+    assert kinds(node.after(Assigned(desired=desired(generation=2)))) == [SendPlan]
+
+
+def test_a_plan_is_not_sent_before_the_worker_is_ready() -> None:
+    node = Node()
+    node.after(WarmStarted(), WarmReady(), Assigned(desired=desired(generation=1)))
+    node.after(ForkAsked(slot=0, incarnation=A))
+    assert node.after(WorkerForked(incarnation=A, pid=100)) == ()
+    ready = WorkerSaid(incarnation=A, message=Ready(pid=100, store="127.0.0.1:1"))
+    assert kinds(node.after(ready)) == [SendPlan]
+
+
+def test_a_dead_worker_is_replaced_at_once() -> None:
+    node = Node().with_worker()
+    assert kinds(node.after(WorkerExited(incarnation=A))) == [ForkWorker]
+
+
+def test_the_fourth_start_of_a_worker_that_keeps_ending_waits_and_the_wait_doubles() -> None:
+    node = Node().with_worker()
+    waits: list[float] = []
+    for _ in range(9):
+        node.after(WorkerExited(incarnation=A))
+        at = node.wake_at()
+        waits.append(0.0 if at is None else at - node.now)
+        node.now = at if at is not None else node.now
+        assert kinds(node.after()) == [ForkWorker]
+        node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
+    assert waits == [0, 0, 1, 2, 4, 8, 16, 30, 30]
+    assert kinds(node.after(WorkerExited(incarnation=A), at=node.now + 11)) == [ForkWorker], (
+        "one that lived for long is replaced at once again"
+    )
+
+
+def test_a_worker_that_says_it_failed_is_not_replaced_until_the_job_changes() -> None:
+    node = Node().with_worker()
+    failed = WorkerSaid(incarnation=A, message=Failed(kind="user", message="no data"))
+    assert node.after(failed, WorkerExited(incarnation=A)) == ()
+    assert node.after(Assigned(desired=desired(generation=2))) == ()
+    assert kinds(node.after(Assigned(desired=desired("demo-2")))) == [ForkWorker]
+
+
+def test_another_job_stops_the_worker_first_and_forks_when_it_is_gone() -> None:
+    node = Node().with_worker()
+    (stop,) = node.after(Assigned(desired=desired("demo-2")))
+    assert stop == StopWorker(incarnation=A, reason="another job begins")
+    assert node.after(StopSent(incarnation=A)) == ()
+    assert node.state.serving() == []
+    assert kinds(node.after(WorkerExited(incarnation=A))) == [ForkWorker]
+
+
+def test_stop_is_followed_by_kill_after_its_grace() -> None:
+    node = Node().with_worker()
+    assert kinds(node.after(Assigned(desired=None), at=5.0)) == [StopWorker]
+    assert node.after(StopSent(incarnation=A)) == ()
+    assert node.wake_at() == 5.0 + STOP_GRACE_S
+    assert kinds(node.after(at=5.0 + STOP_GRACE_S)) == [KillWorker]
+    assert node.after(WorkerKilled(incarnation=A)) == ()
+    assert node.after(WorkerExited(incarnation=A)) == ()
+
+
+def test_a_worker_that_closes_its_channel_but_lives_is_killed() -> None:
+    node = Node().with_worker()
+    assert node.after(ChannelClosed(incarnation=A)) == ()
+    assert kinds(node.after(at=CLOSED_GRACE_S)) == [KillWorker]
+
+
+def test_a_worker_that_is_never_ready_is_killed() -> None:
+    node = Node()
+    node.after(WarmStarted(), WarmReady(), Assigned(desired=desired()))
+    node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
+    assert node.after(at=READY_TIMEOUT_S - 1) == ()
+    assert kinds(node.after(at=READY_TIMEOUT_S)) == [KillWorker]
+
+
+def test_a_warm_process_that_hangs_is_killed_once_and_started_again() -> None:
+    node = Node()
+    node.after(WarmStarted())
+    assert kinds(node.after(at=WARM_TIMEOUT_S)) == [KillWarm]
+    assert node.after(WarmKilled()) == ()
+    assert node.after(WarmExited()) == (StartWarm(),)
+
+
+def test_a_fork_without_an_answer_means_a_hanging_warm_process() -> None:
+    node = Node()
+    node.after(WarmStarted(), WarmReady(), Assigned(desired=desired()))
+    node.after(ForkAsked(slot=0, incarnation=A))
+    assert kinds(node.after(at=FORK_TIMEOUT_S)) == [KillWarm]
+
+
+def test_shutdown_ends_workers_then_the_warm_process_then_the_agent() -> None:
+    node = Node().with_worker()
+    assert kinds(node.after(ShutDown())) == [StopWorker]
+    node.after(StopSent(incarnation=A))
+    assert kinds(node.after(WorkerExited(incarnation=A))) == [KillWarm]
+    node.after(WarmKilled())
+    assert not decide(node.state, 0.0).done
+    assert node.after(WarmExited()) == ()
+    assert decide(node.state, 0.0).done
+
+
+def test_a_replacement_does_not_get_the_fault_that_ended_its_predecessor() -> None:
+    mine = WorkerId(NodeName("n1"), 0)
+    other = WorkerId(NodeName("n2"), 0)
+    rule = FaultRule(worker=mine, point="before:Vote", step=4)
+    node = Node(faults=(rule, FaultRule(worker=other, point="before:Vote")))
+    assert node.state.faults_for(0) == (rule,)
+    node.with_worker()
+    joined = PhaseReached(generation=Generation(1), phase="joined", committed_step=3)
+    node.after(WorkerSaid(incarnation=A, message=joined), WorkerExited(incarnation=A))
+    assert node.state.faults_for(0) == ()
