@@ -1,0 +1,263 @@
+"""Losses, joins and replacements on real worker processes: the training stays the same.
+
+Each case trains the same job as an undisturbed single worker does and compares every loss in
+float64, where anything but the order of sums would show.
+"""
+
+import functools
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from oobleck.host.messages import FaultRule, Finished, PeerLost, PhaseReached
+from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, OptimizerSpec, TrainingSpec
+from oobleck.planner.plan import Plan
+from support.director import Director, WarmWorkers, make_plan
+
+STEPS = 6
+
+
+@functools.cache
+def text() -> str:
+    return str(Path(__file__).parents[2] / "LICENSE")
+
+
+def job(**training: object) -> JobSpec:
+    values: dict[str, object] = {
+        "steps": STEPS,
+        "global_batch": 8,
+        "microbatch": 1,
+        "precision": "fp64",
+        "optimizer": OptimizerSpec(lr=1e-2),
+    }
+    return JobSpec(
+        name="recovery",
+        model=ModelSpec(layers=3, hidden=32, heads=2, sequence_length=16, dropout=0.1),
+        data=DataSpec(text=(text(),)),
+        training=TrainingSpec(**{**values, **training}),  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(warm: WarmWorkers) -> dict[int, float | None]:
+    with Director(warm, job()) as cluster:
+        cluster.start("alone")
+        plan = make_plan(1, [[("alone", 5)]], [8])
+        cluster.assign(plan)
+        cluster.wait_finished(plan)
+        cluster.stop()
+        return cluster.losses()
+
+
+def fault(node: str, point: str, *, step: int | None = 3, action: str = "kill_worker") -> FaultRule:
+    return FaultRule(worker=WorkerId(NodeName(node), 0), point=point, step=step, action=action)  # type: ignore[arg-type]
+
+
+FIVE = make_plan(1, [[("a", 2), ("b", 3)], [("c", 1), ("d", 2), ("e", 2)]], [4, 4])
+#: FIVE after e is gone: the second pipeline on two nodes, cut differently.
+WITHOUT_E = make_plan(2, [[("a", 2), ("b", 3)], [("c", 3), ("d", 2)]], [5, 3])
+#: FIVE after b is gone as well as e, and after d is.
+A_C_D = make_plan(3, [[("a", 1), ("c", 2), ("d", 2)]], [8])
+A_B_C = make_plan(3, [[("a", 1), ("b", 3), ("c", 1)]], [8])
+
+
+def is_gone(cluster: Director, node: str) -> bool:
+    return cluster.workers[WorkerId(NodeName(node), 0)].gone
+
+
+def survivors_interrupted(cluster: Director, plan: Plan, lost: Sequence[str]) -> bool:
+    return all(
+        cluster.said(worker, PeerLost, plan.generation)
+        for worker in plan.workers
+        if worker.node not in lost
+    )
+
+
+def check(cluster: Director, undisturbed: dict[int, float | None]) -> None:
+    losses = cluster.losses()
+    assert list(losses) == list(range(1, STEPS + 1))
+    assert list(losses.values()) == pytest.approx(list(undisturbed.values()), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "before:LoadTokens",
+        "after:Forward",
+        "before:Backward",
+        "before:SyncGradient",
+        "after:SyncGradient",
+        "reduced",
+    ],
+)
+@pytest.mark.parametrize("victim", ["e", "c"])
+def test_killed_within_a_step_rolls_back_and_redoes_it(
+    warm: WarmWorkers, undisturbed: dict[int, float | None], victim: str, point: str
+) -> None:
+    after = (
+        WITHOUT_E
+        if victim == "e"
+        else make_plan(2, [[("a", 2), ("b", 3)], [("d", 3), ("e", 2)]], [5, 3])
+    )
+    with Director(warm, job(), [fault(victim, point)]) as cluster:
+        cluster.start("a", "b", "c", "d", "e")
+        before = {worker: live.pid for worker, live in cluster.workers.items()}
+        cluster.assign(FIVE)
+        cluster.wait(lambda: is_gone(cluster, victim), "the scripted kill")
+        cluster.assign(after)
+        cluster.wait_finished(after)
+        joined = [
+            message
+            for worker in after.workers
+            for message in cluster.said(worker, PhaseReached, after.generation)
+            if isinstance(message, PhaseReached) and message.phase == "joined"
+        ]
+        assert {message.committed_step for message in joined} == {2}
+        assert any(message.redo for message in joined)
+        assert all(cluster.workers[w].pid == before[w] for w in after.workers)
+        cluster.stop()
+        check(cluster, undisturbed)
+
+
+def test_survivor_without_the_vote_rolls_forward(
+    warm: WarmWorkers, undisturbed: dict[int, float | None]
+) -> None:
+    # a has put its share into the vote but never reads the result; the others commit step 3 with
+    # it, and e dies after that. a holds the reduced gradients of step 3 and must apply them.
+    faults = [fault("a", "voting", action="hold"), fault("e", "after:OptimizerStep")]
+    with Director(warm, job(), faults) as cluster:
+        cluster.start("a", "b", "c", "d", "e")
+        cluster.assign(FIVE)
+        cluster.wait(lambda: is_gone(cluster, "e"), "the scripted kill")
+        cluster.assign(WITHOUT_E)
+        cluster.wait_finished(WITHOUT_E)
+        joined = {
+            str(worker): message
+            for worker in WITHOUT_E.workers
+            for message in cluster.said(worker, PhaseReached, WITHOUT_E.generation)
+            if isinstance(message, PhaseReached) and message.phase == "joined"
+        }
+        assert {message.committed_step for message in joined.values()} == {3}
+        assert {name for name, m in joined.items() if m.rolled_forward} == {"a/0"}
+        cluster.stop()
+        check(cluster, undisturbed)
+
+
+def test_two_losses_one_after_the_other(
+    warm: WarmWorkers, undisturbed: dict[int, float | None]
+) -> None:
+    faults = [fault("e", "after:Forward", step=2), fault("b", "before:Backward", step=4)]
+    with Director(warm, job(), faults) as cluster:
+        cluster.start("a", "b", "c", "d", "e")
+        cluster.assign(FIVE)
+        cluster.wait(lambda: is_gone(cluster, "e"), "the first kill")
+        cluster.assign(WITHOUT_E)
+        cluster.wait(lambda: is_gone(cluster, "b"), "the second kill")
+        cluster.assign(A_C_D)
+        cluster.wait_finished(A_C_D)
+        cluster.stop()
+        check(cluster, undisturbed)
+
+
+@pytest.mark.parametrize("point", ["before:rendezvous", "before:transfer", "after:transfer"])
+def test_loss_during_the_recovery_from_another(
+    warm: WarmWorkers, undisturbed: dict[int, float | None], point: str
+) -> None:
+    # before:rendezvous and the transfer points tell the last begun and the last committed step.
+    faults = [
+        fault("e", "after:Forward", step=3),
+        fault("d", point, step=3 if point == "before:rendezvous" else 2),
+    ]
+    with Director(warm, job(), faults) as cluster:
+        cluster.start("a", "b", "c", "d", "e")
+        cluster.assign(FIVE)
+        cluster.wait(lambda: is_gone(cluster, "e"), "the first kill")
+        cluster.assign(WITHOUT_E)
+        cluster.wait(lambda: is_gone(cluster, "d"), "the second kill")
+        cluster.assign(A_B_C)
+        cluster.wait_finished(A_B_C)
+        cluster.stop()
+        check(cluster, undisturbed)
+
+
+def test_frozen_peer_is_left_by_the_push_of_a_generation(
+    warm: WarmWorkers, undisturbed: dict[int, float | None]
+) -> None:
+    # Nothing tells the others that e hangs: only the new generation releases them.
+    with Director(warm, job(), [fault("e", "after:Forward", action="stop")]) as cluster:
+        cluster.start("a", "b", "c", "d", "e")
+        cluster.assign(FIVE)
+        cluster.wait(lambda: 2 in cluster.records, "two steps")
+        cluster.assign(WITHOUT_E)
+        cluster.wait_finished(WITHOUT_E)
+        cluster.kill("e", signal.SIGKILL)
+        cluster.stop()
+        check(cluster, undisturbed)
+
+
+def test_replaced_worker_fetches_its_layers_with_moments(
+    warm: WarmWorkers, undisturbed: dict[int, float | None]
+) -> None:
+    again = make_plan(2, [[("a", 2), ("b", 3)], [("c", 1), ("d", 2), ("e", 2)]], [4, 4])
+    with Director(warm, job(), [fault("d", "after:Backward")]) as cluster:
+        cluster.start("a", "b", "c", "d", "e")
+        cluster.assign(FIVE)
+        cluster.wait(lambda: is_gone(cluster, "d"), "the scripted kill")
+        cluster.faults = ()
+        cluster.start("d")
+        cluster.assign(again)
+        cluster.wait_finished(again)
+        cluster.stop()
+        check(cluster, undisturbed)
+
+
+def test_join_at_a_step_boundary_redoes_nothing(
+    warm: WarmWorkers, undisturbed: dict[int, float | None]
+) -> None:
+    four = make_plan(1, [[("a", 2), ("b", 3)], [("c", 3), ("d", 2)]], [4, 4])
+    five = make_plan(2, [[("a", 2), ("b", 3)], [("c", 1), ("d", 2), ("e", 2)]], [4, 4])
+    with Director(warm, job(steps=200)) as cluster:
+        cluster.start("a", "b", "c", "d")
+        cluster.assign(four)
+        cluster.wait(lambda: 2 in cluster.records, "two steps")
+        cluster.start("e")
+        cluster.assign(five, boundary=True)
+        cluster.wait(
+            lambda: any(r[0].generation == 2 for r in cluster.records.values()), "the new plan"
+        )
+        joined = [
+            message
+            for worker in five.workers
+            for message in cluster.said(worker, PhaseReached, five.generation)
+            if isinstance(message, PhaseReached) and message.phase == "joined"
+        ]
+        assert len({message.committed_step for message in joined}) == 1
+        assert not any(message.redo or message.rolled_forward for message in joined)
+        assert not any(cluster.said(worker, PeerLost) for worker in four.workers)
+        cluster.stop()
+        steps = list(cluster.losses())
+        assert steps == list(range(1, steps[-1] + 1))
+
+
+def test_loss_after_the_last_step_still_finishes(
+    warm: WarmWorkers, undisturbed: dict[int, float | None]
+) -> None:
+    with Director(warm, job(), [fault("e", "after:OptimizerStep", step=STEPS)]) as cluster:
+        cluster.start("a", "b", "c", "d", "e")
+        cluster.assign(FIVE)
+        cluster.wait(lambda: is_gone(cluster, "e"), "the scripted kill")
+        cluster.wait(
+            lambda: all(
+                cluster.said(worker, Finished) or cluster.said(worker, PeerLost)
+                for worker in FIVE.workers
+                if worker.node != "e"
+            ),
+            "the others through",
+        )
+        cluster.assign(WITHOUT_E)
+        cluster.wait_finished(WITHOUT_E)
+        cluster.stop()
+        check(cluster, undisturbed)

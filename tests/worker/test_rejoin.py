@@ -1,0 +1,126 @@
+"""Where training goes on after a loss: every combination of standings that can occur."""
+
+import pytest
+
+from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.worker.errors import InvariantViolation
+from oobleck.worker.rejoin import Standing, agree
+
+A, B, C = (WorkerId(NodeName(name), 0) for name in "abc")
+
+
+def standing(
+    committed: int,
+    *,
+    reduced: tuple[int, int] = (0, 0),
+    voted: tuple[int, int] | None = None,
+    layers: tuple[int, ...] = (0, 1),
+    version: int | None = None,
+    reduced_layers: range | None = None,
+) -> Standing:
+    """Of a model of three layers; `reduced` and `voted` are (step, generation)."""
+    if reduced_layers is None:
+        reduced_layers = range(min(layers), max(layers) + 1) if layers else range(0)
+    voted = voted if voted is not None else (committed, 1 if committed else 0)
+    held = committed if version is None else version
+    return Standing(
+        committed=committed,
+        reduced=reduced[0],
+        reduced_generation=reduced[1],
+        reduced_layers=reduced_layers,
+        voted=voted[0],
+        voted_generation=voted[1],
+        versions=tuple(held if layer in layers else -1 for layer in range(3)),
+    )
+
+
+FRESH = standing(0, layers=())
+
+
+def test_start_of_a_job() -> None:
+    agreement = agree({A: FRESH, B: FRESH})
+    assert agreement.step == 0
+    assert agreement.held == {A: frozenset(), B: frozenset()}
+
+
+def test_nobody_has_committed_the_step_so_it_is_done_again() -> None:
+    agreement = agree({A: standing(4, reduced=(5, 1)), B: standing(4)})
+    assert agreement.step == 4
+    assert agreement.roll_forward == frozenset()
+    assert agreement.vote_holder is None
+    assert agreement.held == {A: frozenset({0, 1}), B: frozenset({0, 1})}
+
+
+def test_one_has_committed_so_the_others_roll_forward() -> None:
+    ahead = standing(5, reduced=(5, 1), layers=(2,))
+    behind = standing(4, reduced=(5, 1))
+    agreement = agree({A: behind, B: ahead})
+    assert agreement.step == 5
+    assert agreement.roll_forward == {A}
+    assert agreement.vote_holder == B
+    assert agreement.held == {A: frozenset({0, 1}), B: frozenset({2})}
+
+
+def test_layer_without_reduced_gradients_cannot_roll_forward() -> None:
+    # In the first step of a generation A still keeps layer 2 from the one before, at step 4.
+    ahead = standing(5, reduced=(5, 1), layers=(2,))
+    behind = standing(4, reduced=(5, 1), layers=(0, 1, 2), reduced_layers=range(2))
+    agreement = agree({A: behind, B: ahead})
+    assert agreement.roll_forward == {A}
+    assert agreement.held == {A: frozenset({0, 1}), B: frozenset({2})}
+
+
+def test_layer_without_reduced_gradients_counts_when_the_step_is_done_again() -> None:
+    behind = standing(4, reduced=(5, 1), layers=(0, 1, 2), reduced_layers=range(2))
+    assert agree({A: behind}).held == {A: frozenset({0, 1, 2})}
+
+
+def test_standing_survives_the_exchange() -> None:
+    one = standing(4, reduced=(5, 2), voted=(4, 1), layers=(1, 2))
+    assert Standing.from_row(one.to_row()) == one
+
+
+def test_seen_vote_counts_as_a_commit_before_it_is_applied() -> None:
+    seen = standing(4, reduced=(5, 1), voted=(5, 1))
+    behind = standing(4, reduced=(5, 1))
+    agreement = agree({A: seen, B: behind})
+    assert agreement.step == 5
+    assert agreement.roll_forward == {A, B}
+    assert agreement.vote_holder == A
+
+
+def test_fresh_worker_holds_nothing_and_rolls_nothing_forward() -> None:
+    agreement = agree({A: standing(5, reduced=(5, 1)), B: FRESH})
+    assert agreement.step == 5
+    assert agreement.roll_forward == frozenset()
+    assert agreement.held[B] == frozenset()
+
+
+def test_gradients_of_an_older_attempt_at_the_step_do_not_count() -> None:
+    # C was cut off with reduced gradients of step 5 in generation 1; the others did step 5 again
+    # in generation 2. C's sums may differ in their last bits, so its layers are not used.
+    done = standing(5, reduced=(5, 2), voted=(5, 2))
+    agreement = agree({A: done, C: standing(4, reduced=(5, 1), voted=(4, 1))})
+    assert agreement.roll_forward == frozenset()
+    assert agreement.held[C] == frozenset()
+
+
+def test_worker_left_far_behind_holds_nothing_of_worth() -> None:
+    agreement = agree({A: standing(9), B: standing(3, reduced=(4, 1))})
+    assert agreement.step == 9
+    assert agreement.held[B] == frozenset()
+
+
+def test_layers_kept_from_an_older_plan_are_worth_nothing_after_a_commit() -> None:
+    agreement = agree({A: standing(5, version=4)})
+    assert agreement.held[A] == frozenset()
+
+
+def test_one_step_voted_in_two_generations_is_a_bug() -> None:
+    with pytest.raises(InvariantViolation, match="generations"):
+        agree({A: standing(5, voted=(5, 1)), B: standing(5, voted=(5, 2))})
+
+
+def test_rows_carry_a_standing_whole() -> None:
+    one = standing(5, reduced=(6, 3), layers=(1,))
+    assert Standing.from_row(one.to_row()) == one

@@ -1,0 +1,54 @@
+"""Waits end with their operation or with the abort, whatever the operation does."""
+
+import threading
+import time
+
+import pytest
+
+from oobleck.worker.errors import TransportError
+from oobleck.worker.waiting import ABORT_GRACE_S, Waits
+
+
+def fail() -> None:
+    raise RuntimeError("Connection closed by peer")
+
+
+def test_ends_as_the_operation_does() -> None:
+    waits = Waits()
+    done = []
+    waits.run(lambda: done.append(1))
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        waits.run(fail)
+    waits.run(lambda: done.append(2))
+    assert done == [1, 2]
+    waits.close()
+
+
+def test_release_gives_up_an_operation_that_nothing_wakes() -> None:
+    waits, never = Waits(), threading.Event()
+    threading.Timer(0.1, waits.release).start()
+    began = time.monotonic()
+    with pytest.raises(TransportError, match="given up"):
+        waits.run(never.wait)
+    assert 0.1 < time.monotonic() - began < 1.0 + ABORT_GRACE_S
+    never.set()
+    waits.close()
+
+
+def test_operation_that_the_abort_does_wake_says_itself_what_happened() -> None:
+    waits = Waits()
+    waits.release()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        waits.run(fail)
+    waits.close()
+
+
+def test_thread_ends_with_close() -> None:
+    before = threading.active_count()
+    waits = Waits()
+    waits.run(lambda: None)
+    waits.close()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before

@@ -1,0 +1,82 @@
+"""The commit of a step on one worker: how far it is, applying a voted step, and the step's record.
+
+Shared by the executor, which commits what it has just voted on, and by the entry into a generation,
+which commits what others have voted on. Must not know peers or programs.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+
+from oobleck.host.messages import StepRecord
+from oobleck.planner.ids import Generation
+from oobleck.planner.job import JobSpec
+from oobleck.worker import vote
+from oobleck.worker.optimizer import clip_scale
+from oobleck.worker.state import ModelState
+
+_NO_GENERATION = Generation(0)
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far this worker is; outlives generations. The facts behind its `Standing`."""
+
+    #: Newest step applied to all layers held.
+    committed: int = 0
+    #: Step that has been begun, and when (monotonic seconds).
+    begun: int = 0
+    begun_at: float = 0.0
+    #: Step whose reduced gradients are complete in `reduced_layers`; 0: none.
+    reduced: int = 0
+    reduced_generation: Generation = _NO_GENERATION
+    reduced_layers: range = range(0)
+    #: Newest vote seen, with the vector that everyone needs who has not seen it.
+    voted: int = 0
+    voted_generation: Generation = _NO_GENERATION
+    ballot: torch.Tensor | None = None
+
+
+def count_votes(job: JobSpec, vector: torch.Tensor, *, workers: int) -> vote.Result:
+    return vote.count(
+        vector,
+        workers=workers,
+        global_batch=job.training.global_batch,
+        microbatches=job.training.microbatches,
+    )
+
+
+def commit(
+    state: ModelState, job: JobSpec, progress: Progress, result: vote.Result, step: int
+) -> None:
+    """Apply step `step` to the layers whose gradients are reduced; all others are out of date."""
+    for layer in sorted(state.held()):
+        if layer not in progress.reduced_layers:
+            state.drop(layer)
+    training = job.training
+    if result.finite:
+        scale = clip_scale(result.grad_norm, training.clip) / training.microbatches
+        state.apply(step, scale=scale)
+    else:
+        state.skip(step)
+    progress.committed = step
+
+
+def make_record(
+    job: JobSpec, generation: Generation, progress: Progress, result: vote.Result
+) -> StepRecord:
+    """The line of metrics.jsonl for the step that `progress` has committed."""
+    training = job.training
+    return StepRecord(
+        step=progress.committed,
+        loss=result.loss if math.isfinite(result.loss) else None,
+        grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
+        tokens=training.global_batch * job.model.sequence_length,
+        samples_digest=result.samples_digest,
+        generation=generation,
+        step_seconds=time.monotonic() - progress.begun_at,
+        time=time.time(),
+        skipped=not result.finite,
+    )

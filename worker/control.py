@@ -1,0 +1,119 @@
+"""The worker's ear: what its agent wants, kept up to date by a thread of its own.
+
+Owns the reading of the agent's channel and the rule which of several assignments counts. The
+main thread asks; what must not wait for it (releasing a blocked transport, ending the process)
+happens in the reading thread.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+from oobleck.host.channel import Channel
+from oobleck.host.messages import Assign, FromWorker, Launch, Stop, ToWorker
+from oobleck.planner.ids import Generation
+from oobleck.worker.errors import Superseded
+
+log = logging.getLogger(__name__)
+
+
+class Control:
+    """Newest wishes of the agent.
+
+    An abrupt assignment overrules everything older. A boundary assignment is entered by running
+    workers through the vote of a step (`boundary`), and at once by one that runs nothing yet.
+    """
+
+    def __init__(self, channel: Channel[ToWorker]) -> None:
+        self._channel = channel
+        self._changed = threading.Condition()
+        self._abrupt: Assign | None = None
+        self._boundaries: dict[Generation, Assign] = {}
+        self._on_abrupt: Callable[[], None] | None = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._listen, name="control", daemon=True).start()
+
+    def report(self, message: FromWorker) -> None:
+        """Tell the agent; when the agent is gone, the listening thread ends the process anyway."""
+        with contextlib.suppress(OSError):
+            self._channel.send(message)
+
+    def on_abrupt(self, callback: Callable[[], None] | None) -> None:
+        """Have `callback` called (in the listening thread) whenever an abrupt change arrives."""
+        with self._changed:
+            self._on_abrupt = callback
+
+    def check_wanted(self, generation: Generation) -> None:
+        """Raise Superseded when an abrupt generation newer than `generation` has been pushed."""
+        abrupt = self._abrupt
+        if abrupt is not None and abrupt.plan.generation > generation:
+            raise Superseded(abrupt.plan.generation)
+
+    def pending_boundary(self, generation: Generation) -> Generation | None:
+        """The newest boundary change after `generation` that waits to be voted on, if any."""
+        with self._changed:
+            newest = max(self._boundaries, default=generation)
+        return newest if newest > generation else None
+
+    def boundary(self, generation: Generation) -> Assign:
+        """The boundary change that a vote chose; this worker has voted for it, so it has it."""
+        with self._changed:
+            chosen = self._boundaries[generation]
+            self._boundaries = {g: a for g, a in self._boundaries.items() if g > generation}
+        return chosen
+
+    def wait_next(self, generation: Generation) -> Assign:
+        """Wait for the assignment to enter after `generation` ended without one (0: at start)."""
+        with self._changed:
+            while True:
+                if self._abrupt is not None and self._abrupt.plan.generation > generation:
+                    return self._abrupt
+                if generation == 0 and self._boundaries:
+                    return self._boundaries[max(self._boundaries)]
+                self._changed.wait()
+
+    def wait_superseded(self, generation: Generation) -> NoReturn:
+        """Wait until an abrupt generation newer than `generation` arrives, then raise."""
+        with self._changed:
+            while True:
+                self.check_wanted(generation)
+                self._changed.wait()
+
+    def _listen(self) -> None:
+        try:
+            self._follow()
+        except Exception:
+            # The boundary of this thread: a worker that no longer hears its agent must not go on.
+            log.exception("the agent's channel broke")
+            os._exit(1)
+        # Without its agent a worker is nobody's; whatever the main thread is in, end here.
+        os._exit(0)
+
+    def _follow(self) -> None:
+        while (message := self._channel.receive()) is not None:
+            match message:
+                case Assign():
+                    self._accept(message)
+                case Stop(reason=reason):
+                    log.info("stopping", extra={"reason": reason})
+                    os._exit(0)
+                case Launch():
+                    log.error("a second launch message was ignored")
+
+    def _accept(self, assign: Assign) -> None:
+        generation = assign.plan.generation
+        callback = None
+        with self._changed:
+            if assign.boundary:
+                self._boundaries[generation] = assign
+            elif self._abrupt is None or generation > self._abrupt.plan.generation:
+                self._abrupt = assign
+                self._boundaries = {g: a for g, a in self._boundaries.items() if g > generation}
+                callback = self._on_abrupt
+            self._changed.notify_all()
+        if callback is not None:
+            callback()

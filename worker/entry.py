@@ -1,0 +1,185 @@
+"""The way into a generation, once its members can talk: agreement, roll-forward, transfer.
+
+Owns the exchange of standings and what each worker does by the agreement that follows from them
+(`rejoin` draws it): apply a step that others have committed, drop what is out of date, send and
+fetch layers. Must not know how training goes on after.
+"""
+
+import logging
+
+import torch
+
+from oobleck.host.messages import Assign, Committed, PhaseReached
+from oobleck.planner.errors import LayerLost
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.job import JobSpec
+from oobleck.planner.plan import Plan
+from oobleck.planner.transfer import Transfer, plan_transfers
+from oobleck.worker.commit import Progress, commit, count_votes, make_record
+from oobleck.worker.control import Control
+from oobleck.worker.data import DataError
+from oobleck.worker.errors import InvariantViolation
+from oobleck.worker.faults import FaultInjector
+from oobleck.worker.rejoin import Agreement, Standing, agree
+from oobleck.worker.state import ModelState, layout
+from oobleck.worker.transport import Transport
+from oobleck.worker.vote import ballot_length
+
+log = logging.getLogger(__name__)
+
+#: 64-bit numbers of a data fingerprint (SHA-256) in the exchange of standings.
+_FINGERPRINT_WORDS = 4
+
+
+class Entry:
+    """What a worker brings along into every generation that it enters."""
+
+    def __init__(
+        self,
+        *,
+        worker: WorkerId,
+        job: JobSpec,
+        state: ModelState,
+        progress: Progress,
+        fingerprint: bytes,
+        control: Control,
+        faults: FaultInjector,
+    ) -> None:
+        """`fingerprint`: of the data that this worker reads, 32 bytes."""
+        self._worker = worker
+        self._job = job
+        self._state = state
+        self._progress = progress
+        self._fingerprint = fingerprint
+        self._control = control
+        self._faults = faults
+        count = job.model.layer_count
+        self._layer_sizes = [layout(job.model, layer).size for layer in range(count)]
+
+    def run(self, assign: Assign, transport: Transport) -> None:
+        """Agree where training stands, roll forward or back to it, and fetch missing layers.
+
+        Raises TransportError when a peer is lost on the way, DataError when nodes read different
+        data, InvariantViolation when nobody holds a layer of the plan.
+        """
+        plan, progress = assign.plan, self._progress
+        agreement = self._agree(assign, transport)
+        rolled_forward = self._worker in agreement.roll_forward
+        if agreement.vote_holder is not None:
+            self._learn_vote(assign, agreement, transport)
+        redo = progress.begun == agreement.step + 1
+        self._control.report(
+            PhaseReached(
+                generation=plan.generation,
+                phase="joined",
+                committed_step=agreement.step,
+                rolled_forward=rolled_forward,
+                redo=redo,
+            )
+        )
+        received = self._transfer(assign, agreement, transport)
+        progress.committed = agreement.step
+        self._control.report(
+            PhaseReached(generation=plan.generation, phase="transferred", received_bytes=received)
+        )
+
+    def _agree(self, assign: Assign, transport: Transport) -> Agreement:
+        progress = self._progress
+        held = self._state.held()
+        standing = Standing(
+            committed=progress.committed,
+            reduced=progress.reduced,
+            reduced_generation=progress.reduced_generation,
+            reduced_layers=progress.reduced_layers,
+            voted=progress.voted,
+            voted_generation=progress.voted_generation,
+            versions=tuple(held.get(layer, -1) for layer in range(assign.plan.layer_count)),
+        )
+        fingerprint = torch.frombuffer(bytearray(self._fingerprint), dtype=torch.int64)
+        row = torch.cat([torch.tensor(standing.to_row(), dtype=torch.int64), fingerprint])
+        rows = transport.all_gather(row)
+        others = [other[-_FINGERPRINT_WORDS:] for other in rows]
+        for member, other in zip(assign.plan.workers, others, strict=True):
+            if not torch.equal(other, others[0]):
+                raise DataError(
+                    f"data: {member.node} and {assign.plan.workers[0].node} see different files "
+                    "under the same paths; give every node the same data"
+                )
+        return agree(
+            {
+                member: Standing.from_row(other[:-_FINGERPRINT_WORDS].tolist())
+                for member, other in zip(assign.plan.workers, rows, strict=True)
+            }
+        )
+
+    def _learn_vote(self, assign: Assign, agreement: Agreement, transport: Transport) -> None:
+        """Spread the vote of the newest committed step, and apply it where that is still due."""
+        assert agreement.vote_holder is not None, "only called when someone holds the vote"
+        progress = self._progress
+        root = assign.plan.workers.index(agreement.vote_holder)
+        if self._worker == agreement.vote_holder:
+            assert progress.ballot is not None, "a voted step keeps its ballot"
+            vector = progress.ballot
+        else:
+            vector = torch.zeros(
+                ballot_length(self._job.training.global_batch), dtype=torch.float64
+            )
+        transport.broadcast(vector, root)
+        if self._worker not in agreement.roll_forward:
+            return
+        # The switch that this vote may have announced was overtaken, so the number of its
+        # workers, which only that part of the result needs, does not matter here.
+        result = count_votes(self._job, vector, workers=1)
+        progress.voted, progress.voted_generation = agreement.step, progress.reduced_generation
+        progress.ballot = vector
+        commit(self._state, self._job, progress, result, agreement.step)
+        log.info("rolled forward", extra={"step": agreement.step})
+        record = make_record(self._job, assign.plan.generation, progress, result)
+        self._control.report(Committed(record=record))
+
+    def _transfer(self, assign: Assign, agreement: Agreement, transport: Transport) -> int:
+        """Come to hold every layer of the plan at the agreed step; returns the bytes received."""
+        plan, step, state = assign.plan, agreement.step, self._state
+        generation = plan.generation
+        self._faults.reached("before:transfer", generation=generation, step=step)
+        current = agreement.held[self._worker]
+        state.drop_partial()
+        for layer in state.held():
+            if layer not in current:
+                state.drop(layer)
+        needed = plan.holdings()[self._worker]
+        if step == 0:
+            # Initial weights are a function of the seed and the layer: nothing to fetch.
+            for layer in needed:
+                if layer not in current:
+                    state.initialise(layer)
+            transfers: tuple[Transfer, ...] = ()
+        else:
+            transfers = self._plan_transfers(agreement, plan)
+        rank = {member: index for index, member in enumerate(plan.workers)}
+        pending = []
+        received = 0
+        for transfer in transfers:
+            if transfer.source == self._worker:
+                storage = state.storage(transfer.layer)
+                pending.append(transport.send(storage, rank[transfer.destination], transfer.layer))
+            elif transfer.destination == self._worker:
+                storage = state.allocate(transfer.layer, version=step).storage
+                received += storage.nbytes
+                pending.append(transport.receive(storage, rank[transfer.source], transfer.layer))
+        for operation in pending:
+            operation.wait()
+        for transfer in transfers:
+            if transfer.destination == self._worker:
+                state.complete(transfer.layer)
+        self._faults.reached("after:transfer", generation=generation, step=step)
+        return received
+
+    def _plan_transfers(self, agreement: Agreement, plan: Plan) -> tuple[Transfer, ...]:
+        try:
+            return plan_transfers(agreement.held, plan, state_bytes=self._layer_sizes)
+        except LayerLost as lost:
+            # The master plans only for layers that somebody holds, so one of us is wrong.
+            raise InvariantViolation(
+                f"generation {plan.generation} was planned, but at step {agreement.step} {lost}"
+            ) from lost

@@ -1,0 +1,258 @@
+"""The interpreter: runs one worker's program, one training step at a time.
+
+Owns what is in flight inside a step (received tensors, sends, gradient sums, the loss) and the
+order of effects around the commit. Decides nothing: who does what when is in the program, what
+a layer computes is in the stage, how tensors travel is in the transport.
+"""
+
+import time
+from collections.abc import Iterable
+
+import torch
+
+from oobleck.host.messages import StepRecord
+from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.job import JobSpec
+from oobleck.planner.plan import Plan
+from oobleck.planner.program import (
+    Action,
+    Backward,
+    Forward,
+    Instruction,
+    LayerPart,
+    LoadTokens,
+    OptimizerStep,
+    Program,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+    SyncGradient,
+    Vote,
+)
+from oobleck.worker import vote
+from oobleck.worker.commit import Progress, commit, count_votes, make_record
+from oobleck.worker.control import Control
+from oobleck.worker.data import Dataset, row_digest
+from oobleck.worker.faults import FaultInjector
+from oobleck.worker.random import RowKeys
+from oobleck.worker.stage import StageRunner
+from oobleck.worker.state import ModelState
+from oobleck.worker.transport import Group, Pending, Transport
+
+
+def owner_groups(programs: Iterable[Program], plan: Plan) -> list[Group]:
+    """The distinct owner sets of all programs, as ranks, in an order that is the same for all."""
+    rank = {worker: index for index, worker in enumerate(plan.workers)}
+    return sorted(
+        {
+            tuple(sorted(rank[owner] for owner in instruction.owners))
+            for program in programs
+            for instruction in program
+            if isinstance(instruction, SyncGradient)
+        }
+    )
+
+
+class _GradientSum:
+    """One bucket on its way: tied parts are added up first and handed back to each layer after."""
+
+    def __init__(
+        self, sync: SyncGradient, group: Group, state: ModelState, transport: Transport
+    ) -> None:
+        tied = [state.gradient_part(part) for part in sync.parts if part.part == "tied"]
+        own = [state.gradient_part(part) for part in sync.parts if part.part == "own"]
+        for other in tied[1:]:
+            tied[0].add_(other)
+        self._tied = tied
+        self._pending = transport.all_reduce([*tied[:1], *own], group)
+
+    def finish(self) -> None:
+        self._pending.wait()
+        for other in self._tied[1:]:
+            other.copy_(self._tied[0])
+
+
+class Executor:
+    """Runs the steps of one generation on one worker."""
+
+    def __init__(
+        self,
+        *,
+        job: JobSpec,
+        plan: Plan,
+        worker: WorkerId,
+        program: Program,
+        transport: Transport,
+        state: ModelState,
+        dataset: Dataset,
+        progress: Progress,
+        control: Control,
+        faults: FaultInjector,
+        device: torch.device,
+    ) -> None:
+        self._job = job
+        self._plan = plan
+        self._program = program
+        self._transport = transport
+        self._state = state
+        self._dataset = dataset
+        self._progress = progress
+        self._control = control
+        self._faults = faults
+        self._rank = {member: index for index, member in enumerate(plan.workers)}
+        self._layers = plan.holdings()[worker]
+        self._stage_count = [len(pipeline.stages) for pipeline in plan.pipelines]
+        self._stage = StageRunner(state, self._layers, job, device)
+        self._last_layer = plan.layer_count - 1
+        self._begin(0)
+
+    def run_step(self, step: int) -> tuple[StepRecord, Generation | None]:
+        """Train step `step` to its commit.
+
+        Returns its record and the generation that all workers switch to now, if any. Raises
+        TransportError when a peer is lost, Superseded when a newer generation is wanted; in both
+        cases `Progress` says how far the step came.
+        """
+        self._begin(step)
+        for instruction in self._program:
+            self._control.check_wanted(self._plan.generation)
+            self._probe("before", instruction)
+            self._execute(instruction)
+            self._probe("after", instruction)
+        assert self._result is not None, "a program ends with a vote"
+        record = make_record(self._job, self._plan.generation, self._progress, self._result)
+        return record, self._result.switch_to
+
+    def _begin(self, step: int) -> None:
+        progress = self._progress
+        if step:
+            progress.begun, progress.begun_at = step, time.monotonic()
+            progress.reduced = 0
+            self._state.zero_gradients()
+        self._step = step
+        self._stage.reset()
+        self._tokens: dict[int, torch.Tensor] = {}
+        self._targets: dict[int, torch.Tensor] = {}
+        self._inputs: dict[int, torch.Tensor] = {}
+        self._outputs: dict[int, torch.Tensor] = {}
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._input_gradients: dict[int, torch.Tensor] = {}
+        self._row_digests: dict[int, bytes] = {}
+        self._sends: list[Pending] = []
+        self._sums: list[_GradientSum] = []
+        self._loss_sum = 0.0
+        self._result: vote.Result | None = None
+
+    def _probe(self, when: str, instruction: Instruction) -> None:
+        microbatch = instruction.microbatch if isinstance(instruction, Action) else None
+        self._faults.reached(
+            f"{when}:{type(instruction).__name__}",
+            generation=self._plan.generation,
+            step=self._step,
+            microbatch=microbatch,
+        )
+
+    def _execute(self, instruction: Instruction) -> None:
+        match instruction:
+            case LoadTokens():
+                self._load(instruction)
+            case ReceiveActivation(microbatch=m):
+                self._inputs[m] = self._receive(instruction, instruction.peer, backward=False)
+            case Forward():
+                self._forward(instruction)
+            case SendActivation(microbatch=m):
+                self._send(self._outputs.pop(m), instruction, instruction.peer, backward=False)
+            case ReceiveGradient(microbatch=m):
+                self._gradients[m] = self._receive(instruction, instruction.peer, backward=True)
+            case Backward(microbatch=m):
+                gradient = self._stage.backward(m, self._gradients.pop(m, None))
+                if gradient is not None:
+                    self._input_gradients[m] = gradient
+            case SendGradient(microbatch=m):
+                gradient = self._input_gradients.pop(m)
+                self._send(gradient, instruction, instruction.peer, backward=True)
+            case SyncGradient(owners=owners):
+                group = tuple(sorted(self._rank[owner] for owner in owners))
+                self._sums.append(_GradientSum(instruction, group, self._state, self._transport))
+            case Vote():
+                self._vote(instruction.norm_parts)
+            case OptimizerStep():
+                assert self._result is not None, "the vote comes before the optimizer"
+                commit(self._state, self._job, self._progress, self._result, self._step)
+
+    def _positions(self, microbatch: int) -> range:
+        size = self._job.training.microbatch
+        return range(microbatch * size, (microbatch + 1) * size)
+
+    def _load(self, instruction: LoadTokens) -> None:
+        training = self._job.training
+        positions = self._positions(instruction.microbatch)
+        rows = self._dataset.rows(training.seed, self._step, positions, training.global_batch)
+        tokens = torch.from_numpy(rows)
+        if instruction.stage == 0:
+            self._tokens[instruction.microbatch] = tokens[:, :-1]
+            self._row_digests.update(
+                (position, row_digest(row)) for position, row in zip(positions, rows, strict=True)
+            )
+        if self._is_last(instruction):
+            self._targets[instruction.microbatch] = tokens[:, 1:]
+
+    def _is_last(self, action: Action) -> bool:
+        return action.stage == self._stage_count[action.pipeline] - 1
+
+    def _forward(self, instruction: Forward) -> None:
+        m = instruction.microbatch
+        keys = RowKeys(
+            seed=self._job.training.seed, step=self._step, positions=tuple(self._positions(m))
+        )
+        source = self._tokens if instruction.stage == 0 else self._inputs
+        output = self._stage.forward(m, source.pop(m), keys, self._targets.pop(m, None))
+        if self._is_last(instruction):
+            self._loss_sum += output.item()
+        else:
+            self._outputs[m] = output
+
+    def _tag(self, action: Action, sender_stage: int, *, backward: bool) -> int:
+        # Unique among the messages of a step between two workers; steps cannot overlap, since
+        # every worker passes the vote only after its receives.
+        stages = self._stage_count[action.pipeline]
+        return (action.microbatch * stages + sender_stage) * 2 + int(backward)
+
+    def _send(
+        self, tensor: torch.Tensor, action: Action, peer: WorkerId, *, backward: bool
+    ) -> None:
+        tag = self._tag(action, action.stage, backward=backward)
+        sent = tensor.detach().contiguous()
+        self._sends.append(self._transport.send(sent, self._rank[peer], tag))
+
+    def _receive(self, action: Action, peer: WorkerId, *, backward: bool) -> torch.Tensor:
+        tag = self._tag(action, action.stage + (1 if backward else -1), backward=backward)
+        tensor = torch.empty(self._stage.activation_shape, dtype=self._stage.activation_dtype)
+        self._transport.receive(tensor, self._rank[peer], tag).wait()
+        return tensor
+
+    def _vote(self, norm_parts: tuple[LayerPart, ...]) -> None:
+        for send in self._sends:
+            send.wait()
+        for gradient_sum in self._sums:
+            gradient_sum.finish()
+        progress, generation = self._progress, self._plan.generation
+        progress.reduced, progress.reduced_generation = self._step, generation
+        progress.reduced_layers = self._layers
+        self._faults.reached("reduced", generation=generation, step=self._step)
+
+        training = self._job.training
+        vector = vote.ballot(
+            global_batch=training.global_batch,
+            loss_sum=self._loss_sum,
+            squared_norm=self._state.squared_norm(norm_parts),
+            pending=self._control.pending_boundary(generation),
+            row_digests=self._row_digests,
+        )
+        outcome = self._transport.all_reduce([vector], tuple(range(self._transport.size)))
+        self._faults.reached("voting", generation=generation, step=self._step)
+        outcome.wait()
+        progress.voted, progress.voted_generation = self._step, generation
+        progress.ballot = vector
+        self._result = count_votes(self._job, vector, workers=self._transport.size)

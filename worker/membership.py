@@ -1,0 +1,76 @@
+"""A worker's part in one generation: the groups it talks in and the lifeline it is watched by.
+
+Owns joining (meet at the store, build the groups, close the ring) and the two ways of leaving:
+on purpose, and because a peer is gone.
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch._C._distributed_c10d import PrefixStore
+
+from oobleck.host.messages import Assign
+from oobleck.planner.ids import WorkerId
+from oobleck.worker.control import Control
+from oobleck.worker.lifeline import Lifeline
+from oobleck.worker.rendezvous import StoreServer, await_arrival, connect_store
+from oobleck.worker.transport import GlooTransport, Group
+
+
+class Membership:
+    """Holds what connects this worker to the others of a generation, until it leaves."""
+
+    def __init__(
+        self,
+        assign: Assign,
+        worker: WorkerId,
+        *,
+        own_store: StoreServer,
+        address: str,
+        groups: Sequence[Group],
+        control: Control,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """Join; returns when all members have.
+
+        Raises TransportError when one is lost on the way, Superseded when a newer generation is
+        wanted; nothing is left open then. `on_lost` is told, from another thread and at any time
+        after, that a neighbour is gone; whatever waits in a group is released then.
+        """
+        generation = assign.plan.generation
+        self._control = control
+        self._on_lost = on_lost
+        rank, size = assign.plan.workers.index(worker), len(assign.plan.workers)
+        endpoint = assign.rendezvous.store
+        store = own_store.store if endpoint == own_store.endpoint else connect_store(endpoint)
+        place = PrefixStore(assign.rendezvous.prefix, store)
+        self._lifeline = Lifeline(place, rank, size, address)
+        try:
+            await_arrival(place, size, lambda: control.check_wanted(generation), generation)
+            self.transport = GlooTransport(place, rank, size, groups, address)
+        except BaseException:
+            self._lifeline.close(goodbye=False)
+            raise
+        # From here on a push of an abrupt change releases whatever waits in a group.
+        control.on_abrupt(self.transport.abort)
+        try:
+            self._lifeline.connect(self._neighbour_lost, lambda: control.check_wanted(generation))
+            control.check_wanted(generation)
+        except BaseException:
+            self.leave(orderly=False)
+            raise
+
+    def _neighbour_lost(self, detail: str) -> None:
+        self._on_lost(detail)
+        self.transport.abort()
+
+    def stand_down(self) -> None:
+        """Training is over: the end of a neighbour is no loss any more."""
+        self._lifeline.close(goodbye=True)
+
+    def leave(self, *, orderly: bool) -> None:
+        """Leave the generation; a disorderly end releases the peers that wait for this worker."""
+        self._control.on_abrupt(None)
+        if not orderly:
+            self.transport.abort()
+        self._lifeline.close(goodbye=orderly)
+        self.transport.dispose()

@@ -1,0 +1,71 @@
+"""Randomness as a function of what it is for, never of who asks or in which order.
+
+A step must give the same result on any plan, so nothing draws from a process's global generator:
+initial weights come from (seed, layer), dropout masks from (seed, step, sample position, layer,
+site). The masks are made by integer arithmetic that is exact on every device.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+#: Where in a layer a mask is used.
+Site = Literal["embedding", "attention", "mlp"]
+
+
+def derive(*purpose: object) -> int:
+    """64 well-mixed bits for what `purpose` names."""
+    text = "/".join(str(part) for part in purpose)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def generator(*purpose: object) -> torch.Generator:
+    """A fresh CPU generator for what `purpose` names."""
+    return torch.Generator().manual_seed(derive(*purpose) >> 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowKeys:
+    """Which samples the rows of a micro-batch are: all that dropout may depend on."""
+
+    seed: int
+    step: int
+    #: Positions in the global batch, one per row.
+    positions: tuple[int, ...]
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
+
+
+def _fold(x: Tensor, bits: int) -> None:
+    # An arithmetic shift, since torch has no logical one: the copies of the sign bit are cut off.
+    x.bitwise_xor_((x >> bits).bitwise_and_((1 << (32 - bits)) - 1))
+
+
+def keep_mask(
+    rows: RowKeys, layer: int, site: Site, *, width: int, dropout: float, device: torch.device
+) -> Tensor:
+    """True where a value is kept, (rows, width): a keyed 32-bit integer hash of the index.
+
+    The mixing steps and constants are those of the `lowbias32` hash, with half of the key going
+    in before each of its two multiplications.
+    """
+    keys = [
+        derive(rows.seed, "dropout", rows.step, position, layer, site)
+        for position in rows.positions
+    ]
+    first = [[_signed(key & 0xFFFFFFFF)] for key in keys]
+    second = [[_signed(key >> 32)] for key in keys]
+    index = torch.arange(width, dtype=torch.int32, device=device)
+    x = index ^ torch.tensor(first, dtype=torch.int32, device=device)
+    _fold(x, 16)
+    x.mul_(_signed(0x7FEB352D))
+    x.bitwise_xor_(torch.tensor(second, dtype=torch.int32, device=device))
+    _fold(x, 15)
+    x.mul_(_signed(0x846CA68B))
+    _fold(x, 16)
+    return x.bitwise_and_(0x7FFFFFFF) >= round(dropout * (1 << 31))

@@ -1,0 +1,110 @@
+"""What the workers of a new generation agree on before they train: where everyone stands.
+
+Pure. Each worker states its `Standing`; from the same table of them every worker draws the same
+`Agreement`: the step from which training goes on, who must still apply that step, and whose
+layers count.
+
+A step is committed once any worker holds the result of its vote: the vote completes for one only
+after every worker has put in its share, and it puts it in only with every reduced gradient in
+hand. So if anyone has committed step s, those behind hold the reduced gradients of s and roll
+forward; if no survivor has, nobody alive has changed a weight, and step s is done again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from oobleck.planner.ids import WorkerId
+from oobleck.worker.errors import InvariantViolation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """One worker's state as it arrives in a new generation. Steps count from 1; 0 is the start."""
+
+    #: Newest step whose update it has applied.
+    committed: int
+    #: Step whose reduced gradients it holds complete, 0 for none; and the generation they are of.
+    reduced: int
+    reduced_generation: int
+    #: The layers that those gradients are of: it may hold more, left from an earlier generation.
+    reduced_layers: range
+    #: Newest step whose vote it has the result of, 0 for none; and the generation of that vote.
+    voted: int
+    voted_generation: int
+    #: Steps applied to each layer; -1 for a layer that it does not hold.
+    versions: tuple[int, ...]
+
+    def to_row(self) -> list[int]:
+        return [
+            self.committed,
+            self.reduced,
+            self.reduced_generation,
+            self.reduced_layers.start,
+            self.reduced_layers.stop,
+            self.voted,
+            self.voted_generation,
+            *self.versions,
+        ]
+
+    @classmethod
+    def from_row(cls, row: Sequence[int]) -> "Standing":
+        committed, reduced, reduced_generation, first, end, voted, voted_generation, *rest = row
+        return cls(
+            committed=committed,
+            reduced=reduced,
+            reduced_generation=reduced_generation,
+            reduced_layers=range(first, end),
+            voted=voted,
+            voted_generation=voted_generation,
+            versions=tuple(rest),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """What follows from everyone's standing."""
+
+    #: The last committed step; training goes on with the next one.
+    step: int
+    #: Workers that apply `step` now, from the reduced gradients they hold.
+    roll_forward: frozenset[WorkerId]
+    #: A worker that can tell the result of `step`'s vote; None when nobody needs it.
+    vote_holder: WorkerId | None
+    #: The layers that each worker holds at version `step` (after the roll-forward).
+    held: Mapping[WorkerId, frozenset[int]]
+
+
+def agree(standings: Mapping[WorkerId, Standing]) -> Agreement:
+    """Draw the agreement; the same on every worker because the table is the same."""
+    # Whoever has seen a vote counts as having committed it: it needs nobody else to apply it.
+    step = max(max(s.committed, s.voted) for s in standings.values())
+    holders = sorted(w for w, s in standings.items() if s.voted == step and step > 0)
+    generations = {standings[w].voted_generation for w in holders}
+    if len(generations) > 1:
+        raise InvariantViolation(f"step {step} was voted on in generations {sorted(generations)}")
+
+    roll_forward = set()
+    held: dict[WorkerId, frozenset[int]] = {}
+    for worker, standing in standings.items():
+        if standing.committed == step:
+            current, layers = step, range(len(standing.versions))
+        elif (
+            standing.committed == step - 1
+            and standing.reduced == step
+            and standing.reduced_generation in generations
+        ):
+            roll_forward.add(worker)
+            current, layers = step - 1, standing.reduced_layers
+        else:
+            continue  # left behind by an older generation: its layers are worthless
+        held[worker] = frozenset(
+            layer
+            for layer, version in enumerate(standing.versions)
+            if version == current and layer in layers
+        )
+    return Agreement(
+        step=step,
+        roll_forward=frozenset(roll_forward),
+        vote_holder=holders[0] if holders and roll_forward else None,
+        held={worker: held.get(worker, frozenset()) for worker in standings},
+    )

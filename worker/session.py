@@ -1,0 +1,192 @@
+"""A worker's life: enter a generation, train in it until it ends, enter the next.
+
+Owns what becomes of each way out of a generation and the end of training. The process, its
+libraries and every layer that it keeps live on through all generations.
+"""
+
+import logging
+
+import torch
+
+from oobleck.host.messages import (
+    Assign,
+    Committed,
+    Failed,
+    Finished,
+    Launch,
+    PeerLost,
+    PhaseReached,
+    Ready,
+)
+from oobleck.planner.compile import compile_programs
+from oobleck.planner.ids import Generation
+from oobleck.worker.commit import Progress
+from oobleck.worker.control import Control
+from oobleck.worker.data import DataError, Dataset
+from oobleck.worker.entry import Entry
+from oobleck.worker.errors import InvariantViolation, Superseded, TransportError
+from oobleck.worker.executor import Executor, owner_groups
+from oobleck.worker.faults import FaultInjector
+from oobleck.worker.membership import Membership
+from oobleck.worker.output import OutputError, check_writable, write_layers, write_manifest
+from oobleck.worker.rendezvous import StoreServer
+from oobleck.worker.state import ModelState
+from oobleck.worker.transport import Transport
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """One worker process, from its launch to its stop."""
+
+    def __init__(self, launch: Launch, control: Control) -> None:
+        """Raises DataError or OutputError when this node cannot read the data or save weights."""
+        self._worker = launch.worker
+        self._job = launch.job
+        self._job_id = launch.job_id
+        self._address = launch.address
+        self._control = control
+        self._device = torch.device("cpu")
+        self._faults = FaultInjector(launch, control)
+        model = launch.job.model
+        if launch.job.output is not None:
+            check_writable(launch.job.output)
+        self._dataset = Dataset(launch.job.data, model.sequence_length, model.vocabulary)
+        self._state = ModelState(launch.job, self._device)
+        self._progress = Progress()
+        self._entry = Entry(
+            worker=launch.worker,
+            job=launch.job,
+            state=self._state,
+            progress=self._progress,
+            fingerprint=self._dataset.fingerprint,
+            control=control,
+            faults=self._faults,
+        )
+        self._store = StoreServer(launch.address)
+
+    def run(self, pid: int) -> None:
+        """Report ready and follow the assignments; only a Stop or a dead agent ends it."""
+        fingerprint = self._dataset.fingerprint.hex()
+        self._control.report(Ready(pid=pid, store=self._store.endpoint, data=fingerprint))
+        assign = self._control.wait_next(Generation(0))
+        while True:
+            assign = self._enter(assign)
+
+    def _enter(self, assign: Assign) -> Assign:
+        """Live through one generation and return the assignment that follows it."""
+        generation = assign.plan.generation
+        log.info("entering generation", extra={"generation": generation})
+        membership: Membership | None = None
+        try:
+            self._control.report(PhaseReached(generation=generation, phase="aborted"))
+            membership = self._join(assign)
+            self._entry.run(assign, membership.transport)
+            following = self._train(assign, membership)
+        except TransportError as error:
+            self._lost(generation, str(error))
+            if membership is not None:
+                membership.leave(orderly=False)
+        except Superseded as superseded:
+            log.info("leaving generation", extra={"generation": generation, "why": str(superseded)})
+            if membership is not None:
+                membership.leave(orderly=True)
+        else:
+            membership.leave(orderly=True)
+            return following
+        if self._progress.reduced != self._progress.begun:
+            self._state.renew_gradients()
+        return self._control.wait_next(generation)
+
+    def _lost(self, generation: Generation, detail: str) -> None:
+        """Tell the agent that a peer is gone; from any thread, more than once if need be."""
+        log.warning("peer lost", extra={"generation": generation, "detail": detail})
+        self._control.report(
+            PeerLost(generation=generation, step=self._progress.begun, detail=detail)
+        )
+
+    def _join(self, assign: Assign) -> Membership:
+        plan = assign.plan
+        self._programs = compile_programs(plan, tied=self._job.model.tied)
+        self._faults.reached(
+            "before:rendezvous", generation=plan.generation, step=self._progress.begun
+        )
+        return Membership(
+            assign,
+            self._worker,
+            own_store=self._store,
+            address=self._address,
+            groups=owner_groups(self._programs.values(), plan),
+            control=self._control,
+            on_lost=lambda detail: self._lost(plan.generation, detail),
+        )
+
+    def _train(self, assign: Assign, membership: Membership) -> Assign:
+        """Run the remaining steps; returns the assignment that all go to at a step boundary.
+
+        After the last step it waits for a change (a loss at the very end), raising Superseded.
+        """
+        transport = membership.transport
+        executor = Executor(
+            job=self._job,
+            plan=assign.plan,
+            worker=self._worker,
+            program=self._programs[self._worker],
+            transport=transport,
+            state=self._state,
+            dataset=self._dataset,
+            progress=self._progress,
+            control=self._control,
+            faults=self._faults,
+            device=self._device,
+        )
+        while self._progress.committed < self._job.training.steps:
+            record, switch_to = executor.run_step(self._progress.committed + 1)
+            self._control.report(Committed(record=record))
+            if switch_to is not None:
+                return self._control.boundary(switch_to)
+        self._finish(assign, transport)
+        membership.stand_down()
+        self._control.wait_superseded(assign.plan.generation)
+
+    def _finish(self, assign: Assign, transport: Transport) -> None:
+        """Save this worker's share of the result: the layers of which it is the first owner."""
+        plan, output = assign.plan, self._job.output
+        if output is not None:
+            layers = [
+                layer
+                for layer in plan.holdings()[self._worker]
+                if plan.owners(layer)[0] == self._worker
+            ]
+            write_layers(output, self._state, layers)
+            transport.all_gather(torch.zeros(1))  # the manifest vouches for all layers
+            if plan.workers[0] == self._worker:
+                write_manifest(output, self._job, self._job_id, self._progress.committed)
+        self._control.report(Finished(generation=plan.generation, step=self._progress.committed))
+
+
+def run(launch: Launch, control: Control, pid: int) -> int:
+    """The main thread of a worker process; returns its exit status."""
+    try:
+        Session(launch, control).run(pid)
+    except InvariantViolation as error:
+        log.exception("invariant violated")
+        control.report(Failed(kind="internal", message=f"{type(error).__name__}: {error}"))
+    except (DataError, OutputError, OSError) as error:
+        control.report(Failed(kind="user", message=str(error)))
+    except Exception as error:
+        # The process boundary: whatever the model or the optimizer raised is the job's failure.
+        log.exception("training failed")
+        control.report(Failed(kind="user", message=f"{launch.worker}: {describe(error)}"))
+    return 1
+
+
+def describe(error: Exception) -> str:
+    """One line; for want of memory, the one that says what to do."""
+    line = str(error).partition("\n")[0]
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in line:
+        return (
+            f"out of memory ({line or type(error).__name__}); lower training.microbatch, or set "
+            "resources.memory_per_worker to what is free so that the plan uses more nodes"
+        )
+    return f"{type(error).__name__}: {line}"

@@ -1,0 +1,277 @@
+"""Model state: the layers that this worker holds, with weights, moments, gradients and version.
+
+Each layer's state is one flat tensor, so that it travels as one message, and its gradient is
+another, so that a sum over workers is one operation. The modules' parameters and their gradients
+are views into these. Owns the flat layout and the optimizer; knows nothing of stages, peers and
+plans: which layers to hold, and what version they must reach, is said from outside.
+
+The flat order is: the part tied to another layer, then what weight decay acts on (all matrices and
+embeddings; norms are not decayed), then the rest. So each of these is one slice, and so is `own`,
+everything but the tied part.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from oobleck.planner.job import JobSpec, ModelSpec, Precision
+from oobleck.planner.program import LayerPart
+from oobleck.worker.errors import InvariantViolation
+from oobleck.worker.model import Layer, build_layer, initialise_parameters, tied_parameter
+from oobleck.worker.optimizer import learning_rate
+
+
+class StateError(InvariantViolation):
+    """A layer is not in the state that the caller relies on."""
+
+
+def state_dtype(precision: Precision) -> torch.dtype:
+    """Type of weights, moments, gradients and of what passes between stages."""
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Where one parameter lies in the flat tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The flat order of one layer: [0, tied) [tied, decayed) [decayed, size)."""
+
+    entries: tuple[Entry, ...]
+    tied: int
+    decayed: int
+    size: int
+
+
+@lru_cache(maxsize=4096)
+def layout(spec: ModelSpec, layer: int) -> Layout:
+    """The flat layout of `layer`: a function of the model alone, so all holders agree on it."""
+    with torch.device("meta"):
+        module = build_layer(spec, layer)
+    tied_name = tied_parameter(spec, layer)
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    tied = [name for name in shapes if name == tied_name]
+    decayed = [name for name in shapes if len(shapes[name]) > 1 and name != tied_name]
+    rest = [name for name in shapes if len(shapes[name]) == 1]
+    entries: list[Entry] = []
+    for name in tied + decayed + rest:
+        offset = entries[-1].end if entries else 0
+        entries.append(Entry(name=name, shape=shapes[name], offset=offset))
+    ends = [0, *(entry.end for entry in entries)]
+    return Layout(
+        entries=tuple(entries),
+        tied=ends[len(tied)],
+        decayed=ends[len(tied) + len(decayed)],
+        size=ends[-1],
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerState:
+    """One layer on this worker."""
+
+    layer: int
+    layout: Layout
+    module: Layer
+    #: (3, n): weights, first moments (exp_avg), second moments (exp_avg_sq).
+    storage: Tensor
+    #: (n): what backward adds to; scaled in place by the update.
+    gradient: Tensor
+    #: Steps applied.
+    version: int
+    #: False while `storage` is still being received.
+    whole: bool = False
+
+
+def _place(
+    spec: ModelSpec, layer: int, storage: Tensor, gradient: Tensor, version: int
+) -> LayerState:
+    """A layer whose parameters and gradients are views into the two flat tensors."""
+    flat = layout(spec, layer)
+    with torch.device("meta"):
+        module = build_layer(spec, layer)
+    for entry in flat.entries:
+        owner_name, _, name = entry.name.rpartition(".")
+        parameter = nn.Parameter(storage[0, entry.offset : entry.end].view(entry.shape))
+        parameter.grad = gradient[entry.offset : entry.end].view(entry.shape)
+        setattr(module.get_submodule(owner_name), name, parameter)
+    return LayerState(
+        layer=layer,
+        layout=flat,
+        module=module,
+        storage=storage,
+        gradient=gradient,
+        version=version,
+    )
+
+
+def _parameters(state: LayerState) -> Iterator[tuple[Entry, nn.Parameter]]:
+    named = dict(state.module.named_parameters())
+    return ((entry, named[entry.name]) for entry in state.layout.entries)
+
+
+class ModelState:
+    """All layers of this worker, and their update."""
+
+    def __init__(self, job: JobSpec, device: torch.device) -> None:
+        self.layers: dict[int, LayerState] = {}
+        self._job = job
+        self._device = device
+        self._dtype = state_dtype(job.training.precision)
+
+    def initialise(self, layer: int) -> LayerState:
+        """Hold `layer` as it is before the first step (version 0)."""
+        state = self.allocate(layer, version=0)
+        state.storage.zero_()
+        initialise_parameters(state.module, self._job.model, self._job.training.seed)
+        self.complete(layer)
+        return state
+
+    def allocate(self, layer: int, *, version: int) -> LayerState:
+        """Room for `layer` after `version` steps, to be received into its `storage`.
+
+        It is held and may be used only from `complete` on, so that a transfer which breaks off
+        leaves no garbage behind that others would take for the layer.
+        """
+        size = layout(self._job.model, layer).size
+        storage = torch.empty(3, size, dtype=self._dtype, device=self._device)
+        gradient = torch.zeros(size, dtype=self._dtype, device=self._device)
+        self.layers[layer] = _place(self._job.model, layer, storage, gradient, version)
+        return self.layers[layer]
+
+    def complete(self, layer: int) -> None:
+        """The `storage` of an allocated layer has been received as a whole."""
+        self.layers[layer].whole = True
+
+    def storage(self, layer: int) -> Tensor:
+        """The whole state of `layer` as one contiguous tensor (3, n), to be sent or received."""
+        return self.layers[layer].storage
+
+    def module(self, layer: int) -> Layer:
+        """The module of `layer`, which must be whole."""
+        state = self.layers.get(layer)
+        if state is None or not state.whole:
+            raise StateError(f"layer {layer} is not held; held are {self.held()}")
+        return state.module
+
+    def drop(self, layer: int) -> None:
+        """Forget `layer`; one that is not there is no error."""
+        self.layers.pop(layer, None)
+
+    def drop_partial(self) -> None:
+        """Forget every layer whose transfer broke off."""
+        for layer in [i for i, state in self.layers.items() if not state.whole]:
+            self.drop(layer)
+
+    def held(self) -> dict[int, int]:
+        """Layer to version, of every layer whose state is whole."""
+        return {layer: state.version for layer, state in sorted(self.layers.items()) if state.whole}
+
+    def zero_gradients(self) -> None:
+        """Begin a step: backward adds to what is there."""
+        for state in self.layers.values():
+            state.gradient.zero_()
+
+    def renew_gradients(self) -> None:
+        """Take other memory for gradients: a sum that was given up may still write to this."""
+        for state in self.layers.values():
+            state.gradient = torch.zeros_like(state.gradient)
+            for entry, parameter in _parameters(state):
+                parameter.grad = state.gradient[entry.offset : entry.end].view(entry.shape)
+
+    def gradient_part(self, part: LayerPart) -> Tensor:
+        """The slice of a layer's gradient that is summed over one set of workers: a view."""
+        state = self.layers[part.layer]
+        cut = state.layout.tied
+        return state.gradient[:cut] if part.part == "tied" else state.gradient[cut:]
+
+    def squared_norm(self, parts: Iterable[LayerPart]) -> float:
+        """Sum of the squares of the gradients of `parts`, in float64."""
+        norms = [
+            torch.linalg.vector_norm(self.gradient_part(part), dtype=torch.float64)
+            for part in parts
+        ]
+        return float(torch.stack(norms).square().sum()) if norms else 0.0
+
+    def apply(self, step: int, *, scale: float) -> None:
+        """Take every held layer from version `step` - 1 to `step` with its gradient times `scale`.
+
+        A layer that is at `step` already stays as it is, so that rolling forward may be repeated;
+        so does one that is still being received.
+        """
+        due = self._due(step)
+        for state in due:
+            state.gradient.mul_(scale)
+        self._update(step, due)
+        for state in due:
+            state.version = step
+
+    def skip(self, step: int) -> None:
+        """Commit `step` without an update, because its gradients were not finite."""
+        for state in self._due(step):
+            state.version = step
+
+    def _due(self, step: int) -> list[LayerState]:
+        wrong = {i: v for i, v in self.held().items() if v not in (step - 1, step)}
+        if wrong:
+            raise StateError(f"step {step} cannot be applied to layers at versions {wrong}")
+        return [self.layers[i] for i, version in self.held().items() if version == step - 1]
+
+    def _update(self, step: int, due: list[LayerState]) -> None:
+        """One AdamW step. Its state is (storage, version) and nothing else, so the optimizer
+        object is made anew each time, over views; that costs microseconds.
+
+        The tied part is a tensor of its own: vectorised kernels round the ends of a tensor unlike
+        its middle, and all copies of the tied weight must stay equal to the last bit.
+        """
+        training = self._job.training
+        moments: dict[Tensor, dict[str, Tensor]] = {}
+        decayed: list[nn.Parameter] = []
+        plain: list[nn.Parameter] = []
+        for state in due:
+            flat = state.layout
+            for start, end, group in (
+                (0, flat.tied, decayed),
+                (flat.tied, flat.decayed, decayed),
+                (flat.decayed, flat.size, plain),
+            ):
+                if start < end:
+                    weights, first, second = state.storage[:, start:end]
+                    parameter = nn.Parameter(weights)
+                    parameter.grad = state.gradient[start:end]
+                    moments[parameter] = {
+                        "step": torch.tensor(step - 1.0, device=self._device),
+                        "exp_avg": first,
+                        "exp_avg_sq": second,
+                    }
+                    group.append(parameter)
+        groups: list[dict[str, object]] = [
+            {"params": params, "weight_decay": decay}
+            for params, decay in ((decayed, training.optimizer.weight_decay), (plain, 0.0))
+            if params
+        ]
+        if not groups:
+            return
+        optimizer = torch.optim.AdamW(
+            groups,
+            lr=learning_rate(training.schedule, step, training.steps, training.optimizer.lr),
+            betas=(training.optimizer.beta1, training.optimizer.beta2),
+            eps=training.optimizer.eps,
+            fused=True,
+        )
+        optimizer.state.update(moments)
+        optimizer.step()

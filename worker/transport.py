@@ -1,0 +1,249 @@
+"""Talking to the other workers of a generation: point-to-point messages and collectives.
+
+`Transport` is what the executor sees; `GlooTransport` does it with torch.distributed's gloo
+backend. One transport lives for one generation: it is built at the rendezvous, aborted when the
+generation is over, and never repaired. Must not know programs, layers or plans.
+
+Gloo's own `abort` does nothing. What releases an operation that is blocked, here and, by the
+closed sockets, at the peers, is a receive that nobody answers with a time-out of its own: gloo
+then closes every pair of that group. It forgets some operations then; see `waiting`.
+"""
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Protocol, cast
+
+import torch
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    Work,
+)
+
+from oobleck.worker.errors import TransportError
+from oobleck.worker.waiting import Waits
+
+#: A set of ranks, sorted.
+Group = tuple[int, ...]
+
+#: Operations wait for peers' computation, however long; losses release them, not the clock.
+OPERATION_TIMEOUT = timedelta(hours=24)
+
+_DISPOSE_DELAY_S = 1.0
+_ABORT_TAG = (1 << 31) - 1
+
+
+class _GlooGroup(Protocol):
+    """What torch's type stubs leave out of ProcessGroupGloo."""
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
+
+    def allreduce_coalesced(
+        self, tensors: list[torch.Tensor], options: AllreduceCoalescedOptions
+    ) -> Work: ...
+
+    def allgather(
+        self,
+        outputs: list[list[torch.Tensor]],
+        inputs: list[torch.Tensor],
+        options: AllgatherOptions,
+    ) -> Work: ...
+
+    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> Work: ...
+
+
+class Pending(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> None:
+        """Return when it is done; raises TransportError when it cannot be."""
+
+
+class Transport(Protocol):
+    """The peers of one generation, by rank. All methods raise TransportError on a lost peer."""
+
+    rank: int
+    size: int
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending: ...
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending: ...
+
+    def all_reduce(self, tensors: list[torch.Tensor], group: Group) -> Pending:
+        """Sum each of `tensors` (one dtype) over the group, in place."""
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Everyone's `tensor` (same shape), by rank."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None: ...
+
+    def abort(self) -> None:
+        """Release whatever waits in this transport. From any thread, any number of times."""
+
+
+#: The C++ source position in front of a gloo message, and its advice behind.
+_DECORATION = re.compile(r"^\[[^]]*\.(?:cc|h):\d+\] |\. This is typically caused.*$")
+
+
+@contextlib.contextmanager
+def peers_may_fail() -> Iterator[None]:
+    """Turn what gloo and the store raise for every failure of a peer or a connection."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(_DECORATION.sub("", str(error).splitlines()[0])) from None
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class _GlooWork:
+    """A gloo operation; keeps its tensors alive until it is done."""
+
+    def __init__(self, work: Work, tensors: Sequence[torch.Tensor], waits: Waits) -> None:
+        self._work = work
+        self._tensors = tensors
+        self._waits = waits
+
+    def wait(self) -> None:
+        with peers_may_fail():
+            self._waits.run(partial(self._work.wait, OPERATION_TIMEOUT))
+
+
+def _closes_all_pairs(backend: _GlooGroup, peer: int) -> bool:
+    """Whether an unanswered receive from `peer` has made gloo close every pair of the group.
+
+    It has when its time-out struck. Where the pair with `peer` was broken already, as that with
+    a dead process is, the receive fails at once and leaves the other pairs as they are.
+    """
+    try:
+        backend.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+    except RuntimeError as error:
+        return "Application timeout" in str(error)
+    return False
+
+
+def connect_timeout(size: int) -> timedelta:
+    """How long building a group of `size` may take, once all members are known to have arrived.
+
+    This is also how long a death in that moment can hold up the others; 12 ranks on two cores
+    take some 15 ms.
+    """
+    return timedelta(seconds=2 + 0.02 * size)
+
+
+class GlooTransport:
+    """Gloo groups over TCP: one of all ranks, and one per distinct set of a layer's owners."""
+
+    def __init__(
+        self, place: Store, rank: int, size: int, groups: Sequence[Group], address: str
+    ) -> None:
+        """`groups` must be the same sequence on all ranks: they are built in that order."""
+        self.rank = rank
+        self.size = size
+        self._address = address
+        self._everyone: Group = tuple(range(size))
+        self._lock = threading.Lock()
+        self._aborted = False
+        self._backends: dict[Group, _GlooGroup] = {}
+        for group in [self._everyone, *(g for g in groups if g != self._everyone)]:
+            if rank in group and len(group) > 1:
+                self._build(place, group)
+        self._waits = Waits()
+
+    def _build(self, place: Store, group: Group) -> None:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # stubs call it Options
+        options._timeout = connect_timeout(len(group))
+        options._threads = 2
+        options._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
+        name = "-".join(map(str, group)) if group != self._everyone else "everyone"
+        with peers_may_fail():
+            backend = cast(
+                _GlooGroup,
+                ProcessGroupGloo(
+                    PrefixStore(name, place), group.index(self.rank), len(group), options
+                ),
+            )
+        self._backends[group] = backend
+
+    def _pending(self, work: Work, tensors: Sequence[torch.Tensor]) -> Pending:
+        return _GlooWork(work, tensors, self._waits)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+        with peers_may_fail():
+            work = self._backends[self._everyone].send([tensor], peer, tag)
+        return self._pending(work, [tensor])
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+        with peers_may_fail():
+            work = self._backends[self._everyone].recv([tensor], peer, tag)
+        return self._pending(work, [tensor])
+
+    def all_reduce(self, tensors: list[torch.Tensor], group: Group) -> Pending:
+        if len(group) == 1:
+            return _Done()
+        options = AllreduceCoalescedOptions()
+        options.timeout = OPERATION_TIMEOUT
+        with peers_may_fail():
+            work = self._backends[group].allreduce_coalesced(tensors, options)
+        return self._pending(work, tensors)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        if self.size == 1:
+            return [tensor]
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        options = AllgatherOptions()
+        options.timeout = OPERATION_TIMEOUT
+        with peers_may_fail():
+            work = self._backends[self._everyone].allgather([gathered], [tensor], options)
+        self._pending(work, [tensor, *gathered]).wait()
+        return gathered
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        if self.size == 1:
+            return
+        options = BroadcastOptions()
+        options.rootRank = root
+        options.timeout = OPERATION_TIMEOUT
+        with peers_may_fail():
+            work = self._backends[self._everyone].broadcast([tensor], options)
+        self._pending(work, [tensor]).wait()
+
+    def abort(self) -> None:
+        with self._lock:
+            first, self._aborted = not self._aborted, True
+            backends = list(self._backends.items())
+        if not first:
+            return
+        # The group of all ranks comes first: most of what blocks, blocks in it.
+        for group, backend in backends:
+            for peer, rank in enumerate(group):
+                if rank != self.rank and _closes_all_pairs(backend, peer):
+                    break
+        self._waits.release()
+
+    def dispose(self) -> None:
+        """Free threads and sockets, later and in the background.
+
+        Freeing takes tens of milliseconds, and peers that are a moment behind may still read what
+        was sent last.
+        """
+        threading.Thread(target=self._free, name="dispose-transport", daemon=True).start()
+
+    def _free(self) -> None:
+        time.sleep(_DISPOSE_DELAY_S)
+        self._waits.close()
+        self._backends.clear()

@@ -1,0 +1,152 @@
+"""The warm process: has the libraries loaded and forks workers from that, in milliseconds.
+
+It stays single-threaded, opens no CUDA context and uses no gRPC, since none of these survive a
+fork. Its standard input is its socket to the agent. It ends with the agent, and the workers with
+it.
+
+    python -m oobleck.worker.warm < socket
+"""
+
+import contextlib
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+from typing import NoReturn
+
+import torch
+
+from oobleck.host import log as host_log
+from oobleck.host.channel import Channel
+from oobleck.host.messages import (
+    ChildExited,
+    Fork,
+    Forked,
+    ForkFailed,
+    Launch,
+    ToWarm,
+    ToWorker,
+    Warm,
+)
+from oobleck.host.process import die_with_parent
+from oobleck.worker import session
+from oobleck.worker.control import Control
+
+log = logging.getLogger(__name__)
+
+
+def warm_up() -> None:
+    """Pay for everything that the first training step would pay for, as far as a fork keeps it."""
+    # The first optimizer imports the compiler stack: a second of every worker's start otherwise.
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.0)
+    # What is loaded stays: keep the collector from touching, and so copying, its pages.
+    gc.collect()
+    gc.freeze()
+
+
+def run_worker(channel_fd: int, output_fd: int, warm_pid: int) -> NoReturn:
+    """The forked child: become a worker and never return."""
+    os.setsid()
+    die_with_parent(warm_pid)
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_DFL)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(output_fd, 1)
+    os.dup2(output_fd, 2)
+    os.close(null)
+    os.close(output_fd)
+    host_log.configure()
+
+    status = 1
+    try:
+        channel: Channel[ToWorker] = Channel(socket.socket(fileno=channel_fd), ToWorker)
+        launch = channel.receive()
+        if isinstance(launch, Launch):
+            control = Control(channel)
+            control.start()
+            status = session.run(launch, control, os.getpid())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Groups and threads of the data plane must not hold up the end of the process.
+        os._exit(status)
+
+
+class WarmProcess:
+    """Forks on request and tells how its children ended."""
+
+    def __init__(self, agent: socket.socket) -> None:
+        self._agent: Channel[ToWarm] = Channel(agent, ToWarm)
+
+    def serve(self) -> None:
+        """Until the agent closes its end."""
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_write, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        # A handler, though an empty one, is what makes the kernel's signal reach the pipe.
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+        self._agent.send(Warm(pid=os.getpid()))
+        while True:
+            ready, _, _ = select.select([self._agent.fileno(), wake_read], [], [])
+            if wake_read in ready:
+                os.read(wake_read, 4096)
+                self._reap()
+            if self._agent.fileno() in ready:
+                message = self._agent.receive()
+                if message is None:
+                    return
+                self._fork(message)
+
+    def _fork(self, fork: Fork) -> None:
+        channel_fd, output_fd = self._agent.take_descriptors()
+        warm_pid = os.getpid()
+        answer: Forked | ForkFailed
+        try:
+            pid = os.fork()
+        except OSError as error:  # the workers that there are must not end with this
+            answer = ForkFailed(incarnation=fork.incarnation, reason=error.strerror or str(error))
+        else:
+            if pid == 0:
+                self._agent.close()
+                run_worker(channel_fd, output_fd, warm_pid)
+            answer = Forked(incarnation=fork.incarnation, pid=pid)
+        os.close(channel_fd)
+        os.close(output_fd)
+        self._agent.send(answer)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            killed = os.WIFSIGNALED(status)
+            self._agent.send(
+                ChildExited(
+                    pid=pid,
+                    exit_code=None if killed else os.waitstatus_to_exitcode(status),
+                    signal=os.WTERMSIG(status) if killed else None,
+                )
+            )
+
+
+def main() -> None:
+    die_with_parent(os.getppid())
+    host_log.configure()
+    # The agent decides when this ends; a Ctrl-C in its terminal is the agent's to handle.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    agent = socket.socket(fileno=os.dup(0))
+    warm_up()
+    with contextlib.suppress(BrokenPipeError):  # the agent ended while it was being told something
+        WarmProcess(agent).serve()
+
+
+if __name__ == "__main__":
+    main()
