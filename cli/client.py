@@ -1,0 +1,134 @@
+"""Questions to the master, with a deadline, and its errors as lines with the documented codes."""
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from oobleck.cli import options
+from oobleck.host.command import CommandFailed
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto.control_pb2_grpc import OperatorStub
+
+DEADLINE_S = 5.0
+
+#: The connection gets no longer than a question; a frozen master ends a stream that is followed.
+CHANNEL_OPTIONS = (
+    ("grpc.min_reconnect_backoff_ms", int(1000 * DEADLINE_S)),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", int(1000 * DEADLINE_S)),
+    ("grpc.http2.ping_timeout_ms", int(1000 * DEADLINE_S)),
+    ("grpc.max_receive_message_length", 64 << 20),
+)
+
+#: In what gRPC says when the other end is silent or speaks something else.
+_FOREIGN = re.compile(r"HTTP/2|SETTINGS|http1")
+_NO_MASTER = "what listens there does not answer like an Oobleck master"
+
+Reply = TypeVar("Reply")
+
+
+class Unreachable(CommandFailed):
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(
+            f"cannot reach a master at {address} ({reason}); start one with "
+            "'oobleck local --nodes 4', or name it with --master or OOBLECK_MASTER",
+            options.UNREACHABLE,
+        )
+
+
+class Master:
+    """A connection to the master; use it as a context."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub: Any = OperatorStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+
+    def __enter__(self) -> "Master":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._channel.close()
+
+    def submit(self, job: str, request_id: str) -> str:
+        """The job's id. Asked twice if the first reply is lost: the request's id makes one job."""
+        request = pb.SubmitRequest(request_id=request_id, job=job)
+        try:
+            reply = self._ask(self._stub.Submit, request)
+        except Unreachable:
+            time.sleep(0.2)
+            reply = self._ask(self._stub.Submit, request)
+        return str(reply.job_id)
+
+    def jobs(self) -> list[pb.JobStatus]:
+        return list(self._ask(self._stub.ListJobs, pb.ListJobsRequest()).jobs)
+
+    def job(self, job_id: str) -> pb.JobStatus:
+        status: pb.JobStatus = self._ask(self._stub.GetJob, pb.JobRequest(job_id=job_id))
+        return status
+
+    def cancel(self, job_id: str) -> pb.JobStatus:
+        status: pb.JobStatus = self._ask(self._stub.CancelJob, pb.JobRequest(job_id=job_id))
+        return status
+
+    def nodes(self, timeout_s: float = DEADLINE_S) -> list[pb.NodeInfo]:
+        return list(self._ask(self._stub.ListNodes, pb.ListNodesRequest(), timeout_s).nodes)
+
+    def watch(self, job_id: str) -> Iterator[pb.JobStatus]:
+        return self._stream(self._stub.WatchJob, pb.JobRequest(job_id=job_id))
+
+    def events(self, job_id: str, *, follow: bool) -> Iterator[pb.EventRecord]:
+        return self._stream(self._stub.Events, pb.EventsRequest(job_id=job_id, follow=follow))
+
+    def logs(
+        self, job_id: str, *, follow: bool, node: str | None, rank: int | None
+    ) -> Iterator[pb.LogLine]:
+        request = pb.LogsRequest(job_id=job_id, follow=follow, node=node or "", rank=rank)
+        return self._stream(self._stub.Logs, request)
+
+    def _ask(self, method: Any, request: Message, timeout_s: float = DEADLINE_S) -> Any:
+        with self._errors_as_lines():
+            return method(request, timeout=timeout_s)
+
+    def _stream(self, method: Any, request: Message) -> Iterator[Any]:
+        with self._errors_as_lines():
+            yield from method(request)
+
+    @contextmanager
+    def _errors_as_lines(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise self._line(error) from error
+
+    def _line(self, error: Any) -> CommandFailed:
+        details = (error.details() or "").rpartition("last error: ")[2]
+        match error.code():
+            case grpc.StatusCode.UNAVAILABLE:
+                cause = details.rpartition(": ")[2].rstrip("]") or "unavailable"
+                return Unreachable(self.address, _NO_MASTER if _FOREIGN.search(details) else cause)
+            case grpc.StatusCode.DEADLINE_EXCEEDED:
+                return Unreachable(self.address, f"{_NO_MASTER} within {DEADLINE_S:.0f} s")
+            case grpc.StatusCode.UNIMPLEMENTED:
+                return Unreachable(self.address, _NO_MASTER)
+            case grpc.StatusCode.NOT_FOUND:
+                return CommandFailed(details, options.NO_SUCH_THING)
+            case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:
+                return CommandFailed(f"denied: {details}", options.DENIED)
+            case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.FAILED_PRECONDITION:
+                return CommandFailed(details, options.USAGE)
+            case code:
+                return CommandFailed(f"the master failed with {code.name}: {details}")

@@ -1,0 +1,83 @@
+"""`oobleck`: the list of commands, each loaded only when it is called.
+
+Must import nothing but click at the top, so that `oobleck --help` answers at once.
+"""
+
+import importlib
+import sys
+
+import click
+
+from oobleck.host import command
+
+#: Module and attribute of each command, and its line in `oobleck --help`.
+COMMANDS = {
+    "local": ("oobleck.cli.local:local", "Run a whole cluster on this machine."),
+    "submit": ("oobleck.cli.submit:submit", "Queue a training job."),
+    "status": ("oobleck.cli.show:status", "Show the cluster, or one job in full."),
+    "nodes": ("oobleck.cli.show:nodes", "List the nodes."),
+    "jobs": ("oobleck.cli.show:jobs", "List the jobs."),
+    "events": ("oobleck.cli.show:events", "Show what happened to a job."),
+    "logs": ("oobleck.cli.show:logs", "Show what a job's workers print."),
+    "cancel": ("oobleck.cli.submit:cancel", "End a job."),
+    "plan": ("oobleck.cli.plan:plan", "Show the plan that a job would get."),
+}
+
+EPILOG = """\b
+Every command that asks the master takes --master HOST:PORT, or OOBLECK_MASTER
+from the environment; without both it is 127.0.0.1:4600, where `oobleck local`
+listens.
+\b
+Exit codes:
+  0  done
+  1  the job failed or was cancelled, or an error of our own
+  2  wrong usage, a job that is refused, or nothing fits
+  3  no such job, node or rank
+  4  the master cannot be reached, or does not answer within 5 s
+  5  denied
+"""
+
+
+class LazyGroup(click.Group):
+    """Commands from `COMMANDS`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        found = getattr(importlib.import_module(module), attribute)
+        assert isinstance(found, click.Command)
+        return found
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            known = ", ".join(COMMANDS)
+            raise click.UsageError(f"no command {args[0]!r}; there are {known}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+@click.command(
+    cls=LazyGroup,
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(package_name="oobleck", prog_name="oobleck")
+def oobleck() -> None:
+    """Train large models on machines that may die: submit jobs and watch them."""
+
+
+def main() -> None:
+    sys.exit(command.run(oobleck, "oobleck"))
+
+
+if __name__ == "__main__":
+    main()

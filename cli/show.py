@@ -1,0 +1,136 @@
+"""The commands that only read: status, nodes, jobs, events, logs."""
+
+import json
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from oobleck.cli.options import NO_SUCH_THING, json_option, master_option
+from oobleck.host.command import CommandFailed
+
+if TYPE_CHECKING:
+    from oobleck.cli.client import Master
+
+#: What the protocol's field holds.
+MOST_RANK = 2**32 - 1
+
+
+@click.command()
+@click.argument("job_id", metavar="[JOB]", required=False)
+@master_option
+@json_option("One JSON object: the job's status, or {nodes, jobs} of the cluster.")
+def status(job_id: str | None, master: str, as_json: bool) -> None:
+    """Show one job in full (state and reason, step, loss, pipelines, how many nodes it can still
+    lose), or without JOB all nodes and jobs."""
+    from oobleck.cli import text
+    from oobleck.cli.client import Master
+
+    with Master(master) as connection:
+        if job_id is not None:
+            job = connection.job(job_id)
+            click.echo(text.dump(text.plain(job)) if as_json else text.job_text(job))
+            return
+        nodes, jobs = connection.nodes(), connection.jobs()
+    if as_json:
+        both = {"nodes": [*map(text.plain, nodes)], "jobs": [*map(text.plain, jobs)]}
+        click.echo(text.dump(both))
+    else:
+        width = _width()
+        tables = text.nodes_table(nodes, width=width), text.jobs_table(jobs, width=width)
+        click.echo("\n\n".join(tables))
+
+
+@click.command()
+@master_option
+@json_option("A JSON array of nodes.")
+def nodes(master: str, as_json: bool) -> None:
+    """List the nodes that the master knows: live, disconnected or lost."""
+    from oobleck.cli import text
+    from oobleck.cli.client import Master
+
+    with Master(master) as connection:
+        found = connection.nodes()
+    click.echo(
+        text.dump([*map(text.plain, found)]) if as_json else text.nodes_table(found, width=_width())
+    )
+
+
+@click.command()
+@master_option
+@json_option("A JSON array of jobs.")
+def jobs(master: str, as_json: bool) -> None:
+    """List all jobs, oldest first."""
+    from oobleck.cli import text
+    from oobleck.cli.client import Master
+
+    with Master(master) as connection:
+        found = connection.jobs()
+    click.echo(
+        text.dump([*map(text.plain, found)]) if as_json else text.jobs_table(found, width=_width())
+    )
+
+
+@click.command()
+@click.argument("job_id", metavar="JOB")
+@click.option("-f", "--follow", is_flag=True, help="Go on with new events until the job ends.")
+@master_option
+@json_option("One JSON object per line, as in the job's events.jsonl.")
+def events(job_id: str, follow: bool, master: str, as_json: bool) -> None:
+    """Show what happened to a job, oldest first: losses, reconfigurations, the end."""
+    from oobleck.cli import text
+    from oobleck.cli.client import Master
+
+    with Master(master) as connection:
+        for record in connection.events(job_id, follow=follow):
+            click.echo(record.json if as_json else text.event_line(json.loads(record.json)))
+
+
+@click.command()
+@click.argument("job_id", metavar="JOB")
+@click.option("-f", "--follow", is_flag=True, help="Go on with new lines until the job ends.")
+@click.option("--node", metavar="NAME", help="Only the workers of this node.")
+@click.option(
+    "--rank",
+    type=click.IntRange(min=0, max=MOST_RANK),
+    metavar="N",
+    help="Only rank N of the current plan.",
+)
+@master_option
+@json_option("One JSON object {node, slot, line} per line.")
+def logs(
+    job_id: str, follow: bool, node: str | None, rank: int | None, master: str, as_json: bool
+) -> None:
+    """Show what a job's workers print, behind the name of the worker."""
+    from oobleck.cli import text
+    from oobleck.cli.client import Master
+
+    with Master(master) as connection:
+        if node is not None and node not in (known := _nodes_of(connection, job_id)):
+            names = ", ".join(known) or "none yet"
+            raise CommandFailed(f"no such node in this job: {node}; it has {names}", NO_SUCH_THING)
+        for entry in connection.logs(job_id, follow=follow, node=node, rank=rank):
+            line = f"{entry.node}/{entry.slot}  {entry.line}"
+            click.echo(json.dumps(text.plain(entry)) if as_json else line)
+
+
+def _nodes_of(master: "Master", job_id: str) -> list[str]:
+    """All nodes that the job has or had, in order."""
+    plan = master.job(job_id).plan
+    found = {node for pipeline in plan.pipelines for node in pipeline.nodes}
+    found |= {node.node for node in master.nodes() if node.job_id == job_id}
+    for event in master.events(job_id, follow=False):
+        match json.loads(event.json):
+            case {"event": "started", "pipelines": pipelines}:
+                found |= {stage["node"] for pipeline in pipelines for stage in pipeline}
+            case {"event": "node_joined" | "node_lost", "node": str(node)}:
+                found.add(node)
+            case _:
+                pass  # about no node in particular, or about one that is in the others
+    return sorted(found)
+
+
+def _width() -> int | None:
+    """How wide a table may be: a pipe or a file takes any width."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -1,0 +1,80 @@
+"""The commands that change jobs: submit and cancel."""
+
+import secrets
+import sys
+from pathlib import Path
+
+import click
+
+from oobleck.cli import options
+from oobleck.cli.job import check_data, read_job
+from oobleck.cli.options import master_option
+from oobleck.host.command import CommandFailed
+
+
+@click.command(epilog="Exit codes: see 'oobleck --help'.")
+@click.argument("job_file", metavar="JOB.yaml", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Replace a value of the job file, such as training.steps=50. May be repeated.",
+)
+@click.option(
+    "--follow", "following", is_flag=True, help="Stay and show progress until the job has ended."
+)
+@master_option
+def submit(job_file: Path, overrides: tuple[str, ...], following: bool, master: str) -> int:
+    """Queue the job that JOB.yaml (- for standard input) describes and print its id.
+
+    Relative paths in it are relative to its folder. With --follow the exit code is 1 when the job
+    fails or is cancelled; Ctrl-C stops following, not the job.
+    """
+    job = read_job(job_file, overrides)
+    if _is_here(master):
+        check_data(job)
+    from oobleck.cli.client import Master
+    from oobleck.planner.jobfile import format_job
+
+    with Master(master) as connection:
+        job_id = connection.submit(format_job(job), secrets.token_hex(16))
+        click.echo(job_id)
+        return _follow(connection, job_id) if following else 0
+
+
+def _follow(connection: object, job_id: str) -> int:
+    from oobleck.cli import follow
+    from oobleck.cli.client import Master
+
+    assert isinstance(connection, Master)
+    try:
+        last = follow.follow(connection, job_id, sys.stdout)
+    except KeyboardInterrupt:
+        click.echo(
+            f"oobleck: {job_id} goes on; watch it with 'oobleck events -f {job_id}', end it with "
+            f"'oobleck cancel {job_id}'",
+            err=True,
+        )
+        return 130
+    if last.state == "succeeded":
+        return 0
+    raise CommandFailed(
+        f"{job_id} {last.state}" + (f": {last.reason}" if last.reason else ""), options.FAILED
+    )
+
+
+@click.command()
+@click.argument("job_id", metavar="JOB")
+@master_option
+def cancel(job_id: str, master: str) -> None:
+    """End a job. A job that has ended stays as it is."""
+    from oobleck.cli.client import Master
+
+    with Master(master) as connection:
+        click.echo(f"{job_id} {connection.cancel(job_id).state}")
+
+
+def _is_here(master: str) -> bool:
+    host = master.rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")

@@ -1,0 +1,275 @@
+"""How things look on a terminal, and as JSON. Pure: messages in, lines out."""
+
+import json
+import re
+import textwrap
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
+
+from oobleck.planner.units import format_bytes
+from oobleck.proto import control_pb2 as pb
+
+#: States that a job stays in.
+ENDED = ("succeeded", "failed", "cancelled")
+#: A column of text narrower than this is not readable.
+_NARROWEST = 24
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A message as JSON values: every field, its own name, whole numbers as numbers, null where an
+    optional field is absent."""
+    return {
+        field.name: None
+        if field.has_presence and not message.HasField(field.name)
+        else _plain_value(getattr(message, field.name))
+        for field in message.DESCRIPTOR.fields
+    }
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, Message):
+        return plain(value)
+    if isinstance(value, str | int | float | bool):
+        return value
+    return [_plain_value(item) for item in value]
+
+
+def dump(value: object) -> str:
+    return json.dumps(value, indent=2)
+
+
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[object]], *, width: int | None = None
+) -> str:
+    """Columns as wide as their widest cell; a column of numbers is aligned to the right.
+
+    Where that is wider than `width`, the last column is wrapped: under its head if there is room,
+    else below its row.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    lines = _lines(heads, cells)
+    if width is None or max(map(len, lines)) <= width:
+        return "\n".join(lines)
+    short = _lines(heads[:-1], [row[:-1] for row in cells])
+    indent = 2 + max(map(len, short))
+    below = width - indent < _NARROWEST
+    if below:
+        indent = 4
+    else:
+        short = [line.ljust(indent - 2) for line in short]
+        short[0] = f"{short[0]}  {heads[-1]}"
+    out = [short[0]]
+    for line, row in zip(short[1:], cells, strict=True):
+        wrapped = textwrap.wrap(row[-1], max(_NARROWEST, width - indent))
+        if not below and wrapped:
+            line = f"{line}  {wrapped.pop(0)}"
+        out += [line.rstrip(), *(" " * indent + more for more in wrapped)]
+    return "\n".join(out)
+
+
+def _lines(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+    right = [
+        bool(cells) and all(_is_number(row[index]) for row in cells) for index in range(len(heads))
+    ]
+    return [
+        "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ).rstrip()
+        for row in [list(heads), *cells]
+    ]
+
+
+def _is_number(cell: str) -> bool:
+    return re.fullmatch(r"-|[0-9][0-9,]*(\.[0-9]+)?", cell) is not None
+
+
+def seconds(span_s: float) -> str:
+    """`0.412 s`, `12.3 s`, `4 min 10 s`, `2 h 05 min`."""
+    if span_s < 10:
+        return f"{span_s:.3f} s"
+    if span_s < 60:
+        return f"{span_s:.1f} s"
+    if span_s < 3600:
+        return f"{span_s // 60:.0f} min {span_s % 60:02.0f} s"
+    return f"{span_s // 3600:.0f} h {span_s % 3600 // 60:02.0f} min"
+
+
+def about(span_s: float) -> str:
+    """A forecast, in whole seconds."""
+    return f"{span_s:.0f} s" if span_s < 60 else seconds(span_s)
+
+
+def moment(unix: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix)) if unix else "-"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+# ---- tables
+
+
+def jobs_table(jobs: Iterable[pb.JobStatus], *, width: int | None = None) -> str:
+    rows = [
+        (
+            job.job_id,
+            job.state,
+            f"{job.committed_step}/{job.steps}",
+            f"{job.loss:.4f}" if job.HasField("loss") else "-",
+            f"{job.tokens_per_s:,.0f}" if job.tokens_per_s else "-",
+            job.generation or "-",
+            moment(job.submitted_at),
+            job.reason,
+        )
+        for job in jobs
+    ]
+    if not rows:
+        return "no jobs; queue one with 'oobleck submit JOB.yaml'"
+    heads = ("JOB", "STATE", "STEP", "LOSS", "TOKENS/S", "GENERATION", "SUBMITTED", "REASON")
+    return table(heads, rows, width=width)
+
+
+def nodes_table(nodes: Iterable[pb.NodeInfo], *, width: int | None = None) -> str:
+    rows = [
+        (
+            node.node,
+            node.state,
+            node.address,
+            node.pid,
+            f"{sum(1 for w in node.workers if w.store)}/{node.worker_slots}",
+            node.device,
+            format_bytes(node.memory_per_worker_bytes),
+            node.job_id or "-",
+            node.generation or "-",
+            f"{node.last_heard_s:.1f} s ago",
+            node.reason,
+        )
+        for node in nodes
+    ]
+    if not rows:
+        return "no nodes; start one with 'oobleck-agent --master HOST:PORT'"
+    heads = (
+        *("NODE", "STATE", "ADDRESS", "PID", "WORKERS", "DEVICE", "MEMORY/WORKER"),
+        *("JOB", "GENERATION", "HEARD", "REASON"),
+    )
+    return table(heads, rows, width=width)
+
+
+# ---- one job
+
+
+def job_text(job: pb.JobStatus) -> str:
+    """All about one job, plan included."""
+    lines = [
+        f"job         {job.job_id}",
+        f"state       {job.state}" + (f": {job.reason}" if job.reason else ""),
+        f"step        {job.committed_step} of {job.steps}",
+    ]
+    if job.HasField("loss"):
+        lines.append(f"loss        {job.loss:.6f}")
+    if job.tokens_per_s:
+        eta = f", about {about(job.eta_s)} to go" if job.eta_s else ""
+        lines.append(f"speed       {job.tokens_per_s:,.0f} tokens/s{eta}")
+    lines.append(f"submitted   {moment(job.submitted_at)}")
+    if job.started_at:
+        lines.append(f"started     {moment(job.started_at)}")
+    if job.finished_at:
+        span = f" (after {seconds(job.finished_at - job.started_at)})" if job.started_at else ""
+        lines.append(f"finished    {moment(job.finished_at)}{span}")
+    if job.directory:
+        lines.append(f"directory   {job.directory}")
+    if job.HasField("plan"):
+        changes = count(job.reconfigurations, "reconfiguration")
+        lines.append(f"generation  {job.generation}, {changes} so far")
+        if job.state not in ENDED:
+            more = count(job.can_lose, "more node")
+            lines.append(f"can lose    {more}, whichever, without losing a layer")
+        lines += ["", draw(job.plan)]
+    return "\n".join(lines)
+
+
+def draw(plan: pb.Plan) -> str:
+    """A line per pipeline: its share of the batch, then each stage's node and layers."""
+    rows = []
+    for number, pipeline in enumerate(plan.pipelines):
+        stages = " -> ".join(
+            f"{_holders(stage)} [{stage.first_layer}..{stage.last_layer}]"
+            for stage in pipeline.stages
+        )
+        rows.append((f"pipeline {number}", pipeline.microbatches, stages))
+    return table(("PIPELINE", "MICRO-BATCHES", "NODES [LAYERS]"), rows)
+
+
+def _holders(stage: pb.Stage) -> str:
+    node = stage.workers[0].node
+    slots = ",".join(str(worker.slot) for worker in stage.workers)
+    return node if slots == "0" else f"{node}/{slots}"
+
+
+# ---- events
+
+
+def event_line(record: dict[str, Any]) -> str:
+    """One record of events.jsonl as one readable line."""
+    at = float(record.get("time", 0.0))
+    clock = time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03d}"
+    return f"{clock}  {_sentence(record)}"
+
+
+def _sentence(record: dict[str, Any]) -> str:
+    match record:
+        case {"event": "started", "generation": generation, "pipelines": pipelines}:
+            nodes = {stage["node"] for pipeline in pipelines for stage in pipeline}
+            return (
+                f"started generation {generation}: {count(len(pipelines), 'pipeline')} on "
+                f"{count(len(nodes), 'node')}, can lose {record.get('can_lose')}"
+            )
+        case {"event": "node_joined", "node": node}:
+            return f"node {node} joined"
+        case {"event": "node_left_out", "node": node, "reason": reason}:
+            return f"node {node} is left out: {reason}"
+        case {"event": "node_lost", "node": node, "reason": reason, "detect_s": detect_s}:
+            return f"node {node} lost: {reason} (known after {seconds(detect_s)})"
+        case {"event": "worker_lost", "node": node, "slot": slot, "reason": reason}:
+            return f"worker {node}/{slot} lost: {reason}"
+        case {"event": "waiting", "reason": reason}:
+            return f"waiting for nodes: {reason}"
+        case {"event": "reconfigured"}:
+            return _reconfigured(record)
+        case {"event": "failed", "reason": reason}:
+            return f"failed: {reason}"
+        case {"event": "submitted" | "succeeded" | "cancelled" as event}:
+            return str(event)
+        case _:
+            left_out = ("event", "id", "time")
+            rest = " ".join(f"{k}={v}" for k, v in record.items() if k not in left_out)
+            return f"{record.get('event')} {rest}"
+
+
+def _reconfigured(record: dict[str, Any]) -> str:
+    who = [
+        *record.get("nodes_lost", []),
+        *record.get("workers_lost", []),
+        *record.get("nodes_joined", []),
+    ]
+    phases = ", ".join(f"{name} {span:.3f}" for name, span in record.get("phases", {}).items())
+    parts = [
+        f"reconfigured to generation {record['to_generation']} by {record['rule']} "
+        f"({' '.join([str(record['cause']), *who])})",
+        f"in {seconds(record['total_s'])} ({phases})",
+    ]
+    if record.get("redo_step") is not None:
+        parts.append(f"step {record['redo_step']} done again")
+    if record.get("rolled_forward"):
+        parts.append("rolled forward")
+    if record.get("received_bytes"):
+        parts.append(f"{format_bytes(record['received_bytes'])} of state moved")
+    if record.get("superseded_by") is not None:
+        parts.append(f"overtaken by generation {record['superseded_by']}")
+    return ", ".join(parts)

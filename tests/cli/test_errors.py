@@ -1,0 +1,209 @@
+"""Every user error is one line with its fix and the documented exit code, never a traceback."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.commands import refused, run
+
+VERBS = [
+    ("status",),
+    ("status", "demo-1"),
+    ("nodes",),
+    ("jobs",),
+    ("events", "demo-1"),
+    ("logs", "demo-1"),
+    ("cancel", "demo-1"),
+]
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_nobody_listens(verb: tuple[str, ...]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        line = refused(run(*verb, "--master", address), 4)
+    assert address in line
+    assert "--master" in line
+
+
+@pytest.mark.parametrize("verb", [("jobs",), ("events", "demo-1")], ids=" ".join)
+def test_a_master_that_hangs_is_given_up_after_five_seconds(verb: tuple[str, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        line = refused(run(*verb, "--master", address), 4)
+    assert time.monotonic() - began < 7
+    assert "does not answer like an Oobleck master" in line
+
+
+def test_a_port_that_speaks_something_else() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def greet() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = other.accept()
+                    with connection:
+                        connection.sendall(b"220 welcome\r\n" * 10)
+
+        threading.Thread(target=greet, daemon=True).start()
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        line = refused(run("jobs", "--master", address), 4)
+    assert "does not answer like an Oobleck master" in line
+
+
+def test_a_host_that_has_no_address() -> None:
+    line = refused(run("jobs", "--master", "no.such.host.invalid:4600"), 4)
+    assert "]" not in line
+
+
+@pytest.mark.parametrize(
+    "verb", [("status", "x-1"), ("events", "x-1"), ("logs", "x-1"), ("cancel", "x-1")], ids=" ".join
+)
+def test_no_such_job(master: str, verb: tuple[str, ...]) -> None:
+    assert "no job 'x-1'" in refused(run(*verb, "--master", master), 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("train",), "no command 'train'"),
+        (("jobs", "--what"), "No such option"),
+        (("jobs", "--master", "here"), "HOST:PORT"),
+        (("jobs", "--master", "http://127.0.0.1:80"), "HOST:PORT"),
+        (("jobs", "--master", "127.0.0.1:0"), "no master has port 0"),
+        (("jobs", "--master", "::1:4600"), "HOST:PORT"),
+        (("events", "\udcff"), r"the argument '\udcff' is not UTF-8 text"),
+        (("status", "\udcff"), r"the argument '\udcff' is not UTF-8 text"),
+        (("events",), "Missing argument 'JOB'"),
+        (("submit", "absent.yaml"), "absent.yaml: No such file"),
+        (("plan", "--nodes", "4"), "--profile"),
+        (("plan", "--profile", "absent.json", "--nodes", "4"), "absent.json: No such file"),
+        (("local", "--nodes", "0"), "--nodes 0: give at least 1"),
+        (("local", "--nodes", "100000"), "--oversubscribe"),
+        (("local", "--nodes", "2", "--listen", "nowhere"), "HOST:PORT"),
+        (("local",), "Missing option '--nodes'"),
+    ],
+    ids=lambda value: ascii(" ".join(value)) if isinstance(value, tuple) else "",
+)
+def test_wrong_usage(arguments: tuple[str, ...], part: str) -> None:
+    assert part in refused(run(*arguments), 2)
+
+
+def test_a_home_that_takes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home"
+    home.write_text("a file")
+    monkeypatch.setenv("HOME", str(home))
+    assert "--state-dir" in refused(run("local", "--nodes", "1"), 2)
+
+
+def test_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        line = refused(run("local", "--nodes", "1", "--listen", address), 2)
+    assert "already in use" in line
+
+
+@pytest.mark.parametrize(
+    ("extra", "part"),
+    [
+        ("fault_tolerence: 1\n", "job.yaml:5: unknown key 'fault_tolerence'"),
+        ("fault_tolerance: many\n", "job.yaml:5"),
+        ("fault_tolerance: 9\n", "global_batch"),
+        ("{", "job.yaml:"),
+    ],
+)
+def test_a_bad_job_file_names_the_line(
+    master: str, job_file: Callable[..., Path], extra: str, part: str
+) -> None:
+    assert part in refused(run("submit", str(job_file(extra=extra)), "--master", master), 2)
+
+
+def test_what_is_no_job_file_is_refused_at_once(tmp_path: Path) -> None:
+    large = tmp_path / "large.yaml"
+    large.write_bytes(b"#" * (1 << 20) + b"\n")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    began = time.monotonic()
+    assert "larger than 1 MiB" in refused(run("submit", str(large)), 2)
+    assert "is not a regular file" in refused(run("submit", "/dev/zero"), 2)
+    assert "nothing came through this pipe for 5 s" in refused(run("submit", str(pipe)), 2)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("through", ["-", "/dev/stdin"])
+def test_a_job_comes_through_a_pipe(
+    master: str, job_file: Callable[..., Path], through: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = job_file(name="piped")
+    monkeypatch.chdir(path.parent)
+    command = [sys.executable, "-m", "oobleck.cli.main", "plan", through, "--nodes", "2"]
+    result = subprocess.run(
+        command, input=path.read_text(), capture_output=True, text=True, timeout=20, check=False
+    )
+    assert result.returncode == 0, result
+    assert "pipeline 1" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "start"),
+    [
+        (("--microbatch", "3"), "--microbatch 3: training.microbatch: 3 does not divide"),
+        (("--fault-tolerance", "10"), "--fault-tolerance 10: training.global_batch: "),
+        (("--memory-per-worker", "lots"), "--memory-per-worker: 'lots' is not a size"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_plan_blames_the_option(
+    job_file: Callable[..., Path], flags: tuple[str, ...], start: str
+) -> None:
+    line = refused(run("plan", str(job_file()), "--nodes", "4", *flags), 2)
+    assert line.startswith(f"oobleck: {start}")
+
+
+def test_a_bad_override_and_missing_data(master: str, job_file: Callable[..., Path]) -> None:
+    path = str(job_file())
+    submit = ("submit", path, "--master", master, "--set")
+    assert "microbatch" in refused(run(*submit, "training.microbatch=3"), 2)
+    assert "no file matches" in refused(run(*submit, "data.text=[nothing/*.txt]"), 2)
+    blamed = "oobleck: --set fault_tolerance=9: training.global_batch: "
+    assert refused(run(*submit, "fault_tolerance=9"), 2).startswith(blamed)
+    device = refused(run(*submit, "data.text=[/dev/null]"), 2)
+    assert "/dev/null is not a regular file" in device
+    few = refused(run(*submit, "model.sequence_length=5000"), 2)
+    assert "holds 1000 tokens, too few for one row of 5001" in few
+    assert run("jobs", "--master", master).stdout.startswith("no jobs")
+
+
+def test_the_reader_of_a_pipe_may_leave(master: str) -> None:
+    command = [sys.executable, "-m", "oobleck.cli.main", "--help"]
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert errors == ""
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, oobleck.cli.main as m; m.command.run(m.oobleck, 'oobleck', ['--help']); "
+        "print([n for n in ('grpc', 'torch', 'scipy', 'yaml', 'asyncio', 'google') "
+        "if n in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=20
+    )
+    assert result.stdout.strip().split("\n")[-1] == "[]"

@@ -1,0 +1,116 @@
+"""Submitting, watching and ending jobs: the real command and master, workers that pretend."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from support.commands import refused, run
+
+
+def wait_for(check: Callable[[], bool], timeout_s: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_job_from_submit_to_its_end(cluster: str, job_file: Callable[..., Path]) -> None:
+    master = ("--master", cluster)
+    result = run("submit", str(job_file()), *master, "--follow", "--set", "training.steps=30")
+    assert result.returncode == 0, result
+    assert result.stderr == ""
+    lines = result.stdout.strip().split("\n")
+    assert lines[0] == "demo-1"
+    assert lines[-1].startswith("succeeded  step 30/30  loss 0.0333")
+    assert any("started generation 1: 2 pipelines on 2 nodes" in line for line in lines)
+
+    status = json.loads(run("status", "demo-1", *master, "--json").stdout)
+    assert status["state"] == "succeeded"
+    assert (status["committed_step"], status["steps"]) == (30, 30)
+    assert [p["nodes"] for p in status["plan"]["pipelines"]] == [["n1"], ["n2"]]
+    text = run("status", "demo-1", *master).stdout
+    assert "step        30 of 30" in text
+    assert "n1 [0..3]" in text
+
+    (job,) = json.loads(run("jobs", *master, "--json").stdout)
+    assert job == status
+    nodes = json.loads(run("nodes", *master, "--json").stdout)
+    assert [(node["node"], node["state"]) for node in nodes] == [("n1", "live"), ("n2", "live")]
+    both = json.loads(run("status", *master, "--json").stdout)
+    assert set(both) == {"nodes", "jobs"}
+    table = run("nodes", *master).stdout.split("\n")
+    assert table[0].split()[:3] == ["NODE", "STATE", "ADDRESS"]
+    assert [line.split()[:2] for line in table[1:3]] == [["n1", "live"], ["n2", "live"]]
+
+    records = [
+        json.loads(line) for line in run("events", "demo-1", *master, "--json").stdout.splitlines()
+    ]
+    on_disk = Path(status["directory"], "events.jsonl").read_text().splitlines()
+    assert records == [json.loads(line) for line in on_disk]
+    readable = run("events", "demo-1", *master).stdout.splitlines()
+    assert len(readable) == len(records)
+    assert readable[-1].endswith("  succeeded")
+    assert run("logs", "demo-1", "--node", "n2", *master).stdout == "n2/0  worker n2/0 faults=2\n"
+    line = refused(run("logs", "demo-1", "--node", "nope", *master), 3)
+    assert line == "oobleck: no such node in this job: nope; it has n1, n2"
+    line = refused(run("logs", "demo-1", "--rank", "2", *master), 3)
+    assert line == "oobleck: no rank 2: the job's plan has 2 workers"
+    refused(run("logs", "demo-1", "--rank", "99999999999", *master), 2)
+    (entry,) = run("logs", "demo-1", "--rank", "0", *master, "--json").stdout.splitlines()
+    assert json.loads(entry) == {"node": "n1", "slot": 0, "line": "worker n1/0 faults=2"}
+
+
+def test_following_a_job_that_fails(cluster: str, job_file: Callable[..., Path]) -> None:
+    result = run("submit", str(job_file("fails")), "--follow", "--master", cluster)
+    assert result.returncode == 1
+    assert result.stderr.startswith("oobleck: fails-1 failed: ")
+    assert "the data is missing" in result.stderr
+
+
+def test_ctrl_c_leaves_the_job_and_says_how_to_end_it(
+    cluster: str, job_file: Callable[..., Path]
+) -> None:
+    path = str(job_file())
+    command = [sys.executable, "-m", "oobleck.cli.main", "submit", path, "--follow"]
+    process = subprocess.Popen(
+        [*command, "--set", "training.steps=100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OOBLECK_MASTER": cluster},
+    )
+    assert process.stdout is not None
+    while "running" not in process.stdout.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "oobleck cancel demo-1" in errors
+    assert "Traceback" not in errors
+    master = ("--master", cluster)
+    assert json.loads(run("status", "demo-1", "--json", *master).stdout)["state"] == "running"
+
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "oobleck.cli.main", "events", "-f", "demo-1", *master],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert run("cancel", "demo-1", *master).returncode == 0
+    output, _ = follower.communicate(timeout=15)
+    assert output.splitlines()[-1].endswith("  cancelled")
+    wait_for(lambda: "cancelled" in run("jobs", *master).stdout)
+    assert run("cancel", "demo-1", *master).stdout == "demo-1 cancelled\n"
+
+
+def test_paths_of_a_job_file_are_relative_to_it(
+    cluster: str, job_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = job_file()
+    result = run("submit", str(path), "--master", cluster)
+    assert result.stdout == "demo-1\n"
+    refused(run("submit", str(path), "--master", cluster, "--set", "data.text=[absent.txt]"), 2)

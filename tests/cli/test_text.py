@@ -1,0 +1,169 @@
+"""What is printed, from given messages: no master, no processes."""
+
+import io
+
+import pytest
+
+from oobleck.cli import text
+from oobleck.cli.follow import Progress, progress_line
+from oobleck.proto import control_pb2 as pb
+
+
+def job(**changes: object) -> pb.JobStatus:
+    fields: dict[str, object] = {
+        "job_id": "demo-1",
+        "state": "running",
+        "committed_step": 57,
+        "steps": 200,
+        "loss": 2.34567,
+        "tokens_per_s": 12345.6,
+        "generation": 3,
+        "eta_s": 75.2,
+        "plan": pb.Plan(
+            generation=3,
+            pipelines=[
+                pb.Pipeline(
+                    nodes=["n1", "n2"],
+                    microbatches=9,
+                    stages=[
+                        pb.Stage(last_layer=4, workers=[pb.WorkerId(node="n1", slot=0)]),
+                        pb.Stage(
+                            first_layer=5, last_layer=9, workers=[pb.WorkerId(node="n2", slot=1)]
+                        ),
+                    ],
+                )
+            ],
+        ),
+    }
+    return pb.JobStatus(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_plain_keeps_defaults_and_numbers() -> None:
+    value = text.plain(pb.JobStatus(job_id="demo-1", steps=5))
+    assert value["steps"] == 5
+    assert value["loss"] is None
+    assert value["plan"] is None
+    assert value["reason"] == ""
+    assert text.plain(job())["plan"]["pipelines"][0]["stages"][1]["workers"] == [
+        {"node": "n2", "slot": 1}
+    ]
+
+
+def test_table_aligns_numbers_to_the_right_and_text_to_the_left() -> None:
+    assert text.table(("NAME", "N"), [("a", 1), ("longer", 1000)]).split("\n") == [
+        "NAME       N",
+        "a          1",
+        "longer  1000",
+    ]
+    assert text.table(("IP", "X"), [("127.0.0.1", "")]) == "IP         X\n127.0.0.1"
+
+
+def test_a_table_that_is_too_wide_wraps_its_last_column() -> None:
+    rows = [("a", "one two three four five six seven"), ("b", "")]
+    assert text.table(("NAME", "REASON"), rows, width=32).split("\n") == [
+        "NAME  REASON",
+        "a     one two three four five",
+        "      six seven",
+        "b",
+    ]
+    assert text.table(("NAME", "REASON"), rows, width=28).split("\n") == [
+        "NAME",
+        "a",
+        "    one two three four five",
+        "    six seven",
+        "b",
+    ]
+    assert text.table(("NAME", "REASON"), rows, width=39) == text.table(("NAME", "REASON"), rows)
+
+
+@pytest.mark.parametrize(
+    ("span_s", "shown"),
+    [(0.4124, "0.412 s"), (12.34, "12.3 s"), (250, "4 min 10 s"), (7500, "2 h 05 min")],
+)
+def test_seconds(span_s: float, shown: str) -> None:
+    assert text.seconds(span_s) == shown
+
+
+def test_status_of_a_job_draws_its_pipelines() -> None:
+    shown = text.job_text(job(can_lose=1, reconfigurations=2))
+    assert "can lose    1 more node, whichever, without losing a layer" in shown
+    assert "pipeline 0              9  n1 [0..4] -> n2/1 [5..9]" in shown
+    assert "can lose" not in text.job_text(job(state="succeeded"))
+
+
+def test_progress_line() -> None:
+    assert progress_line(job()) == (
+        "running  step 57/200  loss 2.3457  12,346 tokens/s  2 nodes (2)  generation 3  "
+        "1 min 15 s to go"
+    )
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_one_line_is_rewritten_below_the_events() -> None:
+    out = Terminal()
+    progress = Progress(out)
+    progress.status(job(state="one"), 0.0)
+    progress.above("an event")
+    progress.status(job(state="two"), 0.1)
+    progress.finish()
+    pieces = out.getvalue().split("\r\x1b[K")
+    assert [piece.split("  ")[0] for piece in pieces] == ["", "one", "an event\n", "one", "two"]
+    assert out.getvalue().endswith("\n")
+
+
+def test_elsewhere_a_line_comes_each_second_or_with_a_change_of_state() -> None:
+    out = io.StringIO()
+    progress = Progress(out)
+    for now, step in ((0.0, 1), (0.5, 2), (1.0, 3), (1.1, 4)):
+        progress.status(job(committed_step=step), now)
+    progress.status(job(committed_step=5, generation=4), 1.2)
+    steps = [line.split("step ")[1].split("/")[0] for line in out.getvalue().splitlines()]
+    assert steps == ["1", "3", "5"]
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence"),
+    [
+        (
+            {
+                "event": "node_lost",
+                "node": "n3",
+                "reason": "lease",
+                "detect_s": 5.2,
+                "cause": "lease",
+            },
+            "node n3 lost: lease (known after 5.200 s)",
+        ),
+        (
+            {"event": "node_left_out", "node": "n4", "reason": "its data differ"},
+            "node n4 is left out: its data differ",
+        ),
+        ({"event": "waiting", "reason": "needs 2 nodes"}, "waiting for nodes: needs 2 nodes"),
+        ({"event": "unheard_of", "id": 4, "x": 1}, "unheard_of x=1"),
+        (
+            {
+                "event": "reconfigured",
+                "from_generation": 1,
+                "to_generation": 2,
+                "rule": "borrow",
+                "cause": "node lost",
+                "nodes_lost": ["n3"],
+                "total_s": 0.25,
+                "phases": {"detect": 0.05, "plan": 0.2},
+                "redo_step": 9,
+                "received_bytes": 2048,
+            },
+            "reconfigured to generation 2 by borrow (node lost n3), in 0.250 s "
+            "(detect 0.050, plan 0.200), step 9 done again, 2.0 KiB of state moved",
+        ),
+    ],
+    ids=lambda value: value["event"] if isinstance(value, dict) else "",
+)
+def test_event_lines(record: dict[str, object], sentence: str) -> None:
+    line = text.event_line({"time": 1.25, **record})
+    assert line.split("  ", 1)[1] == sentence
+    assert line.split("  ", 1)[0].endswith(".250")
