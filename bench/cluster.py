@@ -1,0 +1,249 @@
+"""A local cluster driven as an operator would: by the `oobleck` command, signals and files.
+
+Used by the demo, the benchmarks and the cluster tests. Knows nothing of the inside: it reads
+what the command prints, the files under the state directory, and the process table.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+BIN = Path(sys.executable).parent
+Record = dict[str, Any]
+#: What ends a job.
+ENDED = ("succeeded", "failed", "cancelled")
+
+
+class ClusterError(RuntimeError):
+    """The cluster did not do what it was asked to, in time."""
+
+
+def read_lines(path: Path) -> list[Record]:
+    """The whole lines of a .jsonl file that may be growing; [] when it is not there yet."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def kill_tree(pid: int) -> list[int]:
+    """SIGKILL a process and all its descendants, as when their machine dies; returns their pids."""
+    try:
+        root = psutil.Process(pid)
+        victims = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+    # The workers first: the agent must not get to see and report their end.
+    for victim in reversed(victims):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.suspend()
+    for victim in victims:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.kill()
+    return [victim.pid for victim in victims]
+
+
+class LocalCluster:
+    """`oobleck local` and what may be done to it; a context manager that leaves nothing."""
+
+    def __init__(
+        self,
+        nodes: int,
+        *,
+        state_dir: Path | None = None,
+        workers_per_node: int = 1,
+        fault_plan: Sequence[Mapping[str, object]] = (),
+        options: Sequence[str] = (),
+    ) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="oobleck-")
+        self.state_dir = state_dir or Path(self._scratch.name) / "state"
+        self.agents: dict[str, int] = {}
+        self.address = ""
+        self.master_pid = 0
+        self._extra: list[subprocess.Popen[str]] = []
+        command = [str(BIN / "oobleck"), "local", "--nodes", str(nodes)]
+        command += ["--workers-per-node", str(workers_per_node)]
+        command += ["--listen", "127.0.0.1:0", "--state-dir", str(self.state_dir), *options]
+        if fault_plan:
+            path = Path(self._scratch.name) / "faults.json"
+            path.write_text(json.dumps(list(fault_plan)))
+            command += ["--fault-plan", str(path)]
+        self.log = Path(self._scratch.name) / "local.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            )
+        try:
+            self._await_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> "LocalCluster":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _await_ready(self) -> None:
+        assert self.process.stdout is not None, "opened as a pipe"
+        for line in self.process.stdout:
+            words = line.split()
+            match words:
+                case ["master", address, "pid", pid]:
+                    self.address, self.master_pid = address, int(pid)
+                case ["agent", name, "pid", pid]:
+                    self.agents[name] = int(pid)
+                case ["ready", *_]:
+                    return
+                case _:
+                    pass
+        raise ClusterError(f"oobleck local ended early:\n{self.log.read_text()}")
+
+    def stop(self) -> None:
+        """Ctrl-C, then whatever is left by force."""
+        tree = [self.process.pid, *(extra.pid for extra in self._extra)]
+        left = [p for pid in tree for p in _descendants(pid)]
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        for extra in self._extra:
+            if extra.poll() is None:
+                extra.terminate()
+        for running in [self.process, *self._extra]:
+            try:
+                running.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                running.kill()
+                running.wait()
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self._scratch.cleanup()
+
+    # ---- the operator's verbs
+
+    def oobleck(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run `oobleck VERB ...` against this cluster."""
+        done = subprocess.run(
+            [str(BIN / "oobleck"), *arguments],
+            env={**os.environ, "OOBLECK_MASTER": self.address},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        if check and done.returncode != 0:
+            raise ClusterError(f"oobleck {' '.join(arguments)}: {done.stderr.strip()}")
+        return done
+
+    def submit(self, job: Mapping[str, object]) -> str:
+        """Submit the job file that `job` describes; returns the job's id."""
+        path = Path(self._scratch.name) / f"{job['name']}.yaml"
+        path.write_text(json.dumps(job))  # JSON is YAML
+        return self.oobleck("submit", str(path)).stdout.strip()
+
+    def status(self, job_id: str) -> Record:
+        status: Record = json.loads(self.oobleck("status", job_id, "--json").stdout)
+        return status
+
+    def nodes(self) -> dict[str, Record]:
+        listed = json.loads(self.oobleck("nodes", "--json").stdout)
+        return {node["node"]: node for node in listed}
+
+    # ---- what the files say
+
+    def metrics(self, job_id: str) -> list[Record]:
+        return read_lines(self.state_dir / "jobs" / job_id / "metrics.jsonl")
+
+    def events(self, job_id: str, kind: str | None = None) -> list[Record]:
+        events = read_lines(self.state_dir / "jobs" / job_id / "events.jsonl")
+        return [event for event in events if kind in (None, event["event"])]
+
+    # ---- waiting
+
+    def wait(self, condition: Callable[[], bool], what: str, timeout_s: float = 120) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                raise ClusterError(f"timed out waiting for {what}\n{self.tail()}")
+            if self.process.poll() is not None:
+                raise ClusterError(f"oobleck local ended while waiting for {what}\n{self.tail()}")
+            time.sleep(0.02)
+
+    def wait_step(self, job_id: str, step: int, timeout_s: float = 120) -> None:
+        def reached() -> bool:
+            metrics = self.metrics(job_id)
+            if not metrics and (end := self.end_of(job_id)) is not None:
+                raise ClusterError(f"job {job_id} ended early: {end}\n{self.tail()}")
+            return bool(metrics) and metrics[-1]["step"] >= step
+
+        self.wait(reached, f"step {step} of {job_id}", timeout_s)
+
+    def end_of(self, job_id: str) -> Record | None:
+        """The event that ended the job, if it has ended."""
+        ends = [e for e in self.events(job_id) if e["event"] in ENDED]
+        return ends[-1] if ends else None
+
+    def wait_end(self, job_id: str, timeout_s: float = 180) -> str:
+        """Wait until the job has ended; returns how."""
+        self.wait(lambda: self.end_of(job_id) is not None, f"the end of {job_id}", timeout_s)
+        end = self.end_of(job_id)
+        assert end is not None, "just seen"
+        return str(end["event"])
+
+    # ---- trouble
+
+    def kill_node(self, name: str) -> list[int]:
+        """SIGKILL the agent of a node together with everything it started."""
+        return kill_tree(self.agents.pop(name))
+
+    def worker_pids(self) -> dict[str, int]:
+        """Process of every worker, by "node/slot"."""
+        return {
+            f"{name}/{worker['slot']}": worker["pid"]
+            for name, node in self.nodes().items()
+            for worker in node["workers"]
+        }
+
+    def kill_worker(self, name: str, slot: int = 0) -> int:
+        pid = self.worker_pids()[f"{name}/{slot}"]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def start_node(self, name: str, *options: str) -> int:
+        """Start one more agent, as an operator would on one more machine."""
+        command = [str(BIN / "oobleck-agent"), "--master", self.address, "--name", name, *options]
+        with self.log.open("a") as log:
+            agent = subprocess.Popen(command, stdout=log, stderr=log, text=True)
+        self._extra.append(agent)
+        self.agents[name] = agent.pid
+        return agent.pid
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that runs on behalf of this cluster."""
+        roots = [self.process.pid, *(extra.pid for extra in self._extra)]
+        return [process for pid in roots for process in _descendants(pid)]
+
+    def tail(self, lines: int = 40) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _descendants(pid: int) -> Iterator[psutil.Process]:
+    try:
+        root = psutil.Process(pid)
+        yield root
+        yield from root.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return

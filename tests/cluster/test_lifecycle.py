@@ -1,0 +1,196 @@
+"""What an operator sees of a running job when nodes and workers come and go."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.cluster import BIN, LocalCluster
+
+pytestmark = pytest.mark.cluster
+
+
+def job(text: str, name: str = "job", **changes: object) -> dict[str, object]:
+    return {
+        "name": name,
+        "model": {"layers": 4, "hidden": 32, "heads": 2, "sequence_length": 32},
+        "data": {"text": [text]},
+        "training": {"steps": 100_000, "global_batch": 8, "microbatch": 1},
+        "fault_tolerance": 0,
+        **changes,
+    }
+
+
+def last_step(cluster: LocalCluster, job_id: str) -> int:
+    metrics = cluster.metrics(job_id)
+    return int(metrics[-1]["step"]) if metrics else 0
+
+
+def go_on(cluster: LocalCluster, job_id: str, steps: int = 3) -> None:
+    cluster.wait_step(job_id, last_step(cluster, job_id) + steps)
+
+
+def test_lost_node_and_its_return(small_cluster: LocalCluster, text: str) -> None:
+    cluster = small_cluster
+    job_id = cluster.submit(job(text))
+    cluster.wait_step(job_id, 5)
+    before = cluster.worker_pids()
+    cluster.kill_node("n2")
+    cluster.wait(lambda: len(cluster.events(job_id, "reconfigured")) == 1, "the recovery")
+    go_on(cluster, job_id)
+    after = cluster.worker_pids()
+    assert {w: pid for w, pid in after.items() if w in ("n1/0", "n3/0")} == {
+        w: pid for w, pid in before.items() if w in ("n1/0", "n3/0")
+    }, "survivors must keep their processes"
+    record = cluster.events(job_id, "reconfigured")[0]
+    assert record["nodes_lost"] == ["n2"]
+    assert sum(record["phases"].values()) == pytest.approx(record["total_s"], abs=1e-6)
+
+    cluster.start_node("n2")
+    cluster.wait(lambda: len(cluster.events(job_id, "reconfigured")) == 2, "the return")
+    record = cluster.events(job_id, "reconfigured")[1]
+    assert (record["rule"], record["nodes_joined"], record["redo_step"]) == ("join", ["n2"], None)
+    go_on(cluster, job_id)
+    status = cluster.status(job_id)
+    assert status["state"] == "running"
+    assert status["generation"] == 3
+    steps = [line["step"] for line in cluster.metrics(job_id)]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_worker_killed_alone_is_replaced(small_cluster: LocalCluster, text: str) -> None:
+    cluster = small_cluster
+    job_id = cluster.submit(job(text, training={"steps": 100_000, "global_batch": 8}))
+    cluster.wait_step(job_id, 5)
+    before = cluster.worker_pids()
+    killed = cluster.kill_worker("n3")
+    cluster.wait(lambda: len(cluster.events(job_id, "reconfigured")) == 1, "the recovery")
+    go_on(cluster, job_id)
+    after = cluster.worker_pids()
+    assert after.keys() == before.keys()
+    assert after["n3/0"] != killed
+    assert {w for w in after if after[w] == before[w]} == {"n1/0", "n2/0"}
+    record = cluster.events(job_id, "reconfigured")[0]
+    assert (record["rule"], record["workers_lost"], record["nodes_lost"]) == (
+        "replace",
+        ["n3/0"],
+        [],
+    )
+
+
+def test_too_few_nodes_wait_and_say_so(small_cluster: LocalCluster, text: str) -> None:
+    cluster = small_cluster
+    needs_two = job(text, resources={"min_nodes_per_pipeline": 2})
+    job_id = cluster.submit(needs_two)
+    cluster.wait_step(job_id, 5)
+    cluster.kill_node("n1")
+    cluster.kill_node("n2")
+    cluster.wait(lambda: cluster.status(job_id)["state"] == "waiting for nodes", "the job to wait")
+    status = cluster.status(job_id)
+    assert "2" in status["reason"], status["reason"]
+    # One pipeline of three nodes: what n1 and n2 held is gone, and no node can bring it back.
+    cluster.start_node("n1")
+    cluster.start_node("n2")
+    cluster.wait(
+        lambda: "layer" in cluster.status(job_id)["reason"], "the reason to name the lost layers"
+    )
+    assert cluster.status(job_id)["state"] == "waiting for nodes"
+    assert cluster.oobleck("cancel", job_id).returncode == 0
+    assert cluster.wait_end(job_id) == "cancelled"
+
+
+def test_job_waits_for_enough_nodes_to_start(small_cluster: LocalCluster, text: str) -> None:
+    cluster = small_cluster
+    job_id = cluster.submit(job(text, fault_tolerance=1, resources={"min_nodes_per_pipeline": 2}))
+    cluster.wait(lambda: cluster.status(job_id)["state"] == "waiting for nodes", "the job to wait")
+    assert "4" in cluster.status(job_id)["reason"]
+    cluster.start_node("n4")
+    cluster.wait_step(job_id, 2)
+
+
+def test_two_workers_on_each_node(tmp_path: Path, text: str) -> None:
+    with LocalCluster(2, state_dir=tmp_path / "state", workers_per_node=2) as cluster:
+        job_id = cluster.submit(job(text, fault_tolerance=1))
+        cluster.wait_step(job_id, 3)
+        assert set(cluster.worker_pids()) == {"n1/0", "n1/1", "n2/0", "n2/1"}
+        cluster.kill_node("n1")
+        cluster.wait(lambda: len(cluster.events(job_id, "reconfigured")) == 1, "the recovery")
+        go_on(cluster, job_id)
+
+
+def test_master_killed_and_restarted_adopts_the_job(tmp_path: Path, text: str) -> None:
+    with LocalCluster(3, state_dir=tmp_path / "state") as cluster:
+        job_id = cluster.submit(job(text))
+        cluster.wait_step(job_id, 5)
+        pids = cluster.worker_pids()
+        os.kill(cluster.master_pid, signal.SIGKILL)
+        master = subprocess.Popen(
+            [
+                str(BIN / "oobleck-master"),
+                "--listen",
+                cluster.address,
+                "--state-dir",
+                str(cluster.state_dir),
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            step = last_step(cluster, job_id)
+            cluster.wait_step(job_id, step + 20)
+            cluster.wait(lambda: cluster.worker_pids() == pids, "all agents back")
+            assert cluster.status(job_id)["generation"] == 1
+            assert cluster.events(job_id, "reconfigured") == []
+            steps = [line["step"] for line in cluster.metrics(job_id)]
+            assert steps == list(range(1, len(steps) + 1))
+        finally:
+            master.terminate()
+            master.wait(timeout=10)
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_end_of_local_leaves_nothing_behind(
+    small_cluster: LocalCluster, text: str, signum: signal.Signals
+) -> None:
+    cluster = small_cluster
+    job_id = cluster.submit(job(text))
+    cluster.wait_step(job_id, 3)
+    processes = cluster.processes()
+    assert len(processes) >= 1 + 1 + 3 * 3, "local, master, and agent + warm + worker per node"
+    port = int(cluster.address.rpartition(":")[2])
+    os.kill(cluster.process.pid, signum)
+    cluster.process.wait(timeout=5)
+    deadline = psutil.wait_procs(processes, timeout=5)
+    assert gone(deadline[1]), deadline[1]
+    listening = {c.laddr[1] for c in psutil.net_connections("tcp") if c.status == "LISTEN"}
+    assert port not in listening
+
+
+def test_cancel_ends_the_workers_and_leaves_the_cluster(
+    small_cluster: LocalCluster, text: str
+) -> None:
+    cluster = small_cluster
+    job_id = cluster.submit(job(text))
+    cluster.wait_step(job_id, 3)
+    workers = [psutil.Process(pid) for pid in cluster.worker_pids().values()]
+    cluster.oobleck("cancel", job_id)
+    assert cluster.wait_end(job_id) == "cancelled"
+    assert psutil.wait_procs(workers, timeout=5)[1] == []
+    again = cluster.submit(job(text, name="again", training={"steps": 5, "global_batch": 8}))
+    assert cluster.wait_end(again) == "succeeded"
+
+
+def test_failure_of_the_job_itself_ends_it(small_cluster: LocalCluster, tmp_path: Path) -> None:
+    cluster = small_cluster
+    tokens = tmp_path / "tokens.bin"
+    tokens.write_bytes(b"\xff\xff" * 10_000)  # ids far above the vocabulary of 256
+    job_id = cluster.submit({**job("unused"), "data": {"tokens": str(tokens), "dtype": "uint16"}})
+    assert cluster.wait_end(job_id) == "failed"
+    assert "vocabulary" in cluster.status(job_id)["reason"]

@@ -1,0 +1,48 @@
+"""Starting the real command and master, for tests."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run(*arguments: str, timeout_s: float = 20.0) -> subprocess.CompletedProcess[str]:
+    """`oobleck ARGUMENTS`, as a process."""
+    command = [sys.executable, "-m", "oobleck.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def refused(result: subprocess.CompletedProcess[str], code: int) -> str:
+    """The one line of an error with exit code `code`."""
+    assert result.returncode == code, result
+    assert result.stdout == ""
+    lines = result.stderr.strip().split("\n")
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("oobleck: ")
+    return lines[0]
+
+
+def start_master(state_dir: Path) -> tuple[subprocess.Popen[str], str]:
+    command = [sys.executable, "-m", "oobleck.master", "--listen", "127.0.0.1:0"]
+    process = subprocess.Popen(
+        [*command, "--state-dir", str(state_dir)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("listening on "), line
+    return process, line.split()[-1]
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(10)
+    finally:
+        process.kill()
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()

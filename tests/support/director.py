@@ -1,0 +1,251 @@
+"""Plays agent and master for real worker processes: forks them, hands out plans, takes reports.
+
+The engine is tested with it on its own: real processes, real gloo groups, real kills, and plans
+that the test chooses, down to the cut of every pipeline.
+"""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from oobleck.host.channel import Channel
+from oobleck.host.messages import (
+    Assign,
+    ChildExited,
+    Committed,
+    Failed,
+    FaultRule,
+    Finished,
+    Fork,
+    Forked,
+    FromWarm,
+    FromWorker,
+    Launch,
+    PeerLost,
+    PhaseReached,
+    Ready,
+    Rendezvous,
+    StepRecord,
+    Stop,
+    Warm,
+)
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from oobleck.planner.job import JobSpec
+from oobleck.planner.plan import Pipeline, Plan, Stage
+
+DEADLINE_S = 60.0
+
+
+def make_plan(
+    generation: int, cuts: Sequence[Sequence[tuple[str, int]]], shares: Sequence[int]
+) -> Plan:
+    """A plan of one worker per node: each pipeline a list of (node, layers on it)."""
+    pipelines = []
+    start = 0
+    for cut, share in zip(cuts, shares, strict=True):
+        stages, layer = [], 0
+        for node, count in cut:
+            workers = (WorkerId(NodeName(node), 0),)
+            stages.append(Stage(first_layer=layer, last_layer=layer + count - 1, workers=workers))
+            layer += count
+        nodes = tuple(NodeName(node) for node, _ in cut)
+        pipelines.append(
+            Pipeline(nodes=nodes, stages=tuple(stages), first_microbatch=start, microbatches=share)
+        )
+        start += share
+    return Plan(generation=Generation(generation), pipelines=tuple(pipelines))
+
+
+@dataclass
+class LiveWorker:
+    """One worker process and what it has said."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    channel: Channel[FromWorker]
+    pid: int = 0
+    store: str = ""
+    said: list[FromWorker] = field(default_factory=list)
+    gone: bool = False
+    output: str = ""
+
+
+class WarmWorkers:
+    """A real warm process; serves many directors one after the other. A context manager."""
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "oobleck.worker.warm"],
+            stdin=theirs,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+            start_new_session=True,
+        )
+        theirs.close()
+        self.channel: Channel[FromWarm] = Channel(self.socket, FromWarm)
+        assert isinstance(self.channel.receive(), Warm), "the warm process did not come up"
+
+    def __enter__(self) -> "WarmWorkers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.channel.close()
+        self._process.wait(timeout=10)
+
+    def fork(self, incarnation: Incarnation, channel: socket.socket) -> None:
+        body = msgspec.json.encode(Fork(slot=0, incarnation=incarnation))
+        frame = len(body).to_bytes(4, "big") + body
+        socket.send_fds(self.socket, [frame], [channel.fileno(), 2])
+
+
+class Director:
+    """A cluster of workers without agents or master; a context manager that leaves nothing."""
+
+    def __init__(self, warm: WarmWorkers, job: JobSpec, faults: Sequence[FaultRule] = ()) -> None:
+        self.job = job
+        self.faults = tuple(faults)
+        self.records: dict[int, list[StepRecord]] = {}
+        self.workers: dict[WorkerId, LiveWorker] = {}
+        self.exits: dict[int, ChildExited] = {}
+        self._meetings = 0
+        self._warm = warm
+
+    def __enter__(self) -> "Director":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for live in self.workers.values():
+            if not live.gone:
+                os.kill(live.pid, signal.SIGKILL)
+            live.channel.close()
+
+    def start(self, *nodes: str) -> None:
+        """Fork one worker per node and wait until they are ready."""
+        for node in nodes:
+            worker = WorkerId(NodeName(node), 0)
+            incarnation = Incarnation(os.urandom(4).hex())
+            mine, theirs = socket.socketpair()
+            self._warm.fork(incarnation, theirs)
+            theirs.close()
+            if worker in self.workers:
+                self.workers[worker].channel.close()
+            live = LiveWorker(worker, incarnation, Channel(mine, FromWorker))
+            self.workers[worker] = live
+            live.channel.send(
+                Launch(
+                    worker=worker,
+                    job_id=JobId("test-1"),
+                    job=self.job,
+                    address="127.0.0.1",
+                    agent_pid=0,
+                    faults=self.faults,
+                )
+            )
+        names = [WorkerId(NodeName(node), 0) for node in nodes]
+        self.wait(lambda: all(self.workers[name].store for name in names), "workers ready")
+
+    def assign(self, plan: Plan, *, boundary: bool = False) -> None:
+        """Push `plan` to all its workers."""
+        self._meetings += 1
+        store = next(
+            self.workers[worker].store for worker in plan.workers if not self.workers[worker].gone
+        )
+        message = Assign(
+            plan=plan,
+            rendezvous=Rendezvous(store=store, prefix=f"meeting-{self._meetings}"),
+            boundary=boundary,
+        )
+        for worker in plan.workers:
+            self.workers[worker].channel.send(message)
+
+    def kill(self, node: str, signum: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.workers[WorkerId(NodeName(node), 0)].pid, signum)
+
+    def stop(self) -> None:
+        for live in self.workers.values():
+            if not live.gone:
+                live.channel.send(Stop(reason="test over"))
+        self.wait(lambda: all(live.gone for live in self.workers.values()), "workers gone")
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Take in messages until `condition` holds."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            remaining = deadline - time.monotonic()
+            assert remaining > 0, f"timed out waiting for: {what}; {self.describe()}"
+            self._pump(min(remaining, 1.0))
+
+    def wait_finished(self, plan: Plan) -> None:
+        self.wait(
+            lambda: all(self.said(worker, Finished, plan.generation) for worker in plan.workers),
+            f"generation {plan.generation} finished",
+        )
+
+    def said(
+        self, worker: WorkerId, kind: type[FromWorker], generation: Generation | None = None
+    ) -> list[FromWorker]:
+        return [
+            message
+            for message in self.workers[worker].said
+            if isinstance(message, kind)
+            and (generation is None or getattr(message, "generation", None) == generation)
+        ]
+
+    def describe(self) -> str:
+        return "; ".join(
+            f"{worker}{' gone' if live.gone else ''}: {live.said[-3:]}"
+            for worker, live in self.workers.items()
+        )
+
+    def losses(self) -> dict[int, float | None]:
+        """Loss by step; all records of a step must agree."""
+        for step, records in self.records.items():
+            seen = {(r.loss, r.grad_norm, r.samples_digest) for r in records}
+            assert len(seen) == 1, f"workers disagree on step {step}: {records}"
+        return {step: records[0].loss for step, records in sorted(self.records.items())}
+
+    def _pump(self, timeout_s: float) -> None:
+        channels = {live.channel.fileno(): live for live in self.workers.values() if not live.gone}
+        ready, _, _ = select.select([*channels, self._warm.channel.fileno()], [], [], timeout_s)
+        for fileno in ready:
+            if fileno == self._warm.channel.fileno():
+                self._from_warm()
+            else:
+                self._from_worker(channels[fileno])
+
+    def _from_warm(self) -> None:
+        message = self._warm.channel.receive()
+        assert message is not None, "the warm process died"
+        match message:
+            case Forked(incarnation=incarnation, pid=pid):
+                for live in self.workers.values():
+                    if live.incarnation == incarnation:
+                        live.pid = pid
+            case ChildExited(pid=pid):
+                self.exits[pid] = message
+            case Warm():
+                pass
+
+    def _from_worker(self, live: LiveWorker) -> None:
+        message = live.channel.receive()
+        if message is None:
+            live.gone = True
+            return
+        live.said.append(message)
+        match message:
+            case Ready(store=store):
+                live.store = store
+            case Committed(record=record):
+                self.records.setdefault(record.step, []).append(record)
+            case Failed(message=text):
+                raise AssertionError(f"{live.worker} failed: {text}")
+            case PhaseReached() | PeerLost() | Finished():
+                pass

@@ -1,0 +1,170 @@
+"""The master's end of an agent's session, driven by a test: it says what the test says."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import grpc
+
+from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.jobfile import format_job
+from oobleck.planner.plan import Pipeline, Plan, Stage
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto import convert
+from oobleck.proto.control_pb2_grpc import (
+    ControlServicer,
+    add_ControlServicer_to_server,
+)
+
+EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
+TIMEOUT_S = 10.0
+
+
+def job(name: str, *, steps: int = 1000, pause_ms: int = 10) -> JobSpec:
+    """A job for the stand-in worker, which takes its pace from the seed."""
+    return JobSpec(
+        name=name,
+        model=ModelSpec(layers=2, hidden=8, heads=2, sequence_length=8),
+        data=DataSpec(text=("/dev/null",)),
+        training=TrainingSpec(steps=steps, global_batch=4, seed=pause_ms),
+    )
+
+
+def plan(generation: int, *nodes: str, slots: int = 1) -> Plan:
+    """One pipeline per node, one stage per slot; the model has as many layers as slots."""
+    return Plan(
+        generation=Generation(generation),
+        pipelines=tuple(
+            Pipeline(
+                nodes=(NodeName(node),),
+                stages=tuple(
+                    Stage(
+                        first_layer=slot,
+                        last_layer=slot,
+                        workers=(WorkerId(NodeName(node), slot),),
+                    )
+                    for slot in range(slots)
+                ),
+                first_microbatch=index,
+                microbatches=1,
+            )
+            for index, node in enumerate(nodes)
+        ),
+    )
+
+
+class Stream:
+    """One session, from its Register on."""
+
+    def __init__(self, context: Any, first: pb.AgentMessage) -> None:
+        self._context = context
+        self.register = convert.read_register(first.register, first.incarnation)
+        self.incarnation = first.incarnation
+        self.ended = asyncio.Event()
+        #: All messages since the registration.
+        self.heard: list[pb.AgentMessage] = []
+        self._news = asyncio.Condition()
+
+    async def welcome(self, heartbeat_s: float = 0.2) -> None:
+        await self.say(welcome=pb.Welcome(heartbeat_s=heartbeat_s, lease_s=5.0))
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        with suppress(grpc.aio.AbortError):
+            await self._context.abort(code, details)
+
+    async def say(self, **body: Any) -> None:
+        await self._context.write(pb.MasterMessage(**body))
+
+    async def assign(
+        self,
+        job_id: str = "",
+        spec: JobSpec | None = None,
+        *,
+        version: int = 1,
+        placement: Plan | None = None,
+        incarnations: tuple[str, ...] = (),
+    ) -> None:
+        message = pb.Assignment(
+            version=version,
+            job_id=job_id,
+            job=format_job(spec) if spec else "",
+            worker_incarnations=list(incarnations),
+        )
+        if placement is not None:
+            message.plan.CopyFrom(convert.plan_message(placement))
+            message.rendezvous.CopyFrom(pb.Rendezvous(store="127.0.0.1:20000", prefix="p"))
+        await self.say(assignment=message)
+
+    async def note(self, message: pb.AgentMessage) -> None:
+        async with self._news:
+            self.heard.append(message)
+            self._news.notify_all()
+
+    async def until(self, what: Callable[[pb.AgentMessage], bool]) -> pb.AgentMessage:
+        """The first message (from the registration on) that `what` is true for."""
+        async with asyncio.timeout(TIMEOUT_S), self._news:
+            while True:
+                for message in self.heard:
+                    if what(message):
+                        return message
+                await self._news.wait()
+
+    async def workers(self, what: Callable[[tuple[Any, ...]], bool]) -> tuple[Any, ...]:
+        """The workers of the first status that `what` is true for."""
+        message = await self.until(
+            lambda m: m.HasField("status") and what(convert.read_status(m.status).workers)
+        )
+        return convert.read_status(message.status).workers
+
+    async def ready(self, count: int = 1) -> tuple[Any, ...]:
+        return await self.workers(lambda ws: len(ws) == count and all(w.store for w in ws))
+
+    def reports(self, kind: str) -> list[pb.WorkerReport]:
+        found = [message.report for message in self.heard if message.HasField("report")]
+        return [report for report in found if report.WhichOneof("what") == kind]
+
+    def steps(self) -> list[int]:
+        return [r.step for m in self.heard if m.HasField("records") for r in m.records.records]
+
+
+class ScriptedMaster(ControlServicer):
+    def __init__(self) -> None:
+        self._streams: asyncio.Queue[Stream] = asyncio.Queue()
+        self._server: Any = None
+        self.address = ""
+
+    async def Session(self, requests: Any, context: Any) -> None:
+        first = await context.read()
+        stream = Stream(context, first)
+        await self._streams.put(stream)
+        try:
+            while (message := await context.read()) is not EOF:
+                await stream.note(message)
+        finally:
+            stream.ended.set()
+
+    async def next_session(self) -> Stream:
+        async with asyncio.timeout(TIMEOUT_S):
+            return await self._streams.get()
+
+    async def start(self, port: int = 0) -> None:
+        self._server = grpc.aio.server()
+        add_ControlServicer_to_server(self, self._server)
+        bound = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self.address = f"127.0.0.1:{bound}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+    @staticmethod
+    @asynccontextmanager
+    async def running() -> AsyncIterator["ScriptedMaster"]:
+        master = ScriptedMaster()
+        await master.start()
+        try:
+            yield master
+        finally:
+            await master.stop()

@@ -1,0 +1,33 @@
+"""The real agent, but with the stand-in warm process: `standin_agent.py MASTER NAME WORKERS`."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from oobleck.agent.__main__ import serve
+from oobleck.agent.config import AgentConfig
+from oobleck.host import log
+from oobleck.host.messages import FaultRule
+from oobleck.planner.ids import NodeName, WorkerId
+
+if __name__ == "__main__":
+    master, name, workers = sys.argv[1:]
+    node = NodeName(name)
+    log.configure()
+    config = AgentConfig(
+        master=master,
+        name=node,
+        hostname="testhost",
+        worker_slots=int(workers),
+        device="cpu",
+        address=None,
+        memory_per_worker_bytes=1 << 30,
+        faults=(
+            FaultRule(worker=WorkerId(node, 0), point="before:Forward", step=3),
+            FaultRule(worker=WorkerId(node, 0), point="before:Forward", step=1000),
+        ),
+        warm_command=(sys.executable, str(Path(__file__).parent / "standin_warm.py")),
+        environment=dict(os.environ),
+    )
+    sys.exit(asyncio.run(serve(config)))

@@ -1,0 +1,186 @@
+"""Speaks the warm process's protocol without torch: real forks, real channels, no training.
+
+Its workers are ready at once, enter every plan they are given, and commit steps as fast as the
+job's seed says (milliseconds per step). What they do beyond that is set by the job's name:
+
+- `fails`: says Failed(user) after Launch, and exits with 3.
+- `deaf`: ignores Stop and SIGTERM.
+- `quits`: exits with code 7 right after Launch, having printed 30 lines.
+- `loses`: reports PeerLost after entering a plan.
+- `chatty`: prints 5000 lines at its start.
+
+STANDIN_FORKS_TO_FAIL in the environment: so many forks fail first.
+"""
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from typing import NoReturn
+
+from oobleck.host.channel import Channel
+from oobleck.host.messages import (
+    Assign,
+    ChildExited,
+    Committed,
+    Failed,
+    Finished,
+    Fork,
+    Forked,
+    ForkFailed,
+    Launch,
+    PeerLost,
+    PhaseReached,
+    Ready,
+    StepRecord,
+    Stop,
+    ToWarm,
+    ToWorker,
+    Warm,
+)
+from oobleck.host.process import die_with_parent
+from oobleck.planner.ids import Generation
+
+
+def record(step: int, generation: Generation) -> StepRecord:
+    return StepRecord(
+        step=step,
+        loss=1.0 / step,
+        grad_norm=1.0,
+        tokens=64,
+        samples_digest="0" * 64,
+        generation=generation,
+        step_seconds=0.01,
+        time=time.time(),
+    )
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def work(channel: Channel[ToWorker]) -> int:
+    launch = channel.receive()
+    if not isinstance(launch, Launch):
+        return 1
+    say(f"worker {launch.worker} faults={len(launch.faults)}")
+    name = launch.job.name
+    if name == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if name == "fails":
+        channel.send(Failed(kind="user", message="the data is missing"))
+        return 3
+    if name == "quits":
+        say("\n".join(f"line {n}" for n in range(30)))
+        return 7
+    if name == "chatty":
+        say("\n".join(f"line {n}" for n in range(5000)))
+    channel.send(Ready(pid=os.getpid(), store=f"{launch.address}:{20000 + launch.worker.slot}"))
+    generation, step = Generation(0), 0
+    pause_s = launch.job.training.seed / 1000
+    while True:
+        running = generation > 0 and step < launch.job.training.steps
+        readable, _, _ = select.select([channel], [], [], pause_s if running else None)
+        if readable:
+            match channel.receive():
+                case None:
+                    return 0
+                case Stop() if name != "deaf":
+                    return 0
+                case Assign(plan=plan):
+                    generation = plan.generation
+                    for phase in ("aborted", "joined", "transferred"):
+                        channel.send(
+                            PhaseReached(
+                                generation=generation,
+                                phase=phase,  # type: ignore[arg-type]
+                                committed_step=step if phase == "joined" else None,
+                            )
+                        )
+                    if name == "loses":
+                        channel.send(PeerLost(generation=generation, step=1, detail="n2/0 closed"))
+                case _:
+                    pass
+        elif running:
+            step += 1
+            channel.send(Committed(record=record(step, generation)))
+            if step == launch.job.training.steps:
+                channel.send(Finished(generation=generation, step=step))
+
+
+def become_worker(channel_fd: int, output_fd: int, warm_pid: int) -> NoReturn:
+    os.setsid()
+    die_with_parent(warm_pid)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.dup2(output_fd, 1)
+    os.dup2(output_fd, 2)
+    os.close(output_fd)
+    status = 1
+    try:
+        status = work(Channel(socket.socket(fileno=channel_fd), ToWorker))
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def main() -> None:
+    die_with_parent(os.getppid())
+    agent: Channel[ToWarm] = Channel(socket.socket(fileno=os.dup(0)), ToWarm)
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+    forks_to_fail = int(os.environ.get("STANDIN_FORKS_TO_FAIL", "0"))
+    agent.send(Warm(pid=os.getpid()))
+    while True:
+        readable, _, _ = select.select([agent, wake_read], [], [])
+        if wake_read in readable:
+            os.read(wake_read, 4096)
+            reap(agent)
+        if agent in readable:
+            request = agent.receive()
+            if request is None:
+                return
+            assert isinstance(request, Fork)
+            channel_fd, output_fd = agent.take_descriptors()
+            if forks_to_fail:
+                forks_to_fail -= 1
+                agent.send(ForkFailed(incarnation=request.incarnation, reason="no more processes"))
+                os.close(channel_fd)
+                os.close(output_fd)
+                continue
+            warm_pid = os.getpid()
+            if (pid := os.fork()) == 0:
+                agent.close()
+                become_worker(channel_fd, output_fd, warm_pid)
+            os.close(channel_fd)
+            os.close(output_fd)
+            agent.send(Forked(incarnation=request.incarnation, pid=pid))
+
+
+def reap(agent: Channel[ToWarm]) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        killed = os.WIFSIGNALED(status)
+        agent.send(
+            ChildExited(
+                pid=pid,
+                exit_code=None if killed else os.waitstatus_to_exitcode(status),
+                signal=os.WTERMSIG(status) if killed else None,
+            )
+        )
+
+
+if __name__ == "__main__":
+    with suppress(BrokenPipeError):  # the agent is gone
+        main()
