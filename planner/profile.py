@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,11 @@ class LayerProfile:
     activation_bytes: int
     #: Sent to the next stage per micro-batch.
     output_bytes: int
+    #: The part of `backward_s` that makes the gradient of the layer's input, where it was measured
+    #: apart from that of the weights.
+    backward_input_s: Mapping[int, float] = field(default_factory=dict)
+    #: The optimizer's update of the layer, once per step.
+    update_s: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.forward_s:
@@ -28,16 +33,16 @@ class LayerProfile:
                 f"layer {self.name}: forward_s and backward_s must have the same numbers of GPUs "
                 f"({sorted(self.forward_s)} and {sorted(self.backward_s)})"
             )
-        for field in ("forward_s", "backward_s"):
-            for gpus, seconds in getattr(self, field).items():
+        for name in ("forward_s", "backward_s"):
+            for gpus, seconds in getattr(self, name).items():
                 if gpus < 1 or not math.isfinite(seconds) or seconds < 0:
                     raise ValueError(
-                        f"layer {self.name}: {field}[{gpus}] = {seconds}; "
+                        f"layer {self.name}: {name}[{gpus}] = {seconds}; "
                         "keys must be >= 1 and times finite and >= 0"
                     )
-        for field in ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"layer {self.name}: {field} is negative")
+        for name in ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"layer {self.name}: {name} is negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +54,10 @@ class Links:
     latency_s: float
 
     def __post_init__(self) -> None:
-        for field in ("intra_node_bytes_per_s", "inter_node_bytes_per_s"):
-            value = getattr(self, field)
+        for name in ("intra_node_bytes_per_s", "inter_node_bytes_per_s"):
+            value = getattr(self, name)
             if not value > 0:
-                raise ValueError(f"links.{field} = {value}; it must be > 0")
+                raise ValueError(f"links.{name} = {value}; it must be > 0")
         if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
             raise ValueError(f"links.latency_s = {self.latency_s}; it must be finite and >= 0")
 
@@ -70,6 +75,6 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("the profile has no layers")
-        for field in ("microbatch", "gpus_per_node", "gpu_memory_bytes"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} = {getattr(self, field)}; it must be >= 1")
+        for name in ("microbatch", "gpus_per_node", "gpu_memory_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}; it must be >= 1")

@@ -37,12 +37,14 @@ class Pipeline(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[str]] = ..., stages: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., first_microbatch: _Optional[int] = ..., microbatches: _Optional[int] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("generation", "pipelines")
+    __slots__ = ("generation", "pipelines", "schedule")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PIPELINES_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     generation: int
     pipelines: _containers.RepeatedCompositeFieldContainer[Pipeline]
-    def __init__(self, generation: _Optional[int] = ..., pipelines: _Optional[_Iterable[_Union[Pipeline, _Mapping]]] = ...) -> None: ...
+    schedule: str
+    def __init__(self, generation: _Optional[int] = ..., pipelines: _Optional[_Iterable[_Union[Pipeline, _Mapping]]] = ..., schedule: _Optional[str] = ...) -> None: ...
 
 class Rendezvous(_message.Message):
     __slots__ = ("store", "prefix")

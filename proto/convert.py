@@ -7,11 +7,11 @@ message is malformed; `x_message(value)` gives the message. Must not know who is
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from oobleck.host.messages import Failed, PeerLost, PhaseReached, Rendezvous, StepRecord
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId, check_name
-from oobleck.planner.plan import Pipeline, Plan, Stage
+from oobleck.planner.plan import Pipeline, Plan, Schedule, Stage
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.types import (
     Assignment,
@@ -90,6 +90,7 @@ def plan_message(plan: Plan) -> pb.Plan:
             )
             for pipeline in plan.pipelines
         ],
+        schedule=plan.schedule,
     )
 
 
@@ -116,6 +117,13 @@ def _read_pipeline(message: pb.Pipeline) -> Pipeline:
     )
 
 
+def _read_schedule(text: str) -> Schedule:
+    for schedule in get_args(Schedule):
+        if text == schedule:
+            return cast(Schedule, schedule)
+    raise ValueError(f"schedule: {text!r} is not one of {', '.join(get_args(Schedule))}")
+
+
 def read_plan(message: pb.Plan) -> Plan:
     with _field("plan"):
         if not message.pipelines:
@@ -123,6 +131,7 @@ def read_plan(message: pb.Plan) -> Plan:
         return Plan(
             generation=Generation(_at_least(message.generation, 1, "generation")),
             pipelines=tuple(_read_pipeline(pipeline) for pipeline in message.pipelines),
+            schedule=_read_schedule(message.schedule),
         )
 
 
