@@ -7,7 +7,6 @@ from typing import Literal
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.template import PipelineTemplate
 
-
 #: The order of compute inside every stage: 1F1B (Narayanan et al., PipeDream-Flush), GPipe (all
 #: forwards first), or ZB-H1 (Qi et al., zero bubble: weight gradients fill the bubbles).
 Schedule = Literal["1f1b", "gpipe", "zb-h1"]
