@@ -4,12 +4,27 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from oobleck.planner.units import count
+
+
+class InvalidProfile(ValueError):
+    """A value of a profile is wrong: which field of what, and the fix."""
+
+    def __init__(self, owner: str, field_path: str, problem: str) -> None:
+        super().__init__(f"{owner}{field_path}: {problem}")
+        self.field_path = field_path
+        self.problem = problem
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
-    """One layer. Times are seconds for one micro-batch, keyed by the GPUs sharing the layer."""
+    """One layer. Times are seconds for one micro-batch, keyed by the GPUs sharing the layer.
+
+    Raises InvalidProfile, a ValueError.
+    """
 
     name: str
+    #: A number of GPUs that is missing may not share the layer.
     forward_s: Mapping[int, float]
     backward_s: Mapping[int, float]
     parameter_bytes: int
@@ -25,24 +40,65 @@ class LayerProfile:
     #: The optimizer's update of the layer, once per step.
     update_s: Mapping[int, float] = field(default_factory=dict)
 
+    def __hash__(self) -> int:
+        # Layers that differ in their times alone are told apart by equality.
+        return hash((self.name, self.state_bytes, self.activation_bytes, len(self.forward_s)))
+
     def __post_init__(self) -> None:
         if not self.forward_s:
-            raise ValueError(f"layer {self.name}: forward_s is empty; give a time for 1 GPU")
-        if set(self.forward_s) != set(self.backward_s):
-            raise ValueError(
-                f"layer {self.name}: forward_s and backward_s must have the same numbers of GPUs "
-                f"({sorted(self.forward_s)} and {sorted(self.backward_s)})"
-            )
-        for name in ("forward_s", "backward_s"):
-            for gpus, seconds in getattr(self, name).items():
-                if gpus < 1 or not math.isfinite(seconds) or seconds < 0:
-                    raise ValueError(
-                        f"layer {self.name}: {name}[{gpus}] = {seconds}; "
-                        "keys must be >= 1 and times finite and >= 0"
-                    )
+            raise self._wrong("forward_s", 'is empty; give at least the time on one GPU, {"1": s}')
+        for name in ("forward_s", "backward_s", "backward_input_s", "update_s"):
+            self._check_times(name, getattr(self, name))
+        for name in ("backward_s", "backward_input_s", "update_s"):
+            self._check_keys(name, getattr(self, name), optional=name != "backward_s")
+        for gpus, seconds in self.backward_input_s.items():
+            if seconds > self.backward_s[gpus]:
+                raise self._wrong(
+                    f'backward_input_s["{gpus}"]',
+                    f"{seconds} is more than the whole backward ({self.backward_s[gpus]}), of "
+                    "which it is a part; correct one of them or leave backward_input_s out",
+                )
         for name in ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes"):
             if getattr(self, name) < 0:
-                raise ValueError(f"layer {self.name}: {name} is negative")
+                raise self._wrong(name, f"{getattr(self, name)} is negative; give bytes >= 0")
+
+    def _wrong(self, field_path: str, problem: str) -> InvalidProfile:
+        return InvalidProfile(f"layer {self.name}: ", field_path, problem)
+
+    def _check_times(self, name: str, times: Mapping[int, float]) -> None:
+        for gpus, seconds in times.items():
+            if gpus < 1:
+                raise self._wrong(f'{name}["{gpus}"]', "keys are numbers of GPUs, from 1")
+            if not math.isfinite(seconds) or seconds < 0:
+                raise self._wrong(
+                    f'{name}["{gpus}"]', f"{seconds} is not a time; give finite seconds >= 0"
+                )
+        if name in ("backward_input_s", "update_s"):
+            return
+        fewest, *others = sorted(times) or [0]
+        for gpus in others:
+            if times[gpus] > times[fewest]:
+                raise self._wrong(
+                    f'{name}["{gpus}"]',
+                    f"{times[gpus]} is more than with {count(fewest, 'GPU')} "
+                    f"({times[fewest]}); leave out the entry for {gpus} GPUs (in all of the "
+                    "layer's times): a layer may not be shared by a number that is missing",
+                )
+            fewest = gpus
+
+    def _check_keys(self, name: str, times: Mapping[int, float], *, optional: bool) -> None:
+        if optional and not times:
+            return
+        missing = sorted(set(self.forward_s) - set(times))
+        more = sorted(set(times) - set(self.forward_s))
+        if missing:
+            raise self._wrong(
+                f'{name}["{missing[0]}"]', "is missing; forward_s has that number of GPUs: give it"
+            )
+        if more:
+            raise self._wrong(
+                f'{name}["{more[0]}"]', "forward_s lacks that number of GPUs; give it there too"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,25 +112,39 @@ class Links:
     def __post_init__(self) -> None:
         for name in ("intra_node_bytes_per_s", "inter_node_bytes_per_s"):
             value = getattr(self, name)
-            if not value > 0:
-                raise ValueError(f"links.{name} = {value}; it must be > 0")
+            if not (math.isfinite(value) and value > 0):
+                raise InvalidProfile(
+                    "links.", name, f"{value} is not a rate; give finite bytes per second > 0"
+                )
         if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
-            raise ValueError(f"links.latency_s = {self.latency_s}; it must be finite and >= 0")
+            raise InvalidProfile(
+                "links.", "latency_s", f"{self.latency_s} is not a time; give finite seconds >= 0"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """All that planning knows of the model and the machines."""
+    """All that planning knows of the model and the machines. Raises InvalidProfile."""
 
     microbatch: int
     gpus_per_node: int
+    #: What training may use of one GPU: without the margin of `oobleck.planner.memory`.
     gpu_memory_bytes: int
     layers: tuple[LayerProfile, ...]
     links: Links
 
     def __post_init__(self) -> None:
         if not self.layers:
-            raise ValueError("the profile has no layers")
+            raise InvalidProfile("", "layers", "is empty; give at least one layer")
         for name in ("microbatch", "gpus_per_node", "gpu_memory_bytes"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}; it must be >= 1")
+                raise InvalidProfile("", name, f"{getattr(self, name)} is below 1; give at least 1")
+        first: dict[str, int] = {}
+        for number, layer in enumerate(self.layers):
+            before = first.setdefault(layer.name, number)
+            if before != number:
+                raise InvalidProfile(
+                    "",
+                    f"layers[{number}].name",
+                    f"{layer.name!r} is the name of layers[{before}] too; give each its own",
+                )

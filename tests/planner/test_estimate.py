@@ -42,6 +42,21 @@ def test_messages_carry_one_hidden_state_per_token_and_the_head_sends_none() -> 
     assert [layer.output_bytes for layer in profile.layers] == [2 * 16 * 8 * 4] * 3 + [0]
 
 
+def test_a_margin_goes_off_the_machines_memory() -> None:
+    profile = estimate_profile(job(), gpus_per_node=1, memory_per_worker_bytes=10 << 30)
+    assert profile.gpu_memory_bytes == 9 << 30
+
+
+def test_under_autocast_activations_shrink_and_messages_stay_wide() -> None:
+    wide, narrow = (
+        estimate_profile(job(precision), gpus_per_node=1, memory_per_worker_bytes=1 << 30).layers[1]
+        for precision in ("fp32", "bf16")
+    )
+    assert wide.activation_bytes == 2 * narrow.activation_bytes
+    assert wide.output_bytes == narrow.output_bytes
+    assert wide.state_bytes == narrow.state_bytes
+
+
 def test_the_jobs_budget_takes_the_place_of_the_machines() -> None:
     profile = estimate_profile(job(memory=5000), gpus_per_node=2, memory_per_worker_bytes=1 << 30)
     assert (profile.gpu_memory_bytes, profile.gpus_per_node) == (5000, 2)
@@ -51,20 +66,3 @@ def test_the_jobs_budget_takes_the_place_of_the_machines() -> None:
 def test_a_profile_survives_its_text() -> None:
     profile = estimate_profile(job(), gpus_per_node=2, memory_per_worker_bytes=1 << 30)
     assert parse_profile(format_profile(profile)) == profile
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ('"microbatch": 2', '"microbatch": "2"', r"Expected `int`, got `str` - at `\$.microbatch`"),
-        ('"microbatch": 2', '"microbatch": 0', "microbatch = 0; it must be >= 1"),
-        ('"latency_s"', '"latency"', "missing required field `latency_s`"),
-        ('{\n        "1": ', '{\n        "0": ', "must have the same numbers of GPUs"),
-        ("\n}", "", "truncated"),
-    ],
-)
-def test_a_wrong_profile_is_refused_with_the_field(old: str, new: str, message: str) -> None:
-    text = format_profile(estimate_profile(job(), gpus_per_node=1, memory_per_worker_bytes=1))
-    assert old in text
-    with pytest.raises(ValueError, match=message):
-        parse_profile(text.replace(old, new, 1))

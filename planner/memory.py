@@ -1,0 +1,41 @@
+"""Bytes: what a number costs by precision, and how much of a device training may use.
+
+The one place for both, shared by the estimate, the profiler and the master. Must not know models.
+"""
+
+from oobleck.planner.job import Precision
+
+#: Weights, gradients and both moments are kept in the precision of the weights: bf16 is autocast,
+#: which casts on the way into a layer and keeps 32-bit master weights.
+STATE_ITEM_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 4, "fp64": 8}
+#: Of a number that a layer keeps for its backward.
+ACTIVATION_ITEM_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp64": 8}
+#: Weights, gradients, two moments.
+STATE_COPIES = 4
+
+#: One part in so many is left free: caching allocators hold 5 to 8% that no tensor of a fitting
+#: size can use, and while layer state moves, sends and receives are buffered beside it.
+MARGIN_SHARE = 10
+#: Least that is left free, however small the device: a CUDA context with the workspaces of its
+#: libraries, or a CPU worker's own libraries, threads and communication buffers, before any model.
+LEAST_MARGIN_BYTES = 256 << 20
+
+
+def usable_bytes(physical_bytes: int) -> int:
+    """What state and activations may take of a device (or of a CPU worker's share of its host).
+
+    A tenth and at least 256 MiB stay free. Of less than 512 MiB half does, so that toy limits
+    still leave something to plan with.
+    """
+    margin = max(physical_bytes // MARGIN_SHARE, LEAST_MARGIN_BYTES)
+    return physical_bytes - min(margin, physical_bytes // 2)
+
+
+def budget_bytes(limit_bytes: int | None, physical_bytes: int) -> int:
+    """A limit that the job sets is what it says; of a device the margin goes off."""
+    return usable_bytes(physical_bytes) if limit_bytes is None else limit_bytes
+
+
+def state_bytes(parameters: int, precision: Precision) -> int:
+    """Weights, gradients and moments of so many parameters."""
+    return STATE_COPIES * parameters * STATE_ITEM_BYTES[precision]
