@@ -230,6 +230,8 @@ def join(look: Look) -> Decision | None:
     state, job = look.state, look.state.job
     if job is None or job.made is None or job.state != "running" or job.seen.peers_lost:
         return None
+    if job.seen.furthest_step >= job.spec.training.steps:
+        return None
     ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
     since = [n.seen.ready_at or look.now for n in ready if n.facts.node not in job.members]
     if not since or not all(state.nodes[name].connected for name in job.members):

@@ -24,7 +24,8 @@ class Control:
     """Newest wishes of the agent.
 
     An abrupt assignment overrules everything older. A boundary assignment is entered by running
-    workers through the vote of a step (`boundary`), and at once by one that runs nothing yet.
+    workers through the vote of a step (`boundary`), and at once by one that runs no steps: not
+    yet, not any more, or not until it meets others again.
     """
 
     def __init__(self, channel: Channel[ToWorker]) -> None:
@@ -53,6 +54,17 @@ class Control:
         if abrupt is not None and abrupt.plan.generation > generation:
             raise Superseded(abrupt.plan.generation)
 
+    def check_newest(self, generation: Generation) -> None:
+        """Raise Superseded when any generation newer than `generation` has been pushed.
+
+        For a worker that waits for the others of `generation`: a boundary change is pushed only
+        where steps are committed, so where it is newer, nobody else comes.
+        """
+        with self._changed:
+            newest = self._newest()
+        if newest is not None and newest.plan.generation > generation:
+            raise Superseded(newest.plan.generation)
+
     def pending_boundary(self, generation: Generation) -> Generation | None:
         """The newest boundary change after `generation` that waits to be voted on, if any."""
         with self._changed:
@@ -67,14 +79,17 @@ class Control:
         return chosen
 
     def wait_next(self, generation: Generation) -> Assign:
-        """Wait for the assignment to enter after `generation` ended without one (0: at start)."""
+        """Wait for an assignment newer than `generation`, in which no more steps are run."""
         with self._changed:
             while True:
-                if self._abrupt is not None and self._abrupt.plan.generation > generation:
-                    return self._abrupt
-                if generation == 0 and self._boundaries:
-                    return self._boundaries[max(self._boundaries)]
+                newest = self._newest()
+                if newest is not None and newest.plan.generation > generation:
+                    return newest
                 self._changed.wait()
+
+    def _newest(self) -> Assign | None:
+        pushed = [*self._boundaries.values(), *([self._abrupt] if self._abrupt else [])]
+        return max(pushed, key=lambda assign: assign.plan.generation, default=None)
 
     def wait_superseded(self, generation: Generation) -> NoReturn:
         """Wait until an abrupt generation newer than `generation` arrives, then raise."""

@@ -45,7 +45,7 @@ class Membership:
         place = PrefixStore(assign.rendezvous.prefix, store)
         self._lifeline = Lifeline(place, rank, size, address)
         try:
-            await_arrival(place, size, lambda: control.check_wanted(generation), generation)
+            await_arrival(place, size, lambda: control.check_newest(generation), generation)
             self.transport = GlooTransport(place, rank, size, groups, address)
         except BaseException:
             self._lifeline.close(goodbye=False)

@@ -122,9 +122,8 @@ class Session:
         )
 
     def _train(self, assign: Assign, membership: Membership) -> Assign:
-        """Run the remaining steps; returns the assignment that all go to at a step boundary.
-
-        After the last step it waits for a change (a loss at the very end), raising Superseded.
+        """Run the remaining steps; returns the assignment that all go to at a step boundary, or
+        after the last step, if one comes: a loss at the very end, or a node that joined too late.
         """
         transport = membership.transport
         executor = Executor(
@@ -147,7 +146,7 @@ class Session:
                 return self._control.boundary(switch_to)
         self._finish(assign, transport)
         membership.stand_down()
-        self._control.wait_superseded(assign.plan.generation)
+        return self._control.wait_next(assign.plan.generation)
 
     def _finish(self, assign: Assign, transport: Transport) -> None:
         """Save this worker's share of the result: the layers of which it is the first owner."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.host.messages import FaultRule, Finished, PeerLost, PhaseReached
-from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, OptimizerSpec, TrainingSpec
 from oobleck.planner.plan import Plan
 from support.director import Director, WarmWorkers, make_plan
@@ -116,7 +116,8 @@ def test_killed_within_a_step_rolls_back_and_redoes_it(
             if isinstance(message, PhaseReached) and message.phase == "joined"
         ]
         assert {message.committed_step for message in joined} == {2}
-        assert any(message.redo for message in joined)
+        # Where the victim was ahead, the others still were in the vote before.
+        assert any(message.redo or message.rolled_forward for message in joined)
         assert all(cluster.workers[w].pid == before[w] for w in after.workers)
         cluster.stop()
         check(cluster, undisturbed)
@@ -261,3 +262,49 @@ def test_loss_after_the_last_step_still_finishes(
         cluster.wait_finished(WITHOUT_E)
         cluster.stop()
         check(cluster, undisturbed)
+
+
+def test_node_that_joins_after_the_last_step_keeps_nobody_from_finishing(
+    warm: WarmWorkers, undisturbed: dict[int, float | None]
+) -> None:
+    # The plan comes to one worker before the last vote could tell of it, or to all after it.
+    four = make_plan(1, [[("a", 2), ("b", 3)], [("c", 3), ("d", 2)]], [4, 4])
+    five = make_plan(2, [[("a", 2), ("b", 3)], [("c", 1), ("d", 2), ("e", 2)]], [4, 4])
+    with Director(warm, job()) as cluster:
+        cluster.start("a", "b", "c", "d", "e")
+        cluster.assign(four)
+        cluster.wait_finished(four)
+        cluster.assign(five, boundary=True)
+        cluster.wait_finished(five)
+        assert not any(cluster.said(worker, PeerLost) for worker in five.workers)
+        cluster.stop()
+        check(cluster, undisturbed)
+
+
+def test_newcomer_whose_first_generation_never_met_comes_to_the_next_boundary(
+    warm: WarmWorkers,
+) -> None:
+    # e waits for the others of generation 2, which a loss has overtaken, in a plan without it.
+    four = make_plan(1, [[("a", 2), ("b", 3)], [("c", 3), ("d", 2)]], [4, 4])
+    lost_d = make_plan(3, [[("a", 2), ("b", 3)], [("c", 5)]], [4, 4])
+    cuts: list[list[tuple[str, int]]] = [[("a", 2), ("b", 3)], [("c", 3), ("e", 2)]]
+    with Director(warm, job(steps=100_000)) as cluster:
+        cluster.start("a", "b", "c", "d", "e")
+        cluster.assign(four)
+        cluster.wait(lambda: 2 in cluster.records, "two steps")
+        cluster.kill("d")
+        cluster.assign(make_plan(2, cuts, [4, 4]), boundary=True)
+        cluster.wait(
+            lambda: bool(cluster.said(WorkerId(NodeName("e"), 0), PhaseReached, Generation(2))),
+            "the newcomer at the meeting",
+        )
+        for plan, boundary in ((lost_d, False), (make_plan(4, cuts, [4, 4]), True)):
+            cluster.assign(plan, boundary=boundary)
+            cluster.wait(
+                lambda plan=plan: any(  # type: ignore[misc]
+                    r[0].generation == plan.generation for r in cluster.records.values()
+                ),
+                f"a step of generation {plan.generation}",
+            )
+        cluster.stop()
+        cluster.losses()
