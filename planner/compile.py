@@ -1,18 +1,23 @@
 """From a plan to one program per worker, by lowering passes.
 
-Owns the order of compute (1F1B) and where the communication stands in it. Each pass takes and
-gives instruction lists: compute schedule -> with tokens, sends and receives -> with gradient sync,
-vote and optimizer step. Must not know times: `oobleck.planner.simulate` judges the result.
+Owns where the communication stands in the order of compute, which `oobleck.planner.schedule` gives.
+Each pass takes and gives instruction lists: compute schedule -> with tokens, sends and receives ->
+with gradient sync, vote and optimizer step. Must not know times: `oobleck.planner.simulate` judges
+the result.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 
+from oobleck.planner.gradients import gradient_buckets, syncs_by_worker
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.plan import Pipeline, Plan
+from oobleck.planner.plan import Pipeline, Plan, Schedule
 from oobleck.planner.program import (
+    WHOLE,
     Backward,
+    BackwardInput,
+    Compute,
     Forward,
     Instruction,
     LayerPart,
@@ -23,9 +28,11 @@ from oobleck.planner.program import (
     ReceiveGradient,
     SendActivation,
     SendGradient,
+    Share,
     SyncGradient,
     Vote,
 )
+from oobleck.planner.schedule import compute_order
 
 
 def compile_programs(plan: Plan, *, tied: bool) -> Mapping[WorkerId, Program]:
@@ -33,129 +40,106 @@ def compile_programs(plan: Plan, *, tied: bool) -> Mapping[WorkerId, Program]:
     token embedding."""
     bodies: dict[WorkerId, list[Instruction]] = {}
     for number, pipeline in enumerate(plan.pipelines):
-        for stage in range(len(pipeline.stages)):
-            worker = _stage_worker(pipeline, stage)
-            if worker in bodies:
-                raise ValueError(f"worker {worker} stands in more than one stage")
-            bodies[worker] = list(
-                add_communication(one_forward_one_backward(number, pipeline, stage), pipeline)
-            )
-    buckets = gradient_buckets(plan, tied=tied)
-    layers = plan.holdings()
-    return {w: _finish(w, layers[w], bodies[w], buckets) for w in plan.workers}
-
-
-def _stage_worker(pipeline: Pipeline, stage: int) -> WorkerId:
-    workers = pipeline.stages[stage].workers
-    if len(workers) != 1:
-        raise ValueError(
-            f"stage {stage} stands on {len(workers)} workers; stages of several workers are not "
-            "supported yet: plan with a profile that has times for 1 GPU only"
-        )
-    return workers[0]
+        for position, stage in enumerate(pipeline.stages):
+            compute = list(stage_compute(plan.schedule, number, pipeline, position))
+            for member, worker in enumerate(stage.workers):
+                if worker in bodies:
+                    raise ValueError(f"worker {worker} stands in more than one stage")
+                bodies[worker] = list(add_communication(compute, pipeline, member))
+    syncs = syncs_by_worker(gradient_buckets(plan, tied=tied), plan)
+    return {worker: add_sync(worker, bodies[worker], syncs[worker]) for worker in sorted(bodies)}
 
 
 # ---- pass 1: compute
 
 
-def one_forward_one_backward(
-    number: int, pipeline: Pipeline, stage: int
-) -> Iterator[Forward | Backward]:
-    """1F1B: as many forwards ahead as stages follow, then alternate, then the rest backward."""
-    microbatches = range(
-        pipeline.first_microbatch, pipeline.first_microbatch + pipeline.microbatches
+def stage_compute(
+    schedule: Schedule, number: int, pipeline: Pipeline, stage: int
+) -> Iterator[Compute]:
+    """The compute of one stage, the same on all its workers, over the pipeline's micro-batches."""
+    order = compute_order(
+        schedule, stages=len(pipeline.stages), stage=stage, microbatches=pipeline.microbatches
     )
-    warm_up = min(len(pipeline.stages) - 1 - stage, len(microbatches))
-    for microbatch in microbatches[:warm_up]:
-        yield Forward(pipeline=number, stage=stage, microbatch=microbatch)
-    for ahead, microbatch in enumerate(microbatches[warm_up:]):
-        yield Forward(pipeline=number, stage=stage, microbatch=microbatch)
-        yield Backward(pipeline=number, stage=stage, microbatch=microbatches[ahead])
-    for microbatch in microbatches[len(microbatches) - warm_up :]:
-        yield Backward(pipeline=number, stage=stage, microbatch=microbatch)
+    for kind, microbatch in order:
+        yield kind(pipeline=number, stage=stage, microbatch=pipeline.first_microbatch + microbatch)
 
 
 # ---- pass 2: tokens, sends and receives
 
 
 def add_communication(
-    schedule: Iterator[Forward | Backward], pipeline: Pipeline
+    compute: Iterable[Compute], pipeline: Pipeline, member: int
 ) -> Iterator[Instruction]:
-    """Receives stand right before their use, sends right after what they send."""
+    """Receives stand right before their use, sends right after what they send.
+
+    So wherever both neighbours would send first, each one's send and receive are one exchange.
+    `member`: which worker of the stage it is; between stages of different numbers of workers each
+    talks to those that hold the same rows.
+    """
     last = len(pipeline.stages) - 1
-    for step in schedule:
+    peers: dict[tuple[int, int], list[tuple[WorkerId, Share]]] = {}
+    for step in compute:
         number, stage, microbatch = step.pipeline, step.stage, step.microbatch
-        before = _stage_worker(pipeline, stage - 1) if stage > 0 else None
-        after = _stage_worker(pipeline, stage + 1) if stage < last else None
+        for side in (stage - 1, stage + 1):
+            if (stage, side) not in peers:
+                peers[stage, side] = list(_peers(pipeline, stage, member, side))
+        before, after = peers[stage, stage - 1], peers[stage, stage + 1]
         if isinstance(step, Forward):
-            if before is None or after is None:
+            if stage in (0, last):
                 yield LoadTokens(pipeline=number, stage=stage, microbatch=microbatch)
-            if before is not None:
+            for peer, share in before:
                 yield ReceiveActivation(
-                    pipeline=number, stage=stage, microbatch=microbatch, peer=before
+                    pipeline=number, stage=stage, microbatch=microbatch, peer=peer, share=share
                 )
             yield step
-            if after is not None:
+            for peer, share in after:
                 yield SendActivation(
-                    pipeline=number, stage=stage, microbatch=microbatch, peer=after
+                    pipeline=number, stage=stage, microbatch=microbatch, peer=peer, share=share
+                )
+        elif isinstance(step, Backward | BackwardInput):
+            for peer, share in after:
+                yield ReceiveGradient(
+                    pipeline=number, stage=stage, microbatch=microbatch, peer=peer, share=share
+                )
+            yield step
+            for peer, share in before:
+                yield SendGradient(
+                    pipeline=number, stage=stage, microbatch=microbatch, peer=peer, share=share
                 )
         else:
-            if after is not None:
-                yield ReceiveGradient(
-                    pipeline=number, stage=stage, microbatch=microbatch, peer=after
-                )
             yield step
-            if before is not None:
-                yield SendGradient(pipeline=number, stage=stage, microbatch=microbatch, peer=before)
+
+
+def _peers(
+    pipeline: Pipeline, stage: int, member: int, neighbour: int
+) -> Iterator[tuple[WorkerId, Share]]:
+    """Who of stage `neighbour` holds rows that worker `member` of `stage` holds, and which."""
+    if not 0 <= neighbour < len(pipeline.stages):
+        return
+    workers = pipeline.stages[neighbour].workers
+    own = len(pipeline.stages[stage].workers)
+    if own == len(workers):
+        yield workers[member], WHOLE if own == 1 else Share(member, member + 1, own)
+        return
+    of = math.lcm(own, len(workers))
+    start, stop = member * of // own, (member + 1) * of // own
+    width = of // len(workers)
+    cuts = sorted({start, stop, *(cut for cut in range(0, of, width) if start < cut < stop)})
+    for begin, end in pairwise(cuts):
+        yield workers[begin // width], Share(begin, end, of)
 
 
 # ---- pass 3: gradient sync, vote, optimizer step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Parts that are summed over the same workers in one go."""
-
-    owners: tuple[WorkerId, ...]
-    parts: tuple[LayerPart, ...]
-
-
-def gradient_buckets(plan: Plan, *, tied: bool) -> tuple[Bucket, ...]:
-    """One bucket for each distinct set of owners, highest layers first; the index is the number.
-
-    A part is in a bucket exactly when its owners are the bucket's, so every owner holds every
-    `own` part of it. The tied part is one part with two places: its owners are the holders of
-    layer 0 and of the head, and each syncs what it holds of it.
-    """
-    holders: dict[int, set[WorkerId]] = {layer: set() for layer in range(plan.layer_count)}
-    for worker, layers in plan.holdings().items():
-        for layer in layers:
-            holders[layer].add(worker)
-    by_owners: dict[tuple[WorkerId, ...], list[LayerPart]] = defaultdict(list)
-    for layer, workers in holders.items():
-        by_owners[tuple(sorted(workers))].append(LayerPart(layer=layer, part="own"))
-    if tied:
-        ends = sorted({0, plan.layer_count - 1})
-        owners = tuple(sorted(set().union(*(holders[layer] for layer in ends))))
-        by_owners[owners].extend(LayerPart(layer=layer, part="tied") for layer in ends)
-    # No two owner sets share an own part's layer, so only the tied bucket can need the tie-break.
-    order = sorted(
-        by_owners, key=lambda owners: (-max(part.layer for part in by_owners[owners]), owners)
-    )
-    return tuple(Bucket(owners=owners, parts=tuple(by_owners[owners])) for owners in order)
-
-
-def _finish(
-    worker: WorkerId, layers: range, body: list[Instruction], buckets: tuple[Bucket, ...]
+def add_sync(
+    worker: WorkerId, body: Iterable[Instruction], syncs: Iterable[SyncGradient]
 ) -> Program:
-    syncs: list[SyncGradient] = []
+    """The sums start after the stage's last weight gradient; all its layers are ready then."""
+    syncs = tuple(syncs)
     norm: list[LayerPart] = []
-    for number, bucket in enumerate(buckets):
-        if worker not in bucket.owners:
-            continue
-        parts = tuple(part for part in bucket.parts if part.layer in layers)
-        syncs.append(SyncGradient(bucket=number, parts=parts, owners=bucket.owners))
-        if worker == bucket.owners[0]:  # one counts for all; the two places of tied are one part
-            norm += [part for part in parts if part.part == "own"]
-            norm += [part for part in parts if part.part == "tied"][:1]
+    for sync in syncs:
+        if worker == sync.owners[0]:  # one counts for all; the two places of tied are one part
+            norm += [part for part in sync.parts if part.part == "own"]
+            norm += [part for part in sync.parts if part.part == "tied"][:1]
     return (*body, *syncs, Vote(norm_parts=tuple(sorted(norm))), OptimizerStep())

@@ -6,13 +6,35 @@ pipeline, stage and micro-batch it acts on and, where it talks, the peer worker,
 may also execute micro-batches of another pipeline's stage whose layers it holds.
 
 Sends are asynchronous (the executor starts them and goes on); receives, `SyncGradient`'s end and
-`Vote` wait. Micro-batches are numbered over the global batch.
+`Vote` wait. Sends directly followed by receives, with no compute between them, are one *exchange*:
+on a transport whose sends block until they are received (NCCL), they are posted together as one
+group. Micro-batches are numbered over the global batch.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 from oobleck.planner.ids import WorkerId
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Share:
+    """Pieces start .. stop - 1 of something cut into `of` equal pieces."""
+
+    start: int
+    stop: int
+    of: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop <= self.of:
+            raise ValueError(f"a share is {self.start}:{self.stop}/{self.of}; it must not be empty")
+
+    def of_bytes(self, count: int) -> int:
+        """Its part of `count` bytes, rounded up."""
+        return -(-count * (self.stop - self.start) // self.of)
+
+
+WHOLE = Share(0, 1, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +47,23 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Message(Action):
+    """What all instructions that talk to a neighbour stage name."""
+
+    peer: WorkerId
+    #: The rows of the micro-batch that travel: all, except between stages of several workers,
+    #: where worker i of d holds the i-th d-th of the rows.
+    share: Share = WHOLE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTokens(Action):
     """Get the micro-batch's token rows; on the first stage as input, on the last as targets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiveActivation(Action):
+class ReceiveActivation(Message):
     """Wait for the previous stage's output; paired with the peer's `SendActivation`."""
-
-    peer: WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +72,13 @@ class Forward(Action):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendActivation(Action):
+class SendActivation(Message):
     """Hand the stage's output to the next stage."""
-
-    peer: WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiveGradient(Action):
+class ReceiveGradient(Message):
     """Wait for the gradient of the stage's output; paired with the peer's `SendGradient`."""
-
-    peer: WorkerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +87,18 @@ class Backward(Action):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendGradient(Action):
-    """Hand the gradient of the stage's input to the previous stage."""
+class BackwardInput(Action):
+    """The part of the backward that others wait for: the gradient of the stage's input."""
 
-    peer: WorkerId
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardWeight(Action):
+    """The rest of the micro-batch's backward: what is still missing of the layers' gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendGradient(Message):
+    """Hand the gradient of the stage's input to the previous stage."""
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
@@ -77,6 +111,9 @@ class LayerPart:
 
     layer: int
     part: Literal["own", "tied"]
+    #: The whole part, except where some stage holds the layer on several workers: worker p of d
+    #: owns the p-th d-th of it.
+    share: Share = WHOLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +152,14 @@ Instruction = (
     | SendActivation
     | ReceiveGradient
     | Backward
+    | BackwardInput
+    | BackwardWeight
     | SendGradient
     | SyncGradient
     | Vote
     | OptimizerStep
 )
 Program = tuple[Instruction, ...]
+
+#: What occupies a worker's device.
+Compute = Forward | Backward | BackwardInput | BackwardWeight

@@ -3,10 +3,14 @@
 A word names pipeline.stage, the kind with the micro-batch, and the peer: `0.1:RECV_F3<n0/0`.
 
     LOAD3  F3  B3                 tokens, forward, backward of micro-batch 3
+    BI3  BW3                      the backward in two: gradient of the input, then of the weights
     RECV_F3<peer  SEND_F3>peer    activation from / to
     RECV_B3<peer  SEND_B3>peer    gradient from / to
     SYNC2[3,4,tied:4]@n0/0,n1/0   bucket 2: own parts of layers 3 and 4, the tied one of layer 4
     VOTE[0,1,tied:0]  STEP        parts that this worker's norm counts; optimizer step
+
+Where stages have several workers, a share stands behind what it is of: `SEND_F3(1:2/4)>peer` sends
+the second quarter of the rows, `SYNC2[3(0:1/2)]@...` sums the first half of layer 3.
 """
 
 import re
@@ -15,8 +19,12 @@ from typing import Literal
 
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.program import (
+    WHOLE,
     Action,
     Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
     Forward,
     Instruction,
     LayerPart,
@@ -27,14 +35,17 @@ from oobleck.planner.program import (
     ReceiveGradient,
     SendActivation,
     SendGradient,
+    Share,
     SyncGradient,
     Vote,
 )
 
-_ALONE: Mapping[str, type[LoadTokens] | type[Forward] | type[Backward]] = {
+_ALONE: Mapping[str, type[LoadTokens] | type[Compute]] = {
     "LOAD": LoadTokens,
     "F": Forward,
     "B": Backward,
+    "BI": BackwardInput,
+    "BW": BackwardWeight,
 }
 _TALKING: Mapping[
     str,
@@ -46,19 +57,20 @@ _TALKING: Mapping[
     "SEND_B": SendGradient,
 }
 _NAMES = {kind: name for name, kind in (*_ALONE.items(), *_TALKING.items())}
-_ACTION = re.compile(r"(\d+)\.(\d+):([A-Z_]+?)(\d+)(?:[<>](.+))?")
+_SHARE = re.compile(r"(.*)\((\d+):(\d+)/(\d+)\)")
+_ACTION = re.compile(r"(\d+)\.(\d+):([A-Z_]+?)(\d+)(\(\d+:\d+/\d+\))?(?:([<>])(.+))?")
 _SYNC = re.compile(r"SYNC(\d+)\[(.*)\]@(.+)")
 _VOTE = re.compile(r"VOTE\[(.*)\]")
 
 
 def format_instruction(instruction: Instruction) -> str:
     match instruction:
-        case LoadTokens() | Forward() | Backward():
+        case LoadTokens() | Forward() | Backward() | BackwardInput() | BackwardWeight():
             return _action(instruction)
         case ReceiveActivation() | ReceiveGradient():
-            return f"{_action(instruction)}<{instruction.peer}"
+            return f"{_action(instruction)}{_format_share(instruction.share)}<{instruction.peer}"
         case SendActivation() | SendGradient():
-            return f"{_action(instruction)}>{instruction.peer}"
+            return f"{_action(instruction)}{_format_share(instruction.share)}>{instruction.peer}"
         case SyncGradient():
             owners = ",".join(map(str, instruction.owners))
             return f"SYNC{instruction.bucket}[{_format_parts(instruction.parts)}]@{owners}"
@@ -79,13 +91,17 @@ def parse_instruction(word: str) -> Instruction:
         return SyncGradient(bucket=int(sync[1]), parts=_parse_parts(sync[2]), owners=owners)
     if action := _ACTION.fullmatch(word):
         pipeline, stage, microbatch = int(action[1]), int(action[2]), int(action[4])
-        if action[3] in _ALONE and action[5] is None:
-            alone = _ALONE[action[3]]
-            return alone(pipeline=pipeline, stage=stage, microbatch=microbatch)
-        if action[3] in _TALKING and action[5] is not None:
-            talking = _TALKING[action[3]]
-            peer = _parse_worker(action[5])
-            return talking(pipeline=pipeline, stage=stage, microbatch=microbatch, peer=peer)
+        name, share, arrow, peer = action[3], action[5], action[6], action[7]
+        if name in _ALONE and share is None and peer is None:
+            return _ALONE[name](pipeline=pipeline, stage=stage, microbatch=microbatch)
+        if name in _TALKING and arrow == ("<" if name.startswith("RECV") else ">"):
+            return _TALKING[name](
+                pipeline=pipeline,
+                stage=stage,
+                microbatch=microbatch,
+                peer=_parse_worker(peer),
+                share=_parse_share(share or "")[1],
+            )
     raise ValueError(f"{word!r} is not an instruction")
 
 
@@ -113,8 +129,21 @@ def _action(action: Action) -> str:
     return f"{action.pipeline}.{action.stage}:{name}{action.microbatch}"
 
 
+def _format_share(share: Share) -> str:
+    return "" if share == WHOLE else f"({share.start}:{share.stop}/{share.of})"
+
+
+def _parse_share(text: str) -> tuple[str, Share]:
+    """What stands before the share at the end of `text`, and that share."""
+    if match := _SHARE.fullmatch(text):
+        return match[1], Share(int(match[2]), int(match[3]), int(match[4]))
+    return text, WHOLE
+
+
 def _format_parts(parts: Iterable[LayerPart]) -> str:
-    return ",".join(f"tied:{p.layer}" if p.part == "tied" else str(p.layer) for p in parts)
+    return ",".join(
+        f"{'tied:' if p.part == 'tied' else ''}{p.layer}{_format_share(p.share)}" for p in parts
+    )
 
 
 def _parse_parts(text: str) -> tuple[LayerPart, ...]:
@@ -123,7 +152,8 @@ def _parse_parts(text: str) -> tuple[LayerPart, ...]:
 
 def _parse_part(text: str) -> LayerPart:
     part: Literal["own", "tied"] = "tied" if text.startswith("tied:") else "own"
-    return LayerPart(layer=int(text.removeprefix("tied:")), part=part)
+    layer, share = _parse_share(text.removeprefix("tied:"))
+    return LayerPart(layer=int(layer), part=part, share=share)
 
 
 def _parse_worker(text: str) -> WorkerId:

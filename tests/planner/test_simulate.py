@@ -21,6 +21,7 @@ from oobleck.planner.programtext import (
 )
 from oobleck.planner.simulate import simulate
 from oobleck.planner.templates import generate_templates
+from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of, random_profile
 
 #: As if messages took no time.
@@ -38,10 +39,6 @@ def plan_of(templates, *pipelines: tuple[int, int]) -> Plan:  # type: ignore[no-
         node += size
         first += microbatches
     return Plan(generation=Generation(1), pipelines=tuple(made))
-
-
-def worker(number: int) -> WorkerId:
-    return WorkerId(NodeName(f"n{number}"), 0)
 
 
 def test_equal_stages_take_the_textbook_time() -> None:
@@ -67,6 +64,77 @@ def test_messages_and_sums_take_their_time() -> None:
     result = simulate(compile_programs(plan, tied=False), profile, plan=plan)
     compute, message, gradient, vote = 6.0, 0.5 + 1.0, 2 * (0.5 + 500 / 100), 6 * (0.5 + 16 / 100)
     assert result.step_s == pytest.approx(compute + 2 * message + gradient + vote)
+
+
+def test_the_optimizer_takes_its_time_on_each_worker() -> None:
+    profile = profile_of([1.0, 1.0, 1.0], links=INSTANT)
+    updated = tuple(
+        replace(layer, update_s={1: seconds_})
+        for layer, seconds_ in zip(profile.layers, (0.25, 0.5, 0.125), strict=True)
+    )
+    plan = plan_of_cuts(([2, 1], 1))
+    run = simulate(compile_programs(plan, tied=False), replace(profile, layers=updated), plan=plan)
+    assert run.step_s == pytest.approx(9 + 0.75)
+    assert run.busy_s[worker(1)] == pytest.approx(3 + 0.125)
+
+
+def test_the_tied_weight_travels_once_and_to_all_its_holders() -> None:
+    """Two pipelines of 2 stages: the head's parameters (250) are tied but for nothing, those of
+    the embedding (300) but for 50."""
+    links = Links(intra_node_bytes_per_s=1e30, inter_node_bytes_per_s=100.0, latency_s=0.0)
+    profile = replace(profile_of([0.0] * 3, state=[1200, 400, 1000], links=links))
+    plan = plan_of_cuts(([2, 1], 1), ([2, 1], 1))
+    times = {}
+    for tied in (False, True):
+        programs = compile_programs(plan, tied=tied)
+        times[tied] = simulate(programs, profile, plan=plan).step_s
+    ways, vote = 2 * 1.0, 6 * 16 / 100
+    assert times[False] == pytest.approx(ways + 2 * (300 + 100) / 2 / 100 + vote)
+    # 250 bytes over the four ends, then 50 and layer 1's 100 over the two first stages.
+    assert times[True] == pytest.approx(ways + 6 * 250 / 4 / 100 + 2 * 150 / 2 / 100 + vote)
+
+
+def test_workers_of_a_stage_share_bytes_and_memory() -> None:
+    links = Links(intra_node_bytes_per_s=1e30, inter_node_bytes_per_s=100.0, latency_s=0.0)
+    profile = profile_of([1.0, 1.0], gpus=(1, 2), gpus_per_node=2, links=links)
+    plan = plan_of_cuts(([(1, 2), (1, 1)], 1))
+    run = simulate(compile_programs(plan, tied=False), profile, plan=plan)
+    halved = (1 + 2) / 2**0.9
+    # Each half of the rows takes half a second.
+    assert run.step_s == pytest.approx(halved + 0.5 + 3 + 0.5 + 2 * 2 * 64 / 3 / 100)
+    assert run.peak_bytes == {worker(0, 0): 505, worker(0, 1): 505, worker(1): 1010}
+
+
+def test_pieces_of_a_layer_are_summed_side_by_side() -> None:
+    links = Links(intra_node_bytes_per_s=1e30, inter_node_bytes_per_s=100.0, latency_s=0.0)
+    profile = profile_of([0.0], gpus=(1, 2), gpus_per_node=2, state=4000, links=links)
+    plan = plan_of_cuts(([(1, 2)], 1), ([(1, 1)], 1))
+    run = simulate(compile_programs(plan, tied=False), profile, plan=plan)
+    # The one worker sums both halves, one after the other; each of the two its own.
+    assert run.step_s == pytest.approx(2 * (2 * 500 / 2 / 100) + 4 * 64 / 3 / 100)
+
+
+def test_the_observer_sees_all_compute() -> None:
+    profile = profile_of([1.0, 1.0], links=INSTANT)
+    plan = plan_of_cuts(([1, 1], 2), schedule="zb-h1")
+    seen: list[tuple[WorkerId, str, float, float]] = []
+    run = simulate(
+        compile_programs(plan, tied=False),
+        profile,
+        plan=plan,
+        observe=lambda who, step, begun_s, ended_s: seen.append(
+            (who, type(step).__name__, begun_s, ended_s)
+        ),
+    )
+    assert seen[0] == (worker(0), "Forward", 0.0, 1.0)
+    for number in (0, 1):
+        mine = [event for event in seen if event[0] == worker(number)]
+        assert sum(end - start for *_, start, end in mine) == pytest.approx(
+            run.busy_s[worker(number)]
+        )
+        assert mine[-1][-1] == run.computed_s[worker(number)]
+    kinds = Counter(name for who, name, *_ in seen if who == worker(1))
+    assert kinds == {"Forward": 2, "BackwardInput": 2, "BackwardWeight": 2}
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -139,8 +207,14 @@ def test_programs_of_any_plan_end_and_do_everything_once(seed: int, tied: bool) 
 
 def test_blocking_sends_deadlock_and_the_report_names_both_sides() -> None:
     profile = profile_of([1.0, 1.0])
-    plan = plan_of(generate_templates(profile, range(2, 3)), (2, 3))
-    programs = compile_programs(plan, tied=False)
+    plan = plan_of(generate_templates(profile, range(2, 3)), (2, 2))
+    programs = parse_programs(
+        # Compute between a send and the receive that answers it: they are no exchange any more.
+        "n0/0: 0.0:LOAD0 0.0:F0 0.0:SEND_F0>n1/0 0.0:LOAD1 0.0:F1 0.0:SEND_F1>n1/0 "
+        "0.0:LOAD2 0.0:F2 0.0:RECV_B0<n1/0 0.0:B0 0.0:RECV_B1<n1/0 0.0:B1 VOTE[] STEP\n"
+        "n1/0: 0.1:LOAD0 0.1:RECV_F0<n0/0 0.1:F0 0.1:B0 0.1:SEND_B0>n0/0 "
+        "0.1:LOAD2 0.1:F2 0.1:LOAD1 0.1:RECV_F1<n0/0 0.1:F1 0.1:B1 0.1:SEND_B1>n0/0 VOTE[] STEP\n"
+    )
     simulate(programs, profile, plan=plan)
     with pytest.raises(ProgramDeadlock) as caught:
         simulate(programs, profile, plan=plan, blocking_sends=True)
@@ -150,11 +224,19 @@ def test_blocking_sends_deadlock_and_the_report_names_both_sides() -> None:
     )
 
 
-def test_blocking_sends_are_fine_where_nobody_runs_ahead() -> None:
-    profile = profile_of([1.0, 1.0], links=INSTANT)
-    plan = plan_of(generate_templates(profile, range(2, 3)), (2, 1))
-    result = simulate(compile_programs(plan, tied=False), profile, plan=plan, blocking_sends=True)
-    assert result.step_s == pytest.approx(6.0)
+def test_what_blocking_sends_cost() -> None:
+    links = Links(intra_node_bytes_per_s=1e30, inter_node_bytes_per_s=100.0, latency_s=0.0)
+    profile = profile_of([1.0, 1.0], links=links)
+    plan = plan_of_cuts(([1, 1], 2))
+    programs = compile_programs(plan, tied=False)
+    vote = 2 * 64 / 2 / 100
+    # Sends that go ahead: F0 over at 1 and there at 2, B0 there until 5, F1 and B1 until 8, the
+    # gradient back at 9, the last backward until 11.
+    assert simulate(programs, profile, plan=plan).step_s == pytest.approx(11 + vote)
+    # Blocking: F1 begins after F0's way, at 2; F1's output and B0's gradient cross from 5 to 6, F1
+    # and B1 until 9, the gradient back at 10.
+    blocking = simulate(programs, profile, plan=plan, blocking_sends=True)
+    assert blocking.step_s == pytest.approx(12 + vote)
 
 
 def test_a_send_that_is_missing_is_found() -> None:
@@ -195,13 +277,41 @@ def test_program_text_reads_like_this() -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["", "JUMP", "0.0:F", "0.0:F1<n0/0", "0.0:RECV_F1", "0.0:RECV_F1<n0", "SYNC0[1]"]
+    "word",
+    [
+        "",
+        "JUMP",
+        "0.0:F",
+        "0.0:F1<n0/0",
+        "0.0:F1(0:1/2)",
+        "0.0:RECV_F1",
+        "0.0:RECV_F1<n0",
+        "0.0:RECV_F1>n0/0",
+        "0.0:RECV_F1(x)<n0/0",
+        "SYNC0[1]",
+    ],
 )
 def test_words_that_are_no_instruction_are_refused(word: str) -> None:
     with pytest.raises(ValueError, match="is not"):
         parse_instruction(word)
 
 
+def test_an_empty_share_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a share is 2:2/4; it must not be empty"):
+        parse_instruction("0.0:RECV_F1(2:2/4)<n0/0")
+
+
 def test_every_word_survives() -> None:
-    for word in ("0.1:RECV_B3<a.b-c/2", "12.0:SEND_F7>n0/0", "VOTE[]", "STEP", "0.0:LOAD3"):
+    for word in (
+        "0.1:RECV_B3<a.b-c/2",
+        "12.0:SEND_F7>n0/0",
+        "0.2:SEND_B1(1:2/4)>n0/3",
+        "VOTE[]",
+        "VOTE[0(0:1/2),tied:0(0:1/2)]",
+        "SYNC3[4(2:3/6),tied:4(2:3/6)]@n0/0,n1/2",
+        "STEP",
+        "0.0:LOAD3",
+        "0.1:BI3",
+        "0.1:BW3",
+    ):
         assert format_instruction(parse_instruction(word)) == word

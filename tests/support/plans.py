@@ -1,0 +1,39 @@
+"""Plans for tests, cut as the test says."""
+
+from collections.abc import Sequence
+
+from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.plan import Pipeline, Plan, Schedule, Stage
+
+#: Layers of a stage, or (layers, GPUs).
+Cut = int | tuple[int, int]
+
+
+def plan_of_cuts(*pipelines: tuple[Sequence[Cut], int], schedule: Schedule = "1f1b") -> Plan:
+    """Each pipeline: its stages, every one on a node of its own, and its micro-batches."""
+    made, node, microbatch = [], 0, 0
+    for cuts, microbatches in pipelines:
+        stages, nodes, layer = [], [], 0
+        for cut in cuts:
+            layers, gpus = (cut, 1) if isinstance(cut, int) else cut
+            name = NodeName(f"n{node}")
+            node += 1
+            nodes.append(name)
+            workers = tuple(WorkerId(name, slot) for slot in range(gpus))
+            stages.append(Stage(first_layer=layer, last_layer=layer + layers - 1, workers=workers))
+            layer += layers
+        made.append(
+            Pipeline(
+                nodes=tuple(nodes),
+                stages=tuple(stages),
+                first_microbatch=microbatch,
+                microbatches=microbatches,
+            )
+        )
+        microbatch += microbatches
+    return Plan(generation=Generation(1), pipelines=tuple(made), schedule=schedule)
+
+
+def worker(number: int, slot: int = 0) -> WorkerId:
+    """The worker of the stage on node number `number`."""
+    return WorkerId(NodeName(f"n{number}"), slot)
