@@ -17,6 +17,8 @@ from oobleck.planner.plan import Plan
 from oobleck.planner.program import (
     Action,
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
     Instruction,
     LayerPart,
@@ -42,7 +44,12 @@ from oobleck.worker.transport import Group, Pending, Transport
 
 
 def owner_groups(programs: Iterable[Program], plan: Plan) -> list[Group]:
-    """The distinct owner sets of all programs, as ranks, in an order that is the same for all."""
+    """The distinct owner sets of all programs, as ranks, in an order that is the same for all.
+
+    Raises ValueError where the plan needs what the interpreter cannot do: stages of several
+    workers. It is asked before a generation is joined, so no step is begun.
+    """
+    check_stages(plan)
     rank = {worker: index for index, worker in enumerate(plan.workers)}
     return sorted(
         {
@@ -52,6 +59,17 @@ def owner_groups(programs: Iterable[Program], plan: Plan) -> list[Group]:
             if isinstance(instruction, SyncGradient)
         }
     )
+
+
+def check_stages(plan: Plan) -> None:
+    for number, pipeline in enumerate(plan.pipelines):
+        for position, stage in enumerate(pipeline.stages):
+            if len(stage.workers) != 1:
+                raise ValueError(
+                    f"pipeline {number}: stage {position} stands on {len(stage.workers)} workers; "
+                    "training runs on one worker per stage so far: plan with a profile that has "
+                    "times for 1 GPU only"
+                )
 
 
 class _GradientSum:
@@ -94,6 +112,8 @@ class Executor:
         self._job = job
         self._plan = plan
         self._program = program
+        #: Micro-batches whose backward comes in two parts.
+        self._split = {step.microbatch for step in program if isinstance(step, BackwardWeight)}
         self._transport = transport
         self._state = state
         self._dataset = dataset
@@ -166,9 +186,11 @@ class Executor:
             case ReceiveGradient(microbatch=m):
                 self._gradients[m] = self._receive(instruction, instruction.peer, backward=True)
             case Backward(microbatch=m):
-                gradient = self._stage.backward(m, self._gradients.pop(m, None))
-                if gradient is not None:
-                    self._input_gradients[m] = gradient
+                self._keep(m, self._stage.backward(m, self._gradients.pop(m, None)))
+            case BackwardInput(microbatch=m):
+                self._keep(m, self._stage.backward_input(m, self._gradients.pop(m, None)))
+            case BackwardWeight(microbatch=m):
+                self._stage.backward_weight(m)
             case SendGradient(microbatch=m):
                 gradient = self._input_gradients.pop(m)
                 self._send(gradient, instruction, instruction.peer, backward=True)
@@ -180,6 +202,10 @@ class Executor:
             case OptimizerStep():
                 assert self._result is not None, "the vote comes before the optimizer"
                 commit(self._state, self._job, self._progress, self._result, self._step)
+
+    def _keep(self, microbatch: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            self._input_gradients[microbatch] = gradient
 
     def _positions(self, microbatch: int) -> range:
         size = self._job.training.microbatch
@@ -207,7 +233,9 @@ class Executor:
             seed=self._job.training.seed, step=self._step, positions=tuple(self._positions(m))
         )
         source = self._tokens if instruction.stage == 0 else self._inputs
-        output = self._stage.forward(m, source.pop(m), keys, self._targets.pop(m, None))
+        output = self._stage.forward(
+            m, source.pop(m), keys, self._targets.pop(m, None), split=m in self._split
+        )
         if self._is_last(instruction):
             self._loss_sum += output.item()
         else:

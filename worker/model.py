@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oobleck.planner.job import ModelSpec
+from oobleck.worker.linear import Linear
 from oobleck.worker.random import RowKeys, Site, generator, keep_mask
 
 #: Standard deviation of initial weights (GPT-2).
@@ -64,11 +65,11 @@ class Block(Layer):
         hidden = spec.hidden
         self.heads = spec.heads
         self.attention_norm = nn.LayerNorm(hidden)
-        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
-        self.attention_out = nn.Linear(hidden, hidden, bias=False)
+        self.qkv = Linear(hidden, 3 * hidden)
+        self.attention_out = Linear(hidden, hidden)
         self.mlp_norm = nn.LayerNorm(hidden)
-        self.mlp_in = nn.Linear(hidden, 4 * hidden, bias=False)
-        self.mlp_out = nn.Linear(4 * hidden, hidden, bias=False)
+        self.mlp_in = Linear(hidden, 4 * hidden)
+        self.mlp_out = Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
         x = x + self.drop(self._attend(self.attention_norm(x)), rows, "attention")
@@ -93,7 +94,7 @@ class Head(Layer):
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__(spec, layer)
         self.norm = nn.LayerNorm(spec.hidden)
-        self.token = nn.Linear(spec.hidden, spec.vocabulary, bias=False)
+        self.token = Linear(spec.hidden, spec.vocabulary)
 
     def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
         logits: Tensor = self.token(self.norm(x))

@@ -2,7 +2,8 @@
 
 Owns what a micro-batch keeps between its forward and its backward. Knows nothing of peers, orders
 or steps: the executor says which micro-batch and hands tensors in and out. Any order of forwards
-and backwards is right, as long as a micro-batch's forward comes first.
+and backwards is right, as long as a micro-batch's forward comes first and, where its backward is
+split, the input's gradient before the weights'.
 """
 
 from collections.abc import Hashable
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from oobleck.planner.job import JobSpec
+from oobleck.worker.linear import DeferredGradients, deferring
 from oobleck.worker.model import loss
 from oobleck.worker.random import RowKeys
 from oobleck.worker.state import ModelState, state_dtype
@@ -24,6 +26,8 @@ class _InFlight:
     #: None on the first stage: tokens have no gradient.
     leaf: Tensor | None
     output: Tensor
+    #: Where its backward is split, what collects the weight gradients that are left for later.
+    deferred: DeferredGradients | None
 
 
 class StageRunner:
@@ -37,6 +41,8 @@ class StageRunner:
         self._job = job
         self._device = device
         self._in_flight: dict[Hashable, _InFlight] = {}
+        #: Micro-batches between the two parts of their backward.
+        self._deferred: dict[Hashable, DeferredGradients] = {}
 
     @property
     def first(self) -> bool:
@@ -59,27 +65,36 @@ class StageRunner:
         return state_dtype(self._job.training.precision)
 
     def forward(
-        self, microbatch: Hashable, x: Tensor, rows: RowKeys, targets: Tensor | None = None
+        self,
+        microbatch: Hashable,
+        x: Tensor,
+        rows: RowKeys,
+        targets: Tensor | None = None,
+        *,
+        split: bool = False,
     ) -> Tensor:
         """The stage's output for `x`; on the last stage, which needs `targets`, the mean loss.
 
         `x` is int64 tokens (b, T) on the first stage and the previous stage's output elsewhere.
-        The result is cut off from autograd: it may be sent as it is.
+        The result is cut off from autograd: it may be sent as it is. `split`: its backward will
+        come as `backward_input` and `backward_weight`, and not as `backward`.
         """
         if self.last and targets is None:
             raise ValueError("the last stage needs targets")
         leaf = None if self.first else x.detach().requires_grad_()
         hidden = x if leaf is None else leaf
-        with torch.autocast(
+        deferred = DeferredGradients() if split else None
+        autocast = torch.autocast(
             self._device.type,
             dtype=torch.bfloat16,
             enabled=self._job.training.precision == "bf16",
-        ):
+        )
+        with autocast, deferring(deferred):
             for layer in self._layers:
                 hidden = self._state.module(layer)(hidden, rows)
             output = hidden if targets is None else loss(hidden, targets)
         output = output.to(self.activation_dtype)
-        self._in_flight[microbatch] = _InFlight(leaf, output)
+        self._in_flight[microbatch] = _InFlight(leaf, output, deferred)
         return output.detach()
 
     def backward(self, microbatch: Hashable, gradient: Tensor | None = None) -> Tensor | None:
@@ -89,9 +104,26 @@ class StageRunner:
         stage returns None.
         """
         kept = self._in_flight.pop(microbatch)
+        assert kept.deferred is None, "its forward was told that the backward would be split"
         torch.autograd.backward(kept.output, gradient)
         return None if kept.leaf is None else kept.leaf.grad
+
+    def backward_input(self, microbatch: Hashable, gradient: Tensor | None = None) -> Tensor | None:
+        """As `backward`, but most of the weights' gradients are left to `backward_weight`.
+
+        Until then the inputs of the linear layers and the gradients of their outputs are kept.
+        """
+        kept = self._in_flight.pop(microbatch)
+        assert kept.deferred is not None, "its forward was not told that the backward is split"
+        torch.autograd.backward(kept.output, gradient)
+        self._deferred[microbatch] = kept.deferred
+        return None if kept.leaf is None else kept.leaf.grad
+
+    def backward_weight(self, microbatch: Hashable) -> None:
+        """Add what `backward_input` left out, and keep nothing of the micro-batch any more."""
+        self._deferred.pop(microbatch).add()
 
     def reset(self) -> None:
         """Drop everything in flight."""
         self._in_flight.clear()
+        self._deferred.clear()
