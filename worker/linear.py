@@ -25,16 +25,20 @@ class DeferredGradients:
     """
 
     def __init__(self) -> None:
-        self._due: deque[tuple[nn.Parameter, Tensor, Tensor]] = deque()
+        self._due: deque[tuple[Tensor, Tensor, Tensor]] = deque()
 
-    def linear(self, x: Tensor, weight: nn.Parameter) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x (..., n) times the weight's transpose, with the weight's gradient left for later."""
         if torch.is_autocast_enabled(x.device.type):
             # What autocast would do inside; done here, the rounded input is what is kept.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         output = F.linear(x, weight.detach())
         kept = x.detach()
-        output.register_hook(lambda gradient: self._due.append((weight, kept, gradient)))
+
+        def keep(gradient: Tensor) -> None:
+            self._due.append((weight, kept, gradient))
+
+        output.register_hook(keep)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return output
 
     @torch.no_grad()
