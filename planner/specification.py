@@ -7,14 +7,21 @@ from oobleck.planner.profile import Profile
 from oobleck.planner.templates import feasible_sizes
 from oobleck.planner.units import are, count, format_bytes
 
+#: Missing memory is told to this part of it.
+_MEMORY_STEPS = 1000
+
 
 def node_specification(
     profile: Profile, *, nodes: int, fault_tolerance: int, min_nodes: int = 1
 ) -> range:
-    """The sizes n0 .. min(nodes - fault_tolerance * n0, number of layers), as far as they fit.
+    """The template sizes: n0 and what follows it, as far as `nodes` nodes have use for them.
 
-    n0 is the fewest nodes, `min_nodes` at least, that hold the model. Raises PlanInfeasible with
-    the bytes or the nodes that are missing.
+    n0 is the fewest nodes, `min_nodes` at least, that hold the model. The largest is what the other
+    `fault_tolerance` pipelines leave, nodes - fault_tolerance * n0 (§4.1.1); it is at least
+    2 n0 - 1, since only with n0 .. 2 n0 - 1 can every number of nodes from n0 on be made up, which
+    a cluster that begins with no more than it needs would miss after its first loss. No size
+    exceeds the number of layers or of nodes, or leaves a gap. Raises PlanInfeasible with the
+    bytes or the nodes that are missing.
     """
     for name, value, least in (
         ("nodes", nodes, 1),
@@ -23,55 +30,71 @@ def node_specification(
     ):
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
-    sizes = feasible_sizes(profile, len(profile.layers))
+    layers = len(profile.layers)
+    sizes = feasible_sizes(profile, min(nodes, layers))
+    if not any(size >= min_nodes for size in sizes):
+        sizes = feasible_sizes(profile, layers)
     if not sizes:
         raise PlanInfeasible(_memory_cause(profile))
     usable = [size for size in sizes if size >= min_nodes]
     if not usable:
         raise PlanInfeasible(
-            f"a pipeline cannot have {min_nodes} nodes: the model of {len(profile.layers)} layers "
+            f"a pipeline cannot have {min_nodes} nodes: the model of {layers} layers "
             f"on {profile.gpus_per_node} GPUs per node fits {sizes[-1]} at most; lower "
             "min_nodes_per_pipeline"
         )
     smallest = usable[0]
     needed = (fault_tolerance + 1) * smallest
     if nodes < needed:
-        raise PlanInfeasible(
-            f"needs {count(needed, 'node')}: fault_tolerance {fault_tolerance} and pipelines of at "
-            f"least {count(smallest, 'node')}; {are(nodes)} live"
-        )
+        raise PlanInfeasible(_nodes_cause(nodes, fault_tolerance, smallest))
+    largest = min(nodes, max(nodes - fault_tolerance * smallest, 2 * smallest - 1))
     stop = smallest
-    while stop in sizes and stop <= nodes - fault_tolerance * smallest:
+    while stop in sizes and stop <= largest:
         stop += 1
     return range(smallest, stop)
 
 
+def _nodes_cause(nodes: int, fault_tolerance: int, smallest: int) -> str:
+    needed = (fault_tolerance + 1) * smallest
+    cause = (
+        f"needs {count(needed, 'node')}: fault_tolerance {fault_tolerance} and pipelines of at "
+        f"least {count(smallest, 'node')}; {are(nodes)} live"
+    )
+    possible = nodes // smallest - 1
+    if possible < 0:
+        return cause
+    return f"{cause}; add nodes or lower fault_tolerance to {possible}"
+
+
 def _memory_cause(profile: Profile) -> str:
-    """How much memory per GPU would do, at any number of nodes."""
-    have = profile.gpu_memory_bytes
-    if any(min(layer.forward_s) > profile.gpus_per_node for layer in profile.layers):
+    """How much memory per GPU would do, and for how many nodes."""
+    have, layers = profile.gpu_memory_bytes, profile.layers
+    if any(min(layer.forward_s) > profile.gpus_per_node for layer in layers):
         return (
             f"some layer has no time for {profile.gpus_per_node} GPUs or fewer: profile it for "
             "the GPUs that a node has"
         )
-    low, high = have, have
-    layers = profile.layers
     everything = sum(layer.state_bytes + len(layers) * layer.activation_bytes for layer in layers)
-    while high < everything:  # from here on one GPU would hold the whole model
-        high *= 2
-    if not feasible_sizes(replace(profile, gpu_memory_bytes=high), len(layers)):
+    low, high = have, max(have, everything)  # with everything, one GPU holds the whole model
+    if not _sizes_with(profile, high):
         return (
             f"no cut of {len(layers)} layers uses all {profile.gpus_per_node} GPUs of a node; use "
             f"fewer GPUs per node"
         )
-    while high - low > 1:
+    while high - low > max(1, high // _MEMORY_STEPS):
         middle = (low + high) // 2
-        if feasible_sizes(replace(profile, gpu_memory_bytes=middle), len(layers)):
+        if _sizes_with(profile, middle):
             high = middle
         else:
             low = middle
+    fewest = _sizes_with(profile, high)[0]
     return (
         f"the model does not fit on any number of nodes: a GPU needs at least {format_bytes(high)} "
-        f"({high} bytes), {high - have} bytes more than gpu_memory_bytes ({have}); use GPUs with "
-        "more memory, a smaller microbatch or a smaller model"
+        f"({high} bytes), {high - have} bytes more than gpu_memory_bytes ({have}), for pipelines "
+        f"of {count(fewest, 'node')}; use GPUs with more memory, a smaller microbatch or a smaller "
+        "model"
     )
+
+
+def _sizes_with(profile: Profile, memory_bytes: int) -> tuple[int, ...]:
+    return feasible_sizes(replace(profile, gpu_memory_bytes=memory_bytes), len(profile.layers))

@@ -1,231 +1,241 @@
 """Template generation: the cheapest way to cut the model for n nodes (Oobleck §4.1.2).
 
-Minimises T1 + T2 + T3 exactly, for Nb = 4S micro-batches. With the slowest stage k* (the last one
-on ties) taking t*, and S stages, that is
+Minimises T1 + T2 + T3 exactly, for 4 micro-batches per stage, for all n at once. The slowest stage
+takes one of the times that some stage has. Intervals of these times are searched from coarse to
+fine: a sweep (`oobleck.planner.partition`) gives each interval a lower bound for every n, and the
+cut that belongs to the bound has a true T. Only intervals that may still hold a better cut for
+some n are divided, down to single times, for which the sweep is exact.
 
-    T = sum of the stages before k* + (3S + k* + 1) t* + 2 (sum of the stages after k*)
-
-so a cut is a prefix whose stages take at most t*, the slowest stage, and a suffix whose stages
-take less. Of prefixes and suffixes that end at the same layer and GPU only those matter that no
-other beats in both their slowest stage and their sum. Memory counts S - s micro-batches in flight
-at stage s: for suffixes that is the distance from the end, so they are shared by all sizes.
-
-Of cuts with equal T the one with fewest stages is taken, then the one that keeps the smallest sum
-of squared stage times (the more even one) among those that the search tells apart, then the one
-whose slowest stage and cuts come first.
+Owns the search. T does not tell all cuts apart: which one of least T becomes the template is for
+`oobleck.planner.ties`.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Optional
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from oobleck.planner.cost import StageCosts, seconds
 from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.partition import Bounds, Sweep
 from oobleck.planner.profile import Profile
+from oobleck.planner.stagetable import Floats, Integers, StageTable
 from oobleck.planner.template import PipelineTemplate, StageTemplate
+from oobleck.planner.trace import Cuts, trace
 
-
-class Cut(NamedTuple):
-    """Some stages in a row; `rest` are those further from where `first`..`stop` joins them."""
-
-    slowest: int
-    total: int
-    squares: int
-    first: int
-    stop: int
-    gpus: int
-    rest: Optional["Cut"]
-
-    def stages(self) -> Iterator[tuple[int, int, int]]:
-        cut: Cut | None = self
-        while cut is not None and cut.gpus:
-            yield cut.first, cut.stop, cut.gpus
-            cut = cut.rest
-
-
-#: Where stages end or begin: (layer, GPUs used on that side) -> cuts that none other beats, with
-#: slowest rising and total falling.
-Front = dict[tuple[int, int], list[Cut]]
+#: Intervals of a level are no wider than this, so that the first bounds mean something.
+_COARSEST = 1.2
+#: Parts that an interval is divided into.
+_PARTS = 8
+#: Intervals up to such a ratio are swept together: every row pays for the longest stages of all.
+_ALIKE = 2.0
+#: Numbers in the arrays of one sweep; up to the fewer, likeness does not matter.
+_FEW_NUMBERS, _MOST_NUMBERS = 300_000, 4_000_000
 
 
 def generate_templates(profile: Profile, sizes: range) -> Mapping[int, PipelineTemplate]:
     """The best template for each number of nodes in `sizes`; raises PlanInfeasible."""
-    search = _Search(profile)
-    templates = {}
+    table = StageTable(profile)
+    best = least_cuts(table, sizes)
+    costs, templates = StageCosts(profile), {}
     for nodes in sizes:
-        template = search.best(nodes)
-        if template is None:
+        if nodes not in best:
             raise PlanInfeasible(f"no template of {nodes} nodes fits the memory")
-        templates[nodes] = template
+        templates[nodes] = _template(costs, profile.gpus_per_node, nodes, best[nodes].stages)
     return templates
 
 
 def feasible_sizes(profile: Profile, most: int) -> tuple[int, ...]:
-    """All numbers of nodes up to `most` that some template fits, ascending.
-
-    Goes from the last stage to the first: what is in flight depends on that distance alone.
-    """
-    costs, per_node = StageCosts(profile), profile.gpus_per_node
-    reached = {(costs.layer_count, 0)}
-    found: set[int] = set()
-    for in_flight in range(1, costs.layer_count + 1):
-        front = set()
-        for stop, used in reached:
-            for gpus in _fitting(costs, per_node, used):
-                if used + gpus > most * per_node:
-                    break
-                for first in range(stop - 1, -1, -1):
-                    if not costs.allowed(first, stop, gpus, in_flight):
-                        break
-                    front.add((first, used + gpus))
-        found.update(used // per_node for first, used in front if not (first or used % per_node))
-        reached = front
-    return tuple(sorted(found))
+    """All numbers of nodes up to `most` that some template fits, ascending."""
+    table = StageTable(profile)
+    return fitting_sizes(table, table.fewest_stages(min(most, table.layers)))
 
 
-def _fitting(costs: StageCosts, per_node: int, used: int) -> Iterator[int]:
-    """The numbers of GPUs for a stage that keep it on the node that is partly used."""
-    return (gpus for gpus in costs.gpu_choices if used % per_node + gpus <= per_node)
+@dataclass(slots=True, kw_only=True)
+class BestCut:
+    """The cut of least T for one number of nodes, found so far."""
+
+    total: float
+    stages: tuple[tuple[int, int, int], ...]
 
 
-def _extend(cut: Cut, first: int, stop: int, gpus: int, time: int) -> Cut:
-    return Cut(
-        max(cut.slowest, time),
-        cut.total + time,
-        cut.squares + time * time,
-        first,
-        stop,
-        gpus,
-        cut,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Interval:
+    """Times number first .. last may be that of the slowest stage; `bound` is T's, by size."""
+
+    first: int
+    last: int
+    bound: Floats
 
 
-def _keep_best(cuts: list[Cut]) -> list[Cut]:
-    """Those that none other beats in both slowest and total."""
-    kept: list[Cut] = []
-    for cut in sorted(cuts, key=lambda c: c[:3]):
-        if not kept or cut.total < kept[-1].total:
-            kept.append(cut)
-    return kept
+def least_cuts(table: StageTable, sizes: Sequence[int]) -> Mapping[int, BestCut]:
+    """A cut of least T for every number of nodes of `sizes` that fits the memory."""
+    search = _Search(table, [n for n in sizes if n <= table.layers])
+    return search.run()
 
 
 class _Search:
-    def __init__(self, profile: Profile) -> None:
-        self._per_node = profile.gpus_per_node
-        self._costs = StageCosts(profile)
-        end = Cut(-1, 0, 0, 0, 0, 0, None)
-        #: By number of stages after the slowest.
-        self._suffixes: list[Front] = [{(self._costs.layer_count, 0): [end]}]
+    def __init__(self, table: StageTable, sizes: Sequence[int]) -> None:
+        self._table = table
+        self._fewest = table.fewest_stages(max(sizes, default=1))
+        fitting = set(fitting_sizes(table, self._fewest))
+        self._sizes = np.array([n for n in sizes if n in fitting], dtype=np.int64)
+        self._times = np.unique(table.time[np.isfinite(table.time)])
+        self._least_work = self._work()
+        self._best = np.full(len(self._sizes), np.inf)
+        self._stages: dict[int, tuple[tuple[int, int, int], ...]] = {}
 
-    def best(self, nodes: int) -> PipelineTemplate | None:
-        best: tuple[int, int, tuple[tuple[int, int, int], ...]] | None = None
-        most = min(self._costs.layer_count, nodes * self._per_node)
-        for stages in range(nodes, most + 1):
-            for candidate in self._join(stages, nodes * self._per_node, best and best[0]):
-                if best is None or candidate[:2] < best[:2]:
-                    best = candidate
-        return None if best is None else self._template(nodes, best[0], best[2])
+    def run(self) -> Mapping[int, BestCut]:
+        level = self._coarse() if len(self._sizes) else []
+        while level:
+            level = [part for interval in self._survivors(level) for part in _divide(interval)]
+        return {
+            int(n): BestCut(total=float(self._best[at]), stages=self._stages[at])
+            for at, n in enumerate(self._sizes)
+        }
 
-    def _suffix(self, stages: int) -> Front:
-        while len(self._suffixes) <= stages:
-            in_flight = len(self._suffixes)
-            fresh: Front = {}
-            for (stop, used), cuts in self._suffixes[-1].items():
-                for gpus in _fitting(self._costs, self._per_node, used):
-                    for first in range(stop - 1, -1, -1):
-                        if not self._costs.allowed(first, stop, gpus, in_flight):
-                            break
-                        time = self._costs.time(first, stop, gpus)
-                        fresh.setdefault((first, used + gpus), []).extend(
-                            _extend(cut, first, stop, gpus, time) for cut in cuts
-                        )
-            self._suffixes.append({key: _keep_best(cuts) for key, cuts in fresh.items()})
-        return self._suffixes[stages]
+    def _work(self) -> float:
+        """GPU time that the model needs at least."""
+        single = [
+            d * np.diag(t, 1) for d, t in zip(self._table.choices, self._table.time, strict=True)
+        ]
+        return float(np.min(single, axis=0).sum())
 
-    def _grow_prefix(
-        self, front: Front, in_flight: int, gpus_left: int, limit: int | None
-    ) -> Front:
-        """All prefixes of one stage more; those whose slowest stage alone reaches `limit` go."""
-        fresh: Front = {}
-        for (first, used), cuts in front.items():
-            for gpus in _fitting(self._costs, self._per_node, used):
-                if used + gpus > gpus_left:
-                    break
-                for stop in range(first + 1, self._costs.layer_count):
-                    if not self._costs.allowed(first, stop, gpus, in_flight):
-                        break
-                    time = self._costs.time(first, stop, gpus)
-                    if limit is not None and time > limit:
-                        break
-                    fresh.setdefault((stop, used + gpus), []).extend(
-                        _extend(cut, first, stop, gpus, time) for cut in cuts
-                    )
-        return {key: _keep_best(cuts) for key, cuts in fresh.items()}
+    def _coarse(self) -> list[_Interval]:
+        """All times, in intervals of about equal ratio."""
+        times = self._times
+        bound = np.full(len(self._sizes), -np.inf)
+        intervals = []
+        first = 0
+        while first < len(times):
+            stop = max(int(np.searchsorted(times, times[first] * _COARSEST, "right")), first + 1)
+            intervals.append(_Interval(first=first, last=stop - 1, bound=bound))
+            first = stop
+        return intervals
 
-    def _join(
-        self, stages: int, gpus_total: int, known: int | None
-    ) -> Iterator[tuple[int, int, tuple[tuple[int, int, int], ...]]]:
-        """(T, sum of squares, stages) of every prefix + slowest stage + suffix worth a look."""
-        # T >= 3S t*, so no stage of a better cut is slower than this.
-        limit = None if known is None else known // (3 * stages)
-        front: Front = {(0, 0): [Cut(-1, 0, 0, 0, 0, 0, None)]}
-        for before in range(stages):
-            suffixes = self._suffix(stages - 1 - before)
-            for (first, used), prefixes in front.items():
-                for gpus in _fitting(self._costs, self._per_node, used):
-                    rest = gpus_total - used - gpus
-                    for stop in range(first + 1, self._costs.layer_count + 1):
-                        if not self._costs.allowed(first, stop, gpus, stages - before):
-                            break
-                        time = self._costs.time(first, stop, gpus)
-                        if limit is not None and time > limit:
-                            break
-                        prefix = _cheapest(prefixes, time + 1)
-                        suffix = _cheapest(suffixes.get((stop, rest), ()), time)
-                        if prefix is None or suffix is None:
-                            continue
-                        total = prefix.total + (3 * stages + before + 1) * time + 2 * suffix.total
-                        if known is not None and total > known:
-                            continue
-                        known = total
-                        limit = known // (3 * stages)
-                        cut = (
-                            *reversed(tuple(prefix.stages())),
-                            (first, stop, gpus),
-                            *suffix.stages(),
-                        )
-                        yield total, prefix.squares + time * time + suffix.squares, cut
-            front = self._grow_prefix(front, stages - before, gpus_total, limit)
+    def _alive(self, interval: _Interval) -> NDArray[np.bool_]:
+        """The sizes for which it may hold a better cut: GPUs that are busy for no longer than the
+        slowest stage have to do all the work, and at least 3 S + 1 times its time is needed."""
+        floor = (3 * self._sizes + 1) * self._times[interval.first]
+        gpu_time = self._sizes * self._table.per_node * self._times[interval.last]
+        better = np.maximum(interval.bound, floor) < self._best
+        alive: NDArray[np.bool_] = better & (gpu_time >= self._least_work)
+        return alive
 
-    def _template(
-        self, nodes: int, total: int, cut: tuple[tuple[int, int, int], ...]
-    ) -> PipelineTemplate:
-        stages = []
-        used = 0
-        for first, stop, gpus in cut:
-            stages.append(
-                StageTemplate(
-                    first_layer=first,
-                    last_layer=stop - 1,
-                    node=used // self._per_node,
-                    gpus=gpus,
-                    forward_s=seconds(self._costs.forward(first, stop, gpus)),
-                    backward_s=seconds(self._costs.backward(first, stop, gpus)),
-                )
+    def _survivors(self, level: Sequence[_Interval]) -> Iterator[_Interval]:
+        """Those of more than one time that may hold a better cut, with their lower bounds."""
+        bounded = [interval for chunk in self._chunks(level) for interval in self._bound(chunk)]
+        return (i for i in bounded if i.first < i.last and self._alive(i).any())
+
+    def _chunks(self, level: Sequence[_Interval]) -> Iterator[list[_Interval]]:
+        """Neighbours that are swept together, as many as memory and likeness allow."""
+        chunk: list[_Interval] = []
+        nodes = 0
+        for interval in level:
+            alive = self._alive(interval)
+            if not alive.any():
+                continue
+            most = int(self._sizes[alive].max())
+            row = 2 * (self._table.layers + 1) * max(nodes, most) * (self._table.per_node + 1)
+            wide = (
+                len(chunk) * row > _FEW_NUMBERS
+                and self._times[interval.last] > _ALIKE * self._times[chunk[0].last]
             )
-            used += gpus
-        return PipelineTemplate(
-            nodes=nodes,
-            gpus_per_node=self._per_node,
-            stages=tuple(stages),
-            iteration_s=seconds(total),
+            if chunk and (wide or (len(chunk) + 1) * row > _MOST_NUMBERS):
+                yield chunk
+                chunk, nodes = [], 0
+            chunk.append(interval)
+            nodes = max(nodes, most)
+        if chunk:
+            yield chunk
+
+    def _bound(self, chunk: Sequence[_Interval]) -> Iterator[_Interval]:
+        """Sweep the chunk: better cuts on the way, and its intervals with their bounds."""
+        alive = np.array([self._alive(interval) for interval in chunk])
+        sizes = self._sizes[alive.any(0)]
+        if not len(sizes):
+            return
+        low = self._times[[interval.first for interval in chunk]]
+        high = self._times[[interval.last for interval in chunk]]
+        single = low == high
+        bounds = Bounds(low=low, high=high, after=np.where(single, high - 1, high))
+        sweep = Sweep(
+            self._table, self._fewest, bounds, nodes=int(sizes.max()), least=int(sizes.min())
         )
+        totals = np.full(alive.shape, np.inf)
+        for at in np.flatnonzero(alive.any(0)):
+            totals[:, at] = sweep.total(int(self._sizes[at]))
+        totals[~alive] = np.inf
+        self._improve(sweep, totals)
+        for row in np.flatnonzero(single):
+            for at in np.flatnonzero(totals[row] < self._best):
+                self._count_stages(low[row], int(at))
+        for interval, bound in zip(chunk, totals, strict=True):
+            yield _Interval(first=interval.first, last=interval.last, bound=bound)
+
+    def _improve(self, sweep: Sweep, totals: Floats) -> None:
+        """Take the cuts that belong to each size's least bound where they are better."""
+        row = totals.argmin(0)
+        at = np.flatnonzero(totals.min(0) < self._best)
+        if len(at):
+            self._take(at, trace(sweep, row[at], self._sizes[at]))
+
+    def _take(self, at: Integers, cuts: Cuts) -> None:
+        totals = cuts.totals()
+        for number, index in enumerate(at):
+            if totals[number] < self._best[index]:
+                self._best[index] = totals[number]
+                self._stages[int(index)] = cuts.stages(number)
+
+    def _count_stages(self, time: float, at: int) -> None:
+        """The best cut with slowest stage `time` where memory hangs on the number of stages."""
+        rows = np.full(self._table.layers + 1, time)
+        bounds = Bounds(low=rows, high=rows, after=rows - 1, stages_after=True)
+        nodes = int(self._sizes[at])
+        sweep = Sweep(self._table, self._fewest, bounds, nodes=nodes, least=nodes)
+        totals = sweep.total(nodes)
+        if totals.min() < self._best[at]:
+            row = np.array([totals.argmin()])
+            self._take(np.array([at]), trace(sweep, row, np.array([nodes])))
 
 
-def _cheapest(cuts: list[Cut] | tuple[()], below: int) -> Cut | None:
-    """The one with the smallest total among those whose slowest stage takes less than `below`."""
-    found = None
-    for cut in cuts:  # slowest rises, total falls
-        if cut.slowest >= below:
-            break
-        found = cut
-    return found
+def fitting_sizes(table: StageTable, fewest: Integers) -> tuple[int, ...]:
+    whole = fewest[0, :, table.per_node]
+    return tuple(int(n) + 1 for n in np.flatnonzero(whole <= table.layers))
+
+
+def _divide(interval: _Interval) -> Iterator[_Interval]:
+    edges = np.linspace(interval.first, interval.last + 1, _PARTS + 1).astype(int)
+    for first, stop in pairwise(edges.tolist()):
+        if first < stop:
+            yield _Interval(first=first, last=stop - 1, bound=interval.bound)
+
+
+def _template(
+    costs: StageCosts, per_node: int, nodes: int, stages: Sequence[tuple[int, int, int]]
+) -> PipelineTemplate:
+    times = [costs.time(*stage) for stage in stages]
+    slowest = max(range(len(stages)), key=lambda s: (times[s], s))
+    total = sum(times) + (3 * len(stages) + slowest - 1) * times[slowest] + sum(times[slowest:])
+    made = []
+    used = 0
+    for first, stop, gpus in stages:
+        made.append(
+            StageTemplate(
+                first_layer=first,
+                last_layer=stop - 1,
+                node=used // per_node,
+                gpus=gpus,
+                forward_s=seconds(costs.forward(first, stop, gpus)),
+                backward_s=seconds(costs.backward(first, stop, gpus)),
+            )
+        )
+        used += gpus
+    return PipelineTemplate(
+        nodes=nodes,
+        gpus_per_node=per_node,
+        stages=tuple(made),
+        iteration_s=seconds(total),
+    )
