@@ -131,7 +131,13 @@ class _Run:
         }
         self._sum_cost = SumCost(
             profile,
-            (step for p in programs.values() for step in p if isinstance(step, SyncGradient)),
+            (
+                part
+                for program in programs.values()
+                for step in program
+                if isinstance(step, SyncGradient)
+                for part in step.parts
+            ),
         )
         #: By bucket: the owners that have it as their oldest open sum.
         self._ready_to_sum: dict[int, list[_Worker]] = defaultdict(list)

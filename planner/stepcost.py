@@ -3,7 +3,7 @@
 The terms in which `simulate` and `steptime` replay programs. Must not know the order of things.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -73,29 +73,32 @@ class SumCost:
     the smaller of them; `own` parts are the rest.
     """
 
-    def __init__(self, profile: Profile, syncs: Iterable[SyncGradient]) -> None:
+    def __init__(self, profile: Profile, parts: Iterable[LayerPart]) -> None:
+        """`parts`: all that are summed."""
         self._profile = profile
-        self._tied = frozenset(
-            part.layer for sync in syncs for part in sync.parts if part.part == "tied"
-        )
+        self._tied = frozenset(part.layer for part in parts if part.part == "tied")
         self._tied_bytes = min(
             (profile.layers[layer].parameter_bytes for layer in self._tied), default=0
         )
 
     def seconds(self, sync: SyncGradient) -> float:
         """Of the sum over all owners, alone on its links."""
-        own = sum(self._own_bytes(part) for part in sync.parts if part.part == "own")
-        # A worker that holds both places of the tied weight adds them up before.
-        tied = max(
-            (part.share.of_bytes(self._tied_bytes) for part in sync.parts if part.part == "tied"),
-            default=0,
-        )
         return all_reduce_s(
-            own + tied,
+            self.bytes(sync.parts),
             workers=len(sync.owners),
             same_node=len({owner.node for owner in sync.owners}) == 1,
             links=self._profile.links,
         )
+
+    def bytes(self, parts: Collection[LayerPart]) -> int:
+        """What one worker puts into the sum of its `parts`."""
+        own = sum(self._own_bytes(part) for part in parts if part.part == "own")
+        # A worker that holds both places of the tied weight adds them up before.
+        tied = max(
+            (part.share.of_bytes(self._tied_bytes) for part in parts if part.part == "tied"),
+            default=0,
+        )
+        return own + tied
 
     def _own_bytes(self, part: LayerPart) -> int:
         whole = self._profile.layers[part.layer].parameter_bytes

@@ -1,0 +1,258 @@
+"""What a step of a whole plan takes, from one timeline for each kind of pipeline.
+
+Pipelines of the same cut and the same number of micro-batches run alike, and most plans have few
+kinds of them. The result is that of `oobleck.planner.simulate` on all programs, in
+O(pipelines + kinds x stages x micro-batches), whatever the number of workers. Owns the recurrence
+of times along a pipeline; must not build programs.
+"""
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from oobleck.planner.cost import all_reduce_s, message_s
+from oobleck.planner.gradients import gradient_buckets
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.plan import Pipeline, Plan, Schedule
+from oobleck.planner.profile import Profile
+from oobleck.planner.program import Backward, BackwardInput, BackwardWeight, Compute, Forward
+from oobleck.planner.schedule import compute_order, in_flight
+from oobleck.planner.simulate import VOTE_BYTES
+from oobleck.planner.stepcost import StageCost, SumCost, stage_cost
+
+#: (what, micro-batch counted from 0, from when, to when)
+Event = tuple[type[Compute], int, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindEstimate:
+    """Pipelines of the same cut and the same number of micro-batches; values are per stage."""
+
+    #: The first of them.
+    pipeline: Pipeline
+    count: int
+    #: Seconds each worker computes in a step.
+    busy_s: tuple[float, ...]
+    #: When its last forward or backward is over.
+    computed_s: tuple[float, ...]
+    #: Of one worker: state and the activations at their highest.
+    peak_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEstimate:
+    """What a step of the plan takes under one schedule."""
+
+    schedule: Schedule
+    step_s: float
+    #: Share of all workers' time that is not spent computing.
+    bubble: float
+    #: In the order of their first pipelines.
+    kinds: tuple[KindEstimate, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the worker that needs most memory."""
+        return max(peak for kind in self.kinds for peak in kind.peak_bytes)
+
+
+def estimate_step(
+    plan: Plan, profile: Profile, *, tied: bool = False, schedule: Schedule | None = None
+) -> StepEstimate:
+    """Time, bubble and memory of one step of `plan`; `schedule` in place of the plan's own.
+
+    Beyond some hundreds of micro-batches per pipeline, times are extrapolated from the steady
+    state, to within a fraction of a per cent.
+    """
+    schedule = schedule or plan.schedule
+    kinds = tuple(
+        _kind(pipeline, count, profile, schedule) for pipeline, count in pipeline_kinds(plan)
+    )
+    workers = sum(kind.count * len(s.workers) for kind in kinds for s in kind.pipeline.stages)
+    ended_s = _sums_over(plan, kinds, profile, tied=tied) + all_reduce_s(
+        VOTE_BYTES, workers=workers, same_node=False, links=profile.links
+    )
+    costs = [[_cost(kind.pipeline, s, profile) for s in _stages(kind.pipeline)] for kind in kinds]
+    step_s = ended_s + max(cost.update_s for row in costs for cost in row)
+    busy = sum(
+        kind.count * len(stage.workers) * (busy_s + cost.update_s)
+        for kind, row in zip(kinds, costs, strict=True)
+        for stage, busy_s, cost in zip(kind.pipeline.stages, kind.busy_s, row, strict=True)
+    )
+    return StepEstimate(
+        schedule=schedule,
+        step_s=step_s,
+        bubble=1.0 - busy / (step_s * workers) if step_s else 0.0,
+        kinds=kinds,
+    )
+
+
+def pipeline_kinds(plan: Plan) -> list[tuple[Pipeline, int]]:
+    """The first pipeline of each kind, and how many there are."""
+    first: dict[object, Pipeline] = {}
+    counts: Counter[object] = Counter()
+    for pipeline in plan.pipelines:
+        place = {node: number for number, node in enumerate(pipeline.nodes)}
+        key = (
+            pipeline.microbatches,
+            *((s.first_layer, len(s.workers), place[s.workers[0].node]) for s in pipeline.stages),
+        )
+        first.setdefault(key, pipeline)
+        counts[key] += 1
+    return [(pipeline, counts[key]) for key, pipeline in first.items()]
+
+
+def _stages(pipeline: Pipeline) -> range:
+    return range(len(pipeline.stages))
+
+
+def _cost(pipeline: Pipeline, stage: int, profile: Profile) -> StageCost:
+    place = pipeline.stages[stage]
+    return stage_cost(profile, place.first_layer, place.last_layer, len(place.workers))
+
+
+# ---- one pipeline
+
+
+def _kind(pipeline: Pipeline, count: int, profile: Profile, schedule: Schedule) -> KindEstimate:
+    costs = [_cost(pipeline, stage, profile) for stage in _stages(pipeline)]
+    microbatches = pipeline.microbatches
+    return KindEstimate(
+        pipeline=pipeline,
+        count=count,
+        busy_s=tuple(microbatches * (cost.forward_s + cost.backward_s) for cost in costs),
+        computed_s=_computed_s(pipeline, profile, schedule),
+        peak_bytes=tuple(
+            cost.state_bytes
+            + cost.activation_bytes
+            * in_flight(schedule, stages=len(costs), stage=stage, microbatches=microbatches)
+            for stage, cost in enumerate(costs)
+        ),
+    )
+
+
+def _computed_s(pipeline: Pipeline, profile: Profile, schedule: Schedule) -> tuple[float, ...]:
+    """When each stage has computed its last, by the whole timeline or from its steady state."""
+    wanted = pipeline.microbatches
+    most = max(128, 4 * len(pipeline.stages))
+    if wanted <= most:
+        return _ends(timeline(pipeline, profile, schedule))
+    fewer = most // 2
+    before, after = (
+        _ends(timeline(replace(pipeline, microbatches=count), profile, schedule))
+        for count in (fewer, most)
+    )
+    return tuple(
+        late + (wanted - most) * (late - early) / (most - fewer)
+        for early, late in zip(before, after, strict=True)
+    )
+
+
+def _ends(rows: Sequence[Sequence[Event]]) -> tuple[float, ...]:
+    return tuple(row[-1][3] for row in rows)
+
+
+def timeline(pipeline: Pipeline, profile: Profile, schedule: Schedule) -> list[list[Event]]:
+    """What each stage computes from when to when; its workers run alike.
+
+    Sends are asynchronous. Between stages of different numbers of workers, the largest of the
+    shares that travel side by side counts.
+    """
+    count = len(pipeline.stages)
+    ways = [_message_s(pipeline, stage, profile) for stage in range(count - 1)]
+    times = [_times(_cost(pipeline, stage, profile)) for stage in range(count)]
+    orders = [
+        list(compute_order(schedule, stages=count, stage=stage, microbatches=pipeline.microbatches))
+        for stage in range(count)
+    ]
+    rows: list[list[Event]] = [[] for _ in range(count)]
+    # By stage and micro-batch: when the activation, or the gradient, has arrived.
+    activations: list[dict[int, float]] = [{} for _ in range(count)]
+    gradients: list[dict[int, float]] = [{} for _ in range(count)]
+    clocks = [0.0] * count
+    runnable = deque(range(count))
+    while runnable:
+        stage = runnable.popleft()
+        row, order, clock = rows[stage], orders[stage], clocks[stage]
+        while len(row) < len(order):
+            kind, microbatch = order[len(row)]
+            arrived: float | None = 0.0
+            if kind is Forward and stage > 0:
+                arrived = activations[stage].pop(microbatch, None)
+            elif (kind is Backward or kind is BackwardInput) and stage < count - 1:
+                arrived = gradients[stage].pop(microbatch, None)
+            if arrived is None:
+                break
+            begun = max(clock, arrived)
+            clock = begun + times[stage][kind]
+            row.append((kind, microbatch, begun, clock))
+            if kind is Forward and stage < count - 1:
+                activations[stage + 1][microbatch] = clock + ways[stage]
+                runnable.append(stage + 1)
+            elif (kind is Backward or kind is BackwardInput) and stage > 0:
+                gradients[stage - 1][microbatch] = clock + ways[stage - 1]
+                runnable.append(stage - 1)
+        clocks[stage] = clock
+    return rows
+
+
+def _times(cost: StageCost) -> Mapping[type[Compute], float]:
+    return {
+        Forward: cost.forward_s,
+        Backward: cost.backward_s,
+        BackwardInput: cost.backward_input_s,
+        BackwardWeight: cost.backward_weight_s,
+    }
+
+
+def _message_s(pipeline: Pipeline, stage: int, profile: Profile) -> float:
+    """From each worker of `stage` to each of the next that holds the same rows, and back."""
+    before, after = pipeline.stages[stage], pipeline.stages[stage + 1]
+    widest = max(len(before.workers), len(after.workers))
+    return message_s(
+        -(-profile.layers[before.last_layer].output_bytes // widest),
+        same_node=before.workers[0].node == after.workers[0].node,
+        links=profile.links,
+    )
+
+
+# ---- between pipelines
+
+
+def _sums_over(plan: Plan, kinds: Sequence[KindEstimate], profile: Profile, *, tied: bool) -> float:
+    """When the last compute and the last gradient sum are over.
+
+    One pipeline stands for its kind: all of a kind come to each sum at the same time.
+    """
+    few = _one_of_each(plan, kinds)
+    buckets = gradient_buckets(few, tied=tied)
+    cost = SumCost(profile, (part for bucket in buckets for part in bucket.parts))
+    members: dict[WorkerId, int] = {}
+    free_s: dict[WorkerId, float] = {}
+    for kind in kinds:
+        for stage, computed_s in zip(kind.pipeline.stages, kind.computed_s, strict=True):
+            for worker in stage.workers:
+                members[worker] = kind.count
+                free_s[worker] = computed_s
+    held = few.holdings()
+    for bucket in buckets:
+        owners = bucket.owners
+        begun_s = max(free_s[owner] for owner in owners)
+        count = sum(members[owner] for owner in owners)
+        summed_s = all_reduce_s(
+            cost.bytes([part for part in bucket.parts if part.layer in held[owners[0]]]),
+            workers=count,
+            same_node=count == len(owners) and len({owner.node for owner in owners}) == 1,
+            links=profile.links,
+        )
+        for owner in owners:
+            free_s[owner] = begun_s + summed_s
+    return max(free_s.values())
+
+
+def _one_of_each(plan: Plan, kinds: Sequence[KindEstimate]) -> Plan:
+    pipelines, first = [], 0
+    for kind in kinds:
+        pipelines.append(replace(kind.pipeline, first_microbatch=first))
+        first += kind.pipeline.microbatches
+    return replace(plan, pipelines=tuple(pipelines))
