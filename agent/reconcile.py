@@ -6,7 +6,8 @@ action whose effect has been noted (as an event) is not decided again.
 
 from dataclasses import dataclass
 
-from oobleck.agent.state import Desired, NodeState, PlanPart, Worker
+from oobleck.agent.state import NO_GENERATION, Desired, NodeState, PlanPart, Worker
+from oobleck.host.messages import Measure
 from oobleck.planner.ids import Incarnation, WorkerId
 
 #: From Stop to SIGKILL.
@@ -46,6 +47,12 @@ class SendPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SendMeasure:
+    incarnation: Incarnation
+    wish: Measure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopWorker:
     incarnation: Incarnation
     reason: str
@@ -57,7 +64,7 @@ class KillWorker:
     reason: str
 
 
-Action = StartWarm | KillWarm | ForkWorker | SendPlan | StopWorker | KillWorker
+Action = StartWarm | KillWarm | ForkWorker | SendPlan | SendMeasure | StopWorker | KillWorker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +149,9 @@ def _worker(state: NodeState, worker: Worker, agenda: _Agenda) -> None:
     part = state.desired.part if state.desired else None
     if part is not None and _counts_on(part, WorkerId(state.node, worker.slot), worker):
         agenda.add(SendPlan(incarnation=worker.incarnation, part=part))
+    wish = state.desired.measure if state.desired else None
+    if wish is not None and _can_measure(wish, worker):
+        agenda.add(SendMeasure(incarnation=worker.incarnation, wish=wish))
 
 
 def _why_stop(state: NodeState, worker: Worker) -> str | None:
@@ -164,4 +174,14 @@ def _counts_on(part: PlanPart, worker_id: WorkerId, worker: Worker) -> bool:
         and worker.slot < len(incarnations)
         and incarnations[worker.slot] == worker.incarnation
         and worker_id in part.plan.workers
+    )
+
+
+def _can_measure(wish: Measure, worker: Worker) -> bool:
+    """Whether the worker is up, has no plan yet, and was not asked this (or anything newer)."""
+    return (
+        worker.closed_at is None
+        and worker.store != ""
+        and worker.sent == NO_GENERATION
+        and worker.measure_sent < wish.attempt
     )

@@ -19,6 +19,7 @@ from oobleck.agent.address import local_address
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.outbox import Outbox
 from oobleck.agent.state import Desired, PlanPart
+from oobleck.host.device import device_kind
 from oobleck.planner.ids import Incarnation, JobId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.jobfile import parse_job
@@ -182,6 +183,7 @@ class Session:
             worker_slots=self._config.worker_slots,
             device=self._config.device,
             memory_per_worker_bytes=self._config.memory_per_worker_bytes,
+            device_kind=device_kind(self._config.device, self._config.environment),
         )
         registration = Registration(
             protocol=PROTOCOL, facts=facts, status=self._outbox.current_status
@@ -251,7 +253,12 @@ def _desired(assignment: Assignment) -> Desired | None:
             boundary=assignment.boundary,
             worker_incarnations=assignment.worker_incarnations,
         )
-    return Desired(job_id=assignment.job_id, job=_job(assignment.job), part=part)
+    return Desired(
+        job_id=assignment.job_id,
+        job=_job(assignment.job),
+        part=part,
+        measure=assignment.measure,
+    )
 
 
 @functools.lru_cache(maxsize=4)

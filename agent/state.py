@@ -21,6 +21,9 @@ from oobleck.host.messages import (
     FaultRule,
     Finished,
     FromWorker,
+    LinkMeasured,
+    Measure,
+    Measured,
     PeerLost,
     PhaseReached,
     Ready,
@@ -51,6 +54,8 @@ class Desired:
     job: JobSpec
     #: None: have the workers ready, and wait.
     part: PlanPart | None
+    #: While they wait for their first plan: what they shall measure.
+    measure: Measure | None = None
 
 
 # ---- events
@@ -107,6 +112,12 @@ class PlanSent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureSent:
+    incarnation: Incarnation
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopSent:
     incarnation: Incarnation
 
@@ -146,6 +157,7 @@ Event = (
     | ForkAsked
     | WorkerForked
     | PlanSent
+    | MeasureSent
     | StopSent
     | WorkerKilled
     | WorkerSaid
@@ -176,6 +188,9 @@ class Worker:
     entered: Generation = NO_GENERATION
     committed_step: int | None = None
     finished: bool = False
+    #: Newest attempt at a measurement that was handed to it, and what came of it; until its plan.
+    measure_sent: int = 0
+    measured: tuple[Measured | LinkMeasured, ...] = ()
     failure: Failed | None = None
     failed_at: float | None = None
     #: What it lost; None again as soon as it has a newer plan.
@@ -282,6 +297,7 @@ class NodeState:
         worker: Worker,
         event: WorkerForked
         | PlanSent
+        | MeasureSent
         | StopSent
         | WorkerKilled
         | WorkerSaid
@@ -294,6 +310,9 @@ class NodeState:
                 worker.pid = pid
             case PlanSent(generation=generation):
                 worker.sent, worker.peer_lost = generation, None
+                worker.measured = ()
+            case MeasureSent(attempt=attempt):
+                worker.measure_sent, worker.measured = attempt, ()
             case StopSent():
                 worker.stop_sent_at = now
             case WorkerKilled():
@@ -330,5 +349,7 @@ class NodeState:
                 worker.committed_step = step
             case PeerLost():
                 worker.peer_lost = message
+            case Measured() | LinkMeasured():
+                worker.measured = (*worker.measured, message)
             case PhaseReached():
                 pass  # for the master; nothing changes here

@@ -21,6 +21,7 @@ from oobleck.agent.reconcile import (
     ForkWorker,
     KillWarm,
     KillWorker,
+    SendMeasure,
     SendPlan,
     StartWarm,
     StopWorker,
@@ -32,6 +33,7 @@ from oobleck.agent.state import (
     Desired,
     Event,
     ForkAsked,
+    MeasureSent,
     NodeState,
     PlanSent,
     ShutDown,
@@ -54,6 +56,8 @@ from oobleck.host.messages import (
     Fork,
     FromWorker,
     Launch,
+    LinkMeasured,
+    Measured,
     PeerLost,
     PhaseReached,
     Ready,
@@ -121,11 +125,12 @@ class Supervisor:
         self._handle(ShutDown())
 
     def standing_reports(self) -> list[types.WorkerReport]:
-        """What a new session must hear again: failures, and losses not yet answered by a plan."""
+        """What a new session must hear again: failures, and losses and measurements not yet
+        answered by a plan."""
         return [
             self._report(worker, what)
             for worker in self._state.workers.values()
-            for what in (worker.failure, worker.peer_lost)
+            for what in (worker.failure, worker.peer_lost, *worker.measured)
             if what is not None
         ]
 
@@ -169,7 +174,7 @@ class Supervisor:
         match message:
             case Committed(record=record):
                 self._outbox.record(worker.job_id, record, time.monotonic())
-            case PhaseReached() | PeerLost():
+            case PhaseReached() | PeerLost() | Measured() | LinkMeasured():
                 self._outbox.report(self._report(worker, message))
             case Failed():
                 fields = {"slot": worker.slot, "kind": message.kind, "reason": message.message}
@@ -226,7 +231,7 @@ class Supervisor:
     def _report(
         self,
         worker: Worker,
-        what: types.WorkerExited | PhaseReached | PeerLost | Failed,
+        what: types.WorkerExited | PhaseReached | PeerLost | Failed | Measured | LinkMeasured,
     ) -> types.WorkerReport:
         generation = worker.sent
         if isinstance(what, PhaseReached | PeerLost):
@@ -283,6 +288,9 @@ class Supervisor:
                 assign = Assign(plan=part.plan, rendezvous=part.rendezvous, boundary=part.boundary)
                 self._processes[incarnation].send(assign)
                 return PlanSent(incarnation=incarnation, generation=part.plan.generation)
+            case SendMeasure(incarnation=incarnation, wish=wish):
+                self._processes[incarnation].send(wish)
+                return MeasureSent(incarnation=incarnation, attempt=wish.attempt)
             case StopWorker(incarnation=incarnation, reason=reason):
                 self._processes[incarnation].send(Stop(reason=reason))
                 return StopSent(incarnation=incarnation)

@@ -42,6 +42,7 @@ def job(name: str) -> dict[str, object]:
         },
         "fault_tolerance": 1,
         "resources": {"min_nodes_per_pipeline": 2},
+        "profile": "estimate",  # both runs begin with the same plan
     }
 
 

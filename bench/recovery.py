@@ -31,6 +31,7 @@ def job(steps: int) -> dict[str, object]:
         "training": {"steps": steps, "global_batch": 32, "microbatch": 2},
         "fault_tolerance": 1,
         "resources": {"min_nodes_per_pipeline": 2},
+        "profile": "estimate",
     }
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from oobleck.planner.ids import Generation, Incarnation, JobId, WorkerId
 from oobleck.planner.job import JobSpec
+from oobleck.planner.measurement import LinkMeasurement, Measurement, Scope
 from oobleck.planner.plan import Plan
 
 
@@ -28,7 +29,7 @@ class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
     A point is the text of an instruction kind, with `before:` or `after:` in front
     (`before:Forward`, `after:Vote`), a moment inside the vote (`reduced`: all gradients in hand,
     `voting`: its own share is out), or a recovery phase (`before:rendezvous`, `before:transfer`,
-    `after:transfer`).
+    `after:transfer`), or `before:measure`.
     """
 
     worker: WorkerId
@@ -72,13 +73,32 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
     boundary: bool
 
 
+class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+    """Two workers measure the link between them; the first one reports it."""
+
+    scope: Scope
+    workers: tuple[WorkerId, WorkerId]
+    rendezvous: Rendezvous
+
+
+class Measure(msgspec.Struct, frozen=True, kw_only=True, tag="measure"):
+    """Before the first plan: measure the job's layers, then the links that the worker is part of.
+
+    All get the same one at about the same time, so that each measures under the load of the
+    others, as in training. An `Assign` calls it off. Repeats and older attempts change nothing.
+    """
+
+    attempt: int
+    meetings: tuple[Meeting, ...] = ()
+
+
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """End now: the job is over, cancelled, or the agent shuts down."""
 
     reason: str
 
 
-ToWorker = Launch | Assign | Stop
+ToWorker = Launch | Assign | Measure | Stop
 
 
 # ---- worker to agent
@@ -161,7 +181,26 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     step: int
 
 
-FromWorker = Ready | PhaseReached | Committed | PeerLost | Failed | Finished
+class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
+    """The worker's layers are measured, or why they could not be."""
+
+    attempt: int
+    measurement: Measurement | None
+    problem: str = ""
+
+
+class LinkMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="link_measured"):
+    """A link is measured, or why it could not be; from the first worker of its meeting."""
+
+    attempt: int
+    scope: Scope
+    link: LinkMeasurement | None
+    problem: str = ""
+
+
+FromWorker = (
+    Ready | Measured | LinkMeasured | PhaseReached | Committed | PeerLost | Failed | Finished
+)
 
 
 # ---- agent to warm process and back

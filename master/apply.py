@@ -8,10 +8,11 @@ A job goes through these states:
     waiting for nodes --JobStarted (no plan yet)--> starting, --PlanMade--> reconfiguring
     any of them --JobSucceeded, JobFailed, JobCancelled--> succeeded, failed, cancelled
 
-It stays `starting` until a step of its first plans is committed, and `reconfiguring` until one of
-the newest plan is. The record of that step may come late: when a loss has been declared already,
-the job does not become `running` by it. Losses count only where they hit the newest plan. An
-event that the table does not allow is a broken invariant of ours.
+A `starting` job is `profiling` from MeasuringStarted to ProfileChosen, and may go from there to
+waiting, failed and cancelled too. It stays `starting` until a step of its first plans is committed,
+and `reconfiguring` until one of the newest plan is. The record of that step may come late: when a
+loss has been declared already, the job does not become `running` by it. Losses count only where
+they hit the newest plan. An event that the table does not allow is a broken invariant of ours.
 """
 
 from collections.abc import Mapping
@@ -29,12 +30,14 @@ from oobleck.master.events import (
     JobWaiting,
     Journaled,
     MasterStarted,
+    MeasuringStarted,
     NodeCleared,
     NodeLeftOut,
     NodeLost,
     NodeRegistered,
     Observed,
     PlanMade,
+    ProfileChosen,
     WorkerLost,
 )
 from oobleck.master.observe import observe
@@ -42,6 +45,13 @@ from oobleck.master.state import ClusterState, Job, JobSeen, JobState, Node, Nod
 
 TRANSITIONS: Mapping[tuple[JobState, type[Journaled]], JobState] = {
     ("queued", JobStarted): "starting",
+    ("starting", MeasuringStarted): "profiling",
+    ("starting", ProfileChosen): "starting",
+    ("profiling", MeasuringStarted): "profiling",
+    ("profiling", ProfileChosen): "starting",
+    ("profiling", JobWaiting): "waiting for nodes",
+    ("profiling", JobFailed): "failed",
+    ("profiling", JobCancelled): "cancelled",
     ("starting", PlanMade): "starting",
     ("starting", NodeLost): "starting",
     ("starting", WorkerLost): "starting",
@@ -108,6 +118,8 @@ def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> Non
                 node.seen = NodeSeen(last_heard=now)
             for job in state.jobs.values():
                 job.seen = JobSeen()
+                if job.measuring is not None:
+                    job.seen.measuring_since = now
                 if job.losses:
                     _note_loss(job, 0.0, now)
         case NodeRegistered():
@@ -117,9 +129,7 @@ def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> Non
         case NodeLost():
             _lose_node(state, event, now)
         case JobSubmitted():
-            state.jobs[event.job_id] = Job(
-                id=event.job_id, request_id=event.request_id, spec=event.spec, submitted_at=unix
-            )
+            state.jobs[event.job_id] = _job(event, unix)
             state.requests[event.request_id] = event.job_id
         case JobCancelRequested():
             state.jobs[event.job_id].cancel_requested = True
@@ -127,6 +137,25 @@ def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> Non
             _leave_out(state.jobs[event.job_id], event, now)
         case _:
             _fold_job(state, state.jobs[event.job_id], event, now, unix)
+
+
+def _job(event: JobSubmitted, unix: float) -> Job:
+    job = Job(
+        id=event.job_id,
+        request_id=event.request_id,
+        spec=event.spec,
+        submitted_at=unix,
+        profile_only=event.profile_only,
+    )
+    if event.profile is not None:
+        job.profile = ProfileChosen(
+            job_id=job.id,
+            source="file",
+            profile=event.profile,
+            key="",
+            reason=event.spec.profile,
+        )
+    return job
 
 
 def _register(state: ClusterState, event: NodeRegistered, now: float) -> None:
@@ -201,6 +230,8 @@ def _fold_job(
     job: Job,
     event: WorkerLost
     | JobStarted
+    | MeasuringStarted
+    | ProfileChosen
     | JobWaiting
     | PlanMade
     | FirstStepCommitted
@@ -214,7 +245,16 @@ def _fold_job(
     match event:
         case JobStarted():
             state.active = job.id
+        case MeasuringStarted():
+            job.measuring, job.attempts = event, event.wish.attempt
+            job.seen.measuring_since = now
+            job.seen.measured.clear()
+            job.seen.links_measured.clear()
+        case ProfileChosen():
+            job.profile, job.measuring = event, None
+            job.seen.measuring_since = None
         case JobWaiting():
+            job.measuring = None
             job.reason = "; ".join(event.causes)
         case WorkerLost():
             job.losses = (*job.losses, event)
@@ -235,6 +275,7 @@ def _fold_job(
         case JobSucceeded() | JobFailed() | JobCancelled():
             job.reason = event.reason if isinstance(event, JobFailed) else ""
             job.finished_at = unix
+            job.measuring = None
             job.losses = ()
             job.seen.way = None
             if state.active == job.id:
@@ -283,7 +324,10 @@ def _set_desired(state: ClusterState, now: float, unix: float) -> None:
     for name, node in state.nodes.items():
         job_id = job.id if job and name in chosen else None
         generation = job.generation if job and job_id and name in members else None
-        desired = replace(node.desired, job_id=job_id, generation=generation)
+        attempt = 0
+        if job and job_id and generation is None and job.measuring is not None:
+            attempt = job.measuring.wish.attempt
+        desired = replace(node.desired, job_id=job_id, generation=generation, attempt=attempt)
         if desired != node.desired:
             if desired.job_id != node.desired.job_id:
                 node.seen.ready_at = None

@@ -25,6 +25,8 @@ class Timing:
     stall_s: float = 30.0
     #: How long the first plan waits for nodes that are not ready.
     start_timeout_s: float = 30.0
+    #: How long the first plan waits for the measurement of the model; then the estimate is used.
+    profile_timeout_s: float = 60.0
     #: It waits no longer for one whose stream has ended, if the others are enough.
     away_s: float = 1.0
     #: A master that comes to itself this late gives everyone that much more time.
@@ -54,6 +56,11 @@ class MasterConfig:
         host, colon, port = self.listen.rpartition(":")
         if not (colon and host and port.isdigit() and int(port) <= 65_535):
             raise ValueError(f"listen: {self.listen!r} is not HOST:PORT, as in 127.0.0.1:4600")
+
+    @property
+    def profiles(self) -> Path:
+        """Stored measurements, one file per key."""
+        return self.state_dir / "profiles"
 
     def job_directory(self, job_id: str) -> Path:
         return self.state_dir / "jobs" / job_id

@@ -14,14 +14,23 @@ The shell stamps each event with the time of its arrival; events carry no clock 
 The tag of a journaled event is its class's name.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from oobleck.host.messages import PeerLost, PhaseReached, Rendezvous, StepRecord
+from oobleck.host.messages import (
+    LinkMeasured,
+    Measure,
+    Measured,
+    PeerLost,
+    PhaseReached,
+    Rendezvous,
+    StepRecord,
+)
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.plan import Plan
+from oobleck.planner.profile import Profile
 from oobleck.proto.types import NodeFacts, NodeStatus, WorkerExited
 
 #: What a plan answers.
@@ -47,6 +56,10 @@ class JobSubmitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
     request_id: str
     spec: JobSpec
+    #: Of the file that the job names.
+    profile: Profile | None = None
+    #: The job ends as soon as its profile is measured.
+    profile_only: bool = False
 
 
 class JobCancelRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -99,6 +112,28 @@ class JobStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The job has its turn: nodes get ready for it."""
 
     job_id: JobId
+
+
+class MeasuringStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """These processes measure the job's model, and some of them the links."""
+
+    job_id: JobId
+    wish: Measure
+    workers: tuple[tuple[WorkerId, Incarnation], ...]
+
+
+class ProfileChosen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The profile that all plans of the job are made by."""
+
+    job_id: JobId
+    source: Literal["measured", "stored", "file", "estimate"]
+    #: None: the estimate, which follows from the job.
+    profile: Profile | None
+    #: Name under which it is stored; empty: it is not.
+    key: str
+    reason: str
+    #: How it was measured.
+    notes: dict[str, Any] = {}
 
 
 class JobWaiting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -185,6 +220,8 @@ Journaled = (
     | WorkerLost
     | NodeLeftOut
     | JobStarted
+    | MeasuringStarted
+    | ProfileChosen
     | JobWaiting
     | PlanMade
     | FirstStepCommitted
@@ -242,6 +279,19 @@ class WorkerFailedReported(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
+class MeasurementReported(msgspec.Struct, frozen=True, kw_only=True):
+    worker: WorkerId
+    job_id: JobId
+    incarnation: Incarnation
+    measured: Measured | LinkMeasured
+
+
+class ProfilesFound(msgspec.Struct, frozen=True, kw_only=True):
+    """All profiles that are stored, by key."""
+
+    profiles: dict[str, Profile]
+
+
 class RecordsReceived(msgspec.Struct, frozen=True, kw_only=True):
     """New lines of metrics.jsonl, in step order, now on disk."""
 
@@ -263,6 +313,8 @@ Observed = (
     | PhaseReported
     | PeerLostReported
     | WorkerFailedReported
+    | MeasurementReported
+    | ProfilesFound
     | RecordsReceived
     | Tick
 )

@@ -2,8 +2,16 @@
 
 import msgspec
 
-from oobleck.host.messages import Failed, PeerLost, PhaseReached, StepRecord
+from oobleck.host.messages import (
+    Failed,
+    LinkMeasured,
+    Measured,
+    PeerLost,
+    PhaseReached,
+    StepRecord,
+)
 from oobleck.master.events import (
+    MeasurementReported,
     Observed,
     PeerLostReported,
     PhaseReported,
@@ -50,4 +58,8 @@ def event_of(worker: WorkerId, report: WorkerReport) -> Observed:
                 incarnation=report.incarnation,
                 kind=failed.kind,
                 message=failed.message,
+            )
+        case Measured() | LinkMeasured() as measured:
+            return MeasurementReported(
+                worker=worker, job_id=job_id, incarnation=report.incarnation, measured=measured
             )

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 from oobleck.master.admit import Refusal, admit
 from oobleck.master.apply import apply
@@ -27,6 +28,8 @@ from oobleck.master.events import (
     Journaled,
     MasterStarted,
     Observed,
+    ProfileChosen,
+    ProfilesFound,
     RecordsReceived,
     StatusReceived,
     StreamClosed,
@@ -39,6 +42,7 @@ from oobleck.master.journal import Journal
 from oobleck.master.logs import LogStore
 from oobleck.master.metrics import MetricsLog
 from oobleck.master.narrate import tell
+from oobleck.master.profiles import read_profiles, write_profile
 from oobleck.master.reconcile import reconcile
 from oobleck.master.records import records_of
 from oobleck.master.state import ENDED, ClusterState
@@ -46,6 +50,7 @@ from oobleck.master.storage import storing
 from oobleck.planner.ids import JobId, WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.jobfile import format_job
+from oobleck.planner.profile import Profile
 from oobleck.proto.types import NodeStatus, Registration, WorkerReport
 
 log = logging.getLogger(__name__)
@@ -91,8 +96,14 @@ class Master:
         for job in self.state.jobs.values():
             records = self._metrics_of(job.id).recent
             self._observe(RecordsReceived(job_id=job.id, records=records), now)
+        self._find_profiles()
         self._journal.commit()
         self._write_events()
+
+    def _find_profiles(self) -> None:
+        """Operators may add, replace and remove the files."""
+        found = ProfilesFound(profiles=read_profiles(self.config.profiles))
+        self._observe(found, self.now())
 
     def _write_events(self) -> None:
         with storing(self.config.state_dir / "jobs"):
@@ -118,8 +129,18 @@ class Master:
         self._journal.append(event, unix)
         tell(event)
         self._fold(event, self.now(), unix)
+        if isinstance(event, ProfileChosen) and event.source == "measured":
+            self._store_profile(event, unix)
         if isinstance(event, JobEnded):
             self._metrics_of(event.job_id).close()
+
+    def _store_profile(self, event: ProfileChosen, unix: float) -> None:
+        if event.profile is None:
+            return
+        notes = {**event.notes, "date": datetime.fromtimestamp(unix, UTC).isoformat("T", "seconds")}
+        with storing(self.config.profiles):
+            write_profile(self.config.profiles, event.key, event.profile, notes)
+        self._find_profiles()
 
     def _fold(self, event: Journaled, now: float, unix: float) -> None:
         for job_id, record in records_of(self.state, event):
@@ -220,13 +241,30 @@ class Master:
 
     # ---- what operators ask
 
-    async def submit(self, request_id: str, spec: JobSpec) -> JobId:
+    async def submit(
+        self,
+        request_id: str,
+        spec: JobSpec,
+        *,
+        profile: Profile | None = None,
+        profile_only: bool = False,
+    ) -> JobId:
+        """`profile`: of the file that the job names; `profile_only`: end once it is measured."""
+
         def answer(_: float) -> JobId:
             known = self.state.requests.get(request_id)
             if known is not None:
                 return known
             job_id = JobId(f"{spec.name[:_NAME_IN_ID]}-{len(self.state.jobs) + 1}")
-            self._record(JobSubmitted(job_id=job_id, request_id=request_id, spec=spec))
+            self._find_profiles()
+            submitted = JobSubmitted(
+                job_id=job_id,
+                request_id=request_id,
+                spec=spec,
+                profile=profile,
+                profile_only=profile_only,
+            )
+            self._record(submitted)
             return job_id
 
         return await self._inbox.ask(answer)

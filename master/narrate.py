@@ -10,6 +10,7 @@ from oobleck.master.events import (
     NodeLost,
     NodeRegistered,
     PlanMade,
+    ProfileChosen,
     WorkerLost,
 )
 
@@ -32,6 +33,13 @@ def tell(event: Journaled) -> None:
                 "job": event.job_id,
                 "generation": event.plan.generation,
                 "rule": event.rule,
+                "reason": event.reason,
+            }
+        case ProfileChosen():
+            fields = {
+                "job": event.job_id,
+                "source": event.source,
+                "key": event.key,
                 "reason": event.reason,
             }
         case JobFailed():

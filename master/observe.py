@@ -1,10 +1,12 @@
 """How observed events change the `seen` part of the state. Nothing here outlives the process."""
 
-from oobleck.host.messages import PhaseReached, StepRecord
+from oobleck.host.messages import Measured, PhaseReached, StepRecord
 from oobleck.master.events import (
+    MeasurementReported,
     Observed,
     PeerLostReported,
     PhaseReported,
+    ProfilesFound,
     RecordsReceived,
     StatusReceived,
     StreamClosed,
@@ -67,6 +69,12 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
             elif job.seen.failure is None:
                 job.seen.failure = event.message
             return _hear(state, event.worker, now)
+        case MeasurementReported():
+            _take_measurement(state.jobs[event.job_id], event)
+            return _hear(state, event.worker, now)
+        case ProfilesFound():
+            state.profiles = dict(event.profiles)
+            return True
         case RecordsReceived():
             _take_records(state.jobs[event.job_id], event.records, now)
             return True
@@ -83,6 +91,19 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
 def _hear(state: ClusterState, worker: WorkerId, now: float) -> bool:
     state.nodes[worker.node].seen.last_heard = now
     return True
+
+
+def _take_measurement(job: Job, event: MeasurementReported) -> None:
+    """Only what the newest attempt asked for counts."""
+    measuring, found = job.measuring, event.measured
+    if measuring is None or found.attempt != measuring.wish.attempt:
+        return
+    if (event.worker, event.incarnation) not in measuring.workers:
+        return
+    if isinstance(found, Measured):
+        job.seen.measured[event.incarnation] = found
+    else:
+        job.seen.links_measured[found.scope] = found
 
 
 def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float) -> bool:

@@ -5,7 +5,7 @@ asks again whenever anything changes. Must not know when a plan is due.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from oobleck.master.events import NodeLeftOut
@@ -15,6 +15,7 @@ from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.instantiate import instantiate
 from oobleck.planner.job import JobSpec
+from oobleck.planner.memory import budget_bytes
 from oobleck.planner.plan import Plan
 from oobleck.planner.profile import Profile
 from oobleck.planner.reconfigure import Reconfiguration, can_lose, reconfigure
@@ -32,6 +33,8 @@ class Machines:
 
     worker_slots: int
     memory_bytes: int
+    #: The job's profile; None: the estimate.
+    profile: Profile | None = None
 
     @classmethod
     def of(cls, job: Job, nodes: Sequence[Node]) -> "Machines":
@@ -42,11 +45,19 @@ class Machines:
         return cls(
             worker_slots=nodes[0].facts.worker_slots,
             memory_bytes=limit or min(node.facts.memory_per_worker_bytes for node in nodes),
+            profile=job.profile.profile if job.profile is not None else None,
         )
 
 
 @lru_cache(maxsize=32)
 def _profile(spec: JobSpec, machines: Machines) -> Profile:
+    if machines.profile is not None:
+        limit = spec.resources.memory_per_worker_bytes
+        return replace(
+            machines.profile,
+            gpus_per_node=machines.worker_slots,
+            gpu_memory_bytes=budget_bytes(limit, machines.memory_bytes),
+        )
     return estimate_profile(
         spec,
         gpus_per_node=machines.worker_slots,

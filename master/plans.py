@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from statistics import median
 
-from oobleck.master import fitness, planning
+from oobleck.master import fitness, planning, profiling
 from oobleck.master.decision import Decision, Look
 from oobleck.master.events import Cause, JobStarted, JobWaiting, NodeLost
 from oobleck.master.losses import lost_workers
@@ -38,7 +38,7 @@ def start(look: Look) -> Decision | None:
     try:
         if len(here) < len(pending) and _enough(job, [*ready, *here]):
             pending = here
-        planning.check_enough(job, [*ready, *pending])
+        _check_enough(job, [*ready, *pending])
         if job.state == "waiting for nodes":
             return Decision(actions=(JobStarted(job_id=job.id),), reason="enough nodes are here")
         if pending:
@@ -46,6 +46,8 @@ def start(look: Look) -> Decision | None:
                 wake_at=min(_look_again(look, node) for node in pending),
                 reason=f"nodes get ready for {job.id}: {_names(pending)}",
             )
+        if (first := profiling.before_plan(look, job, ready)) is not None:
+            return first
         plan = planning.first_plan(job, ready, next_generation(look, job))
     except PlanInfeasible as infeasible:
         late = f"not ready after {timeout_s:g} s: {_names(given_up)}"
@@ -77,9 +79,16 @@ def _is_away(look: Look, node: Node) -> bool:
     return closed_at is not None and look.now >= closed_at + look.timing.away_s
 
 
+def _check_enough(job: Job, nodes: list[Node]) -> None:
+    """Raises PlanInfeasible. To measure a model, any node is enough."""
+    if job.profile_only and nodes:
+        return
+    planning.check_enough(job, nodes)
+
+
 def _enough(job: Job, nodes: list[Node]) -> bool:
     try:
-        planning.check_enough(job, nodes)
+        _check_enough(job, nodes)
     except PlanInfeasible:
         return False
     return True

@@ -14,10 +14,12 @@ from oobleck.master.events import (
     JobSucceeded,
     JobWaiting,
     Journaled,
+    MeasuringStarted,
     NodeLeftOut,
     NodeLost,
     NodeRegistered,
     PlanMade,
+    ProfileChosen,
     Transition,
     WorkerLost,
 )
@@ -41,6 +43,13 @@ def records_of(state: ClusterState, event: Journaled) -> list[tuple[JobId, Recor
         case NodeLeftOut():
             out = {"event": "node_left_out", "node": event.node, "reason": event.reason}
             return [(event.job_id, out)]
+        case MeasuringStarted():
+            workers = [str(worker) for worker, _ in event.workers]
+            profiling = {"event": "profiling", "workers": workers, "attempt": event.wish.attempt}
+            return [(event.job_id, profiling)]
+        case ProfileChosen():
+            fields = {"source": event.source, "key": event.key, "reason": event.reason}
+            return [(event.job_id, {"event": "profile", **fields})]
         case JobWaiting():
             reason = "; ".join(event.causes)
             record: Record = {"event": "waiting", "reason": reason, "causes": event.causes}

@@ -15,9 +15,12 @@ from oobleck.master.logs import Line
 from oobleck.master.loop import Master
 from oobleck.master.state import ENDED, Job
 from oobleck.master.view import job_status, node_info
-from oobleck.planner.errors import InvalidJob
 from oobleck.planner.ids import JobId, WorkerId
+from oobleck.planner.job import JobSpec
 from oobleck.planner.jobfile import parse_job
+from oobleck.planner.measurement import check_fits
+from oobleck.planner.profile import Profile
+from oobleck.planner.profilefile import format_profile, parse_profile
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 
@@ -47,9 +50,12 @@ class OperatorService(rpc.OperatorServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request_id: is empty")
         try:
             spec = parse_job(request.job)
-        except InvalidJob as error:
+            profile = _read_profile(spec, request)
+        except ValueError as error:  # also InvalidJob
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        job_id = await self._master.submit(request.request_id, spec)
+        job_id = await self._master.submit(
+            request.request_id, spec, profile=profile, profile_only=request.profile_only
+        )
         return pb.SubmitReply(job_id=job_id)
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsReply:
@@ -79,6 +85,16 @@ class OperatorService(rpc.OperatorServicer):
         job = await self._job(request.job_id, context)
         await self._master.cancel(job.id)
         return self._status(job)
+
+    async def GetProfile(self, request: pb.JobRequest, context: Context) -> pb.ProfileReply:
+        job = await self._job(request.job_id, context)
+        chosen = job.profile
+        if chosen is None or chosen.profile is None:
+            why = chosen.reason if chosen is not None else "nothing is measured so far"
+            text = f"job {job.id} has no profile: {why}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+        text = format_profile(chosen.profile, {**chosen.notes, "key": chosen.key})
+        return pb.ProfileReply(profile=text, key=chosen.key)
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesReply:
         state, now = self._master.state, self._master.now()
@@ -135,6 +151,25 @@ class OperatorService(rpc.OperatorServicer):
             text = f"no rank {request.rank}: the job's plan has {len(workers)} workers"
             await context.abort(grpc.StatusCode.NOT_FOUND, text)
         return frozenset({workers[request.rank]})
+
+
+def _read_profile(spec: JobSpec, request: pb.SubmitRequest) -> Profile | None:
+    """The profile that the job names. Raises ValueError."""
+    if spec.profile_path is None:
+        return None
+    if request.profile_only:
+        raise ValueError(f"profile: {spec.profile} is a file; to measure, set it to measure")
+    if not request.profile:
+        raise ValueError(
+            f"profile: the text of {spec.profile} did not come with the job; submit it with "
+            "'oobleck submit'"
+        )
+    try:
+        profile = parse_profile(request.profile)
+        check_fits(profile, spec)
+    except ValueError as error:
+        raise ValueError(f"profile: {spec.profile}: {error}") from error
+    return profile
 
 
 def _take(lines: Iterator[Line]) -> list[Line]:

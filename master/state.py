@@ -10,11 +10,21 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from oobleck.host.messages import PeerLost, StepRecord
-from oobleck.master.events import NodeLeftOut, NodeLost, PlanMade, Transition, WorkerLost
+from oobleck.host.messages import LinkMeasured, Measured, PeerLost, StepRecord
+from oobleck.master.events import (
+    MeasuringStarted,
+    NodeLeftOut,
+    NodeLost,
+    PlanMade,
+    ProfileChosen,
+    Transition,
+    WorkerLost,
+)
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job import JobSpec
+from oobleck.planner.measurement import Scope
 from oobleck.planner.plan import Plan
+from oobleck.planner.profile import Profile
 from oobleck.proto.types import Assignment, NodeFacts, NodeStatus, WorkerExited
 
 #: Step records that rates are taken from.
@@ -24,6 +34,7 @@ NO_GENERATION = Generation(0)
 JobState = Literal[
     "queued",
     "starting",
+    "profiling",
     "running",
     "reconfiguring",
     "waiting for nodes",
@@ -58,6 +69,8 @@ class Desired:
     job_id: JobId | None = None
     #: None: get workers ready and wait.
     generation: Generation | None = None
+    #: Without a generation: the attempt at measuring that the workers shall make; 0: none.
+    attempt: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -157,6 +170,10 @@ class JobSeen:
     #: last step.
     failure: str | None = None
     complaints: dict[WorkerId, str] = field(default_factory=dict)
+    #: Since when the newest attempt at measuring is under way, and what has come of it.
+    measuring_since: float | None = None
+    measured: dict[Incarnation, Measured] = field(default_factory=dict)
+    links_measured: dict[Scope, LinkMeasured] = field(default_factory=dict)
     #: Of processes that have had no part in a step, while others have: why they cannot have one,
     #: and the ends of those that a plan counted on.
     unfit: dict[NodeName, str] = field(default_factory=dict)
@@ -176,6 +193,13 @@ class Job:
     started_at: float = 0.0
     finished_at: float = 0.0
     cancel_requested: bool = False
+    #: It ends as soon as its profile is measured.
+    profile_only: bool = False
+    #: The attempt at measuring that is under way, and how many there have been.
+    measuring: MeasuringStarted | None = None
+    attempts: int = 0
+    #: What its plans are made by; None: not chosen yet, or the job wants the estimate.
+    profile: ProfileChosen | None = None
     #: Newest plan; None: none yet.
     made: PlanMade | None = None
     made_at: float = 0.0
@@ -268,6 +292,8 @@ class ClusterState:
     #: In the order of submission.
     jobs: dict[JobId, Job] = field(default_factory=dict)
     requests: dict[str, JobId] = field(default_factory=dict)
+    #: Stored measurements by key; observed, since the files are the truth.
+    profiles: dict[str, Profile] = field(default_factory=dict)
     active: JobId | None = None
 
     @property
@@ -314,7 +340,13 @@ class ClusterState:
             return Assignment(version=desired.version)
         made = self.jobs[desired.job_id].made
         if desired.generation is None or made is None:
-            return Assignment(version=desired.version, job_id=desired.job_id, job=job_text)
+            measuring = self.jobs[desired.job_id].measuring
+            return Assignment(
+                version=desired.version,
+                job_id=desired.job_id,
+                job=job_text,
+                measure=measuring.wish if measuring is not None else None,
+            )
         processes = self.jobs[desired.job_id].processes()
         name = node.facts.node
         return Assignment(

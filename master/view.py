@@ -10,6 +10,7 @@ from statistics import median
 from oobleck.host.messages import StepRecord
 from oobleck.master.config import MasterConfig
 from oobleck.master.state import ENDED, ClusterState, Job, Node
+from oobleck.planner.units import count
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.convert import plan_message, worker_status_message
 
@@ -41,6 +42,10 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         reconfigurations=job.reconfigurations,
         directory=str(config.job_directory(job.id)),
     )
+    if job.profile is not None:
+        message.profile = job.profile.source
+    elif job.spec.profile == "estimate":
+        message.profile = "estimate"
     if seen.recent and (loss := seen.recent[-1].loss) is not None:
         message.loss = loss
     if job.made is not None:
@@ -80,6 +85,13 @@ def _reason(state: ClusterState, job: Job, now: float) -> str:
 def _passing_reason(state: ClusterState, job: Job) -> str:
     if job.state == "queued" and state.active is not None:
         return f"job {state.active} has its turn"
+    if job.state == "profiling" and job.measuring is not None:
+        left = len(job.measuring.workers) - len(job.seen.measured)
+        return (
+            f"the model is measured, {count(left, 'worker')} to go"
+            if left
+            else "the links are measured"
+        )
     if job.state == "starting":
         unready = [n.facts.node for n in state.candidates(job) if not state.is_ready(n, job)]
         return f"workers start on {', '.join(unready)}" if unready else "the first step is computed"

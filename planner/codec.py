@@ -8,8 +8,11 @@ T = TypeVar("T")
 
 
 def encode(value: object) -> bytes:
-    """The JSON text of a dataclass or Struct (or anything that consists of such)."""
-    return msgspec.json.encode(value, order="deterministic")
+    """The JSON text of a dataclass or Struct (or anything that consists of such).
+
+    Equal values built the same way give the same text: mappings keep their order.
+    """
+    return msgspec.json.encode(value)
 
 
 def decode(kind: type[T], text: bytes | str) -> T:

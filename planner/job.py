@@ -160,9 +160,14 @@ class JobSpec:
     resources: ResourceSpec = field(default_factory=ResourceSpec)
     #: Directory for the final weights, the same on all nodes; None: they are not saved.
     output: str | None = None
+    #: Times and bytes that plans are made by: `measure` (or taken from a stored measurement),
+    #: `estimate`, or the path of a profile file.
+    profile: str = "measure"
 
     def __post_init__(self) -> None:
         check_name(self.name, "job")
+        if not self.profile.strip():
+            raise ValueError("profile: is empty; give measure, estimate or a profile file's path")
         _at_least(self, 0, "fault_tolerance")
         if self.resources.min_nodes_per_pipeline > self.model.layer_count:
             raise ValueError(
@@ -177,3 +182,8 @@ class JobSpec:
                 f"few for the {self.fault_tolerance + 1} pipelines that fault_tolerance "
                 f"{self.fault_tolerance} needs; enlarge global_batch or lower microbatch"
             )
+
+    @property
+    def profile_path(self) -> str | None:
+        """The profile file that the job names; None: it names none."""
+        return None if self.profile in ("measure", "estimate") else self.profile

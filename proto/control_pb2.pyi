@@ -71,7 +71,7 @@ class AgentMessage(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., records: _Optional[_Union[StepRecords, _Mapping]] = ..., log: _Optional[_Union[LogLines, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("protocol", "node", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "status")
+    __slots__ = ("protocol", "node", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "status", "device_kind")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     HOSTNAME_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,7 @@ class Register(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_PER_WORKER_BYTES_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_KIND_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     node: str
     hostname: str
@@ -90,7 +91,8 @@ class Register(_message.Message):
     device: str
     memory_per_worker_bytes: int
     status: NodeStatus
-    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ...) -> None: ...
+    device_kind: str
+    def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., device_kind: _Optional[str] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
     __slots__ = ("job_id", "generation", "workers")
@@ -123,7 +125,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., store: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., finished: _Optional[bool] = ..., data: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("job_id", "slot", "incarnation", "generation", "exited", "phase", "peer_lost", "failed")
+    __slots__ = ("job_id", "slot", "incarnation", "generation", "exited", "phase", "peer_lost", "failed", "measured", "link_measured")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +134,8 @@ class WorkerReport(_message.Message):
     PHASE_FIELD_NUMBER: _ClassVar[int]
     PEER_LOST_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
+    LINK_MEASURED_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     slot: int
     incarnation: str
@@ -140,7 +144,33 @@ class WorkerReport(_message.Message):
     phase: PhaseReached
     peer_lost: PeerLost
     failed: WorkerFailed
-    def __init__(self, job_id: _Optional[str] = ..., slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., generation: _Optional[int] = ..., exited: _Optional[_Union[WorkerExited, _Mapping]] = ..., phase: _Optional[_Union[PhaseReached, _Mapping]] = ..., peer_lost: _Optional[_Union[PeerLost, _Mapping]] = ..., failed: _Optional[_Union[WorkerFailed, _Mapping]] = ...) -> None: ...
+    measured: Measured
+    link_measured: LinkMeasured
+    def __init__(self, job_id: _Optional[str] = ..., slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., generation: _Optional[int] = ..., exited: _Optional[_Union[WorkerExited, _Mapping]] = ..., phase: _Optional[_Union[PhaseReached, _Mapping]] = ..., peer_lost: _Optional[_Union[PeerLost, _Mapping]] = ..., failed: _Optional[_Union[WorkerFailed, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., link_measured: _Optional[_Union[LinkMeasured, _Mapping]] = ...) -> None: ...
+
+class Measured(_message.Message):
+    __slots__ = ("attempt", "measurement", "problem")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    MEASUREMENT_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    measurement: str
+    problem: str
+    def __init__(self, attempt: _Optional[int] = ..., measurement: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class LinkMeasured(_message.Message):
+    __slots__ = ("attempt", "scope", "latency_s", "bytes_per_s", "problem")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    scope: str
+    latency_s: float
+    bytes_per_s: float
+    problem: str
+    def __init__(self, attempt: _Optional[int] = ..., scope: _Optional[str] = ..., latency_s: _Optional[float] = ..., bytes_per_s: _Optional[float] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class WorkerExited(_message.Message):
     __slots__ = ("pid", "exit_code", "signal", "log_tail")
@@ -255,7 +285,7 @@ class Refused(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., temporary: _Optional[bool] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("version", "job_id", "job", "plan", "rendezvous", "boundary", "worker_incarnations")
+    __slots__ = ("version", "job_id", "job", "plan", "rendezvous", "boundary", "worker_incarnations", "measure")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +293,7 @@ class Assignment(_message.Message):
     RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
     BOUNDARY_FIELD_NUMBER: _ClassVar[int]
     WORKER_INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
+    MEASURE_FIELD_NUMBER: _ClassVar[int]
     version: int
     job_id: str
     job: str
@@ -270,7 +301,28 @@ class Assignment(_message.Message):
     rendezvous: Rendezvous
     boundary: bool
     worker_incarnations: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[int] = ..., job_id: _Optional[str] = ..., job: _Optional[str] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ..., boundary: _Optional[bool] = ..., worker_incarnations: _Optional[_Iterable[str]] = ...) -> None: ...
+    measure: Measure
+    def __init__(self, version: _Optional[int] = ..., job_id: _Optional[str] = ..., job: _Optional[str] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ..., boundary: _Optional[bool] = ..., worker_incarnations: _Optional[_Iterable[str]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ...) -> None: ...
+
+class Measure(_message.Message):
+    __slots__ = ("attempt", "meetings")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    MEETINGS_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    meetings: _containers.RepeatedCompositeFieldContainer[Meeting]
+    def __init__(self, attempt: _Optional[int] = ..., meetings: _Optional[_Iterable[_Union[Meeting, _Mapping]]] = ...) -> None: ...
+
+class Meeting(_message.Message):
+    __slots__ = ("scope", "first", "second", "rendezvous")
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    SECOND_FIELD_NUMBER: _ClassVar[int]
+    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
+    scope: str
+    first: WorkerId
+    second: WorkerId
+    rendezvous: Rendezvous
+    def __init__(self, scope: _Optional[str] = ..., first: _Optional[_Union[WorkerId, _Mapping]] = ..., second: _Optional[_Union[WorkerId, _Mapping]] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ...) -> None: ...
 
 class Ack(_message.Message):
     __slots__ = ("job_id", "through_step")
@@ -281,12 +333,24 @@ class Ack(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., through_step: _Optional[int] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("request_id", "job")
+    __slots__ = ("request_id", "job", "profile", "profile_only")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_ONLY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     job: str
-    def __init__(self, request_id: _Optional[str] = ..., job: _Optional[str] = ...) -> None: ...
+    profile: str
+    profile_only: bool
+    def __init__(self, request_id: _Optional[str] = ..., job: _Optional[str] = ..., profile: _Optional[str] = ..., profile_only: _Optional[bool] = ...) -> None: ...
+
+class ProfileReply(_message.Message):
+    __slots__ = ("profile", "key")
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    profile: str
+    key: str
+    def __init__(self, profile: _Optional[str] = ..., key: _Optional[str] = ...) -> None: ...
 
 class SubmitReply(_message.Message):
     __slots__ = ("job_id",)
@@ -311,7 +375,7 @@ class ListJobsReply(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job_id", "name", "state", "reason", "generation", "committed_step", "steps", "loss", "tokens_per_s", "submitted_at", "started_at", "finished_at", "plan", "can_lose", "eta_s", "reconfigurations", "directory")
+    __slots__ = ("job_id", "name", "state", "reason", "generation", "committed_step", "steps", "loss", "tokens_per_s", "submitted_at", "started_at", "finished_at", "plan", "can_lose", "eta_s", "reconfigurations", "directory", "profile")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -329,6 +393,7 @@ class JobStatus(_message.Message):
     ETA_S_FIELD_NUMBER: _ClassVar[int]
     RECONFIGURATIONS_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     name: str
     state: str
@@ -346,7 +411,8 @@ class JobStatus(_message.Message):
     eta_s: float
     reconfigurations: int
     directory: str
-    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., submitted_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., can_lose: _Optional[int] = ..., eta_s: _Optional[float] = ..., reconfigurations: _Optional[int] = ..., directory: _Optional[str] = ...) -> None: ...
+    profile: str
+    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., submitted_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., can_lose: _Optional[int] = ..., eta_s: _Optional[float] = ..., reconfigurations: _Optional[int] = ..., directory: _Optional[str] = ..., profile: _Optional[str] = ...) -> None: ...
 
 class ListNodesRequest(_message.Message):
     __slots__ = ()

@@ -138,6 +138,11 @@ class OperatorStub:
                 request_serializer=oobleck_dot_proto_dot_control__pb2.JobRequest.SerializeToString,
                 response_deserializer=oobleck_dot_proto_dot_control__pb2.JobStatus.FromString,
                 _registered_method=True)
+        self.GetProfile = channel.unary_unary(
+                '/oobleck.Operator/GetProfile',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.JobRequest.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.ProfileReply.FromString,
+                _registered_method=True)
         self.ListNodes = channel.unary_unary(
                 '/oobleck.Operator/ListNodes',
                 request_serializer=oobleck_dot_proto_dot_control__pb2.ListNodesRequest.SerializeToString,
@@ -192,6 +197,13 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetProfile(self, request, context):
+        """The profile that the job's plans are made by; FAILED_PRECONDITION while there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListNodes(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -239,6 +251,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.CancelJob,
                     request_deserializer=oobleck_dot_proto_dot_control__pb2.JobRequest.FromString,
                     response_serializer=oobleck_dot_proto_dot_control__pb2.JobStatus.SerializeToString,
+            ),
+            'GetProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetProfile,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.JobRequest.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.ProfileReply.SerializeToString,
             ),
             'ListNodes': grpc.unary_unary_rpc_method_handler(
                     servicer.ListNodes,
@@ -392,6 +409,33 @@ class Operator:
             '/oobleck.Operator/CancelJob',
             oobleck_dot_proto_dot_control__pb2.JobRequest.SerializeToString,
             oobleck_dot_proto_dot_control__pb2.JobStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/oobleck.Operator/GetProfile',
+            oobleck_dot_proto_dot_control__pb2.JobRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.ProfileReply.FromString,
             options,
             channel_credentials,
             insecure,

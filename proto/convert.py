@@ -9,8 +9,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, cast, get_args
 
-from oobleck.host.messages import Failed, PeerLost, PhaseReached, Rendezvous, StepRecord
+from oobleck.host.messages import (
+    Failed,
+    LinkMeasured,
+    Measure,
+    Measured,
+    Meeting,
+    PeerLost,
+    PhaseReached,
+    Rendezvous,
+    StepRecord,
+)
+from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId, check_name
+from oobleck.planner.measurement import LinkMeasurement, Measurement, Scope
 from oobleck.planner.plan import Pipeline, Plan, Schedule, Stage
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.types import (
@@ -214,6 +226,7 @@ def register_message(registration: Registration) -> pb.Register:
         worker_slots=facts.worker_slots,
         device=facts.device,
         memory_per_worker_bytes=facts.memory_per_worker_bytes,
+        device_kind=facts.device_kind,
         status=status_message(registration.status),
     )
 
@@ -236,6 +249,7 @@ def read_register(message: pb.Register, incarnation: str) -> Registration:
             memory_per_worker_bytes=_at_least(
                 message.memory_per_worker_bytes, 1, "memory_per_worker_bytes"
             ),
+            device_kind=message.device_kind,
         )
         return Registration(
             protocol=message.protocol, facts=facts, status=read_status(message.status)
@@ -276,7 +290,60 @@ def report_message(report: WorkerReport) -> pb.WorkerReport:
             message.peer_lost.CopyFrom(pb.PeerLost(step=lost.step, detail=lost.detail))
         case Failed() as failed:
             message.failed.CopyFrom(pb.WorkerFailed(kind=failed.kind, message=failed.message))
+        case Measured() as measured:
+            message.measured.CopyFrom(
+                pb.Measured(
+                    attempt=measured.attempt,
+                    measurement=encode(measured.measurement).decode()
+                    if measured.measurement
+                    else "",
+                    problem=measured.problem,
+                )
+            )
+        case LinkMeasured() as measured:
+            message.link_measured.CopyFrom(_link_message(measured))
     return message
+
+
+def _link_message(measured: LinkMeasured) -> pb.LinkMeasured:
+    message = pb.LinkMeasured(
+        attempt=measured.attempt, scope=measured.scope, problem=measured.problem
+    )
+    if measured.link is not None:
+        message.latency_s = measured.link.latency_s
+        message.bytes_per_s = measured.link.bytes_per_s
+    return message
+
+
+def _read_scope(text: str) -> Scope:
+    match text:
+        case "intra_node" | "inter_node":
+            return text
+        case _:
+            raise ValueError(f"scope: {text!r} is not intra_node or inter_node")
+
+
+def _read_measured(message: pb.Measured) -> Measured:
+    with _field("measured"):
+        text = message.measurement
+        return Measured(
+            attempt=message.attempt,
+            measurement=decode(Measurement, text) if text else None,
+            problem=message.problem,
+        )
+
+
+def _read_link(message: pb.LinkMeasured) -> LinkMeasured:
+    with _field("link_measured"):
+        scope = _read_scope(message.scope)
+        link = None
+        if message.bytes_per_s > 0:
+            link = LinkMeasurement(
+                scope=scope, latency_s=message.latency_s, bytes_per_s=message.bytes_per_s
+            )
+        return LinkMeasured(
+            attempt=message.attempt, scope=scope, link=link, problem=message.problem
+        )
 
 
 def _read_phase(text: str) -> Literal["aborted", "joined", "transferred"]:
@@ -295,7 +362,9 @@ def _read_kind(text: str) -> Literal["user", "internal"]:
             raise ValueError(f"failed.kind: {text!r} is not user or internal")
 
 
-def _read_what(message: pb.WorkerReport) -> WorkerExited | PhaseReached | PeerLost | Failed:
+def _read_what(
+    message: pb.WorkerReport,
+) -> WorkerExited | PhaseReached | PeerLost | Failed | Measured | LinkMeasured:
     generation = Generation(message.generation)
     match message.WhichOneof("what"):
         case "exited":
@@ -322,6 +391,10 @@ def _read_what(message: pb.WorkerReport) -> WorkerExited | PhaseReached | PeerLo
             return PeerLost(generation=generation, step=lost.step, detail=lost.detail)
         case "failed":
             return Failed(kind=_read_kind(message.failed.kind), message=message.failed.message)
+        case "measured":
+            return _read_measured(message.measured)
+        case "link_measured":
+            return _read_link(message.link_measured)
         case _:
             raise ValueError("what: is missing")
 
@@ -400,7 +473,39 @@ def assignment_message(assignment: Assignment) -> pb.Assignment:
         message.plan.CopyFrom(plan_message(assignment.plan))
     if assignment.rendezvous is not None:
         message.rendezvous.CopyFrom(rendezvous_message(assignment.rendezvous))
+    if assignment.measure is not None:
+        message.measure.CopyFrom(measure_message(assignment.measure))
     return message
+
+
+def measure_message(wish: Measure) -> pb.Measure:
+    return pb.Measure(
+        attempt=wish.attempt,
+        meetings=[
+            pb.Meeting(
+                scope=meeting.scope,
+                first=worker_message(meeting.workers[0]),
+                second=worker_message(meeting.workers[1]),
+                rendezvous=rendezvous_message(meeting.rendezvous),
+            )
+            for meeting in wish.meetings
+        ],
+    )
+
+
+def read_measure(message: pb.Measure) -> Measure:
+    with _field("measure"):
+        return Measure(
+            attempt=_at_least(message.attempt, 1, "attempt"),
+            meetings=tuple(
+                Meeting(
+                    scope=_read_scope(meeting.scope),
+                    workers=(read_worker(meeting.first), read_worker(meeting.second)),
+                    rendezvous=read_rendezvous(meeting.rendezvous),
+                )
+                for meeting in message.meetings
+            ),
+        )
 
 
 def read_assignment(message: pb.Assignment) -> Assignment:
@@ -418,4 +523,5 @@ def read_assignment(message: pb.Assignment) -> Assignment:
             worker_incarnations=tuple(
                 read_incarnation(incarnation) for incarnation in message.worker_incarnations
             ),
+            measure=read_measure(message.measure) if message.HasField("measure") else None,
         )

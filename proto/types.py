@@ -6,7 +6,15 @@ protobuf.
 
 import msgspec
 
-from oobleck.host.messages import Failed, PeerLost, PhaseReached, Rendezvous
+from oobleck.host.messages import (
+    Failed,
+    LinkMeasured,
+    Measure,
+    Measured,
+    PeerLost,
+    PhaseReached,
+    Rendezvous,
+)
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.planner.plan import Plan
 
@@ -25,6 +33,8 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     worker_slots: int
     device: str
     memory_per_worker_bytes: int
+    #: Name of what one worker computes on; equal names mean equal speed.
+    device_kind: str = ""
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +89,7 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     incarnation: Incarnation
     generation: Generation
-    what: WorkerExited | PhaseReached | PeerLost | Failed
+    what: WorkerExited | PhaseReached | PeerLost | Failed | Measured | LinkMeasured
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,3 +106,5 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     boundary: bool = False
     #: By slot; the plan is for these worker processes alone.
     worker_incarnations: tuple[Incarnation, ...] = ()
+    #: Before the first plan: what the workers shall measure.
+    measure: Measure | None = None

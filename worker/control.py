@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from oobleck.host.channel import Channel
-from oobleck.host.messages import Assign, FromWorker, Launch, Stop, ToWorker
+from oobleck.host.messages import Assign, FromWorker, Launch, Measure, Stop, ToWorker
 from oobleck.planner.ids import Generation
 from oobleck.worker.errors import Superseded
 
@@ -33,6 +33,7 @@ class Control:
         self._changed = threading.Condition()
         self._abrupt: Assign | None = None
         self._boundaries: dict[Generation, Assign] = {}
+        self._measure: Measure | None = None
         self._on_abrupt: Callable[[], None] | None = None
 
     def start(self) -> None:
@@ -87,6 +88,18 @@ class Control:
                     return newest
                 self._changed.wait()
 
+    def wait_begin(self) -> Assign | Measure:
+        """Before the first generation: the first one to enter, or else what to measure; each
+        wish to measure is returned once."""
+        with self._changed:
+            while True:
+                if self._abrupt is not None or self._boundaries:
+                    return self.wait_next(Generation(0))
+                if self._measure is not None:
+                    wish, self._measure = self._measure, None
+                    return wish
+                self._changed.wait()
+
     def _newest(self) -> Assign | None:
         pushed = [*self._boundaries.values(), *([self._abrupt] if self._abrupt else [])]
         return max(pushed, key=lambda assign: assign.plan.generation, default=None)
@@ -113,6 +126,10 @@ class Control:
             match message:
                 case Assign():
                     self._accept(message)
+                case Measure():
+                    with self._changed:
+                        self._measure = message
+                        self._changed.notify_all()
                 case Stop(reason=reason):
                     log.info("stopping", extra={"reason": reason})
                     os._exit(0)

@@ -14,6 +14,7 @@ from oobleck.host.messages import (
     Failed,
     Finished,
     Launch,
+    Measure,
     PeerLost,
     PhaseReached,
     Ready,
@@ -27,6 +28,7 @@ from oobleck.worker.entry import Entry
 from oobleck.worker.errors import InvariantViolation, Superseded, TransportError
 from oobleck.worker.executor import Executor, owner_groups
 from oobleck.worker.faults import FaultInjector
+from oobleck.worker.measuring import Measuring
 from oobleck.worker.membership import Membership
 from oobleck.worker.output import OutputError, check_writable, write_layers, write_manifest
 from oobleck.worker.rendezvous import StoreServer
@@ -69,9 +71,21 @@ class Session:
         """Report ready and follow the assignments; only a Stop or a dead agent ends it."""
         fingerprint = self._dataset.fingerprint.hex()
         self._control.report(Ready(pid=pid, store=self._store.endpoint, data=fingerprint))
-        assign = self._control.wait_next(Generation(0))
+        while isinstance(wish := self._control.wait_begin(), Measure):
+            self._measuring().run(wish)
         while True:
-            assign = self._enter(assign)
+            wish = self._enter(wish)
+
+    def _measuring(self) -> Measuring:
+        return Measuring(
+            worker=self._worker,
+            job=self._job,
+            device=self._device,
+            address=self._address,
+            own_store=self._store,
+            control=self._control,
+            faults=self._faults,
+        )
 
     def _enter(self, assign: Assign) -> Assign:
         """Live through one generation and return the assignment that follows it."""

@@ -102,6 +102,7 @@ def job_text(
         },
         "fault_tolerance": 1,
         "resources": {"min_nodes_per_pipeline": min_nodes},
+        "profile": "estimate",  # the same plans in every run
     }
     return job if output is None else {**job, "output": str(output)}
 

@@ -20,6 +20,7 @@ def job(text: str, name: str = "job", **changes: object) -> dict[str, object]:
         "data": {"text": [text]},
         "training": {"steps": 100_000, "global_batch": 8, "microbatch": 1},
         "fault_tolerance": 0,
+        "profile": "estimate",
         **changes,
     }
 

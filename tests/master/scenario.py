@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from oobleck.host.messages import PeerLost, PhaseReached, StepRecord
+from oobleck.host.messages import LinkMeasured, Measured, PeerLost, PhaseReached, StepRecord
 from oobleck.master.admit import Refusal, admit
 from oobleck.master.apply import apply
 from oobleck.master.config import Timing
@@ -27,6 +27,8 @@ from oobleck.master.events import (
     JobWaiting,
     Journaled,
     MasterStarted,
+    MeasurementReported,
+    MeasuringStarted,
     NodeCleared,
     NodeLeftOut,
     NodeLost,
@@ -35,6 +37,8 @@ from oobleck.master.events import (
     PeerLostReported,
     PhaseReported,
     PlanMade,
+    ProfileChosen,
+    ProfilesFound,
     RecordsReceived,
     StatusReceived,
     StreamClosed,
@@ -49,7 +53,9 @@ from oobleck.master.records import records_of
 from oobleck.master.state import ClusterState, JobSeen, NodeSeen
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, ResourceSpec, TrainingSpec
+from oobleck.planner.measurement import LinkMeasurement, Measurement
 from oobleck.planner.plan import Plan
+from oobleck.planner.profile import LayerProfile, Profile
 from oobleck.proto.types import (
     PROTOCOL,
     NodeFacts,
@@ -62,7 +68,9 @@ from oobleck.proto.types import (
 UNIX = 1_700_000_000.0
 
 
-def job_spec(name: str, *, steps: int = 100, f: int = 1, min_nodes: int = 2) -> JobSpec:
+def job_spec(
+    name: str, *, steps: int = 100, f: int = 1, min_nodes: int = 2, measure: int = 0
+) -> JobSpec:
     return JobSpec(
         name=name,
         model=ModelSpec(layers=6, hidden=32, heads=2, sequence_length=16),
@@ -70,6 +78,7 @@ def job_spec(name: str, *, steps: int = 100, f: int = 1, min_nodes: int = 2) -> 
         training=TrainingSpec(steps=steps, global_batch=16, microbatch=2),
         fault_tolerance=f,
         resources=ResourceSpec(min_nodes_per_pipeline=min_nodes),
+        profile="measure" if measure else "estimate",
     )
 
 
@@ -84,6 +93,22 @@ def record(step: int, generation: int, at: float) -> StepRecord:
         step_seconds=0.1,
         time=at,
     )
+
+
+def measurement(forward_s: float) -> Measurement:
+    embedding, block, head = (
+        LayerProfile(
+            name=name,
+            forward_s={1: forward_s},
+            backward_s={1: 2 * forward_s},
+            parameter_bytes=1000,
+            state_bytes=4000,
+            activation_bytes=100,
+            output_bytes=100,
+        )
+        for name in ("embedding", "block", "head")
+    )
+    return Measurement(embedding=embedding, block=block, head=head, device="abacus", torch="2")
 
 
 def facts_of(name: str, life: int, slots: int) -> NodeFacts:
@@ -136,6 +161,7 @@ class Player:
         self.seen: list[str] = []
         self.written: list[str] = []
         self.records: dict[JobId, list[dict]] = {}
+        self.profiles: dict[str, Profile] = {}
 
     # ---- playing
 
@@ -215,8 +241,16 @@ class Player:
 
     def do_submit(self, name: str, *options: str) -> None:
         values = {key: int(value) for key, value in (o.split("=") for o in options)}
+        profile_only = bool(values.pop("profile_only", 0))
         job_id = JobId(f"{name}-{len(self.state.jobs) + 1}")
-        self._record(JobSubmitted(job_id=job_id, request_id=job_id, spec=job_spec(name, **values)))
+        self._record(
+            JobSubmitted(
+                job_id=job_id,
+                request_id=job_id,
+                spec=job_spec(name, **values),
+                profile_only=profile_only,
+            )
+        )
 
     def do_cancel(self, job_id: str) -> None:
         self._record(JobCancelRequested(job_id=JobId(job_id)))
@@ -377,6 +411,44 @@ class Player:
         )
         self._observe(event)
 
+    def do_measured(self, *words: str) -> None:
+        """N1/0 N2/0 ATTEMPT: the workers' layers took 0.1 s each; ATTEMPT!: it failed."""
+        *workers, attempt = words
+        failed = attempt.endswith("!")
+        for word in workers:
+            measured = Measured(
+                attempt=int(attempt.removesuffix("!")),
+                measurement=None if failed else measurement(0.1),
+                problem="out of memory" if failed else "",
+            )
+            self._report_measured(worker_id(word), measured)
+
+    def do_link(self, worker: str, attempt: str) -> None:
+        """The first worker of a meeting between nodes reports 1 GB/s."""
+        link = LinkMeasurement(scope="inter_node", latency_s=1e-4, bytes_per_s=1e9)
+        measured = LinkMeasured(attempt=int(attempt), scope="inter_node", link=link)
+        self._report_measured(worker_id(worker), measured)
+
+    def _report_measured(self, at: WorkerId, measured: Measured | LinkMeasured) -> None:
+        job = self.state.job
+        process = self.agents[at.node].status.worker(at.slot)
+        assert job is not None
+        assert process is not None
+        event = MeasurementReported(
+            worker=at, job_id=job.id, incarnation=process.incarnation, measured=measured
+        )
+        self._observe(event)
+
+    def do_stored(self, *keys: str) -> None:
+        """The chosen profile of the first job is stored, under its key; without a word: nothing."""
+        self.profiles = {}
+        for job_id in keys:
+            chosen = self.state.jobs[JobId(job_id)].profile
+            assert chosen is not None
+            assert chosen.profile is not None
+            self.profiles[chosen.key] = chosen.profile
+        self._observe(ProfilesFound(profiles=self.profiles))
+
     def do_finish(self, *names: str) -> None:
         for name in names:
             for worker in self.agents[name].status.workers:
@@ -388,6 +460,7 @@ class Player:
         steps = {job.id: tuple(job.seen.recent) for job in self.state.jobs.values()}
         self.state = self._replayed()
         self._record(MasterStarted())
+        self._observe(ProfilesFound(profiles=self.profiles))
         for job_id, records in steps.items():
             self._observe(RecordsReceived(job_id=job_id, records=records))
 
@@ -414,6 +487,7 @@ def worker_id(text: str) -> WorkerId:
 def durable(state: ClusterState) -> ClusterState:
     """A copy without what was only observed."""
     copied = copy.deepcopy(state)
+    copied.profiles = {}
     for node in copied.nodes.values():
         node.seen = NodeSeen(last_heard=0.0)
     for job in copied.jobs.values():
@@ -460,6 +534,16 @@ def told(event: Journaled) -> str:
             return f"{name} {event.node}"
         case JobWaiting():
             return f"{name} {event.job_id}: {'; '.join(event.causes)}"
+        case MeasuringStarted():
+            links = [f"{m.scope} {m.workers[0]}-{m.workers[1]}" for m in event.wish.meetings]
+            workers = [str(worker) for worker, _ in event.workers]
+            return (
+                f"{name} attempt {event.wish.attempt}: {' '.join(workers)}; "
+                f"links {', '.join(links) or 'none'}"
+            )
+        case ProfileChosen():
+            times = event.profile.layers[1].forward_s if event.profile else "none"
+            return f"{name} {event.source} ({event.reason}): {times}"
         case JobFailed():
             return f"{name} {event.job_id}: {event.reason}"
         case _:

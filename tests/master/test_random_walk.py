@@ -28,10 +28,17 @@ class Walk:
 
     def _choices(self) -> list[str]:
         state = self.player.state
-        choices = ["look", "restart", f"submit job f={self.draw.randint(0, 2)} min_nodes=1"]
+        choices = ["look", "restart", self._submit()]
         choices += [f"cancel {job.id}" for job in state.jobs.values() if job.finished_at == 0.0]
         for name in NODES:
             choices += self._about_node(name)
+        if (job := state.job) is not None and job.measuring is not None:
+            attempt = job.measuring.wish.attempt
+            for worker, _ in job.measuring.workers:
+                agent = self.player.agents[worker.node]
+                if self._connected(worker.node) and agent.status.worker(worker.slot) is not None:
+                    choices += [f"measured {worker} {attempt}"] * 2
+                    choices += [f"measured {worker} {attempt}!", f"link {worker} {attempt}"]
         if (job := state.job) is not None and job.made is not None:
             generation = job.generation
             members = " ".join(name for name in job.members if self._connected(name))
@@ -39,6 +46,10 @@ class Walk:
             step = job.seen.committed_step + 1
             choices += [f"steps {step} {step} {generation}"] * 4
         return choices
+
+    def _submit(self) -> str:
+        options = f"f={self.draw.randint(0, 2)} min_nodes=1 measure={self.draw.randint(0, 1)}"
+        return f"submit job {options} profile_only={int(self.draw.random() < 0.2)}"
 
     def _connected(self, name: str) -> bool:
         node = self.player.state.nodes.get(NodeName(name))

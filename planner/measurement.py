@@ -1,0 +1,185 @@
+"""From what workers have measured to the profile of the whole model.
+
+Owns the types of a measurement, how several of them become one, and the key that says which
+measurements may stand for each other. Must not know how anything is measured.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Literal
+
+from oobleck.planner.codec import encode
+from oobleck.planner.estimate import INTER_NODE_BYTES_PER_S, INTRA_NODE_BYTES_PER_S, LATENCY_S
+from oobleck.planner.job import JobSpec
+from oobleck.planner.profile import InvalidProfile, LayerProfile, Links, Profile
+from oobleck.planner.units import count
+
+Scope = Literal["intra_node", "inter_node"]
+
+#: Part of the key: measurements of another way of measuring do not stand for one of this.
+_METHOD = 1
+_TIMES = ("forward_s", "backward_s", "backward_input_s", "update_s")
+_BYTES = ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What one worker has measured: each kind of layer once, since all blocks are alike."""
+
+    embedding: LayerProfile
+    block: LayerProfile
+    head: LayerProfile
+    #: What it was measured on, such as `cpu Xeon, 1 thread`, and by which torch.
+    device: str
+    torch: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkMeasurement:
+    """One message between two workers takes latency_s + bytes / bytes_per_s."""
+
+    scope: Scope
+    latency_s: float
+    bytes_per_s: float
+
+
+def profile_key(
+    job: JobSpec, *, devices: Collection[str], worker_slots: int, workers_per_host: int
+) -> str:
+    """Name of the measurements of this model on such machines; a file name.
+
+    `workers_per_host`: most workers that compute on one host at a time, over all of its nodes;
+    they share its memory and cores, and a measurement is made under that load.
+    """
+    training = job.training
+    matters = {
+        "method": _METHOD,
+        "model": job.model,
+        "microbatch": training.microbatch,
+        "precision": training.precision,
+        "devices": sorted(set(devices)),
+        "worker_slots": worker_slots,
+        "workers_per_host": workers_per_host,
+    }
+    digest = hashlib.sha256(encode(matters)).hexdigest()[:16]
+    model = job.model
+    return (
+        f"{model.kind}-{model.layers}x{model.hidden}-b{training.microbatch}-"
+        f"{training.precision}-{digest}"
+    )
+
+
+def assemble_profile(
+    job: JobSpec,
+    measurements: Sequence[Measurement],
+    links: Iterable[LinkMeasurement],
+    *,
+    gpus_per_node: int,
+    memory_bytes: int,
+) -> tuple[Profile, dict[str, object]]:
+    """The profile of `job`'s model, and notes on how it came about.
+
+    Of devices of one kind the median counts, among kinds the slowest: any of them may get any
+    stage. `memory_bytes`: what training may use of a worker. Raises ValueError where measurements
+    contradict each other.
+    """
+    if not measurements:
+        raise ValueError("nothing was measured")
+    embedding, block, head = (
+        _combine([(m.device, getattr(m, kind)) for m in measurements])
+        for kind in ("embedding", "block", "head")
+    )
+    blocks = (replace(block, name=f"block{number}") for number in range(job.model.layers))
+    wires, filled = _links(links)
+    try:
+        profile = Profile(
+            microbatch=job.training.microbatch,
+            gpus_per_node=gpus_per_node,
+            gpu_memory_bytes=memory_bytes,
+            layers=(
+                replace(embedding, name="embedding"),
+                *blocks,
+                replace(head, name="head"),
+            ),
+            links=wires,
+        )
+    except InvalidProfile as error:  # a clock that runs wild must not become a plan
+        raise ValueError(f"the measurement makes no sense: {error}") from error
+    notes = {
+        "devices": sorted({m.device for m in measurements}),
+        "torch": sorted({m.torch for m in measurements}),
+        "workers": len(measurements),
+        "precision": job.training.precision,
+        "microbatch": job.training.microbatch,
+        **filled,
+    }
+    return profile, notes
+
+
+def _combine(found: Sequence[tuple[str, LayerProfile]]) -> LayerProfile:
+    layers = [layer for _, layer in found]
+    by_device: dict[str, list[LayerProfile]] = {}
+    for device, layer in found:
+        by_device.setdefault(device, []).append(layer)
+
+    def slowest(times_of: Callable[[LayerProfile], Mapping[int, float]]) -> dict[int, float]:
+        allowed = set.intersection(*(set(times_of(layer)) for layer in layers))
+        return {
+            gpus: max(median(times_of(one)[gpus] for one in alike) for alike in by_device.values())
+            for gpus in sorted(allowed)
+        }
+
+    forward_s, backward_s, backward_input_s, update_s = (
+        slowest(lambda layer, name=name: getattr(layer, name))  # type: ignore[misc]
+        for name in _TIMES
+    )
+    return LayerProfile(
+        name=layers[0].name,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        # Medians of the parts may cross where those of the wholes do not.
+        backward_input_s={g: min(s, backward_s[g]) for g, s in backward_input_s.items()},
+        update_s=update_s,
+        **{name: max(getattr(layer, name) for layer in layers) for name in _BYTES},
+    )
+
+
+def _links(found: Iterable[LinkMeasurement]) -> tuple[Links, dict[str, object]]:
+    """What was measured, and in place of what was not: the other link, or the estimate."""
+    by_scope = {link.scope: link for link in found}
+    intra, inter = by_scope.get("intra_node"), by_scope.get("inter_node")
+    if intra is None and inter is None:
+        links = Links(
+            intra_node_bytes_per_s=INTRA_NODE_BYTES_PER_S,
+            inter_node_bytes_per_s=INTER_NODE_BYTES_PER_S,
+            latency_s=LATENCY_S,
+        )
+        return links, {"intra_node_link": "estimated", "inter_node_link": "estimated"}
+    one = inter or intra
+    assert one is not None, "one of them is there"
+    links = Links(
+        intra_node_bytes_per_s=(intra or one).bytes_per_s,
+        inter_node_bytes_per_s=(inter or one).bytes_per_s,
+        latency_s=one.latency_s,
+    )
+    return links, {
+        "intra_node_link": "measured" if intra else "the inter-node link's",
+        "inter_node_link": "measured" if inter else "the intra-node link's",
+    }
+
+
+def check_fits(profile: Profile, job: JobSpec) -> None:
+    """Raises ValueError where `profile` cannot be one of `job`'s model."""
+    if len(profile.layers) != job.model.layer_count:
+        raise ValueError(
+            f"the profile has {count(len(profile.layers), 'layer')}, and the model has "
+            f"{job.model.layer_count} (embedding, {count(job.model.layers, 'block')}, head); "
+            "profile this model"
+        )
+    if profile.microbatch != job.training.microbatch:
+        raise ValueError(
+            f"the profile was measured with microbatch {profile.microbatch}, and the job has "
+            f"{job.training.microbatch}; profile again, or set training.microbatch to that"
+        )

@@ -1,0 +1,195 @@
+"""What the layers of a job's model cost on this device: seconds, and bytes that are really kept.
+
+Each kind of layer (embedding, block, head) is run as a stage of its own through the code that
+trains. Owns the repeats and the clock; knows nothing of peers or plans, and leaves nothing behind
+that training could notice.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from oobleck.planner.job import JobSpec
+from oobleck.planner.measurement import Measurement
+from oobleck.planner.profile import LayerProfile
+from oobleck.planner.program import LayerPart
+from oobleck.worker.model import loss
+from oobleck.worker.random import RowKeys
+from oobleck.worker.stage import StageRunner
+from oobleck.worker.state import ModelState
+
+#: Repeats of one kind of layer: until this time is over, and within these bounds. Each takes
+#: several blocks in turn, so that even two are several samples of each time.
+BUDGET_S = 0.3
+WARM_UP, LEAST, MOST = 1, 2, 40
+#: Blocks that are run one after the other, so that each finds the caches as full as in training.
+BLOCKS = 4
+#: They are fewer where that many would take more memory than this.
+BLOCKS_BYTES = 256 << 20
+
+#: Called between repeats; raises when the measurement is no longer wanted.
+Check = Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Seconds:
+    """Of every repeat."""
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    backward_input: list[float] = field(default_factory=list)
+    update: list[float] = field(default_factory=list)
+
+
+def measure_layers(job: JobSpec, device: torch.device, name: str, check: Check) -> Measurement:
+    """Measure each kind of layer. `name`: of the device. Raises what `check` raises."""
+    last = job.model.layer_count - 1
+    return Measurement(
+        embedding=_measure(job, [0], device, check),
+        block=_measure(job, list(range(1, 1 + _block_count(job))), device, check),
+        head=_measure(job, [last], device, check),
+        device=name,
+        torch=str(torch.__version__),
+    )
+
+
+def _block_count(job: JobSpec) -> int:
+    block_bytes = 4 * 12 * job.model.hidden**2 * 4
+    return max(1, min(BLOCKS, job.model.layers, BLOCKS_BYTES // block_bytes))
+
+
+def _measure(job: JobSpec, layers: list[int], device: torch.device, check: Check) -> LayerProfile:
+    """The median over repeats of the layers, which are of one kind, taken in turn."""
+    bench = _Bench(job, layers, device)
+    kept_bytes = bench.kept_bytes()
+    for _ in range(WARM_UP):
+        check()
+        bench.repeat()
+    bench.seconds = _Seconds()
+    deadline = time.perf_counter() + BUDGET_S
+    for done in range(MOST):
+        if done >= LEAST and time.perf_counter() >= deadline:
+            break
+        check()
+        bench.repeat()
+    seconds = bench.seconds
+    state = bench.state.layers[layers[0]]
+    backward_s = median(seconds.backward)
+    return LayerProfile(
+        name=type(state.module).__name__.lower(),
+        forward_s={1: median(seconds.forward)},
+        backward_s={1: backward_s},
+        # Both are measured with their own noise, and a part is no more than the whole.
+        backward_input_s={1: min(backward_s, median(seconds.backward_input))},
+        update_s={1: median(seconds.update)},
+        parameter_bytes=state.gradient.nbytes,
+        state_bytes=state.storage.nbytes + state.gradient.nbytes,
+        activation_bytes=kept_bytes,
+        output_bytes=bench.output_bytes,
+    )
+
+
+class _Bench:
+    """Layers of one kind, each a stage of its own, with inputs of the right shape."""
+
+    def __init__(self, job: JobSpec, layers: list[int], device: torch.device) -> None:
+        self._job = job
+        self._device = device
+        self._layers = layers
+        self.state = ModelState(job, device)
+        self.seconds = _Seconds()
+        source = torch.Generator().manual_seed(job.training.seed)
+        for layer in layers:
+            # Not the job's initial weights: drawing those takes seconds for a large layer.
+            whole = self.state.allocate(layer, version=0)
+            whole.storage.zero_()
+            whole.storage[0].normal_(std=0.02)
+            self.state.complete(layer)
+        self._runners = [StageRunner(self.state, range(n, n + 1), job, device) for n in layers]
+        runner = self._runners[0]
+        model, microbatch = job.model, job.training.microbatch
+        tokens = torch.randint(
+            model.vocabulary, (microbatch, model.sequence_length), generator=source
+        ).to(device)
+        hidden = torch.randn(runner.activation_shape, generator=source).to(
+            device, runner.activation_dtype
+        )
+        self._input = tokens if runner.first else hidden
+        self._targets = tokens if runner.last else None
+        self._gradient = None if runner.last else hidden
+        self.output_bytes = 0 if runner.last else hidden.nbytes
+        self._rows = RowKeys(seed=job.training.seed, step=1, positions=tuple(range(microbatch)))
+        self._step = 0
+
+    def kept_bytes(self) -> int:
+        """What one micro-batch keeps of one layer from its forward to its backward.
+
+        The layer's input counts, and not its output, which is the next layer's input. Parameters
+        are part of the state.
+        """
+        kept: dict[int, Tensor] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            alias = tensor.detach()  # the tensor itself would hold its own graph
+            kept[alias.untyped_storage().data_ptr()] = alias
+            return alias
+
+        runner, layer = self._runners[0], self._layers[0]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            runner.forward(0, self._input, self._rows, self._targets)
+        kept[self._input.untyped_storage().data_ptr()] = self._input
+        kept.pop(self.state.storage(layer).untyped_storage().data_ptr(), None)
+        runner.reset()
+        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+    def repeat(self) -> None:
+        """Forward of all, backward of all in the other order, and the update of all."""
+        for runner in self._runners:
+            started = self._now()
+            runner.forward(0, self._input, self._rows, self._targets)
+            self.seconds.forward.append(self._now() - started)
+        for runner in reversed(self._runners):
+            started = self._now()
+            runner.backward(0, self._gradient)
+            self.seconds.backward.append(self._now() - started)
+        for layer in self._layers:
+            self.seconds.backward_input.append(self._backward_input_s(layer))
+        self._step += 1
+        started = self._now()
+        self._update()
+        self.seconds.update.append((self._now() - started) / len(self._layers))
+
+    def _backward_input_s(self, layer: int) -> float:
+        """The gradient of the input alone; tokens have none."""
+        if self._runners[0].first:
+            return 0.0
+        leaf = self._input.detach().requires_grad_()
+        precision = self._job.training.precision
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+            output = self.state.module(layer)(leaf, self._rows)
+            if self._targets is not None:
+                output = loss(output, self._targets)
+        output = output.to(self._runners[0].activation_dtype)
+        started = self._now()
+        torch.autograd.grad(output, leaf, self._gradient)
+        return self._now() - started
+
+    def _update(self) -> None:
+        """All that a step does to a layer's state once: norm, update, and clearing gradients."""
+        self.state.squared_norm(
+            LayerPart(layer=layer, part=part)
+            for layer in self._layers
+            for part in ("tied", "own")
+            if self.state.gradient_part(LayerPart(layer=layer, part=part)).numel()
+        )
+        self.state.apply(self._step, scale=1.0)
+        self.state.zero_gradients()
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()

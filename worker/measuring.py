@@ -1,0 +1,111 @@
+"""Before the first generation: carry out the agent's wish to measure, and report what came of it.
+
+Owns the meetings of two workers that measure the link between them, and what becomes of failures:
+a measurement that fails is reported and costs nothing else. An assignment calls it off at once.
+"""
+
+import logging
+import os
+
+import torch
+from torch._C._distributed_c10d import PrefixStore
+
+from oobleck.host.device import device_kind
+from oobleck.host.messages import LinkMeasured, Measure, Measured, Meeting
+from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.job import JobSpec
+from oobleck.planner.measurement import LinkMeasurement
+from oobleck.worker.control import Control
+from oobleck.worker.errors import Superseded, TransportError
+from oobleck.worker.faults import FaultInjector
+from oobleck.worker.measure import measure_layers
+from oobleck.worker.measurelink import measure_link
+from oobleck.worker.rendezvous import StoreServer, await_arrival, connect_store
+from oobleck.worker.transport import GlooTransport
+
+log = logging.getLogger(__name__)
+
+#: Nothing is entered yet: any assignment is newer.
+_BEFORE = Generation(0)
+_MEMBERS = 2
+
+
+class Measuring:
+    """One worker's part in measuring the job's model and the links."""
+
+    def __init__(
+        self,
+        *,
+        worker: WorkerId,
+        job: JobSpec,
+        device: torch.device,
+        address: str,
+        own_store: StoreServer,
+        control: Control,
+        faults: FaultInjector,
+    ) -> None:
+        self._worker = worker
+        self._job = job
+        self._device = device
+        self._address = address
+        self._own_store = own_store
+        self._control = control
+        self._faults = faults
+
+    def run(self, wish: Measure) -> None:
+        """Returns when all is reported, or called off by an assignment."""
+        self._faults.reached("before:measure", generation=_BEFORE, step=0)
+        try:
+            self._control.report(self._measure_layers(wish))
+            for meeting in wish.meetings:
+                if self._worker in meeting.workers:
+                    self._measure_link(wish, meeting)
+        except Superseded:
+            log.info("measuring was called off")
+
+    def _check(self) -> None:
+        self._control.check_wanted(_BEFORE)
+
+    def _measure_layers(self, wish: Measure) -> Measured:
+        name = device_kind(self._device.type, os.environ)
+        try:
+            found = measure_layers(self._job, self._device, name, self._check)
+        except (RuntimeError, MemoryError) as error:  # of torch; mostly for want of memory
+            log.warning("layers were not measured", extra={"reason": str(error)})
+            problem = str(error).partition("\n")[0] or type(error).__name__
+            return Measured(attempt=wish.attempt, measurement=None, problem=problem)
+        return Measured(attempt=wish.attempt, measurement=found)
+
+    def _measure_link(self, wish: Measure, meeting: Meeting) -> None:
+        link: LinkMeasurement | None = None
+        problem = ""
+        try:
+            link = self._meet(meeting)
+        except TransportError as error:
+            self._check()  # it was aborted because it is no longer wanted
+            log.warning("link was not measured", extra={"reason": str(error)})
+            problem = str(error)
+        if meeting.workers[0] == self._worker:
+            report = LinkMeasured(
+                attempt=wish.attempt, scope=meeting.scope, link=link, problem=problem
+            )
+            self._control.report(report)
+
+    def _meet(self, meeting: Meeting) -> LinkMeasurement | None:
+        endpoint = meeting.rendezvous.store
+        own = endpoint == self._own_store.endpoint
+        store = self._own_store.store if own else connect_store(endpoint)
+        place = PrefixStore(meeting.rendezvous.prefix, store)
+        await_arrival(place, _MEMBERS, self._check, _BEFORE)
+        rank = meeting.workers.index(self._worker)
+        transport = GlooTransport(place, rank, _MEMBERS, [], self._address)
+        self._control.on_abrupt(transport.abort)
+        try:
+            self._check()
+            return measure_link(transport, meeting.scope, self._check)
+        except BaseException:
+            transport.abort()  # release the other one
+            raise
+        finally:
+            self._control.on_abrupt(None)
+            transport.dispose()
