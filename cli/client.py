@@ -63,9 +63,16 @@ class Master:
     ) -> None:
         self._channel.close()
 
-    def submit(self, job: str, request_id: str) -> str:
-        """The job's id. Asked twice if the first reply is lost: the request's id makes one job."""
-        request = pb.SubmitRequest(request_id=request_id, job=job)
+    def submit(
+        self, job: str, request_id: str, *, profile: str = "", profile_only: bool = False
+    ) -> str:
+        """The job's id. Asked twice if the first reply is lost: the request's id makes one job.
+
+        `profile`: text of the profile file that the job names.
+        """
+        request = pb.SubmitRequest(
+            request_id=request_id, job=job, profile=profile, profile_only=profile_only
+        )
         try:
             reply = self._ask(self._stub.Submit, request)
         except Unreachable:
@@ -79,6 +86,10 @@ class Master:
     def job(self, job_id: str) -> pb.JobStatus:
         status: pb.JobStatus = self._ask(self._stub.GetJob, pb.JobRequest(job_id=job_id))
         return status
+
+    def profile(self, job_id: str) -> pb.ProfileReply:
+        reply: pb.ProfileReply = self._ask(self._stub.GetProfile, pb.JobRequest(job_id=job_id))
+        return reply
 
     def cancel(self, job_id: str) -> pb.JobStatus:
         status: pb.JobStatus = self._ask(self._stub.CancelJob, pb.JobRequest(job_id=job_id))

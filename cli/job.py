@@ -117,7 +117,29 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
         tokens=None if job.data.tokens is None else str(base / job.data.tokens),
     )
     output = None if job.output is None else str(base / job.output)
-    return dataclasses.replace(job, data=data, output=output)
+    profile = job.profile if job.profile_path is None else str(base / job.profile_path)
+    return dataclasses.replace(job, data=data, output=output, profile=profile)
+
+
+def read_profile(job: "JobSpec") -> str:
+    """The text of the profile file that the job names, checked; empty where it names none."""
+    from oobleck.planner.measurement import check_fits
+    from oobleck.planner.profilefile import parse_profile
+
+    if job.profile_path is None:
+        return ""
+    try:
+        text = Path(job.profile_path).read_text()
+        check_fits(parse_profile(text), job)
+    except OSError as error:
+        raise CommandFailed(
+            f"profile: {job.profile_path}: {error.strerror}; give measure, estimate or the path "
+            "of a profile file",
+            options.USAGE,
+        ) from error
+    except ValueError as error:
+        raise CommandFailed(f"profile: {job.profile_path}: {error}", options.USAGE) from error
+    return text
 
 
 def check_data(job: "JobSpec") -> None:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -203,11 +203,13 @@ def interrupts() -> Iterator[None]:
 class Cluster:
     """The daemons, from their start to the line that says how each ended."""
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, tell: Callable[[str], None] | None = None) -> None:
+        """`tell`: what to do with the lines; they are printed otherwise."""
         self._state_dir = state_dir.absolute()
+        self._tell = tell or say
         self.master: Child | None = None
         self.agents: list[Child] = []
-        self._address = ""
+        self.address = ""
 
     def start(
         self, address: str, nodes: int, workers: int, memory: int, fault_plan: Path | None
@@ -222,20 +224,20 @@ class Cluster:
             ) from error
         arguments = ["--listen", address, "--state-dir", str(self._state_dir)]
         self.master = Child("master", "oobleck.master", arguments, logs / "master.log", piped=True)
-        self._address = self._listening(self.master)
+        self.address = self._listening(self.master)
         # Started again, it must be where the agents look for it.
-        self.master.arguments = ("--listen", self._address, *arguments[2:])
-        say(f"master {self._address} pid {self.master.pid}")
+        self.master.arguments = ("--listen", self.address, *arguments[2:])
+        self._tell(f"master {self.address} pid {self.master.pid}")
         for number in range(1, nodes + 1):
             name = f"n{number}"
-            arguments = ["--master", self._address, "--name", name, "--workers", str(workers)]
+            arguments = ["--master", self.address, "--name", name, "--workers", str(workers)]
             arguments += ["--memory-per-worker", str(memory)]
             if fault_plan is not None:
                 arguments += ["--fault-plan", str(fault_plan.absolute())]
             agent = Child(f"agent {name}", "oobleck.agent", arguments, logs / f"agent-{name}.log")
             self.agents.append(agent)
-            say(f"agent {name} pid {agent.pid}")
-        say(f"state {self._state_dir}")
+            self._tell(f"agent {name} pid {agent.pid}")
+        self._tell(f"state {self._state_dir}")
 
     def _listening(self, master: Child) -> str:
         """The address from the master's line, which it prints once it listens."""
@@ -262,7 +264,7 @@ class Cluster:
 
         live: set[str] = set()
         deadline = time.monotonic() + READY_TIMEOUT_S
-        with Master(self._address) as connection:
+        with Master(self.address) as connection:
             while True:
                 self._tell_deaths()
                 if self.master is None or not self.master.alive:
@@ -287,7 +289,7 @@ class Cluster:
                         FAILED,
                     )
                 time.sleep(0.05)
-        say("ready")
+        self._tell("ready")
 
     def watch(self) -> None:
         """Until nothing is left to watch."""
@@ -304,7 +306,9 @@ class Cluster:
                 again = shlex.join([program, *child.arguments])
                 goes_on = "; training goes on without it" if child is self.master else ""
                 end = child.how_it_ended()
-                say(f"{child.name} (pid {child.pid}) {end}{goes_on}; to start it again: {again}")
+                self._tell(
+                    f"{child.name} (pid {child.pid}) {end}{goes_on}; to start it again: {again}"
+                )
         if not any(child.alive for child in children):
             raise CommandFailed("all daemons have ended", FAILED)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from oobleck.cli import options
-from oobleck.cli.job import check_data, read_job
+from oobleck.cli.job import check_data, read_job, read_profile
 from oobleck.cli.options import master_option
 from oobleck.host.command import CommandFailed
 
@@ -32,13 +32,14 @@ def submit(job_file: Path, overrides: tuple[str, ...], following: bool, master: 
     fails or is cancelled; Ctrl-C stops following, not the job.
     """
     job = read_job(job_file, overrides)
-    if _is_here(master):
+    if is_here(master):
         check_data(job)
+    profile = read_profile(job)
     from oobleck.cli.client import Master
     from oobleck.planner.jobfile import format_job
 
     with Master(master) as connection:
-        job_id = connection.submit(format_job(job), secrets.token_hex(16))
+        job_id = connection.submit(format_job(job), secrets.token_hex(16), profile=profile)
         click.echo(job_id)
         return _follow(connection, job_id) if following else 0
 
@@ -75,6 +76,6 @@ def cancel(job_id: str, master: str) -> None:
         click.echo(f"{job_id} {connection.cancel(job_id).state}")
 
 
-def _is_here(master: str) -> bool:
+def is_here(master: str) -> bool:
     host = master.rpartition(":")[0].strip("[]")
     return host in ("localhost", "::1") or host.startswith("127.")

@@ -182,6 +182,8 @@ def job_text(job: pb.JobStatus) -> str:
     if job.finished_at:
         span = f" (after {seconds(job.finished_at - job.started_at)})" if job.started_at else ""
         lines.append(f"finished    {moment(job.finished_at)}{span}")
+    if job.profile:
+        lines.append(f"profile     {job.profile}")
     if job.directory:
         lines.append(f"directory   {job.directory}")
     if job.HasField("plan"):
@@ -242,6 +244,10 @@ def _sentence(record: dict[str, Any]) -> str:
             return f"waiting for nodes: {reason}"
         case {"event": "reconfigured"}:
             return _reconfigured(record)
+        case {"event": "profiling", "workers": workers}:
+            return f"profiling: {count(len(workers), 'worker')} measure the model"
+        case {"event": "profile", "source": source, "reason": reason}:
+            return f"profile: {source} ({reason})"
         case {"event": "failed", "reason": reason}:
             return f"failed: {reason}"
         case {"event": "submitted" | "succeeded" | "cancelled" as event}:

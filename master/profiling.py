@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from oobleck.host.messages import Measure, Meeting, Rendezvous
 from oobleck.master.decision import Decision, Look
-from oobleck.master.events import JobSucceeded, MeasuringStarted, ProfileChosen
+from oobleck.master.events import JobFailed, JobSucceeded, MeasuringStarted, ProfileChosen
 from oobleck.master.state import ClusterState, Job, Node
 from oobleck.planner.ids import Incarnation, WorkerId
 from oobleck.planner.measurement import Scope, assemble_profile, profile_key
@@ -28,6 +28,9 @@ def before_plan(look: Look, job: Job, ready: Sequence[Node]) -> Decision | None:
         return _choose(look, job, ready)
     if not job.profile_only:
         return None
+    if job.profile is not None and job.profile.profile is None:
+        reason = f"the model could not be measured: {job.profile.reason}"
+        return Decision(actions=(JobFailed(job_id=job.id, reason=reason),), reason=reason)
     return Decision(actions=(JobSucceeded(job_id=job.id),), reason="the profile was all it wanted")
 
 
