@@ -162,8 +162,10 @@ def from_job(
 ) -> Question:
     import psutil
 
-    from oobleck.cli.job import read_job
+    from oobleck.cli.job import read_job, read_profile
     from oobleck.planner.estimate import estimate_profile
+    from oobleck.planner.memory import budget_bytes
+    from oobleck.planner.profilefile import parse_profile
     from oobleck.planner.units import parse_bytes
 
     given = {
@@ -184,8 +186,16 @@ def from_job(
         )
     except ValueError as error:
         raise ValueError(f"--memory-per-worker: {error}") from error
+    if text := read_profile(job):
+        profile = dataclasses.replace(
+            parse_profile(text),
+            gpus_per_node=gpus_per_node,
+            gpu_memory_bytes=budget_bytes(job.resources.memory_per_worker_bytes, memory),
+        )
+    else:
+        profile = estimate_profile(job, gpus_per_node=gpus_per_node, memory_per_worker_bytes=memory)
     return Question(
-        profile=estimate_profile(job, gpus_per_node=gpus_per_node, memory_per_worker_bytes=memory),
+        profile=profile,
         fault_tolerance=job.fault_tolerance,
         global_batch=job.training.global_batch,
         min_nodes=job.resources.min_nodes_per_pipeline,
