@@ -21,6 +21,8 @@ class Question:
     fault_tolerance: int
     global_batch: int
     min_nodes: int = 1
+    #: The head shares the embedding's weight.
+    tied: bool = False
 
 
 @click.command(
@@ -87,7 +89,7 @@ def plan(
     """Show the templates and the plan for JOB.yaml, or for a profile, on N nodes."""
     if (job_file is None) == (profile_file is None):
         raise click.UsageError("give either a job file or --profile P.json")
-    from oobleck.planner.report import draw_plan, plan_report
+    from oobleck.planner.report import make_report
 
     try:
         if profile_file is not None:
@@ -104,21 +106,23 @@ def plan(
                 microbatch,
                 memory_per_worker,
             )
-        asked = {
-            "nodes": nodes,
-            "fault_tolerance": question.fault_tolerance,
-            "global_batch": question.global_batch,
-            "min_nodes": question.min_nodes,
-        }
-        report = plan_report(question.profile, **asked, lost=lost)
-        if not as_json:
-            click.echo(report_text(report, draw_plan(question.profile, **asked)))
+        report = make_report(
+            question.profile,
+            nodes=nodes,
+            fault_tolerance=question.fault_tolerance,
+            global_batch=question.global_batch,
+            min_nodes=question.min_nodes,
+            lost=lost,
+            tied=question.tied,
+        )
     except ValueError as error:  # also PlanInfeasible
         raise CommandFailed(str(error), USAGE) from error
     if as_json:
         from oobleck.cli import text
 
-        click.echo(text.dump(report))
+        click.echo(text.dump(report.data()))
+    else:
+        click.echo(report_text(report.data(), report.drawing()))
 
 
 def from_profile(
@@ -199,6 +203,7 @@ def from_job(
         fault_tolerance=job.fault_tolerance,
         global_batch=job.training.global_batch,
         min_nodes=job.resources.min_nodes_per_pipeline,
+        tied=job.model.tied,
     )
 
 

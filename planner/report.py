@@ -1,24 +1,80 @@
 """What `oobleck plan` shows: templates, the plan and what a step of it takes, as data and text."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from oobleck.planner.compile import compile_programs
-from oobleck.planner.cost import pipeline_cost, seconds, sync_ticks
+from oobleck.planner.choose import ScheduleChoice, choose_schedule
+from oobleck.planner.drawing import draw_pipelines, draw_timeline
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.instantiate import instantiate
 from oobleck.planner.plan import Plan
 from oobleck.planner.profile import Profile
 from oobleck.planner.reconfigure import reconfigure
-from oobleck.planner.simulate import simulate
 from oobleck.planner.specification import node_specification
+from oobleck.planner.steptime import KindEstimate, StepEstimate
 from oobleck.planner.template import PipelineTemplate
 from oobleck.planner.templates import generate_templates
-from oobleck.planner.units import count
+from oobleck.planner.units import format_bytes
 
 
-def plan_report(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A plan under the schedule that was chosen for it."""
+
+    plan: Plan
+    choice: ScheduleChoice
+
+    @property
+    def estimate(self) -> StepEstimate:
+        return self.choice.estimates[self.choice.schedule]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """What follows the loss of a node; without an outcome, the reason says what is missing."""
+
+    node: NodeName
+    rule: str | None
+    reason: str
+    outcome: Outcome | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """The answer to `oobleck plan`."""
+
+    profile: Profile
+    templates: Mapping[int, PipelineTemplate]
+    first: Outcome
+    #: None where nobody asked for losses.
+    losses: tuple[Loss, ...] | None
+
+    def data(self) -> dict[str, Any]:
+        """As plain data, for JSON."""
+        report: dict[str, Any] = {
+            "templates": [_template(template) for _, template in sorted(self.templates.items())],
+            "plan": _plan(self.first, self.profile),
+        }
+        if self.losses is not None:
+            report["after_losses"] = [
+                {
+                    "lost": loss.node,
+                    "rule": loss.rule,
+                    "reason": loss.reason,
+                    "plan": None if loss.outcome is None else _plan(loss.outcome, self.profile),
+                }
+                for loss in self.losses
+            ]
+        return report
+
+    def drawing(self) -> str:
+        """The plan's pipelines, the timeline of the first where it is small, and the step."""
+        return draw(self.first, self.profile)
+
+
+def make_report(
     profile: Profile,
     *,
     nodes: int,
@@ -26,118 +82,16 @@ def plan_report(
     global_batch: int,
     min_nodes: int = 1,
     lost: int = 0,
-) -> dict[str, Any]:
-    """Templates and plan for nodes n1 .. n<nodes> as plain data.
+    tied: bool = False,
+) -> PlanReport:
+    """Templates and plan for nodes n1 .. n<nodes>.
 
     With `lost` there is also, one after the other, what follows the loss of the first pipeline's
-    last node; where nothing fits any more, plan and rule are None and the reason says why. Raises
-    ValueError naming the field and the fix, or PlanInfeasible.
+    last node, until nothing fits any more. `tied`: the head shares layer 0's token embedding.
+    Raises ValueError naming the field and the fix, or PlanInfeasible.
     """
-    plan, templates = _make(
-        profile,
-        nodes=nodes,
-        fault_tolerance=fault_tolerance,
-        global_batch=global_batch,
-        min_nodes=min_nodes,
-    )
     if not 0 <= lost < nodes:
         raise ValueError(f"lost is {lost}; it must be at least 0 and less than nodes ({nodes})")
-    report: dict[str, Any] = {
-        "templates": [_template(template) for _, template in sorted(templates.items())],
-        "plan": _plan(plan, profile, templates),
-    }
-    if not lost:
-        return report
-    after = report["after_losses"] = []
-    for _ in range(lost):
-        gone = plan.pipelines[0].nodes[-1]
-        try:
-            change = reconfigure(
-                plan,
-                [node for node in plan.nodes if node != gone],
-                templates=templates,
-                profile=profile,
-                fault_tolerance=fault_tolerance,
-                generation=Generation(plan.generation + 1),
-            )
-        except PlanInfeasible as infeasible:
-            after.append({"lost": gone, "rule": None, "reason": str(infeasible), "plan": None})
-            break
-        plan = change.plan
-        after.append(
-            {
-                "lost": gone,
-                "rule": change.rule,
-                "reason": change.reason,
-                "plan": _plan(plan, profile, templates),
-            }
-        )
-    return report
-
-
-def draw_plan(
-    profile: Profile,
-    *,
-    nodes: int,
-    fault_tolerance: int,
-    global_batch: int,
-    min_nodes: int = 1,
-) -> str:
-    """The plan's pipelines as text: a line for each, its stages as boxes of layers and nodes."""
-    plan, templates = _make(
-        profile,
-        nodes=nodes,
-        fault_tolerance=fault_tolerance,
-        global_batch=global_batch,
-        min_nodes=min_nodes,
-    )
-    return draw(plan, profile, templates)
-
-
-def draw(plan: Plan, profile: Profile, templates: Mapping[int, PipelineTemplate]) -> str:
-    lines = []
-    for number, pipeline in enumerate(plan.pipelines):
-        last = pipeline.first_microbatch + pipeline.microbatches - 1
-        batch = (
-            f"micro-batch {last}"
-            if pipeline.microbatches == 1
-            else f"micro-batches {pipeline.first_microbatch}-{last}"
-        )
-        cells = []
-        for stage in pipeline.stages:
-            layers = (
-                f"layer {stage.first_layer}"
-                if stage.first_layer == stage.last_layer
-                else f"layers {stage.first_layer}-{stage.last_layer}"
-            )
-            cells.append((layers, ", ".join(map(str, stage.workers))))
-        widths = [max(map(len, cell)) for cell in cells]
-        lines.append(f"pipeline {number}: {count(len(pipeline.nodes), 'node')}, {batch}")
-        lines.extend(
-            "  | " + " | ".join(c[row].ljust(w) for c, w in zip(cells, widths, strict=True)) + " |"
-            for row in (0, 1)
-        )
-    lines.append(f"estimated step: {step_s(plan, profile, templates):.4g} s")
-    return "\n".join(lines) + "\n"
-
-
-def step_s(plan: Plan, profile: Profile, templates: Mapping[int, PipelineTemplate]) -> float:
-    """Estimated time of one step: by a dry run, or by the cost model's formula where stages of
-    several workers have no programs yet."""
-    if all(len(stage.workers) == 1 for p in plan.pipelines for stage in p.stages):
-        return simulate(compile_programs(plan, tied=False), profile, plan=plan).step_s
-    missing = {len(p.nodes) for p in plan.pipelines} - set(templates)
-    for size in sorted(missing):  # a reconfiguration may go beyond the specification
-        templates = {**templates, **generate_templates(profile, range(size, size + 1))}
-    costs = [pipeline_cost(templates[len(p.nodes)], profile) for p in plan.pipelines]
-    slowest = max(cost.time(p.microbatches) for cost, p in zip(costs, plan.pipelines, strict=True))
-    gradient_bytes = max(cost.gradient_bytes for cost in costs)
-    return seconds(slowest + sync_ticks(gradient_bytes, pipelines=len(costs), links=profile.links))
-
-
-def _make(
-    profile: Profile, *, nodes: int, fault_tolerance: int, global_batch: int, min_nodes: int
-) -> tuple[Plan, Mapping[int, PipelineTemplate]]:
     if global_batch < 1 or global_batch % profile.microbatch:
         raise ValueError(
             f"global_batch is {global_batch}; it must be a multiple of microbatch "
@@ -155,7 +109,53 @@ def _make(
         min_pipelines=fault_tolerance + 1,
         generation=Generation(1),
     )
-    return plan, templates
+    first = _outcome(plan, profile, tied=tied)
+    losses: list[Loss] = []
+    plan = first.plan
+    while len(losses) < lost:
+        gone = plan.pipelines[0].nodes[-1]
+        try:
+            change = reconfigure(
+                plan,
+                [node for node in plan.nodes if node != gone],
+                templates=templates,
+                profile=profile,
+                fault_tolerance=fault_tolerance,
+                generation=Generation(plan.generation + 1),
+            )
+        except PlanInfeasible as infeasible:
+            losses.append(Loss(node=gone, rule=None, reason=str(infeasible), outcome=None))
+            break
+        outcome = _outcome(change.plan, profile, tied=tied)
+        losses.append(Loss(node=gone, rule=change.rule, reason=change.reason, outcome=outcome))
+        plan = outcome.plan
+    return PlanReport(
+        profile=profile,
+        templates=templates,
+        first=first,
+        losses=tuple(losses) if lost else None,
+    )
+
+
+def draw(outcome: Outcome, profile: Profile) -> str:
+    """The pipelines of a plan, each kind once, and what a step takes."""
+    plan, estimate = outcome.plan, outcome.estimate
+    parts = [draw_pipelines(plan, estimate, memory_limit=profile.gpu_memory_bytes)]
+    strip = draw_timeline(estimate.kinds[0], profile, plan.schedule)
+    if strip is not None:
+        parts.append(strip)
+    parts.append(
+        f"schedule: {outcome.choice.reason}\n"
+        f"estimated step: {estimate.step_s:.4g} s, of which GPUs idle {100 * estimate.bubble:.1f}%;"
+        f" peak memory {format_bytes(estimate.peak_bytes)} of "
+        f"{format_bytes(profile.gpu_memory_bytes)} per GPU"
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _outcome(plan: Plan, profile: Profile, *, tied: bool) -> Outcome:
+    choice = choose_schedule(plan, profile, tied=tied)
+    return Outcome(plan=replace(plan, schedule=choice.schedule), choice=choice)
 
 
 def _template(template: PipelineTemplate) -> dict[str, Any]:
@@ -176,12 +176,43 @@ def _template(template: PipelineTemplate) -> dict[str, Any]:
     }
 
 
-def _plan(
-    plan: Plan, profile: Profile, templates: Mapping[int, PipelineTemplate]
-) -> dict[str, Any]:
+def _plan(outcome: Outcome, profile: Profile) -> dict[str, Any]:
+    estimate = outcome.estimate
     return {
         "pipelines": [
-            {"template_nodes": len(p.nodes), "microbatches": p.microbatches} for p in plan.pipelines
+            {"template_nodes": len(p.nodes), "microbatches": p.microbatches}
+            for p in outcome.plan.pipelines
         ],
-        "step_s": step_s(plan, profile, templates),
+        "step_s": estimate.step_s,
+        "schedule": estimate.schedule,
+        "schedule_reason": outcome.choice.reason,
+        "schedules": {
+            schedule: {"step_s": e.step_s, "bubble": e.bubble, "peak_bytes": e.peak_bytes}
+            for schedule, e in outcome.choice.estimates.items()
+        },
+        "bubble": estimate.bubble,
+        "peak_bytes": estimate.peak_bytes,
+        "gpu_memory_bytes": profile.gpu_memory_bytes,
+        "kinds": [_kind(kind) for kind in estimate.kinds],
+    }
+
+
+def _kind(kind: KindEstimate) -> dict[str, Any]:
+    """Pipelines that are alike, by their positions in `pipelines`."""
+    return {
+        "template_nodes": len(kind.pipeline.nodes),
+        "microbatches": kind.pipeline.microbatches,
+        "pipelines": list(kind.numbers),
+        "stages": [
+            {
+                "first_layer": stage.first_layer,
+                "last_layer": stage.last_layer,
+                "gpus": len(stage.workers),
+                "busy_s": busy_s,
+                "peak_bytes": peak_bytes,
+            }
+            for stage, busy_s, peak_bytes in zip(
+                kind.pipeline.stages, kind.busy_s, kind.peak_bytes, strict=True
+            )
+        ],
     }

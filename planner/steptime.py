@@ -6,7 +6,7 @@ O(pipelines + kinds x stages x micro-batches), whatever the number of workers. O
 of times along a pipeline; must not build programs.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,15 +28,19 @@ Event = tuple[type[Compute], int, float, float]
 class KindEstimate:
     """Pipelines of the same cut and the same number of micro-batches; values are per stage."""
 
-    #: The first of them.
+    #: Their positions in the plan, and the first of them.
+    numbers: tuple[int, ...]
     pipeline: Pipeline
-    count: int
     #: Seconds each worker computes in a step.
     busy_s: tuple[float, ...]
     #: When its last forward or backward is over.
     computed_s: tuple[float, ...]
     #: Of one worker: state and the activations at their highest.
     peak_bytes: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +70,8 @@ def estimate_step(
     """
     schedule = schedule or plan.schedule
     kinds = tuple(
-        _kind(pipeline, count, profile, schedule) for pipeline, count in pipeline_kinds(plan)
+        _kind(plan.pipelines[numbers[0]], numbers, profile, schedule)
+        for numbers in pipeline_kinds(plan)
     )
     workers = sum(kind.count * len(s.workers) for kind in kinds for s in kind.pipeline.stages)
     ended_s = _sums_over(plan, kinds, profile, tied=tied) + all_reduce_s(
@@ -87,19 +92,17 @@ def estimate_step(
     )
 
 
-def pipeline_kinds(plan: Plan) -> list[tuple[Pipeline, int]]:
-    """The first pipeline of each kind, and how many there are."""
-    first: dict[object, Pipeline] = {}
-    counts: Counter[object] = Counter()
-    for pipeline in plan.pipelines:
-        place = {node: number for number, node in enumerate(pipeline.nodes)}
+def pipeline_kinds(plan: Plan) -> list[tuple[int, ...]]:
+    """The positions in the plan of pipelines that are alike, kind by kind."""
+    kinds: dict[object, list[int]] = {}
+    for number, pipeline in enumerate(plan.pipelines):
+        place = {node: position for position, node in enumerate(pipeline.nodes)}
         key = (
             pipeline.microbatches,
             *((s.first_layer, len(s.workers), place[s.workers[0].node]) for s in pipeline.stages),
         )
-        first.setdefault(key, pipeline)
-        counts[key] += 1
-    return [(pipeline, counts[key]) for key, pipeline in first.items()]
+        kinds.setdefault(key, []).append(number)
+    return [tuple(numbers) for numbers in kinds.values()]
 
 
 def _stages(pipeline: Pipeline) -> range:
@@ -114,12 +117,14 @@ def _cost(pipeline: Pipeline, stage: int, profile: Profile) -> StageCost:
 # ---- one pipeline
 
 
-def _kind(pipeline: Pipeline, count: int, profile: Profile, schedule: Schedule) -> KindEstimate:
+def _kind(
+    pipeline: Pipeline, numbers: tuple[int, ...], profile: Profile, schedule: Schedule
+) -> KindEstimate:
     costs = [_cost(pipeline, stage, profile) for stage in _stages(pipeline)]
     microbatches = pipeline.microbatches
     return KindEstimate(
+        numbers=numbers,
         pipeline=pipeline,
-        count=count,
         busy_s=tuple(microbatches * (cost.forward_s + cost.backward_s) for cost in costs),
         computed_s=_computed_s(pipeline, profile, schedule),
         peak_bytes=tuple(

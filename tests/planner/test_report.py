@@ -1,18 +1,22 @@
 """What `oobleck plan` prints."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from oobleck.planner.choose import choose_schedule
 from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.report import draw_plan, plan_report
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.report import Outcome, draw, make_report
+from support.plans import plan_of_cuts
 from support.profiles import profile_of
 
 PROFILE = profile_of([0.1] * 8, memory=5000)
 
 
 def test_the_report_has_the_documented_keys() -> None:
-    report = plan_report(PROFILE, nodes=5, fault_tolerance=1, global_batch=16)
+    report = make_report(PROFILE, nodes=5, fault_tolerance=1, global_batch=16).data()
     assert json.loads(json.dumps(report)) == report
     assert set(report) == {"templates", "plan"}
     assert [template["nodes"] for template in report["templates"]] == [2, 3]
@@ -29,11 +33,25 @@ def test_the_report_has_the_documented_keys() -> None:
         {"template_nodes": 3, "microbatches": 9},
         {"template_nodes": 2, "microbatches": 7},
     ]
-    assert report["plan"]["step_s"] == pytest.approx(9.6, rel=1e-3)
+    plan = report["plan"]
+    # 1F1B: 9 micro-batches of 0.9 s and twice that for the two stages that are ahead.
+    assert plan["schedules"]["1f1b"]["step_s"] == pytest.approx(9.6, rel=1e-3)
+    assert plan["schedule"] == "zb-h1"
+    assert plan["step_s"] == plan["schedules"]["zb-h1"]["step_s"] < 9.0
+    assert plan["bubble"] == plan["schedules"]["zb-h1"]["bubble"]
+    assert plan["peak_bytes"] == 4 * 1000 + 4 * 2 * 10 <= plan["gpu_memory_bytes"] == 5000
+    assert [kind["pipelines"] for kind in plan["kinds"]] == [[0], [1]]
+    assert plan["kinds"][0]["stages"][2] == {
+        "first_layer": 6,
+        "last_layer": 7,
+        "gpus": 1,
+        "busy_s": pytest.approx(9 * 0.6),
+        "peak_bytes": 2 * 1000 + 2 * 3 * 10,
+    }
 
 
 def test_losses_are_followed_until_nothing_fits() -> None:
-    report = plan_report(PROFILE, nodes=5, fault_tolerance=1, global_batch=16, lost=4)
+    report = make_report(PROFILE, nodes=5, fault_tolerance=1, global_batch=16, lost=4).data()
     after = report["after_losses"]
     assert [(change["lost"], change["rule"]) for change in after] == [
         ("n3", "reinstantiate"),
@@ -48,7 +66,7 @@ def test_losses_are_followed_until_nothing_fits() -> None:
 
 def test_several_gpus_per_node_are_planned_too() -> None:
     profile = profile_of([0.1] * 8, gpus=(1, 2, 4), gpus_per_node=4)
-    report = plan_report(profile, nodes=3, fault_tolerance=1, global_batch=8, lost=1)
+    report = make_report(profile, nodes=3, fault_tolerance=1, global_batch=8, lost=1).data()
     assert sum(stage["gpus"] for stage in report["templates"][0]["stages"]) == 4
     assert report["plan"]["step_s"] > 0
     assert report["after_losses"][0]["plan"]["step_s"] > report["plan"]["step_s"]
@@ -57,22 +75,87 @@ def test_several_gpus_per_node_are_planned_too() -> None:
 def test_wrong_arguments_are_named() -> None:
     two = profile_of([0.1] * 8)
     with pytest.raises(ValueError, match="global_batch is 0; it must be a multiple of microbatch"):
-        plan_report(two, nodes=2, fault_tolerance=1, global_batch=0)
+        make_report(two, nodes=2, fault_tolerance=1, global_batch=0)
     with pytest.raises(ValueError, match=r"lost is 2; .* less than nodes \(2\)"):
-        plan_report(two, nodes=2, fault_tolerance=1, global_batch=4, lost=2)
+        make_report(two, nodes=2, fault_tolerance=1, global_batch=4, lost=2)
     with pytest.raises(PlanInfeasible, match="needs 4 nodes: fault_tolerance 3"):
-        plan_report(two, nodes=2, fault_tolerance=3, global_batch=4)
+        make_report(two, nodes=2, fault_tolerance=3, global_batch=4)
     with pytest.raises(PlanInfeasible, match="2 pipelines need as many micro-batches"):
-        plan_report(two, nodes=2, fault_tolerance=1, global_batch=1)
+        make_report(two, nodes=2, fault_tolerance=1, global_batch=1)
 
 
-def test_the_drawing_shows_layers_and_workers() -> None:
-    assert draw_plan(PROFILE, nodes=5, fault_tolerance=1, global_batch=16) == (
+def test_the_drawing_shows_stages_memory_and_the_timeline() -> None:
+    assert make_report(PROFILE, nodes=5, fault_tolerance=1, global_batch=16).drawing() == (
         "pipeline 0: 3 nodes, micro-batches 0-8\n"
-        "  | layers 0-2 | layers 3-5 | layers 6-7 |\n"
-        "  | n1/0       | n2/0       | n3/0       |\n"
+        "  | n1          | n2          | n3          |\n"
+        "  | layers 0-2  | layers 3-5  | layers 6-7  |\n"
+        "  | 3.0 KiB 62% | 3.0 KiB 62% | 2.0 KiB 41% |\n"
         "pipeline 1: 2 nodes, micro-batches 9-15\n"
-        "  | layers 0-3 | layers 4-7 |\n"
-        "  | n4/0       | n5/0       |\n"
-        "estimated step: 9.6 s\n"
+        "  | n4          | n5          |\n"
+        "  | layers 0-3  | layers 4-7  |\n"
+        "  | 4.0 KiB 82% | 4.0 KiB 82% |\n"
+        "\n"
+        "pipeline 0 up to its gradient sums (8.604 s): 0-9 forward, a-z backward, "
+        "+ weight gradients, . idle\n"
+        "stage 0  0001112222....aaaaaaa333bbbbbb444ccccccc555dddddd6666eeeeee777ffffff8888"
+        "gggggghhhhhhhiiiiii\n"
+        "stage 1  ...0001111.aaa2222bbb+++333cccc++4444ddd+++555eeee+++666fff+++777gggg+++"
+        "888hhh+++iiii+++++.\n"
+        "stage 2  ......00aaa11bb...22cc++...33ddd+....44ee++...55fff++...66gg++...77hhh++"
+        "...88ii++++++......\n"
+        "\n"
+        "schedule: zb-h1: 7.2% faster than 1f1b, 7.2% faster than gpipe\n"
+        "estimated step: 8.905 s, of which GPUs idle 13.8%; peak memory 4.0 KiB of 4.9 KiB per "
+        "GPU\n"
     )
+
+
+def test_gpus_of_a_node_stand_together_and_equal_pipelines_are_drawn_once() -> None:
+    plan = plan_of_cuts(*[([(2, 2), (3, 1), (3, 3)], 40)] * 7, ([8], 40))
+    shared = []
+    for pipeline in plan.pipelines:
+        # The first two stages of each on one node.
+        stages = list(pipeline.stages)
+        if len(stages) == 3:
+            node = stages[0].workers[0].node
+            stages[1] = replace(stages[1], workers=(WorkerId(node, 2),))
+            pipeline = replace(
+                pipeline,
+                stages=tuple(stages),
+                nodes=(node, pipeline.nodes[2]),
+            )
+        shared.append(pipeline)
+    plan = replace(plan, pipelines=tuple(shared))
+    profile = profile_of([0.1] * 8, gpus=(1, 2, 3), gpus_per_node=3, memory=10000)
+    outcome = Outcome(plan=plan, choice=choose_schedule(plan, profile))
+    text = draw(outcome, profile).splitlines()
+    assert text[:9] == [
+        "7 x pipeline: 2 nodes, 40 micro-batches each",
+        "  | n0          |             || n2         |",
+        "  | layers 0-1  | layers 2-4  || layers 5-7 |",
+        "  | GPUs 0-1    | GPU 2       || GPUs 0-2   |",
+        "  | 1.0 KiB 10% | 3.0 KiB 31% || 1010 B 10% |",
+        "  the same: pipeline 1 (n3, n5), 2 (n6, n8), 3 (n9, n11) and 3 more",
+        "pipeline 7: 1 node, micro-batches 280-319",
+        "  | n21         |",
+        "  | layers 0-7  |",
+    ]
+    assert not any(line.startswith("stage 0") for line in text), "too many for a timeline"
+
+
+def test_long_pipelines_are_drawn_in_several_rows() -> None:
+    plan = plan_of_cuts(([1] * 30, 200))
+    profile = profile_of([0.1] * 30)
+    outcome = Outcome(plan=plan, choice=choose_schedule(plan, profile))
+    text = draw(outcome, profile)
+    assert all(len(line) <= 102 for line in text.splitlines())
+    for layer in range(30):
+        assert f"| layer {layer} " in text
+
+
+@pytest.mark.parametrize("nodes", [512, 4096])
+def test_many_pipelines_make_a_short_text(nodes: int) -> None:
+    plan = plan_of_cuts(*[([4, 4], 3000)] * (nodes // 2))
+    profile = profile_of([0.1] * 8)
+    outcome = Outcome(plan=plan, choice=choose_schedule(plan, profile))
+    assert len(draw(outcome, profile)) < 1000
