@@ -58,9 +58,9 @@ class Sweep:
                     self._add_stages(i, k, i + 1 + int(reach[k, i]), window)
             self.costs[:, i, :, 1:, 0] = self.costs[:, i, :, :-1, table.per_node]
 
-    def total(self, nodes: int) -> Floats:
-        """T by row."""
-        return self.costs[1, 0, :, nodes - 1, self.table.per_node]
+    def totals(self, nodes: Integers) -> Floats:
+        """T by row and number of nodes."""
+        return self.costs[1, 0, :, nodes - 1, self.table.per_node].T
 
     def _add_stages(self, i: int, k: int, stop: int, window: slice) -> None:
         """Put stages of layers i .. j-1, j < stop, on choices[k] GPUs before what there is."""

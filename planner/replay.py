@@ -6,7 +6,7 @@ side in arrays. Must not know how candidates come about.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -56,6 +56,20 @@ class Timelines:
             message_s=message,
             microbatches=np.array([share for _, share in pipelines], dtype=np.int64),
         )
+
+    @classmethod
+    def finish_of(
+        cls, pipelines: Sequence[tuple[Sequence[StageTemplate], int]], profile: Profile
+    ) -> list[list[float]]:
+        """When each stage's last backward is over, first stage first, a list per pipeline."""
+        found: list[list[float]] = []
+        for some in _side_by_side(pipelines):
+            finish = cls.of(some, profile).finish_s()
+            found += [
+                line[: len(stages)][::-1].tolist()
+                for line, (stages, _) in zip(finish, some, strict=True)
+            ]
+        return found
 
     def finish_s(self) -> Floats:
         """When each stage's last backward is over.
@@ -117,6 +131,20 @@ class Timelines:
         done[:, after, batch] = end
 
 
+def _side_by_side(
+    pipelines: Sequence[tuple[Sequence[StageTemplate], int]],
+) -> Iterator[Sequence[tuple[Sequence[StageTemplate], int]]]:
+    """Neighbours, as many at a time as memory allows."""
+    first = most = 0
+    for at, (stages, microbatches) in enumerate(pipelines):
+        most = max(most, 2 * (len(stages) + 1) * microbatches)
+        if at > first and (at + 1 - first) * most > _MOST_NUMBERS:
+            yield pipelines[first:at]
+            first, most = at, 2 * (len(stages) + 1) * microbatches
+    if pipelines:
+        yield pipelines[first:]
+
+
 def boundary_s(before: StageTemplate, after: StageTemplate, profile: Profile) -> float:
     """A micro-batch's way from stage to stage: each worker sends its rows to who holds them."""
     wide = max(before.gpus, after.gpus)
@@ -143,17 +171,9 @@ class StepReplay:
         ]
 
     def _prepare(self, kinds: Sequence[tuple[int, int]]) -> None:
-        if not kinds:
-            return
-        stages = max(len(self._templates[nodes].stages) for nodes, _ in kinds)
-        each = 2 * (stages + 1) * max(microbatches for _, microbatches in kinds)
-        step = max(1, _MOST_NUMBERS // each)
-        for first in range(0, len(kinds), step):
-            some = kinds[first : first + step]
-            lines = Timelines.of([(self._templates[n].stages, m) for n, m in some], self._profile)
-            for kind, finish in zip(some, lines.finish_s(), strict=True):
-                count = len(self._templates[kind[0]].stages)
-                self._finish[kind] = finish[:count][::-1].tolist()
+        pipelines = [(self._templates[nodes].stages, share) for nodes, share in kinds]
+        found = Timelines.finish_of(pipelines, self._profile)
+        self._finish.update(zip(kinds, found, strict=True))
 
     def _with_sums(self, kinds: Sequence[tuple[int, int]], pipelines: int, workers: int) -> float:
         """The end of the step, given the kinds of pipelines, and how many there are, in all.

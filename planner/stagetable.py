@@ -76,6 +76,9 @@ class StageTable:
             fewest[i, 1:, 0] = fewest[i, :-1, self.per_node]
         return fewest
 
+    def stage_time(self, first: int, stop: int, gpus: int) -> float:
+        return float(self.time[self.choices.index(gpus), first, stop])
+
 
 def _running(values: list[int], name: str) -> Integers:
     if sum(values) >= 2**62:

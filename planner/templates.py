@@ -10,9 +10,8 @@ Owns the search. T does not tell all cuts apart: which one of least T becomes th
 `oobleck.planner.ties`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,8 @@ from oobleck.planner.partition import Bounds, Sweep
 from oobleck.planner.profile import Profile
 from oobleck.planner.stagetable import Floats, Integers, StageTable
 from oobleck.planner.template import PipelineTemplate, StageTemplate
-from oobleck.planner.trace import Cuts, trace
+from oobleck.planner.ties import quickest, tied_cuts
+from oobleck.planner.trace import Cuts, Stages, trace
 
 #: Intervals of a level are no wider than this, so that the first bounds mean something.
 _COARSEST = 1.2
@@ -37,14 +37,12 @@ _FEW_NUMBERS, _MOST_NUMBERS = 300_000, 4_000_000
 
 def generate_templates(profile: Profile, sizes: range) -> Mapping[int, PipelineTemplate]:
     """The best template for each number of nodes in `sizes`; raises PlanInfeasible."""
-    table = StageTable(profile)
-    best = least_cuts(table, sizes)
-    costs, templates = StageCosts(profile), {}
-    for nodes in sizes:
-        if nodes not in best:
-            raise PlanInfeasible(f"no template of {nodes} nodes fits the memory")
-        templates[nodes] = _template(costs, profile.gpus_per_node, nodes, best[nodes].stages)
-    return templates
+    costs = StageCosts(profile)
+    candidates = [
+        [_template(costs, profile.gpus_per_node, nodes, cut) for cut in cuts]
+        for nodes, cuts in least_cuts(StageTable(profile), sizes).items()
+    ]
+    return {template.nodes: template for template in quickest(candidates, profile)}
 
 
 def feasible_sizes(profile: Profile, most: int) -> tuple[int, ...]:
@@ -53,47 +51,63 @@ def feasible_sizes(profile: Profile, most: int) -> tuple[int, ...]:
     return fitting_sizes(table, table.fewest_stages(min(most, table.layers)))
 
 
-@dataclass(slots=True, kw_only=True)
-class BestCut:
-    """The cut of least T for one number of nodes, found so far."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Intervals:
+    """Times number first .. last may be that of the slowest stage; `bound` [interval, size] is a
+    lower bound of T then."""
 
-    total: float
-    stages: tuple[tuple[int, int, int], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Interval:
-    """Times number first .. last may be that of the slowest stage; `bound` is T's, by size."""
-
-    first: int
-    last: int
+    first: Integers
+    last: Integers
     bound: Floats
 
+    def __len__(self) -> int:
+        return len(self.first)
 
-def least_cuts(table: StageTable, sizes: Sequence[int]) -> Mapping[int, BestCut]:
-    """A cut of least T for every number of nodes of `sizes` that fits the memory."""
-    search = _Search(table, [n for n in sizes if n <= table.layers])
-    return search.run()
+    def __getitem__(self, which: slice | Integers | NDArray[np.bool_]) -> "_Intervals":
+        return _Intervals(first=self.first[which], last=self.last[which], bound=self.bound[which])
+
+    def divided(self) -> "_Intervals":
+        """Parts of about equal numbers of times, in order, with the bounds of the whole."""
+        parts = np.arange(_PARTS + 1)
+        edges = self.first[:, None] + (self.last + 1 - self.first)[:, None] * parts // _PARTS
+        real = edges[:, :-1] < edges[:, 1:]
+        return _Intervals(
+            first=edges[:, :-1][real],
+            last=edges[:, 1:][real] - 1,
+            bound=np.repeat(self.bound, real.sum(1), axis=0),
+        )
+
+
+def least_cuts(table: StageTable, sizes: Sequence[int]) -> Mapping[int, tuple[Stages, ...]]:
+    """Cuts of least T for every number of nodes; several where they are tied.
+
+    Raises PlanInfeasible.
+    """
+    fewest = table.fewest_stages(min(max(sizes, default=1), table.layers))
+    fitting = set(fitting_sizes(table, fewest))
+    for nodes in sizes:
+        if nodes not in fitting:
+            raise PlanInfeasible(f"no template of {nodes} nodes fits the memory")
+    found = _Search(table, fewest, sizes).run()
+    return tied_cuts(table, fewest, found) if found else {}
 
 
 class _Search:
-    def __init__(self, table: StageTable, sizes: Sequence[int]) -> None:
-        self._table = table
-        self._fewest = table.fewest_stages(max(sizes, default=1))
-        fitting = set(fitting_sizes(table, self._fewest))
-        self._sizes = np.array([n for n in sizes if n in fitting], dtype=np.int64)
+    def __init__(self, table: StageTable, fewest: Integers, sizes: Sequence[int]) -> None:
+        self._table, self._fewest = table, fewest
+        self._sizes = np.array(sizes, dtype=np.int64)
         self._times = np.unique(table.time[np.isfinite(table.time)])
         self._least_work = self._work()
         self._best = np.full(len(self._sizes), np.inf)
-        self._stages: dict[int, tuple[tuple[int, int, int], ...]] = {}
+        self._stages: dict[int, Stages] = {}
 
-    def run(self) -> Mapping[int, BestCut]:
-        level = self._coarse() if len(self._sizes) else []
-        while level:
-            level = [part for interval in self._survivors(level) for part in _divide(interval)]
+    def run(self) -> Mapping[int, tuple[float, Stages]]:
+        """Least T and a cut that has it, by number of nodes."""
+        level = self._coarse()
+        while len(level):
+            level = self._survivors(level).divided()
         return {
-            int(n): BestCut(total=float(self._best[at]), stages=self._stages[at])
-            for at, n in enumerate(self._sizes)
+            int(n): (float(self._best[at]), self._stages[at]) for at, n in enumerate(self._sizes)
         }
 
     def _work(self) -> float:
@@ -103,77 +117,69 @@ class _Search:
         ]
         return float(np.min(single, axis=0).sum())
 
-    def _coarse(self) -> list[_Interval]:
+    def _coarse(self) -> _Intervals:
         """All times, in intervals of about equal ratio."""
-        times = self._times
-        bound = np.full(len(self._sizes), -np.inf)
-        intervals = []
-        first = 0
-        while first < len(times):
-            stop = max(int(np.searchsorted(times, times[first] * _COARSEST, "right")), first + 1)
-            intervals.append(_Interval(first=first, last=stop - 1, bound=bound))
-            first = stop
-        return intervals
+        times, edges = self._times, [0]
+        while edges[-1] < len(times):
+            stop = int(np.searchsorted(times, times[edges[-1]] * _COARSEST, "right"))
+            edges.append(max(stop, edges[-1] + 1))
+        return _Intervals(
+            first=np.array(edges[:-1], dtype=np.int64),
+            last=np.array(edges[1:], dtype=np.int64) - 1,
+            bound=np.full((len(edges) - 1, len(self._sizes)), -np.inf),
+        )
 
-    def _alive(self, interval: _Interval) -> NDArray[np.bool_]:
-        """The sizes for which it may hold a better cut: GPUs that are busy for no longer than the
-        slowest stage have to do all the work, and at least 3 S + 1 times its time is needed."""
-        floor = (3 * self._sizes + 1) * self._times[interval.first]
-        gpu_time = self._sizes * self._table.per_node * self._times[interval.last]
-        better = np.maximum(interval.bound, floor) < self._best
-        alive: NDArray[np.bool_] = better & (gpu_time >= self._least_work)
+    def _alive(self, level: _Intervals) -> NDArray[np.bool_]:
+        """[interval, size]: which may hold a better cut. GPUs that are busy for no longer than the
+        slowest stage have to do all the work, and T is at least 3 S + 1 times its time."""
+        low, high = self._times[level.first, None], self._times[level.last, None]
+        floor = (3 * self._sizes + 1) * low
+        can = self._sizes * self._table.per_node * high >= self._least_work
+        alive: NDArray[np.bool_] = can & (np.maximum(level.bound, floor) < self._best)
         return alive
 
-    def _survivors(self, level: Sequence[_Interval]) -> Iterator[_Interval]:
+    def _survivors(self, level: _Intervals) -> _Intervals:
         """Those of more than one time that may hold a better cut, with their lower bounds."""
-        bounded = [interval for chunk in self._chunks(level) for interval in self._bound(chunk)]
-        return (i for i in bounded if i.first < i.last and self._alive(i).any())
+        done = 0
+        while done < len(level):
+            alive = self._alive(level[done:])
+            rows = np.flatnonzero(alive.any(1))
+            if not len(rows):
+                level.bound[done:] = np.inf
+                break
+            rows = rows[: self._together(level[done + rows], alive[rows])]
+            level.bound[done : done + int(rows[-1]) + 1] = np.inf
+            level.bound[done + rows] = self._bound(level[done + rows], alive[rows])
+            done += int(rows[-1]) + 1
+        return level[(level.first < level.last) & (level.bound < self._best).any(1)]
 
-    def _chunks(self, level: Sequence[_Interval]) -> Iterator[list[_Interval]]:
-        """Neighbours that are swept together, as many as memory and likeness allow."""
-        chunk: list[_Interval] = []
-        nodes = 0
-        for interval in level:
-            alive = self._alive(interval)
-            if not alive.any():
-                continue
-            most = int(self._sizes[alive].max())
-            row = 2 * (self._table.layers + 1) * max(nodes, most) * (self._table.per_node + 1)
-            wide = (
-                len(chunk) * row > _FEW_NUMBERS
-                and self._times[interval.last] > _ALIKE * self._times[chunk[0].last]
-            )
-            if chunk and (wide or (len(chunk) + 1) * row > _MOST_NUMBERS):
-                yield chunk
-                chunk, nodes = [], 0
-            chunk.append(interval)
-            nodes = max(nodes, most)
-        if chunk:
-            yield chunk
+    def _together(self, level: _Intervals, alive: NDArray[np.bool_]) -> int:
+        """How many of the intervals are swept together, as memory and likeness allow."""
+        nodes = np.maximum.accumulate(np.where(alive, self._sizes, 0).max(1))
+        row = 2 * (self._table.layers + 1) * (self._table.per_node + 1) * nodes
+        numbers = np.arange(1, len(level) + 1) * row
+        high = self._times[level.last]
+        unlike = (numbers > _FEW_NUMBERS) & (high > _ALIKE * high[0])
+        stop = np.flatnonzero(unlike | (numbers > _MOST_NUMBERS))
+        return max(1, int(stop[0])) if len(stop) else len(level)
 
-    def _bound(self, chunk: Sequence[_Interval]) -> Iterator[_Interval]:
-        """Sweep the chunk: better cuts on the way, and its intervals with their bounds."""
-        alive = np.array([self._alive(interval) for interval in chunk])
+    def _bound(self, level: _Intervals, alive: NDArray[np.bool_]) -> Floats:
+        """The bounds of all intervals by one sweep; takes better cuts on the way."""
         sizes = self._sizes[alive.any(0)]
-        if not len(sizes):
-            return
-        low = self._times[[interval.first for interval in chunk]]
-        high = self._times[[interval.last for interval in chunk]]
+        low, high = self._times[level.first], self._times[level.last]
         single = low == high
         bounds = Bounds(low=low, high=high, after=np.where(single, high - 1, high))
         sweep = Sweep(
             self._table, self._fewest, bounds, nodes=int(sizes.max()), least=int(sizes.min())
         )
         totals = np.full(alive.shape, np.inf)
-        for at in np.flatnonzero(alive.any(0)):
-            totals[:, at] = sweep.total(int(self._sizes[at]))
+        totals[:, alive.any(0)] = sweep.totals(sizes)
         totals[~alive] = np.inf
         self._improve(sweep, totals)
         for row in np.flatnonzero(single):
             for at in np.flatnonzero(totals[row] < self._best):
                 self._count_stages(low[row], int(at))
-        for interval, bound in zip(chunk, totals, strict=True):
-            yield _Interval(first=interval.first, last=interval.last, bound=bound)
+        return totals
 
     def _improve(self, sweep: Sweep, totals: Floats) -> None:
         """Take the cuts that belong to each size's least bound where they are better."""
@@ -195,7 +201,7 @@ class _Search:
         bounds = Bounds(low=rows, high=rows, after=rows - 1, stages_after=True)
         nodes = int(self._sizes[at])
         sweep = Sweep(self._table, self._fewest, bounds, nodes=nodes, least=nodes)
-        totals = sweep.total(nodes)
+        totals = sweep.totals(np.array([nodes]))[:, 0]
         if totals.min() < self._best[at]:
             row = np.array([totals.argmin()])
             self._take(np.array([at]), trace(sweep, row, np.array([nodes])))
@@ -206,16 +212,7 @@ def fitting_sizes(table: StageTable, fewest: Integers) -> tuple[int, ...]:
     return tuple(int(n) + 1 for n in np.flatnonzero(whole <= table.layers))
 
 
-def _divide(interval: _Interval) -> Iterator[_Interval]:
-    edges = np.linspace(interval.first, interval.last + 1, _PARTS + 1).astype(int)
-    for first, stop in pairwise(edges.tolist()):
-        if first < stop:
-            yield _Interval(first=first, last=stop - 1, bound=interval.bound)
-
-
-def _template(
-    costs: StageCosts, per_node: int, nodes: int, stages: Sequence[tuple[int, int, int]]
-) -> PipelineTemplate:
+def _template(costs: StageCosts, per_node: int, nodes: int, stages: Stages) -> PipelineTemplate:
     times = [costs.time(*stage) for stage in stages]
     slowest = max(range(len(stages)), key=lambda s: (times[s], s))
     total = sum(times) + (3 * len(stages) + slowest - 1) * times[slowest] + sum(times[slowest:])

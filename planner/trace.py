@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from oobleck.planner.partition import Sweep
 from oobleck.planner.stagetable import Floats, Integers, StageTable
 
+#: (first layer, stop, GPUs) of each stage.
+Stages = tuple[tuple[int, int, int], ...]
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Cuts:
@@ -25,8 +28,8 @@ class Cuts:
     def __len__(self) -> int:
         return len(self.counts)
 
-    def stages(self, number: int) -> tuple[tuple[int, int, int], ...]:
-        """(first layer, stop, GPUs) of each stage of cut `number`."""
+    def stages(self, number: int) -> Stages:
+        """Of cut `number`."""
         return tuple(
             (int(self.first[number, s]), int(self.stop[number, s]), self._gpus(number, s))
             for s in range(int(self.counts[number]))
