@@ -236,6 +236,8 @@ def _sentence(record: dict[str, Any]) -> str:
             return f"node {node} joined"
         case {"event": "node_left_out", "node": node, "reason": reason}:
             return f"node {node} is left out: {reason}"
+        case {"event": "node_reset", "node": node, "reason": reason}:
+            return f"workers of {node} are ended and started anew: {reason}"
         case {"event": "node_lost", "node": node, "reason": reason, "detect_s": detect_s}:
             return f"node {node} lost: {reason} (known after {seconds(detect_s)})"
         case {"event": "worker_lost", "node": node, "slot": slot, "reason": reason}:

@@ -35,6 +35,7 @@ from oobleck.master.events import (
     NodeLeftOut,
     NodeLost,
     NodeRegistered,
+    NodeReset,
     Observed,
     PlanMade,
     ProfileChosen,
@@ -55,12 +56,15 @@ TRANSITIONS: Mapping[tuple[JobState, type[Journaled]], JobState] = {
     ("starting", PlanMade): "starting",
     ("starting", NodeLost): "starting",
     ("starting", WorkerLost): "starting",
+    ("starting", NodeReset): "starting",
     ("starting", FirstStepCommitted): "running",
     ("starting", JobWaiting): "waiting for nodes",
     ("running", NodeLost): "reconfiguring",
     ("running", WorkerLost): "reconfiguring",
     ("running", PlanMade): "reconfiguring",
     ("running", NodeLeftOut): "reconfiguring",
+    ("running", NodeReset): "reconfiguring",
+    ("reconfiguring", NodeReset): "reconfiguring",
     ("reconfiguring", NodeLeftOut): "reconfiguring",
     ("waiting for nodes", NodeLeftOut): "waiting for nodes",
     ("reconfiguring", NodeLost): "reconfiguring",
@@ -122,6 +126,8 @@ def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> Non
                     job.seen.measuring_since = now
                 if job.losses:
                     _note_loss(job, 0.0, now)
+                if job.made is not None:
+                    job.seen.progressed_at = now
         case NodeRegistered():
             _register(state, event, now)
         case NodeCleared():
@@ -135,6 +141,8 @@ def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> Non
             state.jobs[event.job_id].cancel_requested = True
         case NodeLeftOut():
             _leave_out(state.jobs[event.job_id], event, now)
+        case NodeReset():
+            _reset(state.nodes[event.node], state.jobs[event.job_id], event, now)
         case _:
             _fold_job(state, state.jobs[event.job_id], event, now, unix)
 
@@ -205,6 +213,15 @@ def _leave_out(job: Job, event: NodeLeftOut, now: float) -> None:
     job.left_out[event.node] = event.reason
     job.seen.unfit.pop(event.node, None)
     job.seen.stillborn.pop(event.node, None)
+
+
+def _reset(node: Node, job: Job, event: NodeReset, now: float) -> None:
+    """Give its work to the others, and it comes back as any node that was given up does."""
+    _move(job, event)
+    job.losses = (*job.losses, event)
+    _note_loss(job, 0.0, now)
+    job.seen.stalls += 1
+    node.stale_workers = True
 
 
 def _note_loss(job: Job, detect_s: float, now: float) -> None:
@@ -306,6 +323,9 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
         seen.peers_lost.clear()
     if event.cause in ("worker lost", "peers lost", "no progress"):
         seen.regroups += 1
+    if event.cause == "no progress" and event.rule == "regroup":
+        seen.stalls += 1
+    seen.progressed_at = now
     job.made, job.made_at = event, unix
     job.reason = event.reason
     job.losses = ()

@@ -20,9 +20,11 @@ class Timing:
     join_settle_s: float = 1.0
     #: Workers that report a lost peer while nobody is missing meet again after this time.
     regroup_s: float = 3.0
-    #: Without a committed step for this long, and for many times as long as steps take, the
-    #: workers meet again even though nobody tells of a loss.
+    #: Without progress for this long, and for many times as long as steps take, the workers meet
+    #: again even though nobody tells of a loss.
     stall_s: float = 30.0
+    #: The same for a job's first steps, when nobody knows yet how long they take.
+    first_step_s: float = 600.0
     #: How long the first plan waits for nodes that are not ready.
     start_timeout_s: float = 30.0
     #: How long the first plan waits for the measurement of the model; then the estimate is used.

@@ -83,20 +83,26 @@ def _failure(job: Job) -> str | None:
         details = sorted({lost.detail for _, lost in job.seen.peers_lost.values()})
         return (
             f"the workers have met {job.seen.regroups} times without a committed step between: "
-            f"{'; '.join(details) or 'workers were lost each time'}"
+            f"{'; '.join(details) or job.reason or 'workers were lost each time'}"
         )
     return None
 
 
 def _succeed(look: Look, job: Job) -> Decision | None:
-    processes = job.processes()
-    if not processes or not all(job.has_finished(process) for process in processes.values()):
+    if not job.all_finished():
         return None
-    steps = job.spec.training.steps
-    if job.seen.committed_step < steps:
-        missing = f"{job.seen.committed_step + 1} to {steps}"
-        return Decision(reason=f"all workers have finished; the records of steps {missing} lack")
-    event = JobSucceeded(job_id=job.id, transition=transition(look, job))
+    steps, through = job.spec.training.steps, job.seen.committed_step
+    if through < steps:
+        missing = f"all workers have finished; the records of steps {through + 1} to {steps} lack"
+        if not all(look.state.nodes[name].connected for name in job.members):
+            return Decision(reason=missing)
+        # The agents send what they have as soon as they are connected.
+        last = max(job.seen.progressed_at or look.now, job.seen.recorded_at or 0.0)
+        if look.now < (due := last + look.timing.stall_s):
+            return Decision(wake_at=due, reason=missing)
+    event = JobSucceeded(
+        job_id=job.id, transition=transition(look, job), missing_steps=max(0, steps - through)
+    )
     return Decision(actions=(event,), reason="all workers have finished")
 
 

@@ -108,6 +108,15 @@ class NodeLeftOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
+class NodeReset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Workers of the node do not come to a meeting of the others: all that it has are ended, and
+    it gets new ones."""
+
+    job_id: JobId
+    node: NodeName
+    reason: str
+
+
 class JobStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The job has its turn: nodes get ready for it."""
 
@@ -196,6 +205,8 @@ class JobSucceeded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
     #: Of a generation that came after the last step and has only saved the result.
     transition: Transition | None = None
+    #: Records of steps that nobody has any more, so that metrics.jsonl ends before them.
+    missing_steps: int = 0
 
 
 class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -219,6 +230,7 @@ Journaled = (
     | NodeLost
     | WorkerLost
     | NodeLeftOut
+    | NodeReset
     | JobStarted
     | MeasuringStarted
     | ProfileChosen

@@ -9,6 +9,7 @@ from oobleck.master.events import (
     NodeLeftOut,
     NodeLost,
     NodeRegistered,
+    NodeReset,
     PlanMade,
     ProfileChosen,
     WorkerLost,
@@ -26,7 +27,7 @@ def tell(event: Journaled) -> None:
             fields = {"node": event.node, "cause": event.cause, "reason": event.reason}
         case WorkerLost():
             fields = {"worker": event.worker, "reason": event.reason}
-        case NodeLeftOut():
+        case NodeLeftOut() | NodeReset():
             fields = {"job": event.job_id, "node": event.node, "reason": event.reason}
         case PlanMade():
             fields = {

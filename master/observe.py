@@ -16,8 +16,8 @@ from oobleck.master.events import (
     WorkerFailedReported,
 )
 from oobleck.master.state import ClusterState, Job, Node
-from oobleck.planner.ids import WorkerId
-from oobleck.proto.types import NodeStatus
+from oobleck.planner.ids import Generation, WorkerId
+from oobleck.proto.types import NodeStatus, WorkerStatus
 
 #: A tick that is less late than this is not lateness.
 _LATE_S = 1e-3
@@ -117,9 +117,8 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
         seen.ready_at = now if ready else None
         changed = True
     if job is not None and status.job_id == job.id:
-        finished = {w.incarnation: w.generation for w in status.workers if w.finished}
-        job.seen.finished.update(finished)
-        _note_progress(job, max((w.committed_step for w in status.workers), default=0), now)
+        for worker in status.workers:
+            _take_progress(job, worker, now)
     return changed
 
 
@@ -129,15 +128,31 @@ def _without_progress(status: NodeStatus) -> tuple[object, ...]:
     return (status.job_id, status.generation, *workers)
 
 
-def _note_progress(job: Job, step: int, now: float) -> None:
+def _take_progress(job: Job, worker: WorkerStatus, now: float) -> None:
+    seen = job.seen
+    if worker.finished and seen.finished.get(worker.incarnation) != worker.generation:
+        seen.finished[worker.incarnation] = worker.generation
+        _note_progress(job, worker.generation, now)
+    _note_step(job, worker.committed_step, worker.generation, now)
+
+
+def _note_step(job: Job, step: int, generation: Generation, now: float) -> None:
     if step > job.seen.furthest_step:
-        job.seen.furthest_step, job.seen.progressed_at = step, now
+        job.seen.furthest_step = step
+        _note_progress(job, generation, now)
+
+
+def _note_progress(job: Job, generation: Generation, now: float) -> None:
+    """What older generations still do is no way forward for a newer one that waits for them."""
+    if generation >= job.generation:
+        job.seen.progressed_at = now
 
 
 def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -> None:
     if reached.phase == "transferred" and (process := job.processes().get(worker)) is not None:
         job.seen.entered[process] = reached.generation
     way = job.seen.way
+    _note_progress(job, reached.generation, now)
     if way is None or reached.generation != job.generation:
         return
     match reached.phase:
@@ -146,11 +161,13 @@ def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -
             way.answered.add(worker)
         case "joined":
             way.joined_at = now
+            way.joined.add(worker)
             way.committed_step = reached.committed_step
             way.redo = way.redo or reached.redo
             way.rolled_forward = way.rolled_forward or reached.rolled_forward
         case "transferred":
             way.transferred_at = now
+            way.entered.add(worker)
             way.received_bytes += reached.received_bytes
 
 
@@ -160,7 +177,7 @@ def _take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None
     for record in records:
         seen.committed_step = record.step
         seen.recent.append(record)
-        _note_progress(job, record.step, now)
+        _note_step(job, record.step, record.generation, now)
         way = seen.way
         if way is not None and way.first_step_at is None and record.generation >= job.generation:
             way.first_step_at = now
@@ -168,4 +185,4 @@ def _take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None
         seen.recorded_at = now
         seen.deaths.clear()
         seen.complaints.clear()
-        seen.regroups = 0
+        seen.regroups = seen.stalls = 0

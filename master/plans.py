@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
-from statistics import median
 
 from oobleck.master import fitness, planning, profiling
 from oobleck.master.decision import Decision, Look
-from oobleck.master.events import Cause, JobStarted, JobWaiting, NodeLost
+from oobleck.master.events import Cause, JobStarted, JobWaiting, NodeLost, NodeReset
 from oobleck.master.losses import lost_workers
 from oobleck.master.making import next_generation, plan_made
 from oobleck.master.state import Job, Node
@@ -16,8 +15,6 @@ from oobleck.planner.units import count
 
 #: Nodes keep a join waiting for at most so many settle times.
 _MOST_SETTLES = 3
-#: A step that takes so many times as long as the median of the last ones does not get on.
-_STALLED_STEPS = 10
 
 
 def start(look: Look) -> Decision | None:
@@ -166,6 +163,8 @@ def _unanswered(job: Job) -> bool:
 def _cause(job: Job, plan: Plan) -> Cause:
     if any(isinstance(loss, NodeLost) for loss in job.losses):
         return "node lost"
+    if any(isinstance(loss, NodeReset) for loss in job.losses):
+        return "no progress"
     if job.lost_nodes:
         return "node left out"
     if job.lost_workers:
@@ -198,38 +197,6 @@ def regroup(look: Look) -> Decision | None:
         rule="regroup",
         reason=reason,
         detect_s=look.now - first,
-    )
-    return Decision(actions=(event,), reason=reason)
-
-
-def rouse(look: Look) -> Decision | None:
-    """Steps have come to an end and nobody says why: let the workers meet again, once.
-
-    Only in a generation that has committed a step, so there is no second time until another one
-    is committed. Who does not come to the meeting is known then (`Job.unanswered`).
-    """
-    job = look.state.job
-    if job is None or job.made is None or job.state != "running" or job.seen.peers_lost:
-        return None
-    seen, since = job.seen, job.seen.progressed_at
-    if since is None or len(seen.recent) < 2 or seen.furthest_step >= job.spec.training.steps:
-        return None
-    if not all(look.state.nodes[name].connected for name in job.members):
-        return None
-    usual_s = median(record.step_seconds for record in seen.recent)
-    due = since + max(look.timing.stall_s, _STALLED_STEPS * usual_s)
-    if look.now < due:
-        return Decision(wake_at=due)
-    reason = f"no step was committed for {look.now - since:.0f} s though nobody is missing"
-    event = plan_made(
-        look,
-        job,
-        replace(job.made.plan, generation=next_generation(look, job)),
-        boundary=False,
-        cause="no progress",
-        rule="regroup",
-        reason=reason,
-        detect_s=look.now - since,
     )
     return Decision(actions=(event,), reason=reason)
 

@@ -7,7 +7,7 @@ left. Telling the agents needs no action: their assignments follow from the stat
 sends whichever has changed. Must not know the clock, I/O, or how messages travel.
 """
 
-from oobleck.master import ending, fitness, plans
+from oobleck.master import ending, fitness, plans, stalls
 from oobleck.master.config import Timing
 from oobleck.master.decision import Decision, Look, Rule
 from oobleck.master.events import NodeCleared
@@ -60,6 +60,6 @@ _RULES: tuple[Rule, ...] = (
     plans.start,
     plans.replan,
     plans.regroup,
-    plans.rouse,
+    stalls.rouse,
     plans.join,
 )

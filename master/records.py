@@ -18,6 +18,7 @@ from oobleck.master.events import (
     NodeLeftOut,
     NodeLost,
     NodeRegistered,
+    NodeReset,
     PlanMade,
     ProfileChosen,
     Transition,
@@ -50,6 +51,9 @@ def records_of(state: ClusterState, event: Journaled) -> list[tuple[JobId, Recor
         case ProfileChosen():
             fields = {"source": event.source, "key": event.key, "reason": event.reason}
             return [(event.job_id, {"event": "profile", **fields})]
+        case NodeReset():
+            reset = {"event": "node_reset", "node": event.node, "reason": event.reason}
+            return [(event.job_id, reset)]
         case JobWaiting():
             reason = "; ".join(event.causes)
             record: Record = {"event": "waiting", "reason": reason, "causes": event.causes}
@@ -113,7 +117,10 @@ def _end_records(
         case FirstStepCommitted():
             pass
         case JobSucceeded():
-            records.append({"event": "succeeded", "generation": job.generation})
+            succeeded: dict[str, object] = {"event": "succeeded", "generation": job.generation}
+            if event.missing_steps:
+                succeeded["missing_steps"] = event.missing_steps
+            records.append(succeeded)
         case JobFailed():
             failed = {"event": "failed", "generation": job.generation, "reason": event.reason}
             records.append(failed)

@@ -15,6 +15,7 @@ from oobleck.master.events import (
     MeasuringStarted,
     NodeLeftOut,
     NodeLost,
+    NodeReset,
     PlanMade,
     ProfileChosen,
     Transition,
@@ -105,8 +106,10 @@ class Way:
     redo: bool = False
     rolled_forward: bool = False
     received_bytes: int = 0
-    #: Who has left the generation before.
+    #: Who has left the generation before, met the others, and come to hold its layers.
     answered: set[WorkerId] = field(default_factory=set)
+    joined: set[WorkerId] = field(default_factory=set)
+    entered: set[WorkerId] = field(default_factory=set)
 
     def transition(self, end: float, unanswered: tuple[WorkerId, ...] = ()) -> Transition:
         """The phases up to `end`; one that was not reported took no time of its own."""
@@ -147,9 +150,12 @@ class JobSeen:
     recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=RECENT_RECORDS))
     #: When the last of them came.
     recorded_at: float | None = None
-    #: The last committed step that a record or an agent's status has told of, and since when.
+    #: The last committed step that a record or an agent's status has told of.
     furthest_step: int = 0
+    #: When the newest generation last came any further on its way, in its steps or to its end.
     progressed_at: float | None = None
+    #: How often it was given up on because it did not, since the last step.
+    stalls: int = 0
     #: First report of a lost peer by each worker since the last plan that was not at a boundary.
     peers_lost: dict[WorkerId, tuple[float, PeerLost]] = field(default_factory=dict)
     #: First evidence and last declaration of the losses that no plan has answered yet.
@@ -218,7 +224,7 @@ class Job:
     #: Most nodes that any plan was made for; the templates cover them.
     most_nodes: int = 0
     #: Losses of the newest plan's nodes and workers that no plan has answered yet.
-    losses: tuple[NodeLost | WorkerLost | NodeLeftOut, ...] = ()
+    losses: tuple[NodeLost | WorkerLost | NodeLeftOut | NodeReset, ...] = ()
     reconfigurations: int = 0
     #: The last transitions, for the report of one that is not allowed.
     history: deque[str] = field(default_factory=lambda: deque(maxlen=20))
@@ -260,6 +266,10 @@ class Job:
     def has_finished(self, process: Incarnation) -> bool:
         """All steps are done and the process's share of the newest plan's output is saved."""
         return self.seen.finished.get(process) == self.generation
+
+    def all_finished(self) -> bool:
+        processes = self.processes()
+        return bool(processes) and all(map(self.has_finished, processes.values()))
 
     def counts_on(self, process: Incarnation) -> bool:
         """Whether the job stands and falls with the process: before the first plan with every

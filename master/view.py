@@ -124,7 +124,7 @@ def _node_reason(state: ClusterState, node: Node) -> str:
     if not node.registered:
         return node.reason
     if node.stale_workers:
-        return "returned after it was given up; its old workers are to end first"
+        return "its workers of before are to end first"
     job, facts = state.job, node.facts
     if job is None:
         return ""

@@ -33,6 +33,7 @@ from oobleck.master.events import (
     NodeLeftOut,
     NodeLost,
     NodeRegistered,
+    NodeReset,
     Observed,
     PeerLostReported,
     PhaseReported,
@@ -521,7 +522,7 @@ def told(event: Journaled) -> str:
                 f"{name} generation {event.generation} step {event.step}: {phases}, "
                 f"total {event.transition.total_s:.2f}, redo {event.transition.redo_step}"
             )
-        case NodeLeftOut():
+        case NodeLeftOut() | NodeReset():
             return f"{name} {event.node}: {event.reason}"
         case NodeLost():
             return f"{name} {event.node} ({event.cause}): {event.reason}"

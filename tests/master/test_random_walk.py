@@ -5,10 +5,14 @@ import random
 import pytest
 from scenario import Player
 
+from oobleck.master.config import Timing
 from oobleck.planner.ids import NodeName
 
 NODES = ("n1", "n2", "n3", "n4", "n5", "n6")
 COMMANDS_PER_WALK = 60
+#: Longer than all that is waited for, so short is it here.
+TIMING = Timing(stall_s=5.0, first_step_s=10.0)
+LONG_S = 600.0
 
 
 class Walk:
@@ -16,7 +20,7 @@ class Walk:
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
-        self.player = Player()
+        self.player = Player(TIMING)
         self.text: list[str] = []
         self.now = 0.0
 
@@ -95,6 +99,10 @@ def test_random_walk(seed: int) -> None:
             for records in walk.player.records.values():
                 told = [r["to_generation"] for r in records if r["event"] == "reconfigured"]
                 assert told == sorted(set(told))
+        # Then nobody says anything any more: no job may wait for ever for what does not come.
+        walk.player.play(f"{walk.now + LONG_S} look")
+        states = {job.state for job in walk.player.state.jobs.values()}
+        assert states <= {"waiting for nodes", "queued", "succeeded", "failed", "cancelled"}
     except Exception as error:
         error.add_note("the walk:\n" + "\n".join(walk.text))
         raise

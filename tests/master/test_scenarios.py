@@ -68,8 +68,19 @@ def test_who_does_not_answer_stands_in_the_record() -> None:
     told = [r for r in player.records[JobId("demo-1")] if r["event"] == "reconfigured"]
     assert [(r["cause"], r.get("unanswered")) for r in told] == [
         ("no progress", ["n1/0"]),
-        ("peers lost", None),
+        ("peers lost", ["n1/0"]),
+        ("no progress", None),
+        ("node joined", None),
+        ("no progress", ["n1/0", "n2/0", "n3/0", "n4/0"]),
+        ("no progress", None),
     ]
+
+
+def test_the_end_says_how_many_records_it_lacks() -> None:
+    player = Player()
+    player.play(commands("lost_records"))
+    last = player.records[JobId("demo-1")][-1]
+    assert last == {"event": "succeeded", "generation": 1, "missing_steps": 92}
 
 
 def test_a_long_life_of_losses_and_returns_leaves_nothing_behind() -> None:
