@@ -20,6 +20,8 @@ import psutil
 
 BIN = Path(sys.executable).parent
 Record = dict[str, Any]
+#: For what workers write to come into the job's logs.
+_STACKS_S = 1.0
 #: What ends a job.
 ENDED = ("succeeded", "failed", "cancelled")
 
@@ -177,9 +179,9 @@ class LocalCluster:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
-                raise ClusterError(f"timed out waiting for {what}\n{self.tail()}")
+                raise ClusterError(f"timed out waiting for {what}\n{self.report()}")
             if self.process.poll() is not None:
-                raise ClusterError(f"oobleck local ended while waiting for {what}\n{self.tail()}")
+                raise ClusterError(f"oobleck local ended while waiting for {what}\n{self.report()}")
             time.sleep(0.02)
 
     def wait_step(self, job_id: str, step: int, timeout_s: float = 120) -> None:
@@ -237,7 +239,35 @@ class LocalCluster:
         return [process for pid in roots for process in _descendants(pid)]
 
     def tail(self, lines: int = 40) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        return _tail(self.log, lines)
+
+    def report(self) -> str:
+        """All that tells why the newest job does not get on: its events, the daemons' logs, and
+        the workers' with the stacks of their threads."""
+        for process in self._workers():
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(_STACKS_S)
+        files = [(self.log, 40), *((path, 40) for path in sorted(self.state_dir.glob("log/*.log")))]
+        jobs = sorted((self.state_dir / "jobs").glob("*"), key=lambda path: path.stat().st_mtime)
+        for job in jobs[-1:]:
+            files += [(job / "events.jsonl", 15), (job / "metrics.jsonl", 1)]
+            files += [(path, 80) for path in sorted((job / "logs").glob("*.log"))]
+        return "\n".join(f"---- {path}\n{_tail(path, lines)}" for path, lines in files)
+
+    def _workers(self) -> list[psutil.Process]:
+        """The processes that were forked from an agent's warm process."""
+        parents = {}
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                parents[process.pid] = (process, process.ppid(), process.cmdline())
+        warm = {pid for pid, (_, _, line) in parents.items() if "oobleck.worker.warm" in line}
+        return [process for process, parent, _ in parents.values() if parent in warm]
+
+
+def _tail(path: Path, lines: int) -> str:
+    text = path.read_text(errors="replace") if path.exists() else ""
+    return "\n".join(text.splitlines()[-lines:])
 
 
 def _descendants(pid: int) -> Iterator[psutil.Process]:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -73,6 +73,7 @@ master too. Each daemon's own output is in STATE/log. Exit codes: 0 ended by Ctr
     metavar="FILE",
     help="For drills: a JSON list of faults to inject.",
 )
+@click.option("--master-flag", "master_flags", multiple=True, hidden=True)
 @click.option(
     "--oversubscribe", is_flag=True, help="Start more workers than this machine has room for."
 )
@@ -82,6 +83,7 @@ def local(
     state_dir: Path | None,
     listen: str | None,
     fault_plan: Path | None,
+    master_flags: tuple[str, ...],
     oversubscribe: bool,
 ) -> int:
     """Run a whole cluster on this machine, in the foreground: one oobleck-master and N
@@ -89,7 +91,7 @@ def local(
     check_counts(nodes, workers)
     memory = check_room(nodes, workers, oversubscribe)
     address = choose_address(listen)
-    cluster = Cluster(state_dir or fresh_state_dir())
+    cluster = Cluster(state_dir or fresh_state_dir(), master_flags=master_flags)
     with interrupts():
         try:
             cluster.start(address, nodes, workers, memory // (nodes * workers), fault_plan)
@@ -203,8 +205,15 @@ def interrupts() -> Iterator[None]:
 class Cluster:
     """The daemons, from their start to the line that says how each ended."""
 
-    def __init__(self, state_dir: Path, tell: Callable[[str], None] | None = None) -> None:
-        """`tell`: what to do with the lines; they are printed otherwise."""
+    def __init__(
+        self,
+        state_dir: Path,
+        tell: Callable[[str], None] | None = None,
+        master_flags: Sequence[str] = (),
+    ) -> None:
+        """`tell`: what to do with the lines; they are printed otherwise. `master_flags`: more of
+        them than the master needs."""
+        self._master_flags = tuple(master_flags)
         self._state_dir = state_dir.absolute()
         self._tell = tell or say
         self.master: Child | None = None
@@ -223,6 +232,7 @@ class Cluster:
                 f"--state-dir {self._state_dir}: {error.strerror}; choose another one", USAGE
             ) from error
         arguments = ["--listen", address, "--state-dir", str(self._state_dir)]
+        arguments += self._master_flags
         self.master = Child("master", "oobleck.master", arguments, logs / "master.log", piped=True)
         self.address = self._listening(self.master)
         # Started again, it must be where the agents look for it.

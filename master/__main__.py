@@ -151,6 +151,7 @@ def _fail(text: str, code: int = 2) -> NoReturn:
 @click.option("--lease-s", default=_DEFAULTS.lease_s, hidden=True)
 @click.option("--replacement-grace-s", default=_DEFAULTS.replacement_grace_s, hidden=True)
 @click.option("--join-settle-s", default=_DEFAULTS.join_settle_s, hidden=True)
+@click.option("--stall-s", default=_DEFAULTS.stall_s, hidden=True)
 def main(
     listen: str,
     state_dir: str,
@@ -159,6 +160,7 @@ def main(
     lease_s: float,
     replacement_grace_s: float,
     join_settle_s: float,
+    stall_s: float,
 ) -> None:
     """Head of an Oobleck cluster: takes jobs, plans them onto nodes, and plans anew on losses.
 
@@ -176,6 +178,7 @@ def main(
             lease_s=lease_s,
             replacement_grace_s=replacement_grace_s,
             join_settle_s=join_settle_s,
+            stall_s=stall_s,
         )
         config = MasterConfig(listen=listen, state_dir=Path(state_dir).absolute(), timing=timing)
     except ValueError as error:

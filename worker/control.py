@@ -15,6 +15,7 @@ from typing import NoReturn
 from oobleck.host.channel import Channel
 from oobleck.host.messages import Assign, FromWorker, Launch, Measure, Stop, ToWorker
 from oobleck.planner.ids import Generation
+from oobleck.worker import stacks
 from oobleck.worker.errors import Superseded
 
 log = logging.getLogger(__name__)
@@ -146,6 +147,7 @@ class Control:
                 self._abrupt = assign
                 self._boundaries = {g: a for g, a in self._boundaries.items() if g > generation}
                 callback = self._on_abrupt
+                stacks.expect_answer()
             self._changed.notify_all()
         if callback is not None:
             callback()

@@ -21,6 +21,7 @@ from oobleck.host.messages import (
 )
 from oobleck.planner.compile import compile_programs
 from oobleck.planner.ids import Generation
+from oobleck.worker import stacks
 from oobleck.worker.commit import Progress
 from oobleck.worker.control import Control
 from oobleck.worker.data import DataError, Dataset
@@ -90,6 +91,7 @@ class Session:
     def _enter(self, assign: Assign) -> Assign:
         """Live through one generation and return the assignment that follows it."""
         generation = assign.plan.generation
+        stacks.answered()
         log.info("entering generation", extra={"generation": generation})
         membership: Membership | None = None
         try:

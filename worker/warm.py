@@ -32,7 +32,7 @@ from oobleck.host.messages import (
     Warm,
 )
 from oobleck.host.process import die_with_parent
-from oobleck.worker import session
+from oobleck.worker import session, stacks
 from oobleck.worker.control import Control
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ def run_worker(channel_fd: int, output_fd: int, warm_pid: int) -> NoReturn:
     os.close(null)
     os.close(output_fd)
     host_log.configure()
+    stacks.tell_on_signal()
 
     status = 1
     try:

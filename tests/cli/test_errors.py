@@ -55,9 +55,15 @@ def test_a_port_that_speaks_something_else() -> None:
                     with connection:
                         connection.sendall(b"220 welcome\r\n" * 10)
 
-        threading.Thread(target=greet, daemon=True).start()
+        greeter = threading.Thread(target=greet)
+        greeter.start()
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        line = refused(run("jobs", "--master", address), 4)
+        try:
+            line = refused(run("jobs", "--master", address), 4)
+        finally:
+            other.shutdown(socket.SHUT_RDWR)  # closing alone does not end an accept
+            greeter.join(timeout=10)
+    assert not greeter.is_alive()
     assert "does not answer like an Oobleck master" in line
 
 

@@ -82,6 +82,32 @@ def test_worker_killed_alone_is_replaced(small_cluster: LocalCluster, text: str)
     )
 
 
+def test_worker_that_freezes_is_found_out_and_replaced(tmp_path: Path, text: str) -> None:
+    # Nothing tells of it: its process is there, its connections are open, its agent is well.
+    options = ["--master-flag=--stall-s=3"]
+    with LocalCluster(3, state_dir=tmp_path / "state", options=options) as cluster:
+        job_id = cluster.submit(job(text))
+        cluster.wait_step(job_id, 5)
+        before = cluster.worker_pids()
+        os.kill(before["n2/0"], signal.SIGSTOP)
+        cluster.wait(lambda: bool(cluster.events(job_id, "node_reset")), "the verdict")
+        assert [e["node"] for e in cluster.events(job_id, "node_reset")] == ["n2"]
+        go_on(cluster, job_id)
+        cluster.wait(lambda: "n2/0" in cluster.worker_pids(), "a new worker")
+        cluster.wait(
+            lambda: cluster.events(job_id, "reconfigured")[-1]["nodes_joined"] == ["n2"],
+            "its return",
+        )
+        go_on(cluster, job_id)
+        after = cluster.worker_pids()
+        assert {w for w in after if after[w] == before[w]} == {"n1/0", "n3/0"}
+        assert not psutil.pid_exists(before["n2/0"])
+        rules = [e["rule"] for e in cluster.events(job_id, "reconfigured")]
+        assert rules[0] == "regroup", rules
+        steps = [line["step"] for line in cluster.metrics(job_id)]
+        assert steps == list(range(1, len(steps) + 1))
+
+
 def test_too_few_nodes_wait_and_say_so(small_cluster: LocalCluster, text: str) -> None:
     cluster = small_cluster
     needs_two = job(text, resources={"min_nodes_per_pipeline": 2})
