@@ -1,57 +1,209 @@
 """Which worker sends which layer's state to whom before a new plan can start.
 
 Every worker computes this from the same table and comes to the same list, so nobody has to be
-told. Must not know how state travels.
+told. A stage of d workers keeps its layers' state (parameters, gradients, moments) in shards:
+worker p of d holds part p of d of each layer's flat state. When the grouping changes, 2 workers to
+1 or 3 to 2, the pieces that are missing come from whoever holds them. Owns what is missing and who
+has it; `oobleck.planner.balance` says who sends. Must not know how state travels.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
 
+from oobleck.planner.balance import Task, balance
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.plan import Plan
 
-#: The layers whose state each reachable worker holds, all at the same committed step.
-LayerTable = Mapping[WorkerId, frozenset[int]]
+__all__ = [
+    "LayerLost",
+    "LayerTable",
+    "Shard",
+    "ShardTable",
+    "Transfer",
+    "plan_shards",
+    "plan_transfers",
+]
 
-__all__ = ["LayerLost", "LayerTable", "Transfer", "plan_transfers"]
+_WHOLE = Fraction(1)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shard:
+    """Part `part` of `parts` equal ones of a layer's flat state."""
+
+    layer: int
+    part: int = 0
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.part < self.parts:
+            raise ValueError(f"part {self.part} of {self.parts}; parts count from 0")
+
+    @property
+    def start(self) -> Fraction:
+        return Fraction(self.part, self.parts)
+
+    @property
+    def stop(self) -> Fraction:
+        return Fraction(self.part + 1, self.parts)
+
+
+#: The layers whose whole state each reachable worker holds, all at the same committed step.
+LayerTable = Mapping[WorkerId, frozenset[int]]
+#: The same where layers are held in parts.
+ShardTable = Mapping[WorkerId, frozenset[Shard]]
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
 class Transfer:
-    """The whole state of `layer` (parameters and moments) goes from source to destination."""
+    """State of `layer` (parameters and moments) goes from source to destination.
+
+    All of it, or the piece from `start` to `stop` of its flat state: elements floor(start * n) to
+    floor(stop * n) - 1 of n.
+    """
 
     layer: int
     source: WorkerId
     destination: WorkerId
+    start: Fraction = Fraction(0)
+    stop: Fraction = _WHOLE
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop <= 1:
+            raise ValueError(f"a piece from {self.start} to {self.stop} of a layer is not one")
+
+
+def plan_shards(plan: Plan) -> Mapping[WorkerId, frozenset[Shard]]:
+    """What each worker of the plan holds."""
+    return {
+        worker: frozenset(Shard(layer, part, len(stage.workers)) for layer in stage.layers)
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+        for part, worker in enumerate(stage.workers)
+    }
 
 
 def plan_transfers(
-    held: LayerTable, plan: Plan, *, state_bytes: Sequence[int]
+    held: LayerTable | ShardTable, plan: Plan, *, state_bytes: Sequence[int]
 ) -> tuple[Transfer, ...]:
-    """All transfers after which every worker of `plan` holds its layers, sorted.
+    """All transfers after which every worker of `plan` holds its layers, or its parts, sorted.
 
-    The biggest layers are placed first, each on the holder of the destination's node if there is
-    one, else on the holder that has the fewest bytes to send so far. Raises LayerLost.
+    What a worker of the destination's node holds comes from there. The rest is spread over its
+    holders so that the one that sends most bytes sends as few as possible
+    (`oobleck.planner.balance`). What a worker receives is what it lacks, whoever sends. Raises
+    LayerLost.
     """
-    holders = {
-        layer: tuple(sorted(worker for worker, layers in held.items() if layer in layers))
-        for layer in range(plan.layer_count)
-    }
-    nothing: frozenset[int] = frozenset()
-    missing = [
-        (layer, worker)
-        for worker, layers in plan.holdings().items()
-        for layer in layers
-        if layer not in held.get(worker, nothing)
+    table = {worker: _shards(held[worker]) for worker in sorted(held, key=_key)}
+    wanted = [
+        (worker, shard)
+        for worker, shards in sorted(plan_shards(plan).items(), key=lambda item: _key(item[0]))
+        for shard in sorted(shards - table.get(worker, frozenset()))
     ]
-    if lost := {layer for layer, _ in missing if not holders[layer]}:
+    holders: dict[int, list[tuple[WorkerId, Shard]]] = {shard.layer: [] for _, shard in wanted}
+    for worker, shards in table.items():
+        for shard in shards:
+            if shard.layer in holders:
+                holders[shard.layer].append((worker, shard))
+    pieces = [p for worker, shard in wanted for p in _missing(worker, shard, holders[shard.layer])]
+    if lost := {piece.layer for piece in pieces if not piece.holders}:
         raise LayerLost(lost)
 
-    sending = dict.fromkeys(held, 0)
-    transfers = []
-    for layer, destination in sorted(missing, key=lambda item: (-state_bytes[item[0]], item)):
-        source = min(holders[layer], key=lambda w: (w.node != destination.node, sending[w], w))
-        sending[source] += state_bytes[layer]
-        transfers.append(Transfer(layer=layer, source=source, destination=destination))
-    return tuple(sorted(transfers))
+    sources = balance(
+        [
+            Task(
+                size=_bytes(piece, state_bytes[piece.layer]),
+                near=tuple(w for w in piece.holders if w.node == piece.destination.node),
+                far=piece.holders,
+            )
+            for piece in pieces
+        ]
+    )
+    return tuple(sorted(_joined(zip(pieces, sources, strict=True)), key=_order))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Something that `destination` lacks, and everyone who holds all of it."""
+
+    layer: int
+    start: Fraction
+    stop: Fraction
+    destination: WorkerId
+    holders: tuple[WorkerId, ...]
+
+
+def _shards(held: frozenset[int] | frozenset[Shard]) -> frozenset[Shard]:
+    return frozenset(item if isinstance(item, Shard) else Shard(item) for item in held)
+
+
+def _missing(
+    worker: WorkerId, shard: Shard, holders: Sequence[tuple[WorkerId, Shard]]
+) -> Iterator[_Piece]:
+    """The pieces of `shard` that the worker lacks, cut where the set of their holders changes."""
+    cuts = {shard.start, shard.stop}
+    for _, other in holders:
+        cuts.update(cut for cut in (other.start, other.stop) if shard.start < cut < shard.stop)
+    for start, stop in pairwise(sorted(cuts)):
+        having = dict.fromkeys(w for w, s in holders if s.start <= start and stop <= s.stop)
+        if worker not in having:
+            yield _Piece(
+                layer=shard.layer,
+                start=start,
+                stop=stop,
+                destination=worker,
+                holders=tuple(having),
+            )
+
+
+def _bytes(piece: _Piece, count: int) -> int:
+    return int(piece.stop * count) - int(piece.start * count)
+
+
+def _joined(found: Iterable[tuple[_Piece, WorkerId]]) -> Iterator[Transfer]:
+    """Neighbouring pieces of one layer, source and destination as one transfer."""
+    last: Transfer | None = None
+    for piece, source in found:
+        transfer = Transfer(
+            layer=piece.layer,
+            source=source,
+            destination=piece.destination,
+            start=piece.start,
+            stop=piece.stop,
+        )
+        if last is not None and (last.layer, last.source, last.destination, last.stop) == (
+            transfer.layer,
+            transfer.source,
+            transfer.destination,
+            transfer.start,
+        ):
+            last = Transfer(
+                layer=last.layer,
+                source=last.source,
+                destination=last.destination,
+                start=last.start,
+                stop=transfer.stop,
+            )
+            continue
+        if last is not None:
+            yield last
+        last = transfer
+    if last is not None:
+        yield last
+
+
+def _key(worker: WorkerId) -> tuple[str, int]:
+    # Tuples compare faster than dataclasses, by the same order.
+    return worker.node, worker.slot
+
+
+def _order(transfer: Transfer) -> tuple[object, ...]:
+    return (
+        transfer.layer,
+        *_key(transfer.source),
+        *_key(transfer.destination),
+        transfer.start,
+        transfer.stop,
+    )

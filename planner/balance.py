@@ -1,0 +1,111 @@
+"""Who sends what, so that the one with most to send has as little as possible.
+
+Makespan scheduling of tasks on machines of which each task allows some. The biggest tasks come
+first, each to the least loaded of its senders. Then chains of moves are searched from the most
+loaded sender: it hands a task to another sender, that one a task of the same size to the next,
+and so on to one that has room. For tasks of one size, as the blocks of a transformer are, a load
+that no such chain lessens is the least there is (Harvey, Ladner, Lovász and Tamir, Semi-matchings
+for bipartite graphs, 2006). For mixed sizes the problem is NP-hard; `least_load` bounds the
+result from below.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from oobleck.planner.ids import WorkerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Bytes to send to one destination, and who can."""
+
+    size: int
+    #: Senders on the destination's node: one of them does it, if there is any.
+    near: tuple[WorkerId, ...]
+    #: All senders.
+    far: tuple[WorkerId, ...]
+
+    @property
+    def senders(self) -> tuple[WorkerId, ...]:
+        return self.near or self.far
+
+
+def balance(tasks: Sequence[Task]) -> list[WorkerId]:
+    """The sender of each task; the same for the same tasks in the same order."""
+    loads = _Loads(tasks)
+    for number in sorted(range(len(tasks)), key=lambda n: (-tasks[n].size, n)):
+        senders = tasks[number].senders
+        loads.give(number, min(senders, key=lambda w: (loads.of[w], w.node, w.slot)))
+    while loads.improve():
+        pass
+    return [loads.sender[number] for number in range(len(tasks))]
+
+
+def least_load(tasks: Sequence[Task]) -> int:
+    """No way to send the tasks leaves every sender with less: what one task takes, and what tasks
+    that share their senders do on average over these."""
+    together: dict[frozenset[WorkerId], int] = {}
+    for task in tasks:
+        senders = frozenset(task.senders)
+        together[senders] = together.get(senders, 0) + task.size
+    bound = max((task.size for task in tasks), default=0)
+    for senders in (*together, frozenset().union(*together)) if together else ():
+        inside = sum(size for others, size in together.items() if others <= senders)
+        bound = max(bound, -(-inside // len(senders)))
+    return bound
+
+
+class _Loads:
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tasks
+        self.of: dict[WorkerId, int] = {w: 0 for task in tasks for w in task.senders}
+        self.sender: dict[int, WorkerId] = {}
+        #: The numbers of the tasks of each sender, in the order in which it got them.
+        self._tasks_of: dict[WorkerId, dict[int, None]] = {w: {} for w in self.of}
+
+    def give(self, number: int, worker: WorkerId) -> None:
+        """Give the task to `worker`, away from who had it."""
+        size = self._tasks[number].size
+        before = self.sender.get(number)
+        if before is not None:
+            self.of[before] -= size
+            del self._tasks_of[before][number]
+        self.sender[number] = worker
+        self.of[worker] += size
+        self._tasks_of[worker][number] = None
+
+    def improve(self) -> bool:
+        """Take load off one of the most loaded senders without making another one as loaded."""
+        most = max(self.of.values(), default=0)
+        for worker in [w for w, load in self.of.items() if load == most]:
+            for size in dict.fromkeys(self._tasks[n].size for n in self._tasks_of[worker]):
+                chain = self._chain(worker, size, most) if size else None
+                if chain is not None:
+                    for number, receiver in reversed(chain):
+                        self.give(number, receiver)
+                    return True
+        return False
+
+    def _chain(self, worker: WorkerId, size: int, most: int) -> list[tuple[int, WorkerId]] | None:
+        """Moves of tasks of that size, from `worker` to the next and on to one that has room."""
+        reached: dict[WorkerId, tuple[int, WorkerId] | None] = {worker: None}
+        queue = deque([worker])
+        while queue:
+            here = queue.popleft()
+            if here != worker and self.of[here] + size < most:
+                chain = []
+                step = reached[here]
+                while step is not None:
+                    number, before = step
+                    chain.append((number, here))
+                    here, step = before, reached[before]
+                return chain
+            for number in self._tasks_of[here]:
+                if self._tasks[number].size != size:
+                    continue
+                for there in self._tasks[number].senders:
+                    if there not in reached:
+                        reached[there] = number, here
+                        queue.append(there)
+        return None
