@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from oobleck.master.events import NodeLeftOut
 from oobleck.master.state import ClusterState, Job, Node
+from oobleck.planner.catalogue import Catalogue, Offer
 from oobleck.planner.errors import LayerLost, PlanInfeasible
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.ids import Generation, NodeName, WorkerId
@@ -20,9 +21,7 @@ from oobleck.planner.plan import Plan
 from oobleck.planner.profile import Profile
 from oobleck.planner.reconfigure import Reconfiguration, can_lose, reconfigure
 from oobleck.planner.specification import node_specification
-from oobleck.planner.template import PipelineTemplate
-from oobleck.planner.templates import generate_templates
-from oobleck.planner.transfer import plan_transfers
+from oobleck.planner.transfer import Shard, plan_shards, plan_transfers
 
 __all__ = ["Machines", "can_lose", "check_enough", "first_plan", "next_plan"]
 
@@ -65,6 +64,7 @@ def _profile(spec: JobSpec, machines: Machines) -> Profile:
     )
 
 
+@lru_cache(maxsize=128)
 def _sizes(spec: JobSpec, machines: Machines, nodes: int) -> range:
     return node_specification(
         _profile(spec, machines),
@@ -74,9 +74,15 @@ def _sizes(spec: JobSpec, machines: Machines, nodes: int) -> range:
     )
 
 
-@lru_cache(maxsize=32)
-def _templates(spec: JobSpec, machines: Machines, sizes: range) -> Mapping[int, PipelineTemplate]:
-    return generate_templates(_profile(spec, machines), sizes)
+@lru_cache(maxsize=8)
+def _catalogue(profile_of_any_memory: Profile) -> Catalogue:
+    return Catalogue()
+
+
+def _offer(spec: JobSpec, machines: Machines, nodes: int) -> Offer:
+    profile = _profile(spec, machines)
+    catalogue = _catalogue(replace(profile, gpu_memory_bytes=1))
+    return catalogue.offer(profile, _sizes(spec, machines, nodes))
 
 
 def check_enough(job: Job, nodes: Sequence[Node]) -> None:
@@ -87,14 +93,16 @@ def check_enough(job: Job, nodes: Sequence[Node]) -> None:
 def first_plan(job: Job, nodes: Sequence[Node], generation: Generation) -> Plan:
     """Raises PlanInfeasible."""
     machines = Machines.of(job, nodes)
-    sizes = _sizes(job.spec, machines, len(nodes))
+    offer = _offer(job.spec, machines, len(nodes))
     return instantiate(
-        _templates(job.spec, machines, sizes),
+        offer.templates,
         [node.facts.node for node in nodes],
         profile=_profile(job.spec, machines),
         microbatches=job.spec.training.microbatches,
         min_pipelines=job.spec.fault_tolerance + 1,
         generation=generation,
+        judge=offer.judge,
+        costs=offer.costs,
     )
 
 
@@ -108,14 +116,16 @@ def _reconfigured(
     generation: Generation,
 ) -> Reconfiguration | PlanInfeasible:
     try:
-        sizes = _sizes(spec, machines, most_nodes)
+        offer = _offer(spec, machines, most_nodes)
         return reconfigure(
             plan,
             live,
-            templates=_templates(spec, machines, sizes),
+            templates=offer.templates,
             profile=_profile(spec, machines),
             fault_tolerance=spec.fault_tolerance,
             generation=generation,
+            judge=offer.judge,
+            costs=offer.costs,
         )
     except PlanInfeasible as infeasible:
         return infeasible
@@ -173,15 +183,19 @@ def _committed_step(state: ClusterState, job: Job) -> int:
     return max(job.seen.committed_step, *told, 0)
 
 
-def _held_layers(state: ClusterState, job: Job, plan: Plan) -> dict[WorkerId, frozenset[int]]:
+def _held_layers(state: ClusterState, job: Job, plan: Plan) -> dict[WorkerId, frozenset[Shard]]:
     """What the workers of `plan` bring along from the generations that they have entered."""
+    shards: dict[Generation, Mapping[WorkerId, frozenset[Shard]]] = {}
     held = {}
     for worker in plan.workers:
         process = state.nodes[worker.node].seen.status.worker(worker.slot)
         if process is None:
             continue
         reported = job.seen.entered.get(process.incarnation, process.generation)
-        entered = job.plans.get(max(reported, process.generation))
+        generation = max(reported, process.generation)
+        entered = job.plans.get(generation)
         if entered is not None:
-            held[worker] = frozenset(entered.holdings().get(worker, ()))
+            if generation not in shards:
+                shards[generation] = plan_shards(entered)
+            held[worker] = shards[generation].get(worker, frozenset())
     return held

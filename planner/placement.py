@@ -1,15 +1,26 @@
-"""Which node takes which place of a new plan, so that the fewest bytes of state move."""
+"""Which node takes which place of a new plan, so that the fewest bytes of state move.
 
+An assignment problem: a node that a place is given to keeps what it holds of the place's layers.
+Pipelines that stay whole are no part of it. Places of the same template position are alike, and
+so are nodes that hold the same, so gains are worked out by kinds.
+"""
+
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from oobleck.planner.assignment import best_assignment
-from oobleck.planner.cost import pipeline_cost
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.instantiate import share_batch
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.plan import Pipeline, Plan, place
-from oobleck.planner.profile import Profile
 from oobleck.planner.template import PipelineTemplate
+
+Templates = Mapping[int, PipelineTemplate]
+Matrix = NDArray[np.float64]
+#: What the workers of a node hold, by slot: first layer, layer after the last, part, parts.
+Kind = tuple[tuple[int, int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +33,21 @@ class Slot:
     origin: Pipeline | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seats:
+    """The nodes of every slot, in the order of its template, and the bytes that move for them."""
+
+    nodes: tuple[tuple[NodeName, ...], ...]
+    #: State that comes from elsewhere; what comes from the same node counts half.
+    moved_bytes: int
+
+
 def keep_fitting(sizes: Sequence[int], plan: Plan, alive: frozenset[NodeName]) -> tuple[Slot, ...]:
-    """Slots of these sizes in which whole pipelines of `plan` stay as far as sizes allow."""
+    """Slots of these sizes in which whole pipelines of `plan` stay as far as sizes allow.
+
+    No placement moves fewer bytes than one that keeps them: whoever takes a place where another
+    node holds all may change with that one without a loss.
+    """
     free = list(sizes)
     slots = []
     for pipeline in plan.pipelines:
@@ -38,98 +62,122 @@ def keep_fitting(sizes: Sequence[int], plan: Plan, alive: frozenset[NodeName]) -
 
 def put_in_place(
     slots: Sequence[Slot],
+    seats: Seats,
+    shares: Sequence[int],
     plan: Plan,
-    alive: frozenset[NodeName],
     *,
-    templates: Mapping[int, PipelineTemplate],
-    profile: Profile,
+    templates: Templates,
     generation: Generation,
 ) -> Plan:
-    """The next plan: pipelines that stay, and the other nodes where they hold the most already."""
-    staying = {node for slot in slots if slot.kept for node in slot.kept.nodes}
-    placed = _nodes_by_slot(
-        [slot for slot in slots if slot.kept is None],
-        templates,
-        sorted(alive - staying),
-        plan,
-        [layer.state_bytes for layer in profile.layers],
-    )
-    shares = share_batch(
-        [pipeline_cost(templates[slot.size], profile) for slot in slots], plan.microbatches
-    )
+    """The next plan: pipelines that stay, and new ones on their `seats`."""
     pipelines: list[Pipeline] = []
     first = 0
-    for slot, share in zip(slots, shares, strict=True):
+    for slot, nodes, share in zip(slots, seats.nodes, shares, strict=True):
         if slot.kept is not None:
             pipeline = replace(slot.kept, first_microbatch=first, microbatches=share)
         else:
             pipeline = place(
-                templates[slot.size],
-                placed.pop(0),
-                first_microbatch=first,
-                microbatches=share,
+                templates[slot.size], nodes, first_microbatch=first, microbatches=share
             )
         pipelines.append(pipeline)
         first += share
-    return Plan(generation=generation, pipelines=tuple(pipelines))
+    return replace(plan, generation=generation, pipelines=tuple(pipelines))
 
 
-def _nodes_by_slot(
+def seat(
     slots: Sequence[Slot],
-    templates: Mapping[int, PipelineTemplate],
-    pool: Sequence[NodeName],
     plan: Plan,
+    alive: frozenset[NodeName],
+    *,
+    templates: Templates,
     state_bytes: Sequence[int],
-) -> list[tuple[NodeName, ...]]:
-    """Nodes of the pool for every slot, in the order of its template."""
-    held = plan.holdings()
-    gains: list[list[int]] = []
-    for slot in slots:
-        home = slot.origin.nodes if slot.origin else ()
-        for position in range(slot.size):
-            needs = _needs(templates[slot.size], position)
-            gains.append(
-                [
-                    # Bytes count first; among equals a node stays beside its old neighbours.
-                    _kept_bytes(node, needs, held, state_bytes) * 2 + (node in home)
-                    for node in pool
-                ]
-            )
-    chosen = [pool[column] for column in best_assignment(gains)]
-    result = []
-    for slot in slots:
-        result.append(tuple(chosen[: slot.size]))
-        del chosen[: slot.size]
-    return result
-
-
-def _needs(template: PipelineTemplate, position: int) -> list[range]:
-    """The layers of each worker of the template's node, by slot."""
-    return [
-        stage.layers
-        for stage in template.stages
-        if stage.node == position
-        for _ in range(stage.gpus)
+) -> Seats:
+    """The seats that move the fewest bytes; among equals a node stays beside its old neighbours."""
+    staying = {node for slot in slots if slot.kept for node in slot.kept.nodes}
+    pool = sorted(alive - staying)
+    wanted = [
+        (slot, kind)
+        for slot in slots
+        if slot.kept is None
+        for kind in _template_kinds(templates[slot.size])
     ]
+    held = _plan_kinds(plan)
+    rows, places = _numbered([kind for _, kind in wanted])
+    columns, holders = _numbered([held.get(node, ()) for node in pool])
+    kept = _kept_bytes(places, holders, state_bytes)[np.ix_(rows, columns)]
+    homes = np.zeros(kept.shape)
+    number = {node: column for column, node in enumerate(pool)}
+    for row, (slot, _) in enumerate(wanted):
+        if slot.origin is not None:
+            homes[row, [number[node] for node in slot.origin.nodes if node in number]] = 0.5
+    chosen_rows, chosen = linear_sum_assignment(kept + homes, maximize=True)
+    total = sum(_bytes_of(places[row], state_bytes) for row in rows)
+    nodes = iter([pool[column] for column in chosen])
+    return Seats(
+        nodes=tuple(
+            slot.kept.nodes if slot.kept else tuple(next(nodes) for _ in range(slot.size))
+            for slot in slots
+        ),
+        moved_bytes=round(total - float(kept[chosen_rows, chosen].sum()) / 2),
+    )
+
+
+def _template_kinds(template: PipelineTemplate) -> list[Kind]:
+    """What each of the template's nodes is to hold."""
+    kinds: list[list[tuple[int, int, int, int]]] = [[] for _ in range(template.nodes)]
+    for stage in template.stages:
+        kinds[stage.node] += [
+            (stage.first_layer, stage.last_layer + 1, part, stage.gpus)
+            for part in range(stage.gpus)
+        ]
+    return [tuple(kind) for kind in kinds]
+
+
+def _plan_kinds(plan: Plan) -> dict[NodeName, Kind]:
+    """What each node of the plan holds."""
+    kinds: dict[NodeName, dict[int, tuple[int, int, int, int]]] = {}
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            for part, worker in enumerate(stage.workers):
+                held = (stage.first_layer, stage.last_layer + 1, part, len(stage.workers))
+                kinds.setdefault(worker.node, {})[worker.slot] = held
+    return {node: tuple(held for _, held in sorted(kind.items())) for node, kind in kinds.items()}
+
+
+def _numbered(kinds: Sequence[Kind]) -> tuple[list[int], list[Kind]]:
+    """The number of each one's kind, and the kinds."""
+    number: dict[Kind, int] = {}
+    return [number.setdefault(kind, len(number)) for kind in kinds], list(number)
 
 
 def _kept_bytes(
-    node: NodeName,
-    needs: Sequence[range],
-    held: Mapping[WorkerId, range],
-    state_bytes: Sequence[int],
-) -> int:
-    """State that need not come from elsewhere; what comes from the same node counts half."""
-    nothing = range(0)
-    on_node = {
-        layer for slot in range(len(needs)) for layer in held.get(WorkerId(node, slot), nothing)
-    }
-    total = 0
-    for slot, layers in enumerate(needs):
-        own = held.get(WorkerId(node, slot), nothing)
-        total += sum(
-            state_bytes[layer] * (2 if layer in own else 1)
-            for layer in layers
-            if layer in own or layer in on_node
-        )
+    places: Sequence[Kind], nodes: Sequence[Kind], state_bytes: Sequence[int]
+) -> Matrix:
+    """[place, node]: bytes that need not come from another node, and once more those that stay in
+    their slot. A worker that shares its stage holds its part of every layer of it."""
+    sums = np.concatenate([[0.0], np.cumsum(np.array(state_bytes, dtype=np.float64))])
+    wanted, held = _table(places), _table(nodes)
+    total = np.zeros((len(places), len(nodes)))
+    for own, slot in enumerate(wanted):
+        for other, source in enumerate(held):
+            first = np.maximum(slot[0][:, None], source[0]).astype(np.intp)
+            stop = np.minimum(slot[1][:, None], source[1]).astype(np.intp)
+            part = np.minimum(slot[3][:, None], source[3]) - np.maximum(slot[2][:, None], source[2])
+            layers = sums[np.maximum(first, stop)] - sums[first]
+            total += layers * np.maximum(part, 0.0) * (2 if own == other else 1)
     return total
+
+
+def _table(kinds: Sequence[Kind]) -> NDArray[np.float64]:
+    """[slot, what, kind], the parts as begin and end of a share of the layer."""
+    slots = max((len(kind) for kind in kinds), default=0)
+    table = np.zeros((slots, 4, len(kinds)))
+    for column, kind in enumerate(kinds):
+        for slot, (first, stop, part, parts) in enumerate(kind):
+            table[slot, :, column] = first, stop, part / parts, (part + 1) / parts
+    return table
+
+
+def _bytes_of(kind: Kind, state_bytes: Sequence[int]) -> int:
+    """State that the workers of a place hold."""
+    return math.ceil(sum(sum(state_bytes[first:stop]) / parts for first, stop, _, parts in kind))

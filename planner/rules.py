@@ -1,11 +1,12 @@
-"""The three rules that put a hit pipeline right (Oobleck §5), on sizes alone.
+"""The three rules that put a hit pipeline right (Oobleck §5), and joining, on sizes alone.
 
-Each takes the pipelines as they stand after the loss and the index of a hit one, and gives them
-back with that one put right, with the story in words, or None where it does not apply. Which
-nodes go where is no matter here: `oobleck.planner.placement` decides that for all at once.
+Each rule takes the pipelines as they stand after the loss and the index of a hit one, and gives
+them back with that one put right, with the story in words, or None where it does not apply. Which
+nodes go where is no matter here: `oobleck.planner.placement` decides that for all at once. Nor is
+which way is the best: `oobleck.planner.reconfigure` compares them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -99,11 +100,76 @@ def merge(groups: Groups, index: int, sizes: range) -> tuple[Groups, str] | None
     return (*changed[:gone], *changed[gone + 1 :]), story
 
 
+#: In the paper's order; what comes later disturbs more.
 RULES: tuple[tuple[Rule, RuleFunction], ...] = (
     ("reinstantiate", reinstantiate),
     ("borrow", borrow),
     ("merge", merge),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mended:
+    """No pipeline is hit any more; the rules that were used, and what they did."""
+
+    groups: Groups
+    rule: Rule
+    stories: tuple[str, ...]
+
+
+def mend(groups: Groups, sizes: range, *, most: int) -> Iterator[Mended]:
+    """Up to `most` ways to put all hit groups right, one rule after the other, in all orders of
+    preference; the paper's comes first."""
+    names = [name for name, _ in RULES]
+    made = 0
+    open_ways: list[tuple[Groups, int, tuple[str, ...]]] = [(groups, 0, ())]
+    while open_ways and made < most:
+        now, strongest, stories = open_ways.pop()
+        hit = next((index for index, group in enumerate(now) if group.hit), None)
+        if hit is None:
+            made += 1
+            yield Mended(groups=now, rule=names[strongest], stories=stories)
+            continue
+        ways = [
+            (result[0], max(strongest, strength), (*stories, result[1]))
+            for strength, (_, function) in enumerate(RULES)
+            if (result := function(now, hit, sizes)) is not None
+        ]
+        open_ways.extend(reversed(ways))
+
+
+def refill(groups: Groups, newcomers: int) -> tuple[Groups, int]:
+    """Newcomers take the places of lost nodes, group by group; how many are left over."""
+    filled = []
+    for group in groups:
+        more = min(newcomers, group.template - group.size) if group.hit else 0
+        newcomers -= more
+        filled.append(replace(group, size=group.size + more))
+    return tuple(filled), newcomers
+
+
+def found_pipelines(groups: Groups, newcomers: int, sizes: range) -> Groups | None:
+    """Newcomers make up pipelines of their own, as small as can be."""
+    count = newcomers // sizes.start
+    if count == 0 or newcomers > count * (sizes.stop - 1):
+        return None
+    smaller, bigger = divmod(newcomers, count)
+    own = [smaller + 1] * bigger + [smaller] * (count - bigger)
+    fresh = (
+        Group(name="newcomers", template=size, size=size, kept=None, origin=None) for size in own
+    )
+    return (*groups, *fresh)
+
+
+def enlarge(groups: Groups, newcomers: int, sizes: range) -> Groups | None:
+    """Newcomers go to the smallest pipelines one by one."""
+    now = list(groups)
+    for _ in range(newcomers):
+        index = min(range(len(now)), key=lambda i: (now[i].size, -i), default=None)
+        if index is None or now[index].size + 1 not in sizes:
+            return None
+        now[index] = replace(now[index], size=now[index].size + 1, kept=None)
+    return tuple(now)
 
 
 def _with(groups: Groups, changed: Mapping[int, Group]) -> Groups:

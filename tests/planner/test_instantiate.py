@@ -1,17 +1,21 @@
 """Which pipelines, and their shares of the batch, against every combination."""
 
+import heapq
 import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
-from oobleck.planner.cost import PipelineCost, pipeline_cost, sync_ticks
+from oobleck.planner.cost import PipelineCost, sync_ticks
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
-from oobleck.planner.instantiate import choose_sizes, instantiate, share_batch
+from oobleck.planner.instantiate import Instantiation, choose, instantiate, most_used
+from oobleck.planner.profile import Links
+from oobleck.planner.shares import makespan, share_batch
 from oobleck.planner.templates import generate_templates
-from support.profiles import profile_of, random_profile
+from support.profiles import profile_of
 
 
 def combinations(sizes: list[int], nodes: int, biggest: int) -> Iterator[tuple[int, ...]]:
@@ -33,46 +37,140 @@ def slowest(costs: list[PipelineCost], shares: tuple[int, ...]) -> int:
     return max(cost.time(share) for cost, share in zip(costs, shares, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_the_best_combination_is_found(seed: int) -> None:
-    rng = random.Random(seed)
-    profile = random_profile(rng, layers=rng.randint(3, 7))
-    # Sums that cost little, as much as compute, or most of all.
-    profile = profile_of(
-        [layer.forward_s[1] for layer in profile.layers],
-        state=[rng.choice([10, 10**9, 10**10]) * rng.randint(1, 5) for _ in profile.layers],
-    )
-    smallest = rng.randint(1, 2)
-    templates = generate_templates(profile, range(smallest, rng.randint(smallest, 3) + 1))
-    nodes, microbatches, least = rng.randint(2, 8), rng.randint(1, 9), rng.randint(1, 2)
-    costs = {size: pipeline_cost(template, profile) for size, template in templates.items()}
-
-    def step(sizes: tuple[int, ...]) -> int:
-        chosen = [costs[size] for size in sizes]
-        compute = min(slowest(chosen, s) for s in all_shares(len(sizes), microbatches))
-        sync = max(
-            sync_ticks(cost.gradient_bytes, pipelines=len(sizes), links=profile.links)
-            for cost in chosen
+def random_costs(rng: random.Random) -> dict[int, PipelineCost]:
+    """Few and small numbers, so that ties are frequent."""
+    sizes = sorted(rng.sample(range(1, 8), rng.randint(1, 5)))
+    return {
+        size: PipelineCost(
+            first=rng.randint(1, 60),
+            period=rng.randint(0, 20),
+            gradient_bytes=rng.choice([0, 10**4, 10**5]) * rng.randint(0, 5),
         )
-        return compute + sync
-
-    candidates = {
-        sizes: step(sizes)
-        for sizes in combinations(sorted(templates), nodes, nodes)
-        if least <= len(sizes) <= microbatches
+        for size in sizes
     }
-    if not candidates:
-        with pytest.raises(PlanInfeasible):
-            choose_sizes(
-                templates, nodes, profile=profile, microbatches=microbatches, min_pipelines=least
+
+
+def links_of(rng: random.Random) -> Links:
+    """Sums that cost nothing, as much as compute, or most of all."""
+    rate = rng.choice([1e16, 1e19, 1e20])
+    return Links(intra_node_bytes_per_s=rate, inter_node_bytes_per_s=rate, latency_s=0.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_best_instantiation_is_found(seed: int) -> None:
+    """Against all multisets of sizes, and for few micro-batches all shares."""
+    rng = random.Random(seed)
+    for _ in range(40):
+        costs, links = random_costs(rng), links_of(rng)
+        nodes, microbatches, least = rng.randint(1, 12), rng.randint(1, 9), rng.randint(1, 2)
+
+        def step(sizes: tuple[int, ...], costs=costs, links=links, batch=microbatches) -> int:
+            chosen = [costs[size] for size in sizes]
+            compute = min(slowest(chosen, s) for s in all_shares(len(sizes), batch))
+            sync = (
+                sync_ticks(cost.gradient_bytes, pipelines=len(sizes), links=links)
+                for cost in chosen
             )
-        return
-    sizes = choose_sizes(
-        templates, nodes, profile=profile, microbatches=microbatches, min_pipelines=least
+            return compute + max(sync)
+
+        every = {
+            sizes: step(sizes)
+            for sizes in combinations(sorted(costs), nodes, nodes)
+            if least <= len(sizes) <= min(microbatches, 6)
+        }
+        if max(nodes // min(costs), 1) > 6:
+            continue  # too many shares to try them all
+
+        def chosen(limit: int | None, costs=costs, n=nodes, m=microbatches, f=least, links=links):
+            return choose(costs, n, links=links, microbatches=m, min_pipelines=f, limit=limit)
+
+        if not every:
+            with pytest.raises(PlanInfeasible):
+                chosen(None)
+            continue
+        best, *others = chosen(None)
+        fastest = min(every.values())
+        assert (best.step, best.bound, best.exact) == (fastest, fastest, True)
+        assert len(best.sizes) == max(len(s) for s, time in every.items() if time == fastest)
+        for candidate in (best, *others):
+            assert every[candidate.sizes] == candidate.step
+            assert sum(candidate.shares) == microbatches
+        assert len({len(c.sizes) for c in (best, *others)}) == 1 + len(others)
+        assert chosen(fastest - 1) == ()
+        assert chosen(fastest)[0].step == fastest
+
+
+@pytest.mark.parametrize(
+    ("nodes", "sizes", "microbatches"),
+    [(64, range(3, 62), 512), (256, range(3, 99), 4096), (1024, range(3, 99), 131_072)],
+)
+def test_hundreds_of_pipelines_come_with_a_proven_bound(
+    nodes: int, sizes: range, microbatches: int
+) -> None:
+    """Uneven templates, and sums from next to nothing to the most of the step."""
+    rng = random.Random(nodes)
+    uneven = {size: 1 + rng.random() / 12 for size in sizes}
+    for gradient_bytes in (10**6, 10**9, 10**11):
+        costs = {
+            size: PipelineCost(
+                first=10**15 + size * 10**12,
+                period=round(10**15 / size * uneven[size]),
+                gradient_bytes=gradient_bytes // size,
+            )
+            for size in sizes
+        }
+        links = Links(intra_node_bytes_per_s=1e10, inter_node_bytes_per_s=1e9, latency_s=1e-5)
+        best = choose(costs, nodes, links=links, microbatches=microbatches, min_pipelines=2)[0]
+        assert sum(best.sizes) == nodes
+        assert sum(best.shares) == microbatches
+        assert len(best.sizes) >= 2
+        assert best.bound <= best.step <= best.bound * 1.0011
+        compute = max(
+            costs[n].time(share) for n, share in zip(best.sizes, best.shares, strict=True)
+        )
+        sync = sync_ticks(
+            max(costs[n].gradient_bytes for n in best.sizes),
+            pipelines=len(best.sizes),
+            links=links,
+        )
+        assert compute + sync == best.step
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_most_nodes_that_combinations_use(seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = sorted(rng.sample(range(1, 9), rng.randint(1, 3)))
+    nodes, least = rng.randint(1, 14), rng.randint(1, 3)
+    most = rng.randint(least, 5)
+    used = [
+        total
+        for total in range(1, nodes + 1)
+        for combination in combinations(sizes, total, total)
+        if least <= len(combination) <= most
+    ]
+    assert most_used(sizes, nodes, least=least, most=most) == max(used, default=0)
+
+
+def test_the_judge_has_the_last_word_and_equals_go_to_more_pipelines() -> None:
+    profile = profile_of([1.0] * 6)
+    templates = generate_templates(profile, range(1, 7))
+    seen: list[Instantiation] = []
+
+    def judge(candidates):
+        seen.extend(candidates)
+        return [{6: 1.0, 5: 1.0}.get(len(c.sizes), 2.0) for c in candidates]
+
+    plan = instantiate(
+        templates,
+        names(6),
+        profile=profile,
+        microbatches=600,
+        min_pipelines=1,
+        generation=Generation(1),
+        judge=judge,
     )
-    best = min(candidates.values())
-    assert candidates[sizes] == best
-    assert len(sizes) == max(len(s) for s, time in candidates.items() if time == best)
+    assert len({len(candidate.sizes) for candidate in seen}) > 2
+    assert len(plan.pipelines) == 6
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -88,6 +186,24 @@ def test_shares_finish_the_slowest_pipeline_soonest(seed: int) -> None:
     assert min(shares) >= 1
     expected = min(slowest(costs, s) for s in all_shares(len(costs), microbatches))
     assert slowest(costs, shares) == expected
+    assert makespan(Counter(costs), microbatches) == expected
+
+
+def test_a_large_batch_is_shared_as_one_by_one() -> None:
+    rng = random.Random(5)
+    costs = [
+        PipelineCost(first=rng.randint(1, 10**6), period=rng.randint(1, 10**4), gradient_bytes=0)
+        for _ in range(341)
+    ]
+    shares = [1] * len(costs)
+    done = [(cost.time(2), index) for index, cost in enumerate(costs)]
+    heapq.heapify(done)
+    for _ in range(20_000 - len(costs)):
+        _, index = done[0]
+        shares[index] += 1
+        heapq.heapreplace(done, (costs[index].time(shares[index] + 1), index))
+    assert share_batch(costs, 20_000) == tuple(shares)
+    assert sum(share_batch(costs, 131_072)) == 131_072
 
 
 def names(count: int) -> list[NodeName]:
@@ -141,11 +257,3 @@ def test_nodes_that_no_combination_can_use_are_left_out() -> None:
         generation=Generation(1),
     )
     assert plan.nodes == ("n0", "n1", "n2")
-
-
-def test_sixty_four_nodes_are_all_used() -> None:
-    rng = random.Random(2)
-    profile = profile_of([rng.random() for _ in range(66)], state=10**8, memory=10**9)
-    templates = generate_templates(profile, range(8, 20))
-    sizes = choose_sizes(templates, 64, profile=profile, microbatches=512, min_pipelines=2)
-    assert sum(sizes) == 64

@@ -67,6 +67,7 @@ def shape(change: Reconfiguration) -> list[tuple[str, ...]]:
 
 
 def test_reinstantiate_takes_a_smaller_template(profile: Profile) -> None:
+    """Oobleck §5: a hit pipeline with nodes enough goes on with a smaller template."""
     templates = generate_templates(profile, range(2, 5))
     plan = plan_of(templates, 2, 3)
     change = after(plan, profile, templates, lose=("n3",))
@@ -79,20 +80,22 @@ def test_reinstantiate_takes_a_smaller_template(profile: Profile) -> None:
 
 
 def test_borrow_takes_a_node_from_the_largest_pipeline(profile: Profile) -> None:
-    templates = generate_templates(profile, range(2, 5))
-    plan = plan_of(templates, 2, 3, 4)
-    change = after(plan, profile, templates, lose=("n0",))
+    """Oobleck §5: a pipeline that is left with too few nodes borrows from one that can spare."""
+    templates = generate_templates(profile, range(3, 6))
+    plan = plan_of(templates, 3, 4, 5)
+    change = after(plan, profile, templates, lose=("n0",), fault_tolerance=2)
     assert change.rule == "borrow"
     assert change.reason == (
-        "pipeline 0 lost n0: template 2 -> template 2 with nodes borrowed: "
-        "1 from pipeline 2 (template 4 -> template 3)"
+        "pipeline 0 lost n0: template 3 -> template 3 with nodes borrowed: "
+        "1 from pipeline 2 (template 5 -> template 4)"
     )
-    assert sorted(map(len, shape(change))) == [2, 3, 3]
-    assert change.plan.pipelines[1].nodes == ("n2", "n3", "n4")
-    assert "n1" in change.plan.pipelines[0].nodes
+    assert sorted(map(len, shape(change))) == [3, 4, 4]
+    assert change.plan.pipelines[1].nodes == ("n3", "n4", "n5", "n6")
+    assert {"n1", "n2"} < set(change.plan.pipelines[0].nodes)
 
 
 def test_merge_when_nobody_can_lend(profile: Profile) -> None:
+    """Oobleck §5: two pipelines become one where no other can spare a node."""
     templates = generate_templates(profile, range(2, 5))
     change = after(plan_of(templates, 2, 2, 2), profile, templates, lose=("n2",))
     assert change.rule == "merge"
@@ -130,7 +133,7 @@ def test_fewest_bytes_move_into_the_smaller_template(profile: Profile) -> None:
 
 def test_placement_moves_the_fewest_bytes_of_all_orders(profile: Profile) -> None:
     uneven = profile_of([1.0, 3.0, 2.0, 1.0, 2.0, 1.0, 1.0], state=[900, 10, 70, 300, 5, 40, 600])
-    templates = generate_templates(uneven, range(2, 6))
+    templates = generate_templates(uneven, range(4, 6))
     state = [layer.state_bytes for layer in uneven.layers]
     plan = plan_of(templates, 5, 4)
     for lost in plan.pipelines[0].nodes:
@@ -176,7 +179,7 @@ def test_a_node_takes_the_place_of_one_that_is_lost_at_the_same_time(profile: Pr
     templates = generate_templates(profile, range(2, 4))
     plan = plan_of(templates, 3, 2)
     change = after(plan, profile, templates, lose=("n1",), join=("n9",))
-    assert shape(change) == [("n3", "n4"), ("n0", "n9", "n2")]
+    assert set(shape(change)) == {("n3", "n4"), ("n0", "n9", "n2")}
     assert change.reason.startswith("n1 lost and n9 joined")
 
 

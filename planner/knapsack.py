@@ -1,0 +1,190 @@
+"""Exactly p items of exactly N size with the most value: a knapsack that counts its items.
+
+Owns the search for sizes that do a batch within a given time: `values` are micro-batches that a
+pipeline of each size does by then. Must not know what sizes and values stand for.
+
+The upper hull of the points (size, value) at N/p, times p, bounds what any p items are worth. Its
+corners a and b beside N/p are worth the most per item; every other item loses against the line
+through them. Counted modulo b - a, a selection is the loss of a few such items whose sizes make up
+the remainder of N, and the rest is a's and b's: the group relaxation of the knapsack (Gomory,
+1965), a shortest path over b - a remainders. Where the numbers of a and b that it leaves are not
+negative, as is the rule for more than a few items, its answer is exact. Else a table over part
+of the items decides, and of all of them where it is small enough.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Cells of the table, items x size x kinds: some milliseconds.
+_TABLE_CELLS = 1 << 20
+
+
+class Kind(NamedTuple):
+    """Items of this size and value; there are as many as one likes."""
+
+    size: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The sizes chosen, biggest first; None: none are worth enough, or none were found."""
+
+    sizes: tuple[int, ...] | None
+    #: Sizes were found, or there are none.
+    proven: bool = True
+
+
+_NONE = Selection(sizes=None)
+
+
+def select(kinds: Sequence[Kind], *, items: int, size: int, worth: int) -> Selection:
+    """That many items of `size` altogether that are worth at least `worth`.
+
+    `kinds` rise in size. The answer is proven in any case where items x size x kinds is at most a
+    million (100 items of 10 kinds for 1,000), and nearly always beyond. Only kinds count that lose
+    no more than what the bound leaves.
+    """
+    if not kinds or not items * kinds[0].size <= size <= items * kinds[-1].size:
+        return _NONE
+    low, high = _around(_hull(kinds), items, size)
+    span = high.size - low.size
+    if span == 0:
+        return Selection(sizes=(low.size,) * items) if items * low.value >= worth else _NONE
+    # All values are times `span` from here on, so that the line through both is whole.
+    above = size - items * low.size
+    bound = above * high.value + (items * span - above) * low.value
+    spare = bound - worth * span
+    if spare < 0:
+        return _NONE
+    slope = high.value - low.value
+    losses = [(k, (low.value - k.value) * span + slope * (k.size - low.size)) for k in kinds]
+    usable = [(kind, loss) for kind, loss in losses if loss <= spare]
+    others = _cheapest_detour(usable, low.size, span, above % span, spare)
+    if others is None:
+        return _NONE
+    bigger, rest = divmod(above - sum(s - low.size for s in others), span)
+    assert rest == 0, "the detour makes up the remainder"
+    smaller = items - len(others) - bigger
+    if bigger >= 0 and smaller >= 0:
+        sizes = (*(high.size,) * bigger, *others, *(low.size,) * smaller)
+        return Selection(sizes=tuple(sorted(sizes, reverse=True)))
+    table = [kind for kind, _ in usable]
+    return _by_table(table, low, high, items=items, size=size, worth=worth)
+
+
+def _hull(kinds: Sequence[Kind]) -> list[Kind]:
+    """The corners of the upper hull."""
+    hull: list[Kind] = []
+    for kind in kinds:
+        while len(hull) > 1 and _below(hull[-2], hull[-1], kind):
+            hull.pop()
+        hull.append(kind)
+    return hull
+
+
+def _below(left: Kind, middle: Kind, right: Kind) -> bool:
+    """Whether `middle` is on or below the line through the others."""
+    rise = (right.value - left.value) * (middle.size - left.size)
+    return (middle.value - left.value) * (right.size - left.size) <= rise
+
+
+def _around(hull: Sequence[Kind], items: int, size: int) -> tuple[Kind, Kind]:
+    """The corners beside size/items; the same one twice where it is right there."""
+    for low, high in pairwise(hull):
+        if items * low.size == size:
+            return low, low
+        if size < items * high.size:
+            return low, high
+    return hull[-1], hull[-1]
+
+
+def _cheapest_detour(
+    losses: Sequence[tuple[Kind, int]], base: int, span: int, remainder: int, spare: int
+) -> tuple[int, ...] | None:
+    """Sizes of items that bring the remainder (of sizes less `base`, modulo `span`) at the least
+    loss, of those the fewest items; None if that loses more than `spare`."""
+    if remainder == 0:
+        return ()
+    best: dict[int, tuple[int, int]] = {}
+    for kind, loss in losses:
+        step = (kind.size - base) % span
+        if step and (step not in best or loss < best[step][0]):
+            best[step] = loss, kind.size
+    # Dijkstra from 0 over the remainders: (loss, items) and the last item on the way there.
+    reached: dict[int, tuple[int, int, int]] = {0: (0, 0, 0)}
+    open_remainders, done = {0}, set()
+    while open_remainders:
+        here = min(open_remainders, key=lambda r: reached[r])
+        if here == remainder:
+            break
+        open_remainders.remove(here)
+        done.add(here)
+        loss, count, _ = reached[here]
+        for step, (more, item) in best.items():
+            there = (here + step) % span
+            label = loss + more, count + 1, item
+            if there in done or label[0] > spare:
+                continue
+            if there not in reached or label < reached[there]:
+                reached[there] = label
+                open_remainders.add(there)
+    if remainder not in reached:
+        return None
+    sizes = []
+    while remainder:
+        item = reached[remainder][2]
+        sizes.append(item)
+        remainder = (remainder - item + base) % span
+    return tuple(sizes)
+
+
+def _by_table(
+    kinds: Sequence[Kind], low: Kind, high: Kind, *, items: int, size: int, worth: int
+) -> Selection:
+    """By (max, +) steps over as many items as the table has room for; the rest is low and high."""
+    free = items
+    if items * size * len(kinds) > _TABLE_CELLS:
+        free = math.isqrt(_TABLE_CELLS * items // (size * len(kinds)))
+    above = size - items * low.size
+    fixed_high = (items - free) * above // (items * (high.size - low.size))
+    fixed_low = items - free - fixed_high
+    rest = size - fixed_high * high.size - fixed_low * low.size
+    found = _best_of_all(kinds, free, rest)
+    fixed_value = fixed_high * high.value + fixed_low * low.value
+    if found is None or found[0] + fixed_value < worth:
+        return Selection(sizes=None, proven=free == items)
+    sizes = (*found[1], *(high.size,) * fixed_high, *(low.size,) * fixed_low)
+    return Selection(sizes=tuple(sorted(sizes, reverse=True)))
+
+
+def _best_of_all(
+    kinds: Sequence[Kind], items: int, size: int
+) -> tuple[int, tuple[int, ...]] | None:
+    """The most value of that many items of `size` altogether, and their sizes."""
+    sizes = np.array([kind.size for kind in kinds])
+    gains = np.array([kind.value for kind in kinds])[:, None]
+    # Places before the first stand for what is out of reach, for good.
+    pad = int(sizes.max())
+    nothing = np.iinfo(np.int64).min // 2
+    values: NDArray[np.int64] = np.full(pad + size + 1, nothing, dtype=np.int64)
+    values[pad] = 0
+    source = np.arange(pad, pad + size + 1) - sizes[:, None]
+    last = np.empty((items, size + 1), dtype=np.intp)
+    for item in range(items):
+        totals = values[source] + gains
+        totals.argmax(axis=0, out=last[item])
+        values[pad:] = np.maximum(totals.max(axis=0), nothing)
+    if values[pad + size] < 0:
+        return None
+    chosen = []
+    for item in reversed(range(items)):
+        chosen.append(kinds[last[item, size]].size)
+        size -= chosen[-1]
+    return int(values[-1]), tuple(chosen)
