@@ -17,7 +17,6 @@ from oobleck.planner.job import JobSpec
 from oobleck.planner.measurement import Measurement
 from oobleck.planner.profile import LayerProfile
 from oobleck.planner.program import LayerPart
-from oobleck.worker.model import loss
 from oobleck.worker.random import RowKeys
 from oobleck.worker.stage import StageRunner
 from oobleck.worker.state import ModelState
@@ -156,27 +155,21 @@ class _Bench:
             started = self._now()
             runner.backward(0, self._gradient)
             self.seconds.backward.append(self._now() - started)
-        for layer in self._layers:
-            self.seconds.backward_input.append(self._backward_input_s(layer))
+        for runner in self._runners:
+            self.seconds.backward_input.append(self._backward_input_s(runner))
         self._step += 1
         started = self._now()
         self._update()
         self.seconds.update.append((self._now() - started) / len(self._layers))
 
-    def _backward_input_s(self, layer: int) -> float:
-        """The gradient of the input alone; tokens have none."""
-        if self._runners[0].first:
-            return 0.0
-        leaf = self._input.detach().requires_grad_()
-        precision = self._job.training.precision
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-            output = self.state.module(layer)(leaf, self._rows)
-            if self._targets is not None:
-                output = loss(output, self._targets)
-        output = output.to(self._runners[0].activation_dtype)
+    def _backward_input_s(self, runner: StageRunner) -> float:
+        """The first part of a backward that comes in two."""
+        runner.forward(0, self._input, self._rows, self._targets, split=True)
         started = self._now()
-        torch.autograd.grad(output, leaf, self._gradient)
-        return self._now() - started
+        runner.backward_input(0, self._gradient)
+        taken_s = self._now() - started
+        runner.backward_weight(0)
+        return taken_s
 
     def _update(self) -> None:
         """All that a step does to a layer's state once: norm, update, and clearing gradients."""

@@ -17,7 +17,11 @@ import grpc
 import psutil
 import pytest
 
+from oobleck.host.messages import LinkMeasured, Measure, Meeting, Rendezvous
+from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.measurement import LinkMeasurement
 from oobleck.proto import control_pb2 as pb
+from oobleck.proto import convert
 from support.scripted_master import ScriptedMaster, Stream, job, plan
 
 SUPPORT = Path(__file__).parent.parent / "support"
@@ -232,6 +236,34 @@ async def test_an_agent_without_rank_0_holds_its_records_back() -> None:
         await stream.say(ack=pb.Ack(job_id="demo-1", through_step=2))
         await stream.until(lambda m: stream.steps() != [])
         assert stream.steps() == [3]
+
+
+@scenario
+async def test_what_was_measured_is_told_and_told_again_to_a_master_that_came_back() -> None:
+    async with cluster() as (master, _, stream):
+        meeting = Meeting(
+            scope="inter_node",
+            workers=(WorkerId(NodeName("n1"), 0), WorkerId(NodeName("n2"), 0)),
+            rendezvous=Rendezvous(store="127.0.0.1:20000", prefix="p"),
+        )
+        await stream.assign("demo-1", job("demo"), measure=Measure(attempt=1, meetings=(meeting,)))
+        await stream.until(lambda m: len(stream.reports("link_measured")) == 1)
+        port = int(master.address.rpartition(":")[2])
+        await master.stop()
+        await master.start(port)
+        again = await master.next_session()
+        await again.welcome()
+        await again.until(lambda m: len(again.reports("link_measured")) == 1)
+        for heard in (stream, again):
+            (measured,) = heard.reports("measured")
+            (link,) = heard.reports("link_measured")
+            assert (measured.measured.attempt, measured.measured.problem) == (1, "no torch")
+            assert link.link_measured.bytes_per_s == 1e9
+            assert convert.read_report(link).what == LinkMeasured(
+                attempt=1,
+                scope="inter_node",
+                link=LinkMeasurement(scope="inter_node", latency_s=0.001, bytes_per_s=1e9),
+            )
 
 
 @scenario

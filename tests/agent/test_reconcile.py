@@ -1,5 +1,7 @@
 """The agent's decisions, without a process or a clock: events in, actions out."""
 
+import dataclasses
+
 from oobleck.agent.reconcile import (
     CLOSED_GRACE_S,
     FORK_TIMEOUT_S,
@@ -10,6 +12,7 @@ from oobleck.agent.reconcile import (
     ForkWorker,
     KillWarm,
     KillWorker,
+    SendMeasure,
     SendPlan,
     StartWarm,
     StopWorker,
@@ -21,6 +24,7 @@ from oobleck.agent.state import (
     Desired,
     Event,
     ForkAsked,
+    MeasureSent,
     NodeState,
     PlanPart,
     PlanSent,
@@ -35,7 +39,15 @@ from oobleck.agent.state import (
     WorkerKilled,
     WorkerSaid,
 )
-from oobleck.host.messages import Failed, FaultRule, PhaseReached, Ready, Rendezvous
+from oobleck.host.messages import (
+    Failed,
+    FaultRule,
+    Measure,
+    Measured,
+    PhaseReached,
+    Ready,
+    Rendezvous,
+)
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from support.scripted_master import job, plan
 
@@ -102,6 +114,37 @@ def test_a_plan_goes_to_exactly_the_process_that_it_counts_on() -> None:
     assert node.after(Assigned(desired=desired(generation=1))) == (), "a repeat changes nothing"
     assert node.after(Assigned(desired=desired(generation=2, incarnations="bbbb"))) == ()
     assert kinds(node.after(Assigned(desired=desired(generation=2)))) == [SendPlan]
+
+
+def measuring(attempt: int) -> Desired:
+    return dataclasses.replace(desired(), measure=Measure(attempt=attempt))
+
+
+def test_each_attempt_at_measuring_goes_to_a_ready_worker_once() -> None:
+    node = Node()
+    node.after(WarmStarted(), WarmReady(), Assigned(desired=measuring(1)))
+    node.after(ForkAsked(slot=0, incarnation=A))
+    assert node.after(WorkerForked(incarnation=A, pid=100)) == (), "it is not ready"
+    ready = WorkerSaid(incarnation=A, message=Ready(pid=100, store="127.0.0.1:1"))
+    assert node.after(ready) == (SendMeasure(incarnation=A, wish=Measure(attempt=1)),)
+    assert node.after(MeasureSent(incarnation=A, attempt=1)) == ()
+    answer = Measured(attempt=1, measurement=None, problem="none")
+    assert node.after(WorkerSaid(incarnation=A, message=answer)) == ()
+    assert node.state.workers[A].measured == (answer,)
+    assert kinds(node.after(Assigned(desired=measuring(2)))) == [SendMeasure]
+    assert node.after(MeasureSent(incarnation=A, attempt=2), Assigned(desired=desired())) == ()
+    assert node.state.workers[A].measured == (), "of an older attempt"
+
+
+def test_a_worker_with_a_plan_measures_nothing_and_its_answers_are_forgotten() -> None:
+    node = Node().with_worker()
+    node.after(Assigned(desired=measuring(1)))
+    answer = Measured(attempt=1, measurement=None)
+    node.after(MeasureSent(incarnation=A, attempt=1), WorkerSaid(incarnation=A, message=answer))
+    node.after(Assigned(desired=desired(generation=1)))
+    node.after(PlanSent(incarnation=A, generation=Generation(1)))
+    assert node.state.workers[A].measured == ()
+    assert node.after(Assigned(desired=measuring(2))) == ()
 
 
 def test_a_plan_is_not_sent_before_the_worker_is_ready() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from oobleck.host.messages import Measure
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.jobfile import format_job
@@ -85,6 +86,7 @@ class Stream:
         version: int = 1,
         placement: Plan | None = None,
         incarnations: tuple[str, ...] = (),
+        measure: Measure | None = None,
     ) -> None:
         message = pb.Assignment(
             version=version,
@@ -95,6 +97,8 @@ class Stream:
         if placement is not None:
             message.plan.CopyFrom(convert.plan_message(placement))
             message.rendezvous.CopyFrom(pb.Rendezvous(store="127.0.0.1:20000", prefix="p"))
+        if measure is not None:
+            message.measure.CopyFrom(convert.measure_message(measure))
         await self.say(assignment=message)
 
     async def note(self, message: pb.AgentMessage) -> None:

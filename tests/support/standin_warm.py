@@ -32,6 +32,9 @@ from oobleck.host.messages import (
     Forked,
     ForkFailed,
     Launch,
+    LinkMeasured,
+    Measure,
+    Measured,
     PeerLost,
     PhaseReached,
     Ready,
@@ -43,6 +46,7 @@ from oobleck.host.messages import (
 )
 from oobleck.host.process import die_with_parent
 from oobleck.planner.ids import Generation
+from oobleck.planner.measurement import LinkMeasurement
 
 
 def record(step: int, generation: Generation) -> StepRecord:
@@ -91,6 +95,14 @@ def work(channel: Channel[ToWorker]) -> int:
                     return 0
                 case Stop() if name != "deaf":
                     return 0
+                case Measure(attempt=attempt, meetings=meetings):
+                    # That it fails is an answer too.
+                    channel.send(Measured(attempt=attempt, measurement=None, problem="no torch"))
+                    for meeting in meetings:
+                        link = LinkMeasurement(
+                            scope=meeting.scope, latency_s=0.001, bytes_per_s=1e9
+                        )
+                        channel.send(LinkMeasured(attempt=attempt, scope=meeting.scope, link=link))
                 case Assign(plan=plan):
                     generation = plan.generation
                     for phase in ("aborted", "joined", "transferred"):

@@ -1,0 +1,194 @@
+"""Predicted against measured: the simulated step of a plan, and what the step really takes.
+
+    python -m bench.predict [--steps 12] [--only NAME]
+
+For each case a fresh local cluster measures the model, plans from that, and trains; the plan that
+it made is simulated with the very profile that it was made by, and compared with the median of the
+steps after a few to warm up. Where there are more workers than cores, workers share them, and the
+simulator, which knows nothing of that, sees it only in the profile: that is measured with all
+workers computing at once, while in a pipeline some of them wait.
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.cluster import LocalCluster, Record
+from oobleck.planner.compile import compile_programs
+from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.plan import Pipeline, Plan, Stage
+from oobleck.planner.profile import Profile
+from oobleck.planner.profilefile import parse_profile
+from oobleck.planner.simulate import simulate
+
+WARM_UP_STEPS = 3
+TEXT = str(Path(__file__).resolve().parents[1] / "LICENSE")
+WIDE = {"layers": 4, "hidden": 256, "heads": 8, "sequence_length": 128}
+DEEP = {"layers": 10, "hidden": 128, "heads": 4, "sequence_length": 128}
+LONG = {"layers": 3, "hidden": 192, "heads": 6, "sequence_length": 384}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One plan: what is asked for, so that this shape comes out."""
+
+    name: str
+    nodes: int
+    model: dict[str, int]
+    microbatch: int
+    microbatches: int
+    #: Nodes of a pipeline at least, and losses to survive: so the shape is chosen.
+    min_nodes: int = 1
+    fault_tolerance: int = 0
+    training: dict[str, Any] = field(default_factory=dict)
+
+    def job(self, steps: int) -> dict[str, object]:
+        return {
+            "name": "predict",
+            "model": self.model,
+            "data": {"text": [TEXT]},
+            "training": {
+                "steps": steps,
+                "global_batch": self.microbatch * self.microbatches,
+                "microbatch": self.microbatch,
+                **self.training,
+            },
+            "fault_tolerance": self.fault_tolerance,
+            "resources": {"min_nodes_per_pipeline": self.min_nodes},
+            "profile": "measure",
+        }
+
+
+CASES = (
+    Case(name="one", nodes=1, model=WIDE, microbatch=2, microbatches=8),
+    Case(name="one-deep", nodes=1, model=DEEP, microbatch=4, microbatches=4),
+    Case(name="pipe2", nodes=2, model=WIDE, microbatch=2, microbatches=8, min_nodes=2),
+    Case(name="pipe2-few", nodes=2, model=WIDE, microbatch=2, microbatches=2, min_nodes=2),
+    Case(name="pipe2-deep", nodes=2, model=DEEP, microbatch=4, microbatches=8, min_nodes=2),
+    Case(name="pipe2-long", nodes=2, model=LONG, microbatch=1, microbatches=12, min_nodes=2),
+    Case(name="data2", nodes=2, model=WIDE, microbatch=2, microbatches=8, fault_tolerance=1),
+    Case(name="data2-deep", nodes=2, model=DEEP, microbatch=4, microbatches=8, fault_tolerance=1),
+    Case(name="data2-odd", nodes=2, model=LONG, microbatch=2, microbatches=5, fault_tolerance=1),
+    Case(name="pipe3", nodes=3, model=DEEP, microbatch=4, microbatches=8, min_nodes=3),
+    Case(name="2+1", nodes=3, model=WIDE, microbatch=2, microbatches=9, fault_tolerance=1),
+    Case(
+        name="2+2",
+        nodes=4,
+        model=WIDE,
+        microbatch=2,
+        microbatches=8,
+        min_nodes=2,
+        fault_tolerance=1,
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    case: Case
+    shape: str
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1.0
+
+
+def read_plan(status: Record) -> Plan:
+    """The plan in what `oobleck status JOB --json` prints."""
+    drawn = status["plan"]
+    return Plan(
+        generation=Generation(int(drawn["generation"])),
+        schedule=drawn["schedule"],
+        pipelines=tuple(
+            Pipeline(
+                nodes=tuple(NodeName(node) for node in pipeline["nodes"]),
+                stages=tuple(
+                    Stage(
+                        first_layer=int(stage["first_layer"]),
+                        last_layer=int(stage["last_layer"]),
+                        workers=tuple(
+                            WorkerId(NodeName(worker["node"]), int(worker["slot"]))
+                            for worker in stage["workers"]
+                        ),
+                    )
+                    for stage in pipeline["stages"]
+                ),
+                first_microbatch=int(pipeline["first_microbatch"]),
+                microbatches=int(pipeline["microbatches"]),
+            )
+            for pipeline in drawn["pipelines"]
+        ),
+    )
+
+
+def shape_of(plan: Plan) -> str:
+    """`4+2 x5 | 6 x3`: the layers of each stage and the micro-batches, by pipeline."""
+    pipelines = " | ".join(
+        "+".join(str(len(stage.layers)) for stage in pipeline.stages) + f" x{pipeline.microbatches}"
+        for pipeline in plan.pipelines
+    )
+    return f"{pipelines} {plan.schedule}"
+
+
+def run(case: Case, steps: int) -> Outcome:
+    with LocalCluster(case.nodes) as cluster:
+        job_id = cluster.submit(case.job(WARM_UP_STEPS + steps))
+        cluster.wait_end(job_id, timeout_s=600)
+        plan = read_plan(cluster.status(job_id))
+        (stored,) = (cluster.state_dir / "profiles").glob("*.json")
+        profile = parse_profile(stored.read_bytes())
+        seconds = [float(r["step_seconds"]) for r in cluster.metrics(job_id)[WARM_UP_STEPS:]]
+    return Outcome(
+        case=case,
+        shape=shape_of(plan),
+        predicted_s=predict(plan, profile),
+        measured_s=statistics.median(seconds),
+    )
+
+
+def predict(plan: Plan, profile: Profile) -> float:
+    return simulate(compile_programs(plan, tied=True), profile, plan=plan).step_s
+
+
+def summary(outcomes: Sequence[Outcome], title: str) -> str:
+    errors = [abs(outcome.error) for outcome in outcomes]
+    if not errors:
+        return f"{title}: none"
+    worst = max(outcomes, key=lambda outcome: abs(outcome.error))
+    return (
+        f"{title}: median error {statistics.median(errors):.1%} over {len(errors)} plans, "
+        f"largest {worst.error:+.1%} ({worst.case.name})"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--only", action="append", metavar="NAME")
+    arguments = parser.parse_args()
+    cores = len(os.sched_getaffinity(0))
+    outcomes = []
+    print(f"{cores} cores, one thread per worker")
+    print(f"{'case':<12}{'workers':>8}{'predicted':>11}{'measured':>10}{'error':>8}  plan")
+    for case in CASES:
+        if arguments.only and case.name not in arguments.only:
+            continue
+        outcome = run(case, arguments.steps)
+        outcomes.append(outcome)
+        print(
+            f"{case.name:<12}{case.nodes:>8}{outcome.predicted_s:>9.3f} s"
+            f"{outcome.measured_s:>8.3f} s{outcome.error:>+8.1%}  {outcome.shape}",
+            flush=True,
+        )
+    print(summary([o for o in outcomes if o.case.nodes <= cores], "a core for each worker"))
+    print(summary([o for o in outcomes if o.case.nodes > cores], "cores shared by workers"))
+
+
+if __name__ == "__main__":
+    main()
