@@ -3,7 +3,7 @@
 Each worker interprets its program on its own clock; messages and sums take what
 `oobleck.planner.cost` says, one beside the other without getting in each other's way. Gradient
 sums of one worker run one after the other, in the order of its program. Must not know how programs
-came about.
+came about. The workers of a stage compute in step: each waits for the last of them.
 
 Driven by events: a worker runs until it must wait, and is woken by what it waits for, so a run
 takes time proportional to the number of instructions.
@@ -156,6 +156,8 @@ class _Run:
         self._waiting: dict[_Key, _Worker] = {}
         #: With blocking sends: who has posted a message first, and when.
         self._posted: dict[tuple[_Key, bool], tuple[_Worker, float]] = {}
+        #: Workers of a stage that have come to a piece of compute.
+        self._gathered: dict[tuple[int, int, int, type[Compute]], list[_Worker]] = defaultdict(list)
         self._costs: dict[tuple[int, int], StageCost] = {}
         self._message_times: dict[tuple[int, int, bool, int, int, int], float] = {}
 
@@ -219,6 +221,22 @@ class _Run:
 
     def _compute(self, worker: _Worker, step: Compute) -> bool:
         cost = self._cost(step.pipeline, step.stage)
+        if cost.gpus > 1:
+            gathered = self._gathered[step.pipeline, step.stage, step.microbatch, type(step)]
+            gathered.append(worker)
+            if len(gathered) < cost.gpus:
+                return False
+            begun_s = max(member.clock_s for member in gathered)
+            for member in gathered:
+                member.clock_s = begun_s
+                if member is not worker:
+                    self._occupy(member, step, cost)
+                    member.position += 1
+                    self._runnable.append(member)
+        self._occupy(worker, step, cost)
+        return True
+
+    def _occupy(self, worker: _Worker, step: Compute, cost: StageCost) -> None:
         if isinstance(step, Forward):
             taken_s = cost.forward_s
             worker.kept_bytes += cost.activation_bytes
@@ -234,7 +252,6 @@ class _Run:
         worker.busy_s += taken_s
         if self._observe is not None:
             self._observe(worker.id, step, begun_s, worker.clock_s)
-        return True
 
     def _update(self, worker: _Worker, step: OptimizerStep) -> bool:
         taken_s = self._cost(*self._stage_of[worker.id]).update_s
@@ -358,6 +375,8 @@ class _Run:
         match step:
             case Message():
                 return f"{words} for {step.peer}"
+            case Forward() | Backward() | BackwardInput() | BackwardWeight():
+                return f"{words} for the other workers of its stage"
             case Vote() if worker.summed < len(worker.started):
                 return f"{words} for the sum of bucket {worker.started[worker.summed][0].bucket}"
             case Vote():

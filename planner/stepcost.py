@@ -20,6 +20,7 @@ INPUT_SHARE = 1.3 / 2.3
 class StageCost:
     """Of each worker of a stage; times are for one micro-batch, `update_s` is once per step."""
 
+    gpus: int
     forward_s: float
     backward_s: float
     #: The two parts of `backward_s`.
@@ -55,6 +56,7 @@ def _stage_cost(layers: tuple[LayerProfile, ...], gpus: int) -> StageCost:
         layer.backward_input_s.get(gpus, layer.backward_s[gpus] * INPUT_SHARE) for layer in layers
     )
     return StageCost(
+        gpus=gpus,
         forward_s=sum(layer.forward_s[gpus] for layer in layers),
         backward_s=backward_s,
         backward_input_s=input_s,

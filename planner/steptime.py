@@ -158,7 +158,7 @@ def _ends(rows: Sequence[Sequence[Event]]) -> tuple[float, ...]:
 
 
 def timeline(pipeline: Pipeline, profile: Profile, schedule: Schedule) -> list[list[Event]]:
-    """What each stage computes from when to when; its workers run alike.
+    """What each stage computes from when to when; its workers run in step.
 
     Sends are asynchronous. Between stages of different numbers of workers, the largest of the
     shares that travel side by side counts.

@@ -105,6 +105,26 @@ def test_workers_of_a_stage_share_bytes_and_memory() -> None:
     assert run.peak_bytes == {worker(0, 0): 505, worker(0, 1): 505, worker(1): 1010}
 
 
+def test_workers_of_a_stage_wait_for_each_other() -> None:
+    links = Links(intra_node_bytes_per_s=1e30, inter_node_bytes_per_s=100.0, latency_s=0.0)
+    profile = profile_of([1.0, 1.0], gpus=(2, 3), gpus_per_node=3, links=links)
+    plan = plan_of_cuts(([(1, 2), (1, 3)], 1))
+    programs = compile_programs(plan, tied=False)
+    begun: dict[WorkerId, float] = {}
+    simulate(
+        programs,
+        profile,
+        plan=plan,
+        observe=lambda who, step, begun_s, _: begun.setdefault(who, begun_s),
+    )
+    # The outer two get a third of the rows from one worker, the middle one a sixth from each.
+    assert {begun[worker(1, slot)] for slot in range(3)} == {1 / 2**0.9 + 34 / 100}
+
+    lame = {**programs, worker(1, 1): programs[worker(1, 1)][-2:]}
+    with pytest.raises(ProgramDeadlock, match=r"n1/0 waits at 0\.1:F0 for the other workers of its"):
+        simulate(lame, profile, plan=plan)
+
+
 def test_pieces_of_a_layer_are_summed_side_by_side() -> None:
     links = Links(intra_node_bytes_per_s=1e30, inter_node_bytes_per_s=100.0, latency_s=0.0)
     profile = profile_of([0.0], gpus=(1, 2), gpus_per_node=2, state=4000, links=links)
