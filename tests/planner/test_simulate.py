@@ -121,7 +121,7 @@ def test_workers_of_a_stage_wait_for_each_other() -> None:
     assert {begun[worker(1, slot)] for slot in range(3)} == {1 / 2**0.9 + 34 / 100}
 
     lame = {**programs, worker(1, 1): programs[worker(1, 1)][-2:]}
-    with pytest.raises(ProgramDeadlock, match=r"n1/0 waits at 0\.1:F0 for the other workers of its"):
+    with pytest.raises(ProgramDeadlock, match=r"n1/0 waits at 0\.1:F0 for the other workers of"):
         simulate(lame, profile, plan=plan)
 
 
