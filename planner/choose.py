@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from oobleck.planner.plan import Plan, Schedule
 from oobleck.planner.profile import Profile
-from oobleck.planner.steptime import StepEstimate, estimate_step
+from oobleck.planner.steptime import StepEstimate, estimate_schedules
 from oobleck.planner.units import format_bytes
 
 #: In the order of preference: 1F1B keeps least and needs no split backward.
@@ -35,10 +35,7 @@ def choose_schedule(plan: Plan, profile: Profile, *, tied: bool = False) -> Sche
     shares layer 0's token embedding. Takes three estimates of the step, each in
     O(pipelines + kinds of pipelines x stages x micro-batches of one).
     """
-    estimates: dict[Schedule, StepEstimate] = {
-        schedule: estimate_step(plan, profile, tied=tied, schedule=schedule)
-        for schedule in SCHEDULES
-    }
+    estimates = estimate_schedules(plan, profile, SCHEDULES, tied=tied)
     limit = profile.gpu_memory_bytes
     fitting = [s for s in SCHEDULES if estimates[s].peak_bytes <= limit]
     best: Schedule = "1f1b"  # where it does not fit, none does

@@ -7,7 +7,7 @@ of times along a pipeline; must not build programs.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from oobleck.planner.cost import all_reduce_s, message_s
@@ -68,10 +68,30 @@ def estimate_step(
     Beyond some hundreds of micro-batches per pipeline, times are extrapolated from the steady
     state, to within a fraction of a per cent.
     """
-    schedule = schedule or plan.schedule
+    chosen = schedule or plan.schedule
+    return estimate_schedules(plan, profile, [chosen], tied=tied)[chosen]
+
+
+def estimate_schedules(
+    plan: Plan, profile: Profile, schedules: Iterable[Schedule], *, tied: bool = False
+) -> dict[Schedule, StepEstimate]:
+    """`estimate_step` under each of `schedules`."""
+    alike = pipeline_kinds(plan)
+    return {
+        schedule: _estimate(plan, alike, profile, schedule, tied=tied) for schedule in schedules
+    }
+
+
+def _estimate(
+    plan: Plan,
+    alike: Iterable[tuple[int, ...]],
+    profile: Profile,
+    schedule: Schedule,
+    *,
+    tied: bool,
+) -> StepEstimate:
     kinds = tuple(
-        _kind(plan.pipelines[numbers[0]], numbers, profile, schedule)
-        for numbers in pipeline_kinds(plan)
+        _kind(plan.pipelines[numbers[0]], numbers, profile, schedule) for numbers in alike
     )
     workers = sum(kind.count * len(s.workers) for kind in kinds for s in kind.pipeline.stages)
     ended_s = _sums_over(plan, kinds, profile, tied=tied) + all_reduce_s(
