@@ -46,7 +46,8 @@ class Control:
             self._channel.send(message)
 
     def on_abrupt(self, callback: Callable[[], None] | None) -> None:
-        """Have `callback` called (in the listening thread) whenever an abrupt change arrives."""
+        """Have `callback` called (in the listening thread) whenever an abrupt change arrives, or
+        a newer wish to measure."""
         with self._changed:
             self._on_abrupt = callback
 
@@ -66,6 +67,13 @@ class Control:
             newest = self._newest()
         if newest is not None and newest.plan.generation > generation:
             raise Superseded(newest.plan.generation)
+
+    def check_measuring(self) -> None:
+        """Raise Superseded when the measurement under way is to give way to a newer attempt or to
+        the first generation."""
+        self.check_wanted(Generation(0))
+        if self._measure is not None:
+            raise Superseded(Generation(0))
 
     def pending_boundary(self, generation: Generation) -> Generation | None:
         """The newest boundary change after `generation` that waits to be voted on, if any."""
@@ -128,14 +136,20 @@ class Control:
                 case Assign():
                     self._accept(message)
                 case Measure():
-                    with self._changed:
-                        self._measure = message
-                        self._changed.notify_all()
+                    self._wish(message)
                 case Stop(reason=reason):
                     log.info("stopping", extra={"reason": reason})
                     os._exit(0)
                 case Launch():
                     log.error("a second launch message was ignored")
+
+    def _wish(self, measure: Measure) -> None:
+        with self._changed:
+            self._measure = measure
+            callback = self._on_abrupt
+            self._changed.notify_all()
+        if callback is not None:
+            callback()
 
     def _accept(self, assign: Assign) -> None:
         generation = assign.plan.generation

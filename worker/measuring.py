@@ -1,7 +1,8 @@
 """Before the first generation: carry out the agent's wish to measure, and report what came of it.
 
 Owns the meetings of two workers that measure the link between them, and what becomes of failures:
-a measurement that fails is reported and costs nothing else. An assignment calls it off at once.
+a measurement that fails is reported and costs nothing else. An assignment calls it off at once,
+and so does a newer wish, such as the one that follows the death of a peer.
 """
 
 import logging
@@ -53,7 +54,7 @@ class Measuring:
         self._faults = faults
 
     def run(self, wish: Measure) -> None:
-        """Returns when all is reported, or called off by an assignment."""
+        """Returns when all is reported, or called off by an assignment or a newer wish."""
         self._faults.reached("before:measure", generation=_BEFORE, step=0)
         try:
             self._control.report(self._measure_layers(wish))
@@ -64,7 +65,7 @@ class Measuring:
             log.info("measuring was called off")
 
     def _check(self) -> None:
-        self._control.check_wanted(_BEFORE)
+        self._control.check_measuring()
 
     def _measure_layers(self, wish: Measure) -> Measured:
         name = device_kind(self._device.type, os.environ)

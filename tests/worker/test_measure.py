@@ -135,6 +135,11 @@ def test_a_peer_that_dies_does_not_hold_up_the_other(warm: WarmWorkers, make_job
         for worker in (A, B):
             cluster.workers[worker].channel.send(wish(cluster))
         cluster.wait(lambda: bool(cluster.said(A, Measured)) and cluster.workers[B].gone, "answers")
+        # A newer attempt without it is not kept waiting behind the older one.
+        cluster.workers[A].channel.send(Measure(attempt=2))
+        cluster.wait(lambda: len(cluster.said(A, Measured)) == 2, "the second answer")
+        cluster.workers[A].channel.send(wish(cluster, attempt=3))
+        cluster.wait(lambda: len(cluster.said(A, Measured)) == 3, "the third answer")
         alone = make_plan(1, [[("a", 5)]], [3])
         cluster.assign(alone)  # while it waits for its peer
         cluster.wait_finished(alone)

@@ -1,0 +1,138 @@
+"""How measurements of several workers become one profile, and which stand for each other."""
+
+from dataclasses import replace
+
+import pytest
+
+from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.measurement import (
+    LinkMeasurement,
+    Measurement,
+    assemble_profile,
+    check_fits,
+    profile_key,
+)
+from oobleck.planner.profile import LayerProfile, Profile
+
+JOB = JobSpec(
+    name="job",
+    model=ModelSpec(layers=3, hidden=8, heads=2, sequence_length=16),
+    data=DataSpec(text=("x",)),
+    training=TrainingSpec(steps=1, global_batch=8, microbatch=2),
+)
+INTER = LinkMeasurement(scope="inter_node", latency_s=1e-4, bytes_per_s=1e9)
+INTRA = LinkMeasurement(scope="intra_node", latency_s=1e-5, bytes_per_s=1e10)
+
+
+def layer(name: str, seconds: float, *, kept: int = 10) -> LayerProfile:
+    return LayerProfile(
+        name=name,
+        forward_s={1: seconds},
+        backward_s={1: 2 * seconds},
+        backward_input_s={1: seconds},
+        update_s={1: seconds / 10},
+        parameter_bytes=100,
+        state_bytes=400,
+        activation_bytes=kept,
+        output_bytes=5,
+    )
+
+
+def measured(seconds: float, device: str = "fast", *, kept: int = 10) -> Measurement:
+    return Measurement(
+        embedding=layer("embedding", seconds / 10),
+        block=layer("block", seconds, kept=kept),
+        head=layer("head", seconds / 2),
+        device=device,
+        torch="2",
+    )
+
+
+def assembled(
+    found: list[Measurement], links: tuple[LinkMeasurement, ...] = (INTER, INTRA)
+) -> tuple[Profile, dict[str, object]]:
+    return assemble_profile(JOB, found, links, gpus_per_node=2, memory_bytes=1000)
+
+
+def test_blocks_are_measured_once_and_stand_for_all() -> None:
+    profile, notes = assembled([measured(1.0)])
+    names = [one.name for one in profile.layers]
+    assert names == ["embedding", "block0", "block1", "block2", "head"]
+    assert [one.forward_s[1] for one in profile.layers] == [0.1, 1.0, 1.0, 1.0, 0.5]
+    assert (profile.microbatch, profile.gpus_per_node, profile.gpu_memory_bytes) == (2, 2, 1000)
+    assert (profile.links.inter_node_bytes_per_s, profile.links.latency_s) == (1e9, 1e-4)
+    assert profile.links.intra_node_bytes_per_s == 1e10
+    assert notes["intra_node_link"] == notes["inter_node_link"] == "measured"
+    check_fits(profile, JOB)
+
+
+def test_of_one_kind_the_median_counts_and_among_kinds_the_slowest() -> None:
+    fast = [measured(1.0), measured(1.1), measured(9.0)]
+    assert assembled(fast)[0].layers[1].forward_s == {1: 1.1}
+    profile, notes = assembled([*fast, measured(3.0, "slow"), measured(3.2, "slow")])
+    assert profile.layers[1].forward_s[1] == pytest.approx(3.1)
+    assert notes["devices"] == ["fast", "slow"]
+    assert notes["workers"] == 5
+
+
+def test_the_most_bytes_count() -> None:
+    profile, _ = assembled([measured(1.0, kept=10), measured(1.0, kept=30)])
+    assert profile.layers[2].activation_bytes == 30
+
+
+@pytest.mark.parametrize(
+    ("links", "rates", "told"),
+    [
+        ((INTER,), (1e9, 1e9), ("the inter-node link's", "measured")),
+        ((INTRA,), (1e10, 1e10), ("measured", "the intra-node link's")),
+        ((), (4e9, 3e9), ("estimated", "estimated")),
+    ],
+)
+def test_a_link_that_was_not_measured_is_filled_in_and_said(
+    links: tuple[LinkMeasurement, ...], rates: tuple[float, float], told: tuple[str, str]
+) -> None:
+    profile, notes = assembled([measured(1.0)], links)
+    found = profile.links
+    assert (found.intra_node_bytes_per_s, found.inter_node_bytes_per_s) == rates
+    assert (notes["intra_node_link"], notes["inter_node_link"]) == told
+
+
+def test_without_a_measurement_there_is_no_profile() -> None:
+    with pytest.raises(ValueError, match="nothing was measured"):
+        assembled([])
+
+
+def test_the_key_holds_all_that_matters_and_nothing_else() -> None:
+    def key(job: JobSpec = JOB, **changes: object) -> str:
+        machines = {"devices": ["a", "b"], "worker_slots": 1, "workers_per_host": 2}
+        return profile_key(job, **{**machines, **changes})  # type: ignore[arg-type]
+
+    assert key().startswith("gpt-3x8-b2-fp32-")
+    training = JOB.training
+    same = [
+        key(replace(JOB, name="other", fault_tolerance=0)),
+        key(replace(JOB, training=replace(training, steps=7, seed=3, global_batch=16))),
+        key(devices=["b", "a", "a"]),
+    ]
+    assert set(same) == {key()}
+    different = [
+        key(replace(JOB, model=replace(JOB.model, dropout=0.1))),
+        key(replace(JOB, training=replace(training, microbatch=4))),
+        key(replace(JOB, training=replace(training, precision="bf16"))),
+        key(devices=["a"]),
+        key(worker_slots=2),
+        key(workers_per_host=4),
+    ]
+    assert len({key(), *different}) == 7
+
+
+def test_a_profile_of_another_model_is_refused_with_the_fix() -> None:
+    profile, _ = assembled([measured(1.0)])
+    deeper = replace(JOB, model=replace(JOB.model, layers=4))
+    with pytest.raises(
+        ValueError, match=r"has 5 layers, and the model has 6 .* profile this model"
+    ):
+        check_fits(profile, deeper)
+    wider = replace(JOB, training=replace(JOB.training, microbatch=4))
+    with pytest.raises(ValueError, match="measured with microbatch 2, and the job has 4"):
+        check_fits(profile, wider)
