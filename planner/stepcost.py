@@ -28,10 +28,10 @@ class StageCost:
     backward_weight_s: float
     update_s: float
     state_bytes: int
-    #: Kept per micro-batch from its forward to the end of its backward. After the gradient of the
-    #: input, weight gradients still need each linear layer's input and the gradient of its output:
-    #: some 16 hidden widths per token of a transformer block, of about 17 before. So nothing is
-    #: counted as freed in between.
+    #: Kept per micro-batch from its forward to the end of its backward. Nothing is counted as freed
+    #: between the gradient of the input and those of the weights: the latter still need each linear
+    #: layer's input and its output's gradient, which are 16 hidden widths per token of a
+    #: transformer block, as many as the block keeps before.
     activation_bytes: int
 
 
