@@ -4,7 +4,7 @@ Pure, and remembered: the same question within a process is answered from memory
 asks again whenever anything changes. Must not know when a plan is due.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -21,7 +21,7 @@ from oobleck.planner.plan import Plan
 from oobleck.planner.profile import Profile
 from oobleck.planner.reconfigure import Reconfiguration, can_lose, reconfigure
 from oobleck.planner.specification import node_specification
-from oobleck.planner.transfer import Shard, plan_shards, plan_transfers
+from oobleck.planner.transfer import Shard, ShardTable, plan_shards, require_holders
 
 __all__ = ["Machines", "can_lose", "check_enough", "first_plan", "next_plan"]
 
@@ -150,7 +150,7 @@ def next_plan(
     if isinstance(answer, PlanInfeasible):
         raise PlanInfeasible(*answer.causes)
     if _committed_step(state, job) > 0:
-        _check_holders(state, job, answer.plan, _profile(job.spec, machines))
+        _check_holders(state, job, answer.plan)
     return answer
 
 
@@ -160,11 +160,10 @@ def _base(job: Job, newest: Plan) -> Plan:
     return job.trained.plan if undone and job.trained is not None else newest
 
 
-def _check_holders(state: ClusterState, job: Job, plan: Plan, profile: Profile) -> None:
+def _check_holders(state: ClusterState, job: Job, plan: Plan) -> None:
     """Raises PlanInfeasible where the state of a layer is with nobody in `plan`."""
-    state_bytes = [layer.state_bytes for layer in profile.layers]
     try:
-        plan_transfers(_held_layers(state, job, plan), plan, state_bytes=state_bytes)
+        require_holders(_held_layers(state, job, plan), plan.layer_count)
     except LayerLost as lost:
         away = ", ".join(sorted(job.lost_nodes))
         hope = f"only {away} with the workers of before can bring it back; or " if away else ""
@@ -185,7 +184,7 @@ def _committed_step(state: ClusterState, job: Job) -> int:
 
 def _held_layers(state: ClusterState, job: Job, plan: Plan) -> dict[WorkerId, frozenset[Shard]]:
     """What the workers of `plan` bring along from the generations that they have entered."""
-    shards: dict[Generation, Mapping[WorkerId, frozenset[Shard]]] = {}
+    shards: dict[Generation, ShardTable] = {}
     held = {}
     for worker in plan.workers:
         process = state.nodes[worker.node].seen.status.worker(worker.slot)

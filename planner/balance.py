@@ -61,6 +61,7 @@ class _Loads:
         self._tasks = tasks
         self.of: dict[WorkerId, int] = {w: 0 for task in tasks for w in task.senders}
         self.sender: dict[int, WorkerId] = {}
+        self._least = least_load(tasks)
         #: The numbers of the tasks of each sender, in the order in which it got them.
         self._tasks_of: dict[WorkerId, dict[int, None]] = {w: {} for w in self.of}
 
@@ -76,15 +77,20 @@ class _Loads:
         self._tasks_of[worker][number] = None
 
     def improve(self) -> bool:
-        """Take load off one of the most loaded senders without making another one as loaded."""
+        """Take load off one of the most loaded senders without making another one as loaded.
+
+        Where one of them keeps its load, the most stays what it is, so no other one matters.
+        """
         most = max(self.of.values(), default=0)
-        for worker in [w for w, load in self.of.items() if load == most]:
-            for size in dict.fromkeys(self._tasks[n].size for n in self._tasks_of[worker]):
-                chain = self._chain(worker, size, most) if size else None
-                if chain is not None:
-                    for number, receiver in reversed(chain):
-                        self.give(number, receiver)
-                    return True
+        worker = next((w for w, load in self.of.items() if load == most), None)
+        if worker is None or most <= self._least:
+            return False
+        for size in dict.fromkeys(self._tasks[n].size for n in self._tasks_of[worker]):
+            chain = self._chain(worker, size, most) if size else None
+            if chain is not None:
+                for number, receiver in chain:
+                    self.give(number, receiver)
+                return True
         return False
 
     def _chain(self, worker: WorkerId, size: int, most: int) -> list[tuple[int, WorkerId]] | None:

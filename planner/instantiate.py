@@ -159,13 +159,15 @@ def choose(
     most: int = MOST_CANDIDATES,
     limit: int | None = None,
     slack: Fraction = EXACT,
+    effort: int | None = None,
 ) -> tuple[Instantiation, ...]:
     """The best instantiation on exactly `nodes` nodes, then up to `most` - 1 others in the band.
 
     Those are the best ones of other numbers of pipelines, the most promising numbers first. Of
     equal step times that with more pipelines counts as the best. With a `limit` (ticks) there is
     none where no step takes so little. The best may be off by the part `slack` of its step time.
-    Raises PlanInfeasible.
+    With an `effort` (sizes in knapsacks, a microsecond or two each) the search ends early, and the
+    bounds say what it has left open. Raises PlanInfeasible.
     """
     if not costs:
         raise PlanInfeasible("there are no templates to choose from")
@@ -181,6 +183,9 @@ def choose(
         even = best is not None and pipelines < len(best.sizes)
         if best is not None:
             limit = best.step - even
+        if effort is not None and search.looked_at > effort and limit is not None:
+            search.leave_open(min(floors[pipelines]))
+            break
         best = search.best(pipelines, floors[pipelines], limit) or best
     if best is None and limit is not None:
         return ()
@@ -247,8 +252,8 @@ class _Search:
         #: Step times from here on were not ruled out; all below were, except the ones found.
         self.open_from = _NEVER
         self._slack = slack
-        #: Sizes in all knapsacks so far.
-        self._looked_at = 0
+        #: Sizes in all knapsacks so far: a measure of the time spent.
+        self.looked_at = 0
         #: Templates by gradients per GPU: what syncs faster stands before what syncs slower.
         self._order = sorted(costs, key=lambda size: (costs[size].gradient_bytes, size))
         self._sizes = np.array(self._order, dtype=float)
@@ -315,7 +320,7 @@ class _Search:
                 continue
             aim = limit - int(limit * self.slack)
             if floors[index] > aim:
-                self._leave_open(floors[index])
+                self.leave_open(floors[index])
                 break
             slowest = self._sync(self._order[index], pipelines)
             found = self._least_time(self._up_to(index), pipelines, aim - slowest, slowest)
@@ -329,9 +334,9 @@ class _Search:
     @property
     def slack(self) -> Fraction:
         """The part of a step time that is not worth more search."""
-        return self._slack or (CLOSE if self._looked_at > _PATIENCE else EXACT)
+        return self._slack or (CLOSE if self.looked_at > _PATIENCE else EXACT)
 
-    def _leave_open(self, step: float) -> None:
+    def leave_open(self, step: float) -> None:
         """Steps of `step` ticks and more were not ruled out."""
         self.open_from = min(self.open_from, math.ceil(step))
 
@@ -380,7 +385,7 @@ class _Search:
             step *= 2
         if proven < low:
             proven = self._ruled_out(allowed, pipelines, proven, min(low, limit))
-        self._leave_open(proven + 1 + sync)
+        self.leave_open(proven + 1 + sync)
         return best
 
     def _ruled_out(self, allowed: Costs, pipelines: int, proven: int, high: int) -> int:
@@ -400,7 +405,7 @@ class _Search:
             for size, cost in allowed.items()
             if (capacity := cost.capacity(time, self._microbatches))
         ]
-        self._looked_at += len(kinds)
+        self.looked_at += len(kinds)
         return select(kinds, items=pipelines, size=self._nodes, worth=self._microbatches)
 
 

@@ -5,7 +5,6 @@ Pipelines that stay whole are no part of it. Places of the same template positio
 so are nodes that hold the same, so gains are worked out by kinds.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -40,6 +39,8 @@ class Seats:
     nodes: tuple[tuple[NodeName, ...], ...]
     #: State that comes from elsewhere; what comes from the same node counts half.
     moved_bytes: int
+    #: Of that, what comes to the node that most comes to.
+    busiest_bytes: int
 
 
 def keep_fitting(sizes: Sequence[int], plan: Plan, alive: frozenset[NodeName]) -> tuple[Slot, ...]:
@@ -111,14 +112,16 @@ def seat(
         if slot.origin is not None:
             homes[row, [number[node] for node in slot.origin.nodes if node in number]] = 0.5
     chosen_rows, chosen = linear_sum_assignment(kept + homes, maximize=True)
-    total = sum(_bytes_of(places[row], state_bytes) for row in rows)
+    needed = np.array([_bytes_of(kind, state_bytes) for kind in places], dtype=float)[rows]
+    moved = np.maximum(needed - kept[chosen_rows, chosen] / 2, 0.0)
     nodes = iter([pool[column] for column in chosen])
     return Seats(
         nodes=tuple(
             slot.kept.nodes if slot.kept else tuple(next(nodes) for _ in range(slot.size))
             for slot in slots
         ),
-        moved_bytes=round(total - float(kept[chosen_rows, chosen].sum()) / 2),
+        moved_bytes=round(moved.sum()),
+        busiest_bytes=round(moved.max(initial=0.0)),
     )
 
 
@@ -178,6 +181,6 @@ def _table(kinds: Sequence[Kind]) -> NDArray[np.float64]:
     return table
 
 
-def _bytes_of(kind: Kind, state_bytes: Sequence[int]) -> int:
+def _bytes_of(kind: Kind, state_bytes: Sequence[int]) -> float:
     """State that the workers of a place hold."""
-    return math.ceil(sum(sum(state_bytes[first:stop]) / parts for first, stop, _, parts in kind))
+    return sum(sum(state_bytes[first:stop]) / parts for first, stop, _, parts in kind)

@@ -6,7 +6,8 @@ there, and sizes chosen anew for all live nodes (`oobleck.planner.instantiate`).
 this order:
 
 1. lost guarantees: as many pipelines as f asks for, as far as the nodes allow it, and no idle node;
-2. step time, where candidates within a band of the best are equal;
+2. step time, with the time that state takes to move spread over the steps until the next loss;
+   candidates within a band of the best are equal;
 3. bytes of state that move (`oobleck.planner.placement`);
 4. the paper's order of rules: reinstantiate, borrow, merge, then sizes chosen anew.
 
@@ -17,12 +18,12 @@ whether all layers are still there.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import groupby
 
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.instantiate import (
     BAND,
-    ROUGH,
     Costs,
     Instantiation,
     Judge,
@@ -32,7 +33,7 @@ from oobleck.planner.instantiate import (
     step_of,
     template_costs,
 )
-from oobleck.planner.placement import Slot, keep_fitting, put_in_place, seat
+from oobleck.planner.placement import Seats, Slot, keep_fitting, put_in_place, seat
 from oobleck.planner.plan import Plan
 from oobleck.planner.profile import Profile
 from oobleck.planner.rules import Group, Groups, Rule, enlarge, found_pipelines, mend, refill
@@ -43,14 +44,18 @@ from oobleck.planner.units import are, count
 
 Templates = Mapping[int, PipelineTemplate]
 
-#: Step times this close are equal. One part in a hundred is less than the estimate's own error,
-#: and even with a loss every ten minutes, the paper's worst case, it wins six seconds until the
-#: next plan: what it takes to move the state of a large node over a fast network.
+#: A plan is used for so long, seconds: the paper's worst case is a loss every ten minutes.
+HORIZON_S = 600.0
+#: Costs this close, as parts of the best step time, are equal: the estimate is not that exact.
 TIE = Fraction(1, 100)
 #: Ways to put the hit pipelines right; all of them for up to three.
 _MOST_WAYS = 32
 #: Kinds of plans whose step time is judged.
 _MOST_JUDGED = 6
+#: Of them, those with sizes chosen anew.
+_MOST_ANEW = 2
+#: What the search for them may take (`oobleck.planner.instantiate.choose`): some ten milliseconds.
+_EFFORT = 8000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +140,7 @@ class _Chooser:
     #: Pipelines that there must be, and nodes that they can use.
     wanted: int
     used: int
-    _steps: dict[tuple[int, ...], Instantiation] = field(default_factory=dict)
+    _steps: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -177,51 +182,56 @@ class _Chooser:
 
     def choose(self, generation: Generation) -> tuple[_Candidate, Plan]:
         """The best candidate and its plan."""
-        tied = self._fastest(self._candidates())
+        close = self._close(self._candidates())
+        fastest = min(time for _, time in close)
         state_bytes = [layer.state_bytes for layer in self.profile.layers]
-        seated = [
-            (
-                candidate,
-                seat(
-                    candidate.slots,
-                    self.plan,
-                    self.alive,
-                    templates=self.templates,
-                    state_bytes=state_bytes,
-                ),
+        rate = self.profile.links.inter_node_bytes_per_s
+        ways: list[tuple[float, _Candidate, Seats]] = []
+        for candidate, time in close:
+            seats = seat(
+                candidate.slots,
+                self.plan,
+                self.alive,
+                templates=self.templates,
+                state_bytes=state_bytes,
             )
-            for candidate in tied
-        ]
-        best, seats = min(seated, key=lambda pair: pair[1].moved_bytes)
+            cost = (time / fastest if fastest else 1.0) + seats.busiest_bytes / rate / HORIZON_S
+            ways.append((cost, candidate, seats))
+        least = min(cost for cost, _, _ in ways)
+        tied = [(candidate, seats) for cost, candidate, seats in ways if cost <= least + TIE]
+        best, seats = min(tied, key=lambda way: way[1].moved_bytes)
         shares = share_batch([self.costs[s.size] for s in best.slots], self.plan.microbatches)
         plan = put_in_place(
             best.slots, seats, shares, self.plan, templates=self.templates, generation=generation
         )
         return best, plan
 
-    def _fastest(self, candidates: Sequence[_Candidate]) -> list[_Candidate]:
-        """Those within the band of the fastest, in order; one for each set of sizes and of
-        pipelines that stay."""
-        quick = min(self._step(candidate.sizes).step for candidate in candidates)
-        sizes = list(dict.fromkeys(candidate.sizes for candidate in candidates))
-        close = [s for s in sizes if self._step(s).step <= quick * (1 + BAND)]
-        close = sorted(close, key=lambda s: self._step(s).step)[:_MOST_JUDGED]
-        times = self.judge([self._step(s) for s in close]) if len(close) > 1 else [0.0]
-        good = {s for s, time in zip(close, times, strict=True) if time <= min(times) * (1 + TIE)}
-        kept: dict[object, _Candidate] = {}
+    def _close(self, candidates: Sequence[_Candidate]) -> list[tuple[_Candidate, float]]:
+        """Those within a band of the fastest, in order, with their step times by the judge; one
+        for each set of sizes and of pipelines that stay."""
+        quick = min(self._step(candidate.sizes) for candidate in candidates)
+        sizes = dict.fromkeys(candidate.sizes for candidate in candidates)
+        close = [s for s in sizes if self._step(s) <= quick * (1 + BAND)]
+        close = sorted(close, key=self._step)[:_MOST_JUDGED]
+        times = self.judge([self._shared(s) for s in close]) if len(close) > 1 else [1.0]
+        judged = dict(zip(close, times, strict=True))
+        kept: dict[object, tuple[_Candidate, float]] = {}
         for candidate in candidates:
-            if candidate.sizes in good:
+            if candidate.sizes in judged:
                 stay = tuple(slot.kept.nodes for slot in candidate.slots if slot.kept)
-                kept.setdefault((candidate.sizes, stay), candidate)
+                kept.setdefault((candidate.sizes, stay), (candidate, judged[candidate.sizes]))
         return list(kept.values())
 
-    def _step(self, sizes: tuple[int, ...]) -> Instantiation:
+    def _step(self, sizes: tuple[int, ...]) -> int:
+        """Ticks by the formula."""
         if sizes not in self._steps:
-            batch = self.plan.microbatches
-            step = step_of(self.costs, sizes, batch, self.profile.links)
-            shares = share_batch([self.costs[size] for size in sizes], batch)
-            self._steps[sizes] = Instantiation(sizes=sizes, shares=shares, step=step, bound=0)
+            batch, links = self.plan.microbatches, self.profile.links
+            self._steps[sizes] = step_of(self.costs, sizes, batch, links)
         return self._steps[sizes]
+
+    def _shared(self, sizes: tuple[int, ...]) -> Instantiation:
+        shares = share_batch([self.costs[size] for size in sizes], self.plan.microbatches)
+        return Instantiation(sizes=sizes, shares=shares, step=self._step(sizes), bound=0)
 
     # ---- candidates
 
@@ -234,20 +244,19 @@ class _Chooser:
             and len(candidate.slots) <= self.plan.microbatches
             and sum(candidate.sizes) == self.used
         ]
-        limit = min((self._step(c.sizes).step for c in candidates), default=None)
+        quick = min((self._step(c.sizes) for c in candidates), default=None)
         anew = choose(
             self.costs,
             self.used,
             links=self.profile.links,
             microbatches=self.plan.microbatches,
             min_pipelines=self.wanted,
-            limit=limit,
-            slack=ROUGH,
+            most=_MOST_ANEW,
+            limit=quick,
+            slack=TIE,  # what gains less is not worth the move
+            effort=_EFFORT,
         )
-        for found in anew:
-            self._steps[found.sizes] = found
-            candidates.append(self._anew(found.sizes))
-        return candidates
+        return [*candidates, *(self._anew(found.sizes) for found in anew)]
 
     def _by_rules(self) -> Iterator[_Candidate]:
         groups, gone = _hit_groups(self.plan, self.alive)
@@ -291,11 +300,20 @@ class _Chooser:
             for nodes, verb in ((before - self.alive, "lost"), (self.alive - before, "joined"))
             if nodes
         ]
-        old = ", ".join(str(len(pipeline.nodes)) for pipeline in self.plan.pipelines)
-        new = ", ".join(str(size) for size in sorted((s.size for s in slots), reverse=True))
+        old = _listed([len(pipeline.nodes) for pipeline in self.plan.pipelines])
+        new = _listed(sorted((slot.size for slot in slots), reverse=True))
         idle = len(self.alive) - self.used
         spare = f"; no combination of templates has a use for {idle} of the nodes" if idle else ""
         return f"{' and '.join(changes)}: templates {old} -> templates {new}{spare}"
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    """`3, 2, 2`, and many equal ones in a row as `3, 2 (x12)`."""
+    runs = [(size, len(list(run))) for size, run in groupby(sizes)]
+    return ", ".join(
+        f"{size} (x{number})" if number > 4 else ", ".join([str(size)] * number)
+        for size, number in runs
+    )
 
 
 def _slots(groups: Groups) -> tuple[Slot, ...]:

@@ -25,6 +25,7 @@ __all__ = [
     "Transfer",
     "plan_shards",
     "plan_transfers",
+    "require_holders",
 ]
 
 _WHOLE = Fraction(1)
@@ -76,14 +77,39 @@ class Transfer:
             raise ValueError(f"a piece from {self.start} to {self.stop} of a layer is not one")
 
 
-def plan_shards(plan: Plan) -> Mapping[WorkerId, frozenset[Shard]]:
-    """What each worker of the plan holds."""
-    return {
-        worker: frozenset(Shard(layer, part, len(stage.workers)) for layer in stage.layers)
-        for pipeline in plan.pipelines
-        for stage in pipeline.stages
-        for part, worker in enumerate(stage.workers)
-    }
+def plan_shards(plan: Plan) -> ShardTable:
+    """What each worker of the plan holds; equal sets are one object."""
+    known: dict[tuple[range, int, int], frozenset[Shard]] = {}
+    table = {}
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            parts = len(stage.workers)
+            for part, worker in enumerate(stage.workers):
+                key = stage.layers, part, parts
+                if key not in known:
+                    known[key] = frozenset(Shard(layer, part, parts) for layer in stage.layers)
+                table[worker] = known[key]
+    return table
+
+
+def require_holders(held: ShardTable, layer_count: int) -> None:
+    """Raises LayerLost where a layer, or a part of one, is with nobody."""
+    spans: dict[int, set[Shard]] = {layer: set() for layer in range(layer_count)}
+    for shards in set(held.values()):
+        for shard in shards:
+            spans[shard.layer].add(shard)
+    if lost := {layer for layer, shards in spans.items() if not _cover(shards)}:
+        raise LayerLost(lost)
+
+
+def _cover(shards: Iterable[Shard]) -> bool:
+    """Whether the shards make up the whole layer."""
+    reached = Fraction(0)
+    for shard in sorted(shards, key=lambda shard: shard.start):
+        if shard.start > reached:
+            return False
+        reached = max(reached, shard.stop)
+    return reached == _WHOLE
 
 
 def plan_transfers(
@@ -100,14 +126,20 @@ def plan_transfers(
     wanted = [
         (worker, shard)
         for worker, shards in sorted(plan_shards(plan).items(), key=lambda item: _key(item[0]))
-        for shard in sorted(shards - table.get(worker, frozenset()))
+        for shard in sorted(shards - table.get(worker, frozenset()), key=_place)
     ]
     holders: dict[int, list[tuple[WorkerId, Shard]]] = {shard.layer: [] for _, shard in wanted}
     for worker, shards in table.items():
         for shard in shards:
             if shard.layer in holders:
                 holders[shard.layer].append((worker, shard))
-    pieces = [p for worker, shard in wanted for p in _missing(worker, shard, holders[shard.layer])]
+    held_pieces = {s: _cut(s, holders[s.layer]) for s in dict.fromkeys(s for _, s in wanted)}
+    pieces = [
+        _Piece(layer=shard.layer, start=start, stop=stop, destination=worker, holders=having)
+        for worker, shard in wanted
+        for start, stop, having in held_pieces[shard]
+        if worker not in having
+    ]
     if lost := {piece.layer for piece in pieces if not piece.holders}:
         raise LayerLost(lost)
 
@@ -116,7 +148,7 @@ def plan_transfers(
             Task(
                 size=_bytes(piece, state_bytes[piece.layer]),
                 near=tuple(w for w in piece.holders if w.node == piece.destination.node),
-                far=piece.holders,
+                far=tuple(piece.holders),
             )
             for piece in pieces
         ]
@@ -132,30 +164,26 @@ class _Piece:
     start: Fraction
     stop: Fraction
     destination: WorkerId
-    holders: tuple[WorkerId, ...]
+    holders: dict[WorkerId, None]
 
 
 def _shards(held: frozenset[int] | frozenset[Shard]) -> frozenset[Shard]:
     return frozenset(item if isinstance(item, Shard) else Shard(item) for item in held)
 
 
-def _missing(
-    worker: WorkerId, shard: Shard, holders: Sequence[tuple[WorkerId, Shard]]
-) -> Iterator[_Piece]:
-    """The pieces of `shard` that the worker lacks, cut where the set of their holders changes."""
+def _cut(
+    shard: Shard, holders: Sequence[tuple[WorkerId, Shard]]
+) -> list[tuple[Fraction, Fraction, dict[WorkerId, None]]]:
+    """The pieces of `shard`, cut where the set of their holders changes, and the holders."""
+    others = dict.fromkeys(other for _, other in holders)
     cuts = {shard.start, shard.stop}
-    for _, other in holders:
+    for other in others:
         cuts.update(cut for cut in (other.start, other.stop) if shard.start < cut < shard.stop)
+    pieces = []
     for start, stop in pairwise(sorted(cuts)):
-        having = dict.fromkeys(w for w, s in holders if s.start <= start and stop <= s.stop)
-        if worker not in having:
-            yield _Piece(
-                layer=shard.layer,
-                start=start,
-                stop=stop,
-                destination=worker,
-                holders=tuple(having),
-            )
+        inside = {other for other in others if other.start <= start and stop <= other.stop}
+        pieces.append((start, stop, dict.fromkeys(w for w, other in holders if other in inside)))
+    return pieces
 
 
 def _bytes(piece: _Piece, count: int) -> int:
@@ -197,6 +225,10 @@ def _joined(found: Iterable[tuple[_Piece, WorkerId]]) -> Iterator[Transfer]:
 def _key(worker: WorkerId) -> tuple[str, int]:
     # Tuples compare faster than dataclasses, by the same order.
     return worker.node, worker.slot
+
+
+def _place(shard: Shard) -> tuple[int, int, int]:
+    return shard.layer, shard.part, shard.parts
 
 
 def _order(transfer: Transfer) -> tuple[object, ...]:

@@ -1,0 +1,163 @@
+"""How long the master takes to plan anew, with templates at hand.
+
+    python -m bench.replan [--nodes 30 256 1024] [--losses 7] [--workers 1]
+
+Builds the state of a master with a trained job on so many nodes and calls `planning.next_plan`, as
+the master does: for the loss of one node, of two at once (f = 2), and for a node that joins. Each
+figure is the median over several nodes, none asked about before. The job is a GPT of 98 layers
+(96 blocks) whose memory asks for about three nodes per pipeline.
+"""
+
+import argparse
+import random
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+from oobleck.host.messages import Rendezvous
+from oobleck.master import planning
+from oobleck.master.events import PlanMade
+from oobleck.master.state import ClusterState, Job, Node, NodeSeen
+from oobleck.planner.estimate import estimate_profile
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.proto.types import NodeFacts, NodeStatus, WorkerStatus
+
+FAULT_TOLERANCE = 2
+NODES_PER_PIPELINE = 3
+
+
+def job_spec(microbatches: int) -> JobSpec:
+    return JobSpec(
+        name="replan",
+        model=ModelSpec(layers=96, hidden=4096, heads=32, sequence_length=2048, vocabulary=50304),
+        data=DataSpec(text=("/nowhere",)),
+        training=TrainingSpec(steps=1000, global_batch=microbatches),
+        fault_tolerance=FAULT_TOLERANCE,
+    )
+
+
+def memory_per_worker(spec: JobSpec, workers: int) -> int:
+    """So much that a bit less than three nodes hold the model."""
+    profile = estimate_profile(spec, gpus_per_node=workers, memory_per_worker_bytes=1 << 40)
+    states = sum(layer.state_bytes for layer in profile.layers)
+    in_flight = sum(layer.activation_bytes for layer in profile.layers) * NODES_PER_PIPELINE
+    return round((states + in_flight * workers) / (NODES_PER_PIPELINE - 0.6) / workers)
+
+
+class Cluster:
+    """A master's state: nodes that are all ready, and a job that has committed a step."""
+
+    def __init__(self, count: int, workers: int) -> None:
+        self.spec = job_spec(microbatches=16 * count)
+        self._workers = workers
+        self._memory = memory_per_worker(self.spec, workers)
+        self.state = ClusterState()
+        self.nodes = [self.add(number) for number in range(count)]
+        self.job = Job(id=JobId("replan-1"), request_id="", spec=self.spec, submitted_at=0.0)
+        self.job.most_nodes = count
+        self.state.jobs[self.job.id] = self.job
+        plan = planning.first_plan(self.job, self.nodes, Generation(1))
+        self.job.plans[Generation(1)] = plan
+        self.job.seen.committed_step = 5
+        self.job.made = self.job.trained = PlanMade(
+            job_id=self.job.id,
+            plan=plan,
+            rendezvous=Rendezvous(store="", prefix=""),
+            boundary=False,
+            incarnations=tuple(Incarnation(str(worker)) for worker in plan.workers),
+            cause="start",
+            rule="start",
+            reason="",
+            nodes_lost=(),
+            workers_lost=(),
+            nodes_joined=(),
+            can_lose=planning.can_lose(plan),
+            worker_slots=workers,
+            detect_s=0.0,
+        )
+
+    def add(self, number: int) -> Node:
+        name = NodeName(f"n{number:04}")
+        facts = NodeFacts(
+            node=name,
+            incarnation=Incarnation(f"{number:04x}"),
+            hostname=name,
+            address="10.0.0.1",
+            pid=1,
+            worker_slots=self._workers,
+            device="cpu",
+            memory_per_worker_bytes=self._memory,
+        )
+        workers = tuple(
+            WorkerStatus(
+                slot=slot,
+                incarnation=Incarnation(f"{name}/{slot}"),
+                pid=2,
+                generation=Generation(1),
+                committed_step=5,
+            )
+            for slot in range(self._workers)
+        )
+        status = NodeStatus(job_id=JobId("replan-1"), generation=Generation(1), workers=workers)
+        node = Node(facts=facts, seen=NodeSeen(last_heard=0.0, session=1, status=status))
+        self.state.nodes[name] = node
+        return node
+
+    def without(self, lost: int, times: int) -> Iterator[list[Node]]:
+        rng = random.Random(lost)
+        for _ in range(times):
+            gone = set(rng.sample(range(len(self.nodes)), lost))
+            yield [node for number, node in enumerate(self.nodes) if number not in gone]
+
+    def joined(self, times: int) -> Iterator[list[Node]]:
+        for number in range(times):
+            yield [*self.nodes, self.add(len(self.nodes) + number)]
+
+
+def replan_ms(
+    cluster: Cluster, changes: Iterator[list[Node]], show: Callable[[str], None]
+) -> tuple[float, float, float]:
+    """The first one, the median, and the median of the processor's time."""
+    wall, processor = [], []
+    for live in changes:
+        begun = time.perf_counter(), time.process_time()
+        found = planning.next_plan(cluster.state, cluster.job, live, Generation(2))
+        wall.append((time.perf_counter() - begun[0]) * 1e3)
+        processor.append((time.process_time() - begun[1]) * 1e3)
+        show(f"    {wall[-1]:8.1f} ms  {found.rule}: {found.reason[:100]}")
+    return wall[0], statistics.median(wall), statistics.median(processor)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[30, 256, 1024])
+    parser.add_argument("--losses", type=int, default=7)
+    parser.add_argument("--workers", type=int, default=1, help="workers per node")
+    parser.add_argument("--verbose", action="store_true")
+    arguments = parser.parse_args()
+    show: Callable[[str], None] = print if arguments.verbose else lambda line: None
+    print("milliseconds: the first such change, then the median of all (of processor time)")
+    print(
+        "nodes  pipelines  first plan s  lose one             lose two             join"
+        "                 peak MiB"
+    )
+    for count in arguments.nodes:
+        begun = time.perf_counter()
+        cluster = Cluster(count, arguments.workers)
+        first_s = time.perf_counter() - begun
+        assert cluster.job.made is not None
+        pipelines = len(cluster.job.made.plan.pipelines)
+        figures = [
+            replan_ms(cluster, cluster.without(1, arguments.losses), show),
+            replan_ms(cluster, cluster.without(FAULT_TOLERANCE, arguments.losses), show),
+            replan_ms(cluster, cluster.joined(arguments.losses), show),
+        ]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        times = "  ".join(f"{first:5.0f} {wall:5.1f} ({cpu:5.1f})" for first, wall, cpu in figures)
+        print(f"{count:5}  {pipelines:9}  {first_s:12.2f}  {times}  {peak:8.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
