@@ -5,7 +5,7 @@ the same terms. Times are integers here (ticks of a femtosecond), so that sums a
 stages are equal, and which stage is the slowest never hangs on rounding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -82,6 +82,15 @@ def all_reduce_s(count: int, *, workers: int, same_node: bool, links: Links) -> 
         return 0.0
     rate = links.intra_node_bytes_per_s if same_node else links.inter_node_bytes_per_s
     return 2 * (workers - 1) * (links.latency_s + count / workers / rate)
+
+
+def in_turn(sums: Iterable[tuple[float, float]]) -> float:
+    """When the last of one worker's sums is over: each is (ready, taken), in seconds, and its link
+    passes them on one after the other, as they become ready."""
+    end = 0.0
+    for ready, taken in sorted(sums):
+        end = max(end, ready) + taken
+    return end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

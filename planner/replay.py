@@ -6,13 +6,15 @@ side in arrays. Must not know how candidates come about.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 
-from oobleck.planner.cost import all_reduce_s, message_s
+from oobleck.planner.cost import all_reduce_s, in_turn, message_s
 from oobleck.planner.profile import Profile
 from oobleck.planner.simulate import VOTE_BYTES
 from oobleck.planner.stagetable import Floats, Integers
@@ -152,6 +154,15 @@ def boundary_s(before: StageTemplate, after: StageTemplate, profile: Profile) ->
     return message_s(-(-rows // wide), same_node=before.node == after.node, links=profile.links)
 
 
+class Sized(Protocol):
+    """Nodes and micro-batches of each pipeline of a plan."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]: ...
+    @property
+    def shares(self) -> tuple[int, ...]: ...
+
+
 class StepReplay:
     """Step times of plans made of `templates`; remembers the pipelines that it has seen."""
 
@@ -178,16 +189,14 @@ class StepReplay:
     def _with_sums(self, kinds: Sequence[tuple[int, int]], pipelines: int, workers: int) -> float:
         """The end of the step, given the kinds of pipelines, and how many there are, in all.
 
-        Runs of layers that every pipeline has in one stage are summed from the last layer on, in
-        pieces where stages of different numbers of workers share the layers; each worker does
-        its sums one after the other.
+        Runs of layers that every pipeline has in one stage are summed, in pieces where stages of
+        different numbers of workers share the layers. A sum is ready when its last owner is; each
+        worker's links pass its sums on one after the other, as they become ready.
         """
         layers, links = self._profile.layers, self._profile.links
         stages = [self._templates[nodes].stages for nodes, _ in kinds]
-        ends = [
-            [[finish] * stage.gpus for finish, stage in zip(self._finish[kind], held, strict=True)]
-            for kind, held in zip(kinds, stages, strict=True)
-        ]
+        finish = [self._finish[kind] for kind in kinds]
+        sums: dict[tuple[int, int, int], list[tuple[float, float]]] = defaultdict(list)
         at = [len(held) - 1 for held in stages]
         stop = len(layers)
         while stop:
@@ -201,17 +210,25 @@ class StepReplay:
             whole = sum(layer.parameter_bytes for layer in layers[first:stop])
             for start, end in pairwise(cuts):
                 owners = [(n, at[n], start * size // of) for n, size in enumerate(sizes)]
-                begun = max(ends[n][stage][worker] for n, stage, worker in owners)
+                ready = max(finish[n][stage] for n, stage, _ in owners)
                 taken = all_reduce_s(
                     whole * (end - start) // of, workers=pipelines, same_node=False, links=links
                 )
-                for n, stage, worker in owners:
-                    ends[n][stage][worker] = begun + taken
+                for owner in owners:
+                    sums[owner].append((ready, taken))
             stop = first
-        summed = max(end for lines in ends for stage in lines for end in stage)
+        summed = max(in_turn(own) for own in sums.values())
         voted = summed + all_reduce_s(VOTE_BYTES, workers=workers, same_node=False, links=links)
         return voted + max(self._update_s(stage) for held in stages for stage in held)
 
     def _update_s(self, stage: StageTemplate) -> float:
         layers = self._profile.layers
         return sum(layers[layer].update_s.get(stage.gpus, 0.0) for layer in stage.layers)
+
+
+def replay_judge(
+    templates: Mapping[int, PipelineTemplate], profile: Profile
+) -> Callable[[Sequence[Sized]], list[float]]:
+    """The judge of instantiations that replays each of them."""
+    replay = StepReplay(tuple(templates.values()), profile)
+    return lambda candidates: replay.step_s([(one.sizes, one.shares) for one in candidates])

@@ -1,9 +1,10 @@
 """A dry run of all programs of a plan: proof that nobody waits forever, and what a step takes.
 
 Each worker interprets its program on its own clock; messages and sums take what
-`oobleck.planner.cost` says, one beside the other without getting in each other's way. Gradient
-sums of one worker run one after the other, in the order of its program. Must not know how programs
-came about. The workers of a stage compute in step: each waits for the last of them.
+`oobleck.planner.cost` says, messages without getting in each other's way. Gradient sums run side by
+side, each from when its last owner has come to it; what a worker sums passes its link one after
+the other, as it becomes ready. The workers of a stage compute in step: each waits for the last of
+them. Must not know how programs came about.
 
 Driven by events: a worker runs until it must wait, and is woken by what it waits for, so a run
 takes time proportional to the number of instructions.
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from oobleck.planner.cost import all_reduce_s, message_s
+from oobleck.planner.cost import all_reduce_s, in_turn, message_s
 from oobleck.planner.errors import ProgramDeadlock
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.plan import Plan
@@ -92,7 +93,8 @@ class _Worker:
     started: list[tuple[SyncGradient, float]] = field(default_factory=list)
     #: How many of them are over, and when the last one was.
     summed: int = 0
-    summed_s: float = 0.0
+    #: Of each of those: when all its owners were ready, and what it takes.
+    sums: list[tuple[float, float]] = field(default_factory=list)
     #: In an exchange: the messages that have not passed yet, and when the last one did.
     pending: set["_Key"] = field(default_factory=set)
     exchanged_s: float = 0.0
@@ -339,11 +341,11 @@ class _Run:
             ready.append(worker)
             if len(ready) < len(sync.owners) or {w.id for w in ready} != set(sync.owners):
                 continue
-            begun_s = max(max(w.summed_s, w.started[w.summed][1]) for w in ready)
-            ended_s = begun_s + self._sum_cost.seconds(sync)
+            ready_s = max(w.started[w.summed][1] for w in ready)
+            taken_s = self._sum_cost.seconds(sync)
             for owner in self._ready_to_sum.pop(sync.bucket):
+                owner.sums.append((ready_s, taken_s))
                 owner.summed += 1
-                owner.summed_s = ended_s
                 if owner.summed < len(owner.started):
                     came_up.append(owner)
 
@@ -352,7 +354,7 @@ class _Run:
         workers = self._workers.values()
         if not all(isinstance(w.next, Vote) and w.summed == len(w.started) for w in workers):
             return
-        begun_s = max(max(worker.clock_s, worker.summed_s) for worker in workers)
+        begun_s = max(max(worker.clock_s, in_turn(worker.sums)) for worker in workers)
         voted_s = begun_s + all_reduce_s(
             VOTE_BYTES, workers=len(workers), same_node=False, links=self._profile.links
         )

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from oobleck.planner.cost import all_reduce_s, message_s
+from oobleck.planner.cost import all_reduce_s, in_turn, message_s
 from oobleck.planner.gradients import gradient_buckets
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.plan import Pipeline, Plan, Schedule
@@ -253,26 +253,26 @@ def _sums_over(plan: Plan, kinds: Sequence[KindEstimate], profile: Profile, *, t
     buckets = gradient_buckets(few, tied=tied)
     cost = SumCost(profile, (part for bucket in buckets for part in bucket.parts))
     members: dict[WorkerId, int] = {}
-    free_s: dict[WorkerId, float] = {}
+    computed_s: dict[WorkerId, float] = {}
+    sums: dict[WorkerId, list[tuple[float, float]]] = {}
     for kind in kinds:
-        for stage, computed_s in zip(kind.pipeline.stages, kind.computed_s, strict=True):
+        for stage, end_s in zip(kind.pipeline.stages, kind.computed_s, strict=True):
             for worker in stage.workers:
-                members[worker] = kind.count
-                free_s[worker] = computed_s
+                members[worker], computed_s[worker], sums[worker] = kind.count, end_s, []
     held = few.holdings()
     for bucket in buckets:
         owners = bucket.owners
-        begun_s = max(free_s[owner] for owner in owners)
+        ready_s = max(computed_s[owner] for owner in owners)
         count = sum(members[owner] for owner in owners)
-        summed_s = all_reduce_s(
+        taken_s = all_reduce_s(
             cost.bytes([part for part in bucket.parts if part.layer in held[owners[0]]]),
             workers=count,
             same_node=count == len(owners) and len({owner.node for owner in owners}) == 1,
             links=profile.links,
         )
         for owner in owners:
-            free_s[owner] = begun_s + summed_s
-    return max(free_s.values())
+            sums[owner].append((ready_s, taken_s))
+    return max(max(computed_s[worker], in_turn(own)) for worker, own in sums.items())
 
 
 def _one_of_each(plan: Plan, kinds: Sequence[KindEstimate]) -> Plan:

@@ -39,7 +39,7 @@ def generate_templates(profile: Profile, sizes: range) -> Mapping[int, PipelineT
     """The best template for each number of nodes in `sizes`; raises PlanInfeasible."""
     costs = StageCosts(profile)
     candidates = [
-        [_template(costs, profile.gpus_per_node, nodes, cut) for cut in cuts]
+        [template_of(costs, profile.gpus_per_node, nodes, cut) for cut in cuts]
         for nodes, cuts in least_cuts(StageTable(profile), sizes).items()
     ]
     return {template.nodes: template for template in quickest(candidates, profile)}
@@ -212,7 +212,8 @@ def fitting_sizes(table: StageTable, fewest: Integers) -> tuple[int, ...]:
     return tuple(int(n) + 1 for n in np.flatnonzero(whole <= table.layers))
 
 
-def _template(costs: StageCosts, per_node: int, nodes: int, stages: Stages) -> PipelineTemplate:
+def template_of(costs: StageCosts, per_node: int, nodes: int, stages: Stages) -> PipelineTemplate:
+    """The template of a cut on nodes of `per_node` GPUs."""
     times = [costs.time(*stage) for stage in stages]
     slowest = max(range(len(stages)), key=lambda s: (times[s], s))
     total = sum(times) + (3 * len(stages) + slowest - 1) * times[slowest] + sum(times[slowest:])

@@ -1,0 +1,159 @@
+"""What the choice by simulated step time changes and gains over the choice by formula alone.
+
+    python -m bench.choice [--profiles 60]
+
+For random models (half of them with equal blocks), clusters, links and batches, three plans are
+made: with templates and instantiation by formula alone (T1 + T2 + T3, the first cut of least T;
+slowest pipeline + sync), with templates chosen among tied cuts by replay, and with the
+instantiation chosen by replay as well. All three are then simulated. `best cut` and `worst cut`
+compare the cuts of equal T among themselves, as a pipeline of 4 micro-batches per stage.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bench.models import profile as model_profile
+from oobleck.planner.cost import StageCosts
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.instantiate import best_judged, by_formula, choose, template_costs
+from oobleck.planner.profile import Links, Profile
+from oobleck.planner.replay import StepReplay, Timelines, replay_judge
+from oobleck.planner.specification import node_specification
+from oobleck.planner.stagetable import StageTable
+from oobleck.planner.template import PipelineTemplate
+from oobleck.planner.templates import least_cuts, template_of
+from oobleck.planner.ties import quickest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    #: Simulated step times.
+    formula_s: float
+    ties_s: float
+    final_s: float
+    #: Worst over best of the cuts of equal T, by template with more than one.
+    spreads: Sequence[float]
+    changed_templates: int
+    templates: int
+
+
+def random_question(rng: random.Random) -> tuple[Profile, int, int]:
+    """Profile, nodes and micro-batches."""
+    gpus = rng.choice([1, 1, 2, 4])
+    layers = rng.randint(max(8, 2 * gpus), 48)
+    links = Links(
+        intra_node_bytes_per_s=10 ** rng.uniform(10, 11.5),
+        inter_node_bytes_per_s=10 ** rng.uniform(9, 10.7),
+        latency_s=10 ** rng.uniform(-5.3, -4),
+    )
+    given = model_profile(
+        layers,
+        gpus,
+        kind=rng.choice(["gpt", "random"]),
+        seed=rng.randint(0, 1 << 30),
+        nodes_needed=rng.randint(2, 3),
+    )
+    nodes = rng.randint(6, 24)
+    return replace(given, links=links), nodes, rng.choice([16, 32, 64, 128])
+
+
+def examine(given: Profile, nodes: int, microbatches: int) -> Outcome:
+    sizes = node_specification(given, nodes=nodes, fault_tolerance=1)
+    costs = StageCosts(given)
+    groups = [
+        [template_of(costs, given.gpus_per_node, n, cut) for cut in cuts]
+        for n, cuts in least_cuts(StageTable(given), sizes).items()
+    ]
+    first = [group[0] for group in groups]
+    chosen = quickest(groups, given)
+    tied = [group for group in groups if len(group) > 1]
+    return Outcome(
+        formula_s=step_s(first, given, nodes, microbatches, judged=False),
+        ties_s=step_s(chosen, given, nodes, microbatches, judged=False),
+        final_s=step_s(chosen, given, nodes, microbatches, judged=True),
+        spreads=[spread(group, given) for group in tied],
+        changed_templates=sum(a != b for a, b in zip(first, chosen, strict=True)),
+        templates=len(groups),
+    )
+
+
+def step_s(
+    templates: Sequence[PipelineTemplate],
+    given: Profile,
+    nodes: int,
+    microbatches: int,
+    *,
+    judged: bool,
+) -> float:
+    table = {template.nodes: template for template in templates}
+    candidates = choose(
+        template_costs(table, given),
+        nodes,
+        links=given.links,
+        microbatches=microbatches,
+        min_pipelines=2,
+    )
+    judge = replay_judge(table, given) if judged else by_formula
+    plan = best_judged(candidates, judge)
+    (time,) = StepReplay(templates, given).step_s([(plan.sizes, plan.shares)])
+    return time
+
+
+def spread(group: Sequence[PipelineTemplate], given: Profile) -> float:
+    pipelines = [(template.stages, 4 * len(template.stages)) for template in group]
+    times = [max(line) for line in Timelines.finish_of(pipelines, given)]
+    return max(times) / min(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--profiles", type=int, default=60)
+    options = parser.parse_args()
+    outcomes: list[Outcome] = []
+    seed = 0
+    while len(outcomes) < options.profiles:
+        seed += 1
+        try:
+            outcomes.append(examine(*random_question(random.Random(seed))))
+        except PlanInfeasible:
+            continue
+    report(outcomes)
+
+
+def report(outcomes: Sequence[Outcome]) -> None:
+    count = len(outcomes)
+    templates = sum(o.templates for o in outcomes)
+    changed = sum(o.changed_templates for o in outcomes)
+    spreads = [s - 1 for o in outcomes for s in o.spreads]
+    tell(f"{count} random profiles, {templates} templates")
+    tell(f"templates with several cuts of least T: {len(spreads)} ({len(spreads) / templates:.0%})")
+    tell(f"  worst against best of those: {spread_text(spreads)}")
+    tell(f"templates for which replay takes another cut: {changed} ({changed / templates:.0%})")
+    for name, before, after in (
+        ("ties by replay", "formula_s", "ties_s"),
+        ("instantiation by replay", "ties_s", "final_s"),
+        ("both", "formula_s", "final_s"),
+    ):
+        gains = [getattr(o, before) / getattr(o, after) - 1 for o in outcomes]
+        better = sum(gain > 1e-9 for gain in gains)
+        worse = sum(gain < -1e-9 for gain in gains)
+        tell(f"{name}: plans better {better}, worse {worse} of {count}; {spread_text(gains)}")
+
+
+def spread_text(values: Sequence[float]) -> str:
+    return (
+        f"median {statistics.median(values):.2%}, mean {statistics.fmean(values):.2%}, "
+        f"least {min(values):.2%}, most {max(values):.2%}"
+    )
+
+
+def tell(line: str) -> None:
+    sys.stdout.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
