@@ -155,10 +155,10 @@ class OperatorService(rpc.OperatorServicer):
 
 def _read_profile(spec: JobSpec, request: pb.SubmitRequest) -> Profile | None:
     """The profile that the job names. Raises ValueError."""
+    if request.profile_only and spec.profile != "measure":
+        raise ValueError(f"profile: is {spec.profile}; to measure the model, set it to measure")
     if spec.profile_path is None:
         return None
-    if request.profile_only:
-        raise ValueError(f"profile: {spec.profile} is a file; to measure, set it to measure")
     if not request.profile:
         raise ValueError(
             f"profile: the text of {spec.profile} did not come with the job; submit it with "

@@ -115,6 +115,8 @@ def refusal(text: str, *overrides: str) -> str:
             "name: other",
             "job.yaml:10: key 'name' stands here a second time (first at job.yaml:1); remove one",
         ),
+        ("fault_tolerance: 1", "profile: 5", "job.yaml:10: profile must be a text, not 5"),
+        ("fault_tolerance: 1", 'profile: " "', "job.yaml:10: profile: is empty; give measure, est"),
         ("resources:", "resources: x\nx:", "resources must be a mapping (key: value lines), not"),
     ],
 )
@@ -231,6 +233,9 @@ jobs = st.builds(
         min_nodes_per_pipeline=st.integers(1, 3),
     ),
     output=st.one_of(st.none(), st.text(max_size=20)),
+    profile=st.one_of(
+        st.sampled_from(("measure", "estimate")), st.text(max_size=20).filter(str.strip)
+    ),
 )
 
 
