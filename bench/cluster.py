@@ -175,14 +175,22 @@ class LocalCluster:
 
     # ---- waiting
 
-    def wait(self, condition: Callable[[], bool], what: str, timeout_s: float = 120) -> None:
+    def wait(
+        self,
+        condition: Callable[[], bool],
+        what: str,
+        timeout_s: float = 120,
+        *,
+        poll_s: float = 0.02,
+    ) -> None:
+        """`poll_s`: longer for a condition that runs a command, which takes a core meanwhile."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
                 raise ClusterError(f"timed out waiting for {what}\n{self.report()}")
             if self.process.poll() is not None:
                 raise ClusterError(f"oobleck local ended while waiting for {what}\n{self.report()}")
-            time.sleep(0.02)
+            time.sleep(poll_s)
 
     def wait_step(self, job_id: str, step: int, timeout_s: float = 120) -> None:
         def reached() -> bool:
@@ -223,6 +231,19 @@ class LocalCluster:
         pid = self.worker_pids()[f"{name}/{slot}"]
         os.kill(pid, signal.SIGKILL)
         return pid
+
+    @contextlib.contextmanager
+    def frozen(self, name: str) -> Iterator[None]:
+        """Stop the workers of a node, and with them all that wait for theirs, for a while."""
+        agent = psutil.Process(self.agents[name])
+        workers = [w for warm in agent.children() for w in warm.children()]
+        for worker in workers:
+            worker.suspend()
+        try:
+            yield
+        finally:
+            for worker in workers:
+                worker.resume()
 
     def start_node(self, name: str, *options: str) -> int:
         """Start one more agent, as an operator would on one more machine."""

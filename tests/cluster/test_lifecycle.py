@@ -10,7 +10,8 @@ import pytest
 
 from bench.cluster import BIN, LocalCluster
 
-pytestmark = pytest.mark.cluster
+# Longer than any wait in vain, which ends with a report.
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 
 def job(text: str, name: str = "job", **changes: object) -> dict[str, object]:
@@ -32,6 +33,14 @@ def last_step(cluster: LocalCluster, job_id: str) -> int:
 
 def go_on(cluster: LocalCluster, job_id: str, steps: int = 3) -> None:
     cluster.wait_step(job_id, last_step(cluster, job_id) + steps)
+
+
+def wait_for_waiting(cluster: LocalCluster, job_id: str) -> None:
+    cluster.wait(
+        lambda: cluster.status(job_id)["state"] == "waiting for nodes",
+        "the job to wait",
+        poll_s=0.3,
+    )
 
 
 def test_lost_node_and_its_return(small_cluster: LocalCluster, text: str) -> None:
@@ -85,7 +94,7 @@ def test_worker_killed_alone_is_replaced(small_cluster: LocalCluster, text: str)
 def test_worker_that_freezes_is_found_out_and_replaced(tmp_path: Path, text: str) -> None:
     # Nothing tells of it: its process is there, its connections are open, its agent is well.
     options = ["--master-flag=--stall-s=3"]
-    with LocalCluster(3, state_dir=tmp_path / "state", options=options) as cluster:
+    with LocalCluster(2, state_dir=tmp_path / "state", options=options) as cluster:
         job_id = cluster.submit(job(text))
         cluster.wait_step(job_id, 5)
         before = cluster.worker_pids()
@@ -93,14 +102,14 @@ def test_worker_that_freezes_is_found_out_and_replaced(tmp_path: Path, text: str
         cluster.wait(lambda: bool(cluster.events(job_id, "node_reset")), "the verdict")
         assert [e["node"] for e in cluster.events(job_id, "node_reset")] == ["n2"]
         go_on(cluster, job_id)
-        cluster.wait(lambda: "n2/0" in cluster.worker_pids(), "a new worker")
+        cluster.wait(lambda: "n2/0" in cluster.worker_pids(), "a new worker", poll_s=0.3)
         cluster.wait(
             lambda: cluster.events(job_id, "reconfigured")[-1]["nodes_joined"] == ["n2"],
             "its return",
         )
         go_on(cluster, job_id)
         after = cluster.worker_pids()
-        assert {w for w in after if after[w] == before[w]} == {"n1/0", "n3/0"}
+        assert {w for w in after if after[w] == before[w]} == {"n1/0"}
         assert not psutil.pid_exists(before["n2/0"])
         rules = [e["rule"] for e in cluster.events(job_id, "reconfigured")]
         assert rules[0] == "regroup", rules
@@ -115,14 +124,16 @@ def test_too_few_nodes_wait_and_say_so(small_cluster: LocalCluster, text: str) -
     cluster.wait_step(job_id, 5)
     cluster.kill_node("n1")
     cluster.kill_node("n2")
-    cluster.wait(lambda: cluster.status(job_id)["state"] == "waiting for nodes", "the job to wait")
+    wait_for_waiting(cluster, job_id)
     status = cluster.status(job_id)
     assert "2" in status["reason"], status["reason"]
     # One pipeline of three nodes: what n1 and n2 held is gone, and no node can bring it back.
     cluster.start_node("n1")
     cluster.start_node("n2")
     cluster.wait(
-        lambda: "layer" in cluster.status(job_id)["reason"], "the reason to name the lost layers"
+        lambda: "layer" in cluster.status(job_id)["reason"],
+        "the reason to name the lost layers",
+        poll_s=0.3,
     )
     assert cluster.status(job_id)["state"] == "waiting for nodes"
     assert cluster.oobleck("cancel", job_id).returncode == 0
@@ -132,7 +143,7 @@ def test_too_few_nodes_wait_and_say_so(small_cluster: LocalCluster, text: str) -
 def test_job_waits_for_enough_nodes_to_start(small_cluster: LocalCluster, text: str) -> None:
     cluster = small_cluster
     job_id = cluster.submit(job(text, fault_tolerance=1, resources={"min_nodes_per_pipeline": 2}))
-    cluster.wait(lambda: cluster.status(job_id)["state"] == "waiting for nodes", "the job to wait")
+    wait_for_waiting(cluster, job_id)
     assert "4" in cluster.status(job_id)["reason"]
     cluster.start_node("n4")
     cluster.wait_step(job_id, 2)
@@ -149,7 +160,7 @@ def test_two_workers_on_each_node(tmp_path: Path, text: str) -> None:
 
 
 def test_master_killed_and_restarted_adopts_the_job(tmp_path: Path, text: str) -> None:
-    with LocalCluster(3, state_dir=tmp_path / "state") as cluster:
+    with LocalCluster(2, state_dir=tmp_path / "state") as cluster:
         job_id = cluster.submit(job(text))
         cluster.wait_step(job_id, 5)
         pids = cluster.worker_pids()
@@ -168,7 +179,7 @@ def test_master_killed_and_restarted_adopts_the_job(tmp_path: Path, text: str) -
         try:
             step = last_step(cluster, job_id)
             cluster.wait_step(job_id, step + 20)
-            cluster.wait(lambda: cluster.worker_pids() == pids, "all agents back")
+            cluster.wait(lambda: cluster.worker_pids() == pids, "all agents back", poll_s=0.3)
             assert cluster.status(job_id)["generation"] == 1
             assert cluster.events(job_id, "reconfigured") == []
             steps = [line["step"] for line in cluster.metrics(job_id)]
@@ -184,13 +195,13 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_end_of_local_leaves_nothing_behind(
-    small_cluster: LocalCluster, text: str, signum: signal.Signals
+    own_cluster: LocalCluster, text: str, signum: signal.Signals
 ) -> None:
-    cluster = small_cluster
+    cluster = own_cluster
     job_id = cluster.submit(job(text))
     cluster.wait_step(job_id, 3)
     processes = cluster.processes()
-    assert len(processes) >= 1 + 1 + 3 * 3, "local, master, and agent + warm + worker per node"
+    assert len(processes) >= 1 + 1 + 2 * 3, "local, master, and agent + warm + worker per node"
     port = int(cluster.address.rpartition(":")[2])
     os.kill(cluster.process.pid, signum)
     cluster.process.wait(timeout=5)
