@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from oobleck.planner.catalogue import Catalogue
 from oobleck.planner.choose import ScheduleChoice, choose_schedule
 from oobleck.planner.drawing import draw_pipelines, draw_timeline
 from oobleck.planner.errors import PlanInfeasible
@@ -15,7 +16,6 @@ from oobleck.planner.reconfigure import reconfigure
 from oobleck.planner.specification import node_specification
 from oobleck.planner.steptime import KindEstimate, StepEstimate
 from oobleck.planner.template import PipelineTemplate
-from oobleck.planner.templates import generate_templates
 from oobleck.planner.units import format_bytes
 
 
@@ -100,14 +100,16 @@ def make_report(
     sizes = node_specification(
         profile, nodes=nodes, fault_tolerance=fault_tolerance, min_nodes=min_nodes
     )
-    templates = generate_templates(profile, sizes)
+    offer = Catalogue().offer(profile, sizes)
     plan = instantiate(
-        templates,
+        offer.templates,
         [NodeName(f"n{number}") for number in range(1, nodes + 1)],
         profile=profile,
         microbatches=global_batch // profile.microbatch,
         min_pipelines=fault_tolerance + 1,
         generation=Generation(1),
+        judge=offer.judge,
+        costs=offer.costs,
     )
     first = _outcome(plan, profile, tied=tied)
     losses: list[Loss] = []
@@ -118,10 +120,12 @@ def make_report(
             change = reconfigure(
                 plan,
                 [node for node in plan.nodes if node != gone],
-                templates=templates,
+                templates=offer.templates,
                 profile=profile,
                 fault_tolerance=fault_tolerance,
                 generation=Generation(plan.generation + 1),
+                judge=offer.judge,
+                costs=offer.costs,
             )
         except PlanInfeasible as infeasible:
             losses.append(Loss(node=gone, rule=None, reason=str(infeasible), outcome=None))
@@ -131,7 +135,7 @@ def make_report(
         plan = outcome.plan
     return PlanReport(
         profile=profile,
-        templates=templates,
+        templates=offer.templates,
         first=first,
         losses=tuple(losses) if lost else None,
     )
