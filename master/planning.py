@@ -5,6 +5,7 @@ asks again whenever anything changes. Must not know when a plan is due.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -93,17 +94,36 @@ def check_enough(job: Job, nodes: Sequence[Node]) -> None:
 def first_plan(job: Job, nodes: Sequence[Node], generation: Generation) -> Plan:
     """Raises PlanInfeasible."""
     machines = Machines.of(job, nodes)
-    offer = _offer(job.spec, machines, len(nodes))
-    return instantiate(
+    offer, profile = _offer(job.spec, machines, len(nodes)), _profile(job.spec, machines)
+    plan = instantiate(
         offer.templates,
         [node.facts.node for node in nodes],
-        profile=_profile(job.spec, machines),
+        profile=profile,
         microbatches=job.spec.training.microbatches,
         min_pipelines=job.spec.fault_tolerance + 1,
         generation=generation,
         judge=offer.judge,
         costs=offer.costs,
     )
+    _rehearse(plan, offer, profile, job.spec.fault_tolerance)
+    return plan
+
+
+def _rehearse(plan: Plan, offer: Offer, profile: Profile, fault_tolerance: int) -> None:
+    """Plan for the loss of a node of each size of pipeline, for the judge to have seen what it
+    will be asked about when that happens."""
+    for pipeline in {len(pipeline.nodes): pipeline for pipeline in plan.pipelines}.values():
+        with suppress(PlanInfeasible):
+            reconfigure(
+                plan,
+                [node for node in plan.nodes if node != pipeline.nodes[0]],
+                templates=offer.templates,
+                profile=profile,
+                fault_tolerance=fault_tolerance,
+                generation=Generation(plan.generation + 1),
+                judge=offer.judge,
+                costs=offer.costs,
+            )
 
 
 @lru_cache(maxsize=32)
