@@ -182,7 +182,7 @@ def choose(
         # One that is only as fast must have more pipelines.
         even = best is not None and pipelines < len(best.sizes)
         if best is not None:
-            limit = best.step - even
+            limit = best.step - max(even, int(best.step * search.slack))
         if effort is not None and search.looked_at > effort and limit is not None:
             search.leave_open(min(floors[pipelines]))
             break
@@ -318,17 +318,16 @@ class _Search:
                 limit = self._reachable(pipelines, index, int(floors[index]))
             if limit is None:
                 continue
-            aim = limit - int(limit * self.slack)
-            if floors[index] > aim:
+            if floors[index] > limit:
                 self.leave_open(floors[index])
                 break
             slowest = self._sync(self._order[index], pipelines)
-            found = self._least_time(self._up_to(index), pipelines, aim - slowest, slowest)
+            found = self._least_time(self._up_to(index), pipelines, limit - slowest, slowest)
             if found is not None:
                 time, sizes = found
                 step = time + max(self._sync(size, pipelines) for size in set(sizes))
                 best = _Found(sizes=sizes, step=step)
-                limit = step - 1
+                limit = step - max(1, int(step * self.slack))
         return best
 
     @property
@@ -338,7 +337,8 @@ class _Search:
 
     def leave_open(self, step: float) -> None:
         """Steps of `step` ticks and more were not ruled out."""
-        self.open_from = min(self.open_from, math.ceil(step))
+        if step < _NEVER:
+            self.open_from = min(self.open_from, math.ceil(step))
 
     def _reachable(self, pipelines: int, index: int, floor: int) -> int | None:
         """Some step time that is not too short for the templates up to `index`."""

@@ -252,8 +252,9 @@ class _Chooser:
             microbatches=self.plan.microbatches,
             min_pipelines=self.wanted,
             most=_MOST_ANEW,
-            limit=quick,
-            slack=TIE,  # what gains less is not worth the move
+            # What gains less is not worth a move.
+            limit=None if quick is None else quick - int(quick * TIE),
+            slack=TIE,
             effort=_EFFORT,
         )
         return [*candidates, *(self._anew(found.sizes) for found in anew)]

@@ -5,6 +5,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
+from fractions import Fraction
 
 import pytest
 
@@ -81,8 +82,12 @@ def test_the_best_instantiation_is_found(seed: int) -> None:
         if max(nodes // min(costs), 1) > 6:
             continue  # too many shares to try them all
 
-        def chosen(limit: int | None, costs=costs, n=nodes, m=microbatches, f=least, links=links):
-            return choose(costs, n, links=links, microbatches=m, min_pipelines=f, limit=limit)
+        def chosen(
+            limit: int | None, costs=costs, n=nodes, m=microbatches, f=least, links=links, **effort
+        ):
+            return choose(
+                costs, n, links=links, microbatches=m, min_pipelines=f, limit=limit, **effort
+            )
 
         if not every:
             with pytest.raises(PlanInfeasible):
@@ -98,6 +103,9 @@ def test_the_best_instantiation_is_found(seed: int) -> None:
         assert len({len(c.sizes) for c in (best, *others)}) == 1 + len(others)
         assert chosen(fastest - 1) == ()
         assert chosen(fastest)[0].step == fastest
+        for rough in (chosen(None, slack=Fraction(1, 10)), chosen(2 * fastest, effort=0)):
+            assert all(found.bound <= fastest <= found.step for found in rough)
+        assert chosen(None, slack=Fraction(1, 10))[0].step <= fastest / 0.9**2
 
 
 @pytest.mark.parametrize(
