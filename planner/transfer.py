@@ -7,7 +7,7 @@ worker p of d holds part p of d of each layer's flat state. When the grouping ch
 has it; `oobleck.planner.balance` says who sends. Must not know how state travels.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -102,8 +102,10 @@ def require_holders(held: ShardTable, layer_count: int) -> None:
         raise LayerLost(lost)
 
 
-def _cover(shards: Iterable[Shard]) -> bool:
+def _cover(shards: Collection[Shard]) -> bool:
     """Whether the shards make up the whole layer."""
+    if any(shard.parts == 1 for shard in shards):
+        return True
     reached = Fraction(0)
     for shard in sorted(shards, key=lambda shard: shard.start):
         if shard.start > reached:
