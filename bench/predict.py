@@ -4,8 +4,9 @@
 
 For each case a fresh local cluster measures the model, plans from that, and trains; the plan that
 it made is simulated with the very profile that it was made by, and compared with the median of the
-steps after a few to warm up. That is done several times, and the run with the median error stands
-for the case, since other load on the machine may strike the one or the other.
+steps after a few to warm up. That is done several times, and the run stands for the case in which
+other processes took least of the machine (`others`, a share of all cores): their load strikes
+sometimes the measurement and sometimes the training.
 
 Where there are more workers than cores, workers share them, and the simulator, which knows nothing
 of that, sees it only in the profile: that is measured with all workers computing at once, while in
@@ -13,12 +14,16 @@ a pipeline some of them wait.
 """
 
 import argparse
+import contextlib
 import os
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from bench.cluster import LocalCluster, Record
 from oobleck.planner.compile import compile_programs
@@ -55,7 +60,7 @@ class Case:
             "model": self.model,
             "data": {"text": [TEXT]},
             "training": {
-                "steps": steps,
+                "steps": 10 * steps,  # the run is over before the job
                 "global_batch": self.microbatch * self.microbatches,
                 "microbatch": self.microbatch,
                 **self.training,
@@ -96,6 +101,8 @@ class Outcome:
     shape: str
     predicted_s: float
     measured_s: float
+    #: Share of all cores that went to processes that are not the cluster's.
+    others: float
 
     @property
     def error(self) -> float:
@@ -139,24 +146,52 @@ def shape_of(plan: Plan) -> str:
     return f"{pipelines} {plan.schedule}"
 
 
-def run(case: Case, steps: int) -> Outcome:
+def busy_s() -> float:
+    """CPU seconds that all cores have spent on processes since the machine's start."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.irq + times.softirq)
+
+
+def own_s(cluster: LocalCluster) -> float:
+    """CPU seconds of the cluster's processes so far."""
+    total = 0.0
+    for process in cluster.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def run(case: Case, steps: int, cores: int) -> Outcome:
     with LocalCluster(case.nodes) as cluster:
+        begun, busy_before, own_before = time.monotonic(), busy_s(), own_s(cluster)
         job_id = cluster.submit(case.job(WARM_UP_STEPS + steps))
-        cluster.wait_end(job_id, timeout_s=600)
+        cluster.wait_step(job_id, WARM_UP_STEPS + steps, timeout_s=600)
+        busy, own = busy_s() - busy_before, own_s(cluster) - own_before
+        others = (busy - own) / (time.monotonic() - begun) / cores
         plan = read_plan(cluster.status(job_id))
         (stored,) = (cluster.state_dir / "profiles").glob("*.json")
         profile = parse_profile(stored.read_bytes())
-        seconds = [float(r["step_seconds"]) for r in cluster.metrics(job_id)[WARM_UP_STEPS:]]
+        seconds = [
+            float(r["step_seconds"])
+            for r in cluster.metrics(job_id)[WARM_UP_STEPS : WARM_UP_STEPS + steps]
+        ]
     return Outcome(
         case=case,
         shape=shape_of(plan),
         predicted_s=predict(plan, profile),
         measured_s=statistics.median(seconds),
+        others=max(0.0, others),
     )
 
 
 def predict(plan: Plan, profile: Profile) -> float:
     return simulate(compile_programs(plan, tied=True), profile, plan=plan).step_s
+
+
+def row(name: str, *cells: object) -> str:
+    *numbers, plan = cells
+    return f"{name:<12}" + "".join(f"{number!s:>11}" for number in numbers) + f"  {plan}"
 
 
 def summary(outcomes: Sequence[Outcome], title: str) -> str:
@@ -179,17 +214,23 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     outcomes = []
     print(f"{cores} cores, one thread per worker")
-    print(f"{'case':<12}{'workers':>8}{'predicted':>11}{'measured':>10}{'error':>8}  plan")
+    print(row("case", "workers", "predicted", "measured", "error", "others", "plan"))
     for case in CASES:
         if arguments.only and case.name not in arguments.only:
             continue
-        runs = [run(case, arguments.steps) for _ in range(arguments.repeats)]
-        outcome = sorted(runs, key=lambda one: one.error)[len(runs) // 2]
+        runs = [run(case, arguments.steps, cores) for _ in range(arguments.repeats)]
+        outcome = min(runs, key=lambda one: one.others)
         outcomes.append(outcome)
         print(
-            f"{case.name:<12}{case.nodes:>8}{outcome.predicted_s:>9.3f} s"
-            f"{outcome.measured_s:>8.3f} s{outcome.error:>+8.1%}  {outcome.shape}"
-            f"  (runs: {', '.join(f'{one.error:+.0%}' for one in runs)})",
+            row(
+                case.name,
+                case.nodes,
+                f"{outcome.predicted_s:.3f} s",
+                f"{outcome.measured_s:.3f} s",
+                f"{outcome.error:+.1%}",
+                f"{outcome.others:.0%}",
+                outcome.shape,
+            ),
             flush=True,
         )
     print(summary([o for o in outcomes if o.case.nodes <= cores], "a core for each worker"))

@@ -21,14 +21,15 @@ from oobleck.worker.random import RowKeys
 from oobleck.worker.stage import StageRunner
 from oobleck.worker.state import ModelState
 
-#: Repeats of one kind of layer: until this time is over, and within these bounds. Each takes
-#: several blocks in turn, so that even three are a dozen samples of each time.
+#: Repeats of one kind of layer: until this time is over, and within these bounds.
 BUDGET_S = 0.4
 WARM_UP, LEAST, MOST = 1, 3, 40
-#: Blocks that are run one after the other, so that each finds the caches as full as in training.
-BLOCKS = 4
-#: They are fewer where that many would take more memory than this.
-BLOCKS_BYTES = 256 << 20
+#: Blocks are run one after the other, so that each finds the caches as empty as in training: small
+#: ones take up to a third less time where one alone is run again and again. As many as the model
+#: has, as long as one round takes no longer than this,
+ROUND_S = 0.5
+#: and their state and activations no more than this: more than any cache holds.
+ROUND_BYTES = 512 << 20
 
 #: Called between repeats; raises when the measurement is no longer wanted.
 Check = Callable[[], None]
@@ -49,16 +50,23 @@ def measure_layers(job: JobSpec, device: torch.device, name: str, check: Check) 
     last = job.model.layer_count - 1
     return Measurement(
         embedding=_measure(job, [0], device, check),
-        block=_measure(job, list(range(1, 1 + _block_count(job))), device, check),
+        block=_measure(job, list(range(1, 1 + _block_count(job, device))), device, check),
         head=_measure(job, [last], device, check),
         device=name,
         torch=str(torch.__version__),
     )
 
 
-def _block_count(job: JobSpec) -> int:
-    block_bytes = 4 * 12 * job.model.hidden**2 * 4
-    return max(1, min(BLOCKS, job.model.layers, BLOCKS_BYTES // block_bytes))
+def _block_count(job: JobSpec, device: torch.device) -> int:
+    bench = _Bench(job, [1], device)
+    state = bench.state.layers[1]
+    block_bytes = state.storage.nbytes + state.gradient.nbytes + bench.kept_bytes()
+    bench.repeat()
+    started = time.perf_counter()
+    bench.repeat()
+    block_s = time.perf_counter() - started
+    most = min(ROUND_S / block_s, ROUND_BYTES / block_bytes, job.model.layers)
+    return max(1, int(most))
 
 
 def _measure(job: JobSpec, layers: list[int], device: torch.device, check: Check) -> LayerProfile:
