@@ -24,7 +24,6 @@ from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.instantiate import (
     BAND,
-    Costs,
     Instantiation,
     Judge,
     by_formula,
@@ -38,6 +37,7 @@ from oobleck.planner.plan import Plan
 from oobleck.planner.profile import Profile
 from oobleck.planner.rules import Group, Groups, Rule, enlarge, found_pipelines, mend, refill
 from oobleck.planner.shares import share_batch
+from oobleck.planner.sizesearch import Costs
 from oobleck.planner.template import PipelineTemplate
 from oobleck.planner.templates import feasible_sizes, generate_templates
 from oobleck.planner.units import are, count
