@@ -1,6 +1,13 @@
 """How a worker's step can end early. Each is handled in one place: the session loop."""
 
+import contextlib
+import re
+from collections.abc import Iterator
+
 from oobleck.planner.ids import Generation
+
+#: The C++ source position in front of a gloo message, and its advice behind.
+_DECORATION = re.compile(r"^\[[^]]*\.(?:cc|h):\d+\] |\. This is typically caused.*$")
 
 
 class TransportError(Exception):
@@ -17,3 +24,12 @@ class Superseded(Exception):
 
 class InvariantViolation(Exception):
     """Ours: a state that must not exist. The worker crashes with it rather than train on."""
+
+
+@contextlib.contextmanager
+def peers_may_fail() -> Iterator[None]:
+    """Turn what gloo and the store raise for every failure of a peer or a connection."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(_DECORATION.sub("", str(error).splitlines()[0])) from None

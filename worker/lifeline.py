@@ -17,9 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from torch._C._distributed_c10d import Store
-
 from oobleck.worker.errors import TransportError
+from oobleck.worker.rendezvous import Place
 
 _GOODBYE = b"\x00"
 _GREETING_BYTES = 16
@@ -34,7 +33,7 @@ _ACCEPT_POLL_S = 0.05
 class Lifeline:
     """This worker's two places in the ring."""
 
-    def __init__(self, place: Store, rank: int, size: int, address: str) -> None:
+    def __init__(self, place: Place, rank: int, size: int, address: str) -> None:
         """Listen, and leave word in `place` how to be reached; before the arrival is complete."""
         self._place = place
         self._rank = rank
@@ -59,13 +58,13 @@ class Lifeline:
             return
         after, before = (self._rank + 1) % self._size, (self._rank - 1) % self._size
         try:
-            host, _, port = self._place.get(f"lifeline/{after}").decode().rpartition(":")
+            host, _, port = self._place.get(f"lifeline/{after}").rpartition(":")
             link = socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S)
             self._links.append(link)
             link.sendall(self._greeting)
-            greeting = self._place.get(f"greeting/{before}").decode()
+            greeting = self._place.get(f"greeting/{before}")
             self._links.append(self._accept(greeting, check_wanted))
-        except (OSError, RuntimeError) as error:
+        except OSError as error:
             raise TransportError(f"lifeline: {error}") from None
         finally:
             self._listener.close()

@@ -9,7 +9,6 @@ import logging
 import os
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
 
 from oobleck.host.device import device_kind
 from oobleck.host.messages import LinkMeasured, Measure, Measured, Meeting
@@ -21,8 +20,9 @@ from oobleck.worker.errors import Superseded, TransportError
 from oobleck.worker.faults import FaultInjector
 from oobleck.worker.measure import measure_layers
 from oobleck.worker.measurelink import measure_link
-from oobleck.worker.rendezvous import StoreServer, await_arrival, connect_store
+from oobleck.worker.rendezvous import Place, StoreServer, await_arrival
 from oobleck.worker.transport import GlooTransport
+from oobleck.worker.waiting import Waits
 
 log = logging.getLogger(__name__)
 
@@ -93,13 +93,18 @@ class Measuring:
             self._control.report(report)
 
     def _meet(self, meeting: Meeting) -> LinkMeasurement | None:
-        endpoint = meeting.rendezvous.store
-        own = endpoint == self._own_store.endpoint
-        store = self._own_store.store if own else connect_store(endpoint)
-        place = PrefixStore(meeting.rendezvous.prefix, store)
-        await_arrival(place, _MEMBERS, self._check, _BEFORE)
-        rank = meeting.workers.index(self._worker)
-        transport = GlooTransport(place, rank, _MEMBERS, [], self._address)
+        where, rank = meeting.rendezvous, meeting.workers.index(self._worker)
+        waits = Waits()
+        self._control.on_abrupt(waits.release)
+        try:
+            self._check()
+            place = Place(where.store, where.prefix, own=self._own_store, waits=waits)
+            await_arrival(place, _MEMBERS, self._check, _BEFORE)
+            transport = GlooTransport(place, rank, _MEMBERS, [], self._address, waits)
+        except BaseException:
+            self._control.on_abrupt(None)
+            waits.close()
+            raise
         self._control.on_abrupt(transport.abort)
         try:
             self._check()

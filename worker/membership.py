@@ -6,14 +6,13 @@ on purpose, and because a peer is gone.
 
 from collections.abc import Callable, Sequence
 
-from torch._C._distributed_c10d import PrefixStore
-
 from oobleck.host.messages import Assign
 from oobleck.planner.ids import WorkerId
 from oobleck.worker.control import Control
 from oobleck.worker.lifeline import Lifeline
-from oobleck.worker.rendezvous import StoreServer, await_arrival, connect_store
+from oobleck.worker.rendezvous import Place, StoreServer, await_arrival
 from oobleck.worker.transport import GlooTransport, Group
+from oobleck.worker.waiting import Waits
 
 
 class Membership:
@@ -40,17 +39,25 @@ class Membership:
         self._control = control
         self._on_lost = on_lost
         rank, size = assign.plan.workers.index(worker), len(assign.plan.workers)
-        endpoint = assign.rendezvous.store
-        store = own_store.store if endpoint == own_store.endpoint else connect_store(endpoint)
-        place = PrefixStore(assign.rendezvous.prefix, store)
-        self._lifeline = Lifeline(place, rank, size, address)
+        meeting = assign.rendezvous
+        waits = Waits()
+        # From here on a push of an abrupt change releases whatever waits in the store ...
+        control.on_abrupt(waits.release)
         try:
-            await_arrival(place, size, lambda: control.check_newest(generation), generation)
-            self.transport = GlooTransport(place, rank, size, groups, address)
+            control.check_newest(generation)
+            place = Place(meeting.store, meeting.prefix, own=own_store, waits=waits)
+            self._lifeline = Lifeline(place, rank, size, address)
+            try:
+                await_arrival(place, size, lambda: control.check_newest(generation), generation)
+                self.transport = GlooTransport(place, rank, size, groups, address, waits)
+            except BaseException:
+                self._lifeline.close(goodbye=False)
+                raise
         except BaseException:
-            self._lifeline.close(goodbye=False)
+            control.on_abrupt(None)
+            waits.close()
             raise
-        # From here on a push of an abrupt change releases whatever waits in a group.
+        # ... and from here on in a group.
         control.on_abrupt(self.transport.abort)
         try:
             self._lifeline.connect(self._neighbour_lost, lambda: control.check_wanted(generation))

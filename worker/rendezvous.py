@@ -2,22 +2,29 @@
 
 Owns the store's both ends and the meeting itself, which all members leave together: towards the
 building of groups, or back because a newer generation is wanted. Must not know groups or plans.
+
+A store's client may wait for ever for a host that is stopped, whatever its time-out: the kernel
+of that host takes connections and requests, and nobody answers. So every call can be given up.
 """
 
-import contextlib
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError
 
 from oobleck.planner.ids import Generation
-from oobleck.worker.errors import Superseded
-from oobleck.worker.transport import peers_may_fail
+from oobleck.worker.errors import Superseded, peers_may_fail
+from oobleck.worker.waiting import Waits
+
+T = TypeVar("T")
 
 #: For the exchanges with a store, whose server is known to be up.
 STORE_TIMEOUT = timedelta(seconds=5)
+#: After its own time-out a call may take this much longer where the host does answer.
+STORE_GRACE_S = 1.0
 #: How long a wait for the others' arrival may last before it looks whether it is still wanted.
 ARRIVAL_POLL = timedelta(milliseconds=50)
 
@@ -43,16 +50,60 @@ class StoreServer:
         )
 
 
-def connect_store(endpoint: str) -> Store:
-    host, _, port = endpoint.rpartition(":")
-    with peers_may_fail():
-        return TCPStore(
-            host, int(port), is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT
-        )
+class Place:
+    """Where one meeting takes place in a store. Every call ends: as the store says, or raising
+    TransportError when its host does not answer or `waits` is released."""
+
+    def __init__(self, endpoint: str, prefix: str, *, own: StoreServer, waits: Waits) -> None:
+        """At `own` store, or connected to another worker's. Raises TransportError."""
+        self._waits = waits
+        self._store: Store = own.store
+        if endpoint != own.endpoint:
+            host, _, port = endpoint.rpartition(":")
+            self._store = self._call(lambda: _connect(host, int(port)))
+        self._store = PrefixStore(prefix, self._store)
+
+    def _call(self, call: Callable[[], T], longer: timedelta = timedelta(0)) -> T:
+        with peers_may_fail():
+            limit_s = (STORE_TIMEOUT + longer).total_seconds() + STORE_GRACE_S
+            return self._waits.run(call, limit_s)
+
+    def set(self, key: str, value: str) -> None:
+        self._call(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> str:
+        """The value that stands there already."""
+        return self._call(lambda: self._store.get(key)).decode()
+
+    def add(self, key: str, amount: int) -> int:
+        return self._call(lambda: self._store.add(key, amount))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        return self._call(lambda: self._store.compare_set(key, expected, desired)).decode()
+
+    def has(self, key: str, within: timedelta) -> bool:
+        """Wait that long for a value to stand there."""
+
+        def wait() -> bool:
+            try:
+                self._store.wait([key], within)
+            except DistStoreError:  # nothing but the time-out
+                return False
+            return True
+
+        return self._call(wait)
+
+    def build(self, name: str, build: Callable[[Store], T], limit: timedelta) -> T:
+        """Have a group built, whose members find each other by what they leave in the store."""
+        return self._call(lambda: build(PrefixStore(name, self._store)), limit)
+
+
+def _connect(host: str, port: int) -> Store:
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
 
 
 def await_arrival(
-    place: Store, size: int, check_wanted: Callable[[], None], generation: Generation
+    place: Place, size: int, check_wanted: Callable[[], None], generation: Generation
 ) -> None:
     """Return once all `size` workers of `generation` have arrived.
 
@@ -60,20 +111,16 @@ def await_arrival(
     the last to arrive and whoever first sees, by `check_wanted` raising, that a newer generation
     is wanted, race for one word in the store. Raises Superseded in the latter case.
     """
-    with peers_may_fail():
-        if place.add("arrived", 1) == size:
-            place.compare_set("outcome", "", _GO)
+    if place.add("arrived", 1) == size:
+        place.compare_set("outcome", "", _GO)
     while True:
         try:
             check_wanted()
         except Superseded:
-            with peers_may_fail():
-                if place.compare_set("outcome", "", _CALLED_OFF).decode() == _CALLED_OFF:
-                    raise
-                return  # too late: the others rely on this worker, and it can leave right after
-        # A DistStoreError is nothing but the poll's time-out.
-        with peers_may_fail(), contextlib.suppress(DistStoreError):
-            place.wait(["outcome"], ARRIVAL_POLL)
-            if place.get("outcome").decode() == _CALLED_OFF:
+            if place.compare_set("outcome", "", _CALLED_OFF) == _CALLED_OFF:
+                raise
+            return  # too late: the others rely on this worker, and it can leave right after
+        if place.has("outcome", ARRIVAL_POLL):
+            if place.get("outcome") == _CALLED_OFF:
                 raise Superseded(Generation(generation + 1))
             return

@@ -9,11 +9,9 @@ closed sockets, at the peers, is a receive that nobody answers with a time-out o
 then closes every pair of that group. It forgets some operations then; see `waiting`.
 """
 
-import contextlib
-import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Protocol, cast
@@ -23,13 +21,13 @@ from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
     BroadcastOptions,
-    PrefixStore,
     ProcessGroupGloo,
     Store,
     Work,
 )
 
-from oobleck.worker.errors import TransportError
+from oobleck.worker.errors import peers_may_fail
+from oobleck.worker.rendezvous import Place
 from oobleck.worker.waiting import Waits
 
 #: A set of ranks, sorted.
@@ -92,19 +90,6 @@ class Transport(Protocol):
         """Release whatever waits in this transport. From any thread, any number of times."""
 
 
-#: The C++ source position in front of a gloo message, and its advice behind.
-_DECORATION = re.compile(r"^\[[^]]*\.(?:cc|h):\d+\] |\. This is typically caused.*$")
-
-
-@contextlib.contextmanager
-def peers_may_fail() -> Iterator[None]:
-    """Turn what gloo and the store raise for every failure of a peer or a connection."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise TransportError(_DECORATION.sub("", str(error).splitlines()[0])) from None
-
-
 class _Done:
     def wait(self) -> None:
         pass
@@ -149,35 +134,43 @@ class GlooTransport:
     """Gloo groups over TCP: one of all ranks, and one per distinct set of a layer's owners."""
 
     def __init__(
-        self, place: Store, rank: int, size: int, groups: Sequence[Group], address: str
+        self,
+        place: Place,
+        rank: int,
+        size: int,
+        groups: Sequence[Group],
+        address: str,
+        waits: Waits,
     ) -> None:
-        """`groups` must be the same sequence on all ranks: they are built in that order."""
+        """`groups` must be the same sequence on all ranks: they are built in that order.
+
+        Raises TransportError when one cannot be built, or `waits` is released meanwhile.
+        """
         self.rank = rank
         self.size = size
         self._address = address
         self._everyone: Group = tuple(range(size))
         self._lock = threading.Lock()
         self._aborted = False
+        self._waits = waits
         self._backends: dict[Group, _GlooGroup] = {}
         for group in [self._everyone, *(g for g in groups if g != self._everyone)]:
             if rank in group and len(group) > 1:
-                self._build(place, group)
-        self._waits = Waits()
+                self._backends[group] = self._build(place, group)
 
-    def _build(self, place: Store, group: Group) -> None:
+    def _build(self, place: Place, group: Group) -> _GlooGroup:
+        timeout = connect_timeout(len(group))
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # stubs call it Options
-        options._timeout = connect_timeout(len(group))
+        options._timeout = timeout
         options._threads = 2
         options._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
         name = "-".join(map(str, group)) if group != self._everyone else "everyone"
-        with peers_may_fail():
-            backend = cast(
-                _GlooGroup,
-                ProcessGroupGloo(
-                    PrefixStore(name, place), group.index(self.rank), len(group), options
-                ),
-            )
-        self._backends[group] = backend
+        rank = group.index(self.rank)
+
+        def build(store: Store) -> ProcessGroupGloo:
+            return ProcessGroupGloo(store, rank, len(group), options)
+
+        return cast(_GlooGroup, place.build(name, build, timeout))
 
     def _pending(self, work: Work, tensors: Sequence[torch.Tensor]) -> Pending:
         return _GlooWork(work, tensors, self._waits)

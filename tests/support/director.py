@@ -4,6 +4,7 @@ The engine is tested with it on its own: real processes, real gloo groups, real 
 that the test chooses, down to the cut of every pipeline.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -172,7 +173,8 @@ class Director:
     def stop(self) -> None:
         for live in self.workers.values():
             if not live.gone:
-                live.channel.send(Stop(reason="test over"))
+                with contextlib.suppress(OSError):  # killed a moment ago
+                    live.channel.send(Stop(reason="test over"))
         self.wait(lambda: all(live.gone for live in self.workers.values()), "workers gone")
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:

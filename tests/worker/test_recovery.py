@@ -6,6 +6,7 @@ float64, where anything but the order of sums would show.
 
 import functools
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -195,6 +196,39 @@ def test_frozen_peer_is_left_by_the_push_of_a_generation(
         cluster.assign(WITHOUT_E)
         cluster.wait_finished(WITHOUT_E)
         cluster.kill("e", signal.SIGKILL)
+        cluster.stop()
+        check(cluster, undisturbed)
+
+
+@pytest.mark.parametrize("pushed", ["at once", "once the others know"])
+@pytest.mark.parametrize("frozen", ["before it comes", "while all wait in its store"])
+def test_frozen_host_of_the_store_holds_up_no_meeting(
+    warm: WarmWorkers, undisturbed: dict[int, float | None], frozen: str, pushed: str
+) -> None:
+    # a hosts the store. Until e comes, nobody goes on; and the kernel goes on taking connections
+    # for a stopped process, so that nothing but time tells the others.
+    held = ["e"] if frozen == "while all wait in its store" else ["a", "e"]
+    faults = [fault(node, "before:rendezvous", step=None, action="stop") for node in held]
+    without = make_plan(2, [[("b", 2), ("c", 2), ("d", 1)]], [8])
+    with Director(warm, job(), faults) as cluster:
+        cluster.start("a", "b", "c", "d", "e")
+        cluster.assign(FIVE)
+        cluster.wait(
+            lambda: all(cluster.said(worker, PhaseReached) for worker in FIVE.workers),
+            "all on their way to the meeting",
+        )
+        time.sleep(0.3)  # for most of them to be there; where each is caught is all the same
+        cluster.kill("a", signal.SIGSTOP)
+        time.sleep(0.1)
+        if pushed == "once the others know":
+            cluster.wait(
+                lambda: all(cluster.said(worker, PeerLost) for worker in without.workers),
+                "the host is given up",
+            )
+        cluster.assign(without)
+        cluster.wait_finished(without)
+        for node in ("a", "e"):
+            cluster.kill(node)
         cluster.stop()
         check(cluster, undisturbed)
 
