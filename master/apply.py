@@ -323,6 +323,8 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
         seen.peers_lost.clear()
     if event.cause in ("worker lost", "peers lost", "no progress"):
         seen.regroups += 1
+        if seen.fruitless_since is None:
+            seen.fruitless_since = now
     if event.cause == "no progress" and event.rule == "regroup":
         seen.stalls += 1
     seen.progressed_at = now

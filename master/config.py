@@ -18,8 +18,12 @@ class Timing:
     replacement_grace_s: float = 1.5
     #: Nodes that become ready within this time of each other join together.
     join_settle_s: float = 1.0
-    #: Workers that report a lost peer while nobody is missing meet again after this time.
+    #: Workers that report a lost peer while nobody is missing meet again after this time; where
+    #: that has led to no step, each time after twice as long, up to the longest.
     regroup_s: float = 3.0
+    longest_regroup_s: float = 30.0
+    #: A job whose workers meet again and again, and that has no step for so long, has failed.
+    fruitless_s: float = 900.0
     #: Without progress for this long, and for many times as long as steps take, the workers meet
     #: again even though nobody tells of a loss.
     stall_s: float = 30.0

@@ -12,9 +12,8 @@ from oobleck.master.events import (
 from oobleck.master.losses import describe_exit
 from oobleck.master.state import Job
 
-#: Ends of one worker's processes, and meetings without a lost node, that may follow each other
-#: without a committed step in between.
-_MOST_ATTEMPTS = 5
+#: Ends of one worker's processes that may follow each other without a committed step in between.
+_MOST_ENDS = 5
 
 
 def transition(look: Look, job: Job) -> Transition | None:
@@ -72,19 +71,13 @@ def _failure(job: Job) -> str | None:
     if job.seen.failure is not None:
         return job.seen.failure
     for worker, deaths in sorted(job.seen.deaths.items()):
-        if len(deaths) >= _MOST_ATTEMPTS:
+        if len(deaths) >= _MOST_ENDS:
             last = deaths[-1]
             words = job.seen.complaints.get(worker) or last.log_tail.strip() or "no output"
             return (
                 f"worker {worker} has ended {len(deaths)} times without a committed step between; "
                 f"the last time {describe_exit(last)}: {words}"
             )
-    if job.seen.regroups > _MOST_ATTEMPTS:
-        details = sorted({lost.detail for _, lost in job.seen.peers_lost.values()})
-        return (
-            f"the workers have met {job.seen.regroups} times without a committed step between: "
-            f"{'; '.join(details) or job.reason or 'workers were lost each time'}"
-        )
     return None
 
 

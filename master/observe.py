@@ -15,7 +15,7 @@ from oobleck.master.events import (
     WorkerExitReported,
     WorkerFailedReported,
 )
-from oobleck.master.state import ClusterState, Job, Node
+from oobleck.master.state import ClusterState, Job, JobSeen, Node
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.proto.types import NodeStatus, WorkerStatus
 
@@ -83,9 +83,16 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
                 # What came meanwhile may still stand in the queue: that time counts for nobody.
                 for node in state.nodes.values():
                     node.seen.last_heard = min(node.seen.last_heard + event.late_s, now)
-                if state.job is not None and (at := state.job.seen.progressed_at) is not None:
-                    state.job.seen.progressed_at = min(at + event.late_s, now)
+                if state.job is not None:
+                    _postpone(state.job.seen, event.late_s, now)
             return True
+
+
+def _postpone(seen: JobSeen, late_s: float, now: float) -> None:
+    if seen.progressed_at is not None:
+        seen.progressed_at = min(seen.progressed_at + late_s, now)
+    if seen.measuring_since is not None:
+        seen.measuring_since = min(seen.measuring_since + late_s, now)
 
 
 def _hear(state: ClusterState, worker: WorkerId, now: float) -> bool:
@@ -186,3 +193,4 @@ def _take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None
         seen.deaths.clear()
         seen.complaints.clear()
         seen.regroups = seen.stalls = 0
+        seen.fruitless_since = None

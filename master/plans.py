@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from oobleck.master import fitness, planning, profiling
+from oobleck.master import fitness, meetings, planning, profiling
 from oobleck.master.decision import Decision, Look
-from oobleck.master.events import Cause, JobStarted, JobWaiting, NodeLost, NodeReset
+from oobleck.master.events import Cause, JobStarted, JobWaiting, NodeLost, NodeReset, WorkerLost
 from oobleck.master.losses import lost_workers
 from oobleck.master.making import next_generation, plan_made
 from oobleck.master.state import Job, Node
@@ -143,12 +143,15 @@ def replan(look: Look) -> Decision | None:
     reason = found.reason
     if unready:
         reason += f"; no replacement was ready in time on {_names(unready)}"
+    cause = _cause(job, found.plan)
+    if cause == "worker lost" and (end := meetings.enough(look, job, _worker_losses(job))):
+        return end
     event = plan_made(
         look,
         job,
         found.plan,
         boundary=False,
-        cause=_cause(job, found.plan),
+        cause=cause,
         rule=found.rule,
         reason=reason,
     )
@@ -158,6 +161,11 @@ def replan(look: Look) -> Decision | None:
 def _unanswered(job: Job) -> bool:
     """Losses were taken back before a plan: whether all still train is not known."""
     return job.state == "reconfiguring" and not job.on_the_way
+
+
+def _worker_losses(job: Job) -> str:
+    lost = (loss for loss in job.losses if isinstance(loss, WorkerLost))
+    return "; ".join(f"{loss.worker}: {loss.reason}" for loss in lost)
 
 
 def _cause(job: Job, plan: Plan) -> Cause:
@@ -175,19 +183,23 @@ def _cause(job: Job, plan: Plan) -> Cause:
 def regroup(look: Look) -> Decision | None:
     """Workers lost a peer, and nobody is missing: let them meet again."""
     state, job = look.state, look.state.job
-    if job is None or job.made is None or job.losses or not job.seen.peers_lost:
+    if job is None or job.made is None or job.losses:
+        return None
+    if (report := meetings.first_peer_lost(job)) is None:
         return None
     if not all(state.nodes[name].connected for name in job.members):
         return None
-    worker, (first, lost) = min(job.seen.peers_lost.items(), key=lambda item: (item[1][0], item[0]))
-    due = first + look.timing.regroup_s
+    first, worker, detail = report
+    due = first + meetings.interval_s(job, look.timing)
     if look.now < due:
         return Decision(wake_at=due, reason=f"{worker} lost a peer and nobody is missing so far")
     if job.newcomers and job.seen.regroups:
-        why = f"the workers do not come together with it: {worker} lost a peer: {lost.detail}"
+        why = f"the workers do not come together with it: {worker} lost a peer: {detail}"
         out = tuple(fitness.left_out(job, state.nodes[node], why) for node in job.newcomers)
         return Decision(actions=out, reason=why)
-    reason = f"{worker} lost a peer though nobody is missing: {lost.detail}"
+    reason = f"{worker} lost a peer though nobody is missing: {detail}"
+    if (end := meetings.enough(look, job, reason)) is not None:
+        return end
     event = plan_made(
         look,
         job,

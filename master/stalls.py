@@ -10,7 +10,7 @@ progress only for so long. Then, from the mildest measure to the last one:
    without their nodes, all workers there are ended and started anew; a node that never had a part
    in a step is left out. The others go on at once, and the node joins them again.
 3. Where they cannot, they meet again, each time after twice as long, until too many meetings
-   without a step end the job (`ending`).
+   without a step end the job (`meetings`).
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import lru_cache
 from statistics import median
 
-from oobleck.master import fitness, planning
+from oobleck.master import fitness, meetings, planning
 from oobleck.master.decision import Decision, Look
 from oobleck.master.events import NodeLeftOut, NodeReset
 from oobleck.master.making import next_generation, plan_made
@@ -46,6 +46,8 @@ def rouse(look: Look) -> Decision | None:
         return None
     if not all(look.state.nodes[name].connected for name in job.members):
         return None  # until they are back, or their leases end
+    if meetings.first_peer_lost(job) is not None:
+        return None  # they meet again in time anyway
     due = since + _patience_s(look, job)
     if look.now < due:
         return Decision(wake_at=due)
@@ -57,6 +59,8 @@ def rouse(look: Look) -> Decision | None:
     reason = f"no progress for {idle_s:.0f} s though nobody is missing"
     if absent:
         reason += f"; {names} did not come, and the others cannot go on without"
+    if (end := meetings.enough(look, job, reason)) is not None:
+        return end
     event = plan_made(
         look,
         job,

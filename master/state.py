@@ -166,8 +166,9 @@ class JobSeen:
     #: How worker processes ended, and those of each worker of the plan since the last step.
     exits: dict[Incarnation, WorkerExited] = field(default_factory=dict)
     deaths: dict[WorkerId, list[WorkerExited]] = field(default_factory=dict)
-    #: Plans without a loss of a node since the last step.
+    #: Plans without a loss of a node since the last step, and when the first of them was made.
     regroups: int = 0
+    fruitless_since: float | None = None
     #: Generation that each process has reported to have entered.
     entered: dict[Incarnation, Generation] = field(default_factory=dict)
     #: Generation that each process has finished in.

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from oobleck.host.messages import StepRecord
-from oobleck.master.config import MasterConfig
+from oobleck.master import meetings
+from oobleck.master.config import MasterConfig, Timing
 from oobleck.master.state import ENDED, ClusterState, Job, Node
 from oobleck.planner.units import count
 from oobleck.proto import control_pb2 as pb
@@ -31,7 +32,7 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         job_id=job.id,
         name=job.spec.name,
         state=job.state,
-        reason=_reason(state, job, now),
+        reason=_reason(state, job, config.timing, now),
         generation=job.generation,
         committed_step=seen.committed_step,
         steps=training.steps,
@@ -75,10 +76,12 @@ def tokens_per_s(recent: Sequence[StepRecord]) -> float:
     return sum(record.tokens for record in recent[1:]) / span_s if span_s > 0 else 0.0
 
 
-def _reason(state: ClusterState, job: Job, now: float) -> str:
+def _reason(state: ClusterState, job: Job, timing: Timing, now: float) -> str:
     way, silent = job.seen.way, job.unanswered()
     if way is not None and silent and now - way.pushed_at > _SLOW_ANSWER_S:
         return f"{job.reason}; no answer so far from {', '.join(map(str, silent))}"
+    if job.state not in ENDED and (again := meetings.told_in(job, timing, now)):
+        return again
     return job.reason or _passing_reason(state, job)
 
 

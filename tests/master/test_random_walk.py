@@ -11,7 +11,7 @@ from oobleck.planner.ids import NodeName
 NODES = ("n1", "n2", "n3", "n4", "n5", "n6")
 COMMANDS_PER_WALK = 60
 #: Longer than all that is waited for, so short is it here.
-TIMING = Timing(stall_s=5.0, first_step_s=10.0)
+TIMING = Timing(stall_s=5.0, fruitless_s=60.0, first_step_s=10.0)
 LONG_S = 600.0
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,33 @@ def test_who_does_not_answer_stands_in_the_record() -> None:
         ("no progress", ["n1/0", "n2/0", "n3/0", "n4/0"]),
         ("no progress", None),
     ]
+
+
+def test_a_network_that_stays_cut_fails_a_job_only_after_many_meetings_and_a_long_time() -> None:
+    player = Player()
+    player.play(
+        "0.0 register n1 n2\n0.0 submit demo f=0\n0.5 ready n1 n2\n"
+        "0.7 enter 1 n1 n2\n0.8 steps 1 5 1\n10.0 peer_lost n1/0 1\n"
+    )
+    job = player.state.jobs[JobId("demo-1")]
+    made, now = [], 10.0
+    while job.state != "failed":
+        generation = job.generation
+        while job.generation == generation and job.state != "failed":
+            now += 0.5
+            assert now < 2000.0
+            player.play(f"{now} look\n")
+        made.append(now)
+        if job.state != "failed":
+            now += 5.0  # until the store is given up
+            player.play(f"{now} peer_lost n1/0 {job.generation}\n")
+    timing = player.timing
+    pauses = [after - before - 5.0 for before, after in pairwise(made)]
+    assert pauses[:4] == [3.0, 6.0, 12.0, 24.0]
+    assert set(pauses[4:]) == {timing.longest_regroup_s}
+    assert 0 <= made[-1] - made[0] - timing.fruitless_s <= 5.0 + timing.longest_regroup_s
+    assert job.reason.startswith(f"the workers have met {len(made) - 1} times in ")
+    assert job.reason.endswith("n1/0 lost a peer though nobody is missing: socket closed")
 
 
 def test_the_end_says_how_many_records_it_lacks() -> None:

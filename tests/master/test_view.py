@@ -37,3 +37,16 @@ def test_a_node_that_is_left_out_is_told_how_to_come_back() -> None:
         "live",
         "cannot join the job: no such device; put that right and start its agent anew",
     )
+
+
+def test_workers_that_cannot_meet_are_told_with_the_time_of_their_next_meeting() -> None:
+    player = Player()
+    player.play(START + "1.0 steps 1 5 1\n10.0 peer_lost n1/0 1\n")
+    job = player.state.jobs[JobId("demo-1")]
+    lost = "n1/0 lost a peer: socket closed; the workers meet again in"
+    assert job_status(player.state, job, CONFIG, 10.5).reason == f"{lost} 2 s"
+    player.play("13.1 peer_lost n1/0 2\n")
+    reason = job_status(player.state, job, CONFIG, 13.1).reason
+    assert reason == f"{lost} 3 s, meeting 2 since the last step"
+    player.play("17.0 steps 6 6 3\n")
+    assert job_status(player.state, job, CONFIG, 17.0).reason == ""
