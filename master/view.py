@@ -80,7 +80,8 @@ def _reason(state: ClusterState, job: Job, timing: Timing, now: float) -> str:
     way, silent = job.seen.way, job.unanswered()
     if way is not None and silent and now - way.pushed_at > _SLOW_ANSWER_S:
         return f"{job.reason}; no answer so far from {', '.join(map(str, silent))}"
-    if job.state not in ENDED and (again := meetings.told_in(job, timing, now)):
+    here = all(state.nodes[name].connected for name in job.members)
+    if here and job.state not in ENDED and (again := meetings.told_in(job, timing, now)):
         return again
     return job.reason or _passing_reason(state, job)
 
