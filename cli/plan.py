@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -10,6 +10,7 @@ from oobleck.cli.options import USAGE, json_option
 from oobleck.host.command import CommandFailed
 
 if TYPE_CHECKING:
+    from oobleck.planner.plan import Schedule
     from oobleck.planner.profile import Profile
 
 
@@ -21,6 +22,8 @@ class Question:
     fault_tolerance: int
     global_batch: int
     min_nodes: int = 1
+    #: None: the best one.
+    schedule: "Schedule | None" = None
     #: The head shares the embedding's weight.
     tied: bool = False
 
@@ -67,6 +70,11 @@ class Question:
     help="With a job that sets no limit itself.  [default: this machine's RAM / G]",
 )
 @click.option(
+    "--schedule",
+    type=click.Choice(["auto", "1f1b", "gpipe", "zb-h1"]),
+    help="Order of compute in a pipeline.  [default: the job's, or auto: the best that fits]",
+)
+@click.option(
     "--lost",
     type=click.IntRange(min=0),
     default=0,
@@ -83,6 +91,7 @@ def plan(
     global_batch: int | None,
     microbatch: int | None,
     memory_per_worker: str | None,
+    schedule: str | None,
     lost: int,
     as_json: bool,
 ) -> None:
@@ -106,6 +115,9 @@ def plan(
                 microbatch,
                 memory_per_worker,
             )
+        if schedule is not None:
+            wanted = None if schedule == "auto" else cast("Schedule", schedule)
+            question = dataclasses.replace(question, schedule=wanted)
         report = make_report(
             question.profile,
             nodes=nodes,
@@ -114,6 +126,7 @@ def plan(
             min_nodes=question.min_nodes,
             lost=lost,
             tied=question.tied,
+            wanted=question.schedule,
         )
     except ValueError as error:  # also PlanInfeasible
         raise CommandFailed(str(error), USAGE) from error
@@ -203,6 +216,7 @@ def from_job(
         fault_tolerance=job.fault_tolerance,
         global_batch=job.training.global_batch,
         min_nodes=job.resources.min_nodes_per_pipeline,
+        schedule=job.training.wanted_schedule,
         tied=job.model.tied,
     )
 

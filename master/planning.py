@@ -12,6 +12,7 @@ from functools import lru_cache
 from oobleck.master.events import NodeLeftOut
 from oobleck.master.state import ClusterState, Job, Node
 from oobleck.planner.catalogue import Catalogue, Offer
+from oobleck.planner.choose import choose_schedule, keep_schedule
 from oobleck.planner.errors import LayerLost, PlanInfeasible
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.ids import Generation, NodeName, WorkerId
@@ -106,7 +107,9 @@ def first_plan(job: Job, nodes: Sequence[Node], generation: Generation) -> Plan:
         costs=offer.costs,
     )
     _rehearse(plan, offer, profile, job.spec.fault_tolerance)
-    return plan
+    wanted = job.spec.training.wanted_schedule
+    choice = choose_schedule(plan, profile, tied=job.spec.model.tied, wanted=wanted)
+    return replace(plan, schedule=choice.schedule)
 
 
 def _rehearse(plan: Plan, offer: Offer, profile: Profile, fault_tolerance: int) -> None:
@@ -136,17 +139,18 @@ def _reconfigured(
     generation: Generation,
 ) -> Reconfiguration | PlanInfeasible:
     try:
-        offer = _offer(spec, machines, most_nodes)
-        return reconfigure(
+        offer, profile = _offer(spec, machines, most_nodes), _profile(spec, machines)
+        found = reconfigure(
             plan,
             live,
             templates=offer.templates,
-            profile=_profile(spec, machines),
+            profile=profile,
             fault_tolerance=spec.fault_tolerance,
             generation=generation,
             judge=offer.judge,
             costs=offer.costs,
         )
+        return replace(found, plan=keep_schedule(found.plan, profile))
     except PlanInfeasible as infeasible:
         return infeasible
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from oobleck.planner.ids import check_name
+from oobleck.planner.plan import Schedule
 
 Precision = Literal["fp32", "bf16", "fp64"]
 
@@ -111,6 +112,8 @@ class TrainingSpec:
     precision: Precision = "fp32"
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    #: The order of compute in a pipeline; auto: the fastest whose memory fits.
+    pipeline_schedule: Literal["auto", "1f1b", "gpipe", "zb-h1"] = "auto"
     #: Largest global gradient norm; None: no clipping.
     clip: float | None = 1.0
 
@@ -125,6 +128,11 @@ class TrainingSpec:
                 f"microbatch: {self.microbatch} does not divide global_batch "
                 f"({self.global_batch}); choose a divisor of it"
             )
+
+    @property
+    def wanted_schedule(self) -> Schedule | None:
+        """The schedule that the job asks for; None: it leaves the choice to planning."""
+        return None if self.pipeline_schedule == "auto" else self.pipeline_schedule
 
     @property
     def microbatches(self) -> int:

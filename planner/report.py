@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from oobleck.planner.catalogue import Catalogue
-from oobleck.planner.choose import ScheduleChoice, choose_schedule
+from oobleck.planner.choose import ScheduleChoice, choose_schedule, keep_schedule
 from oobleck.planner.drawing import draw_pipelines, draw_timeline
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.instantiate import instantiate
-from oobleck.planner.plan import Plan
+from oobleck.planner.plan import Plan, Schedule
 from oobleck.planner.profile import Profile
 from oobleck.planner.reconfigure import reconfigure
 from oobleck.planner.specification import node_specification
@@ -83,12 +83,14 @@ def make_report(
     min_nodes: int = 1,
     lost: int = 0,
     tied: bool = False,
+    wanted: Schedule | None = None,
 ) -> PlanReport:
     """Templates and plan for nodes n1 .. n<nodes>.
 
     With `lost` there is also, one after the other, what follows the loss of the first pipeline's
     last node, until nothing fits any more. `tied`: the head shares layer 0's token embedding.
-    Raises ValueError naming the field and the fix, or PlanInfeasible.
+    `wanted`: the schedule to use; None: the best one. Raises ValueError naming the field and the
+    fix, or PlanInfeasible.
     """
     if not 0 <= lost < nodes:
         raise ValueError(f"lost is {lost}; it must be at least 0 and less than nodes ({nodes})")
@@ -111,7 +113,7 @@ def make_report(
         judge=offer.judge,
         costs=offer.costs,
     )
-    first = _outcome(plan, profile, tied=tied)
+    first = _outcome(plan, profile, tied=tied, wanted=wanted)
     losses: list[Loss] = []
     plan = first.plan
     while len(losses) < lost:
@@ -127,10 +129,11 @@ def make_report(
                 judge=offer.judge,
                 costs=offer.costs,
             )
+            kept = keep_schedule(change.plan, profile)
+            outcome = _outcome(kept, profile, tied=tied, wanted=kept.schedule)
         except PlanInfeasible as infeasible:
             losses.append(Loss(node=gone, rule=None, reason=str(infeasible), outcome=None))
             break
-        outcome = _outcome(change.plan, profile, tied=tied)
         losses.append(Loss(node=gone, rule=change.rule, reason=change.reason, outcome=outcome))
         plan = outcome.plan
     return PlanReport(
@@ -157,8 +160,8 @@ def draw(outcome: Outcome, profile: Profile) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _outcome(plan: Plan, profile: Profile, *, tied: bool) -> Outcome:
-    choice = choose_schedule(plan, profile, tied=tied)
+def _outcome(plan: Plan, profile: Profile, *, tied: bool, wanted: Schedule | None) -> Outcome:
+    choice = choose_schedule(plan, profile, tied=tied, wanted=wanted)
     return Outcome(plan=replace(plan, schedule=choice.schedule), choice=choice)
 
 

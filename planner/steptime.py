@@ -147,13 +147,29 @@ def _kind(
         pipeline=pipeline,
         busy_s=tuple(microbatches * (cost.forward_s + cost.backward_s) for cost in costs),
         computed_s=_computed_s(pipeline, profile, schedule),
-        peak_bytes=tuple(
-            cost.state_bytes
-            + cost.activation_bytes
-            * in_flight(schedule, stages=len(costs), stage=stage, microbatches=microbatches)
-            for stage, cost in enumerate(costs)
-        ),
+        peak_bytes=_peak_bytes(costs, schedule, microbatches),
     )
+
+
+def _peak_bytes(
+    costs: Sequence[StageCost], schedule: Schedule, microbatches: int
+) -> tuple[int, ...]:
+    return tuple(
+        cost.state_bytes
+        + cost.activation_bytes
+        * in_flight(schedule, stages=len(costs), stage=stage, microbatches=microbatches)
+        for stage, cost in enumerate(costs)
+    )
+
+
+def peak_bytes(plan: Plan, profile: Profile) -> int:
+    """Of the worker that needs most memory, under the plan's schedule."""
+    peak = 0
+    for numbers in pipeline_kinds(plan):
+        pipeline = plan.pipelines[numbers[0]]
+        costs = [_cost(pipeline, stage, profile) for stage in _stages(pipeline)]
+        peak = max(peak, *_peak_bytes(costs, plan.schedule, pipeline.microbatches))
+    return peak
 
 
 def _computed_s(pipeline: Pipeline, profile: Profile, schedule: Schedule) -> tuple[float, ...]:

@@ -100,6 +100,7 @@ def job_text(
             "microbatch": 2,
             "seed": 7,
             "precision": precision,
+            "pipeline_schedule": "1f1b",  # the faults' points are its instructions
             "optimizer": {"name": "adamw", "lr": 1.0e-3},  # at 3e-3 rounding alone grows a 1e4-fold
             "schedule": {"name": "cosine", "warmup": 5},
         },

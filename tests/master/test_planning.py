@@ -1,6 +1,7 @@
 """The planner's functions as the master asks them: templates at hand, and what is lost."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -41,13 +42,15 @@ def node(number: int, memory: int = 1 << 30) -> Node:
     return Node(facts=facts, seen=NodeSeen(last_heard=0.0, session=1, status=status))
 
 
-def trained_job(nodes: list[Node], hidden: int) -> tuple[ClusterState, Job]:
+def trained_job(
+    nodes: list[Node], hidden: int, schedule: Literal["auto", "gpipe"] = "auto"
+) -> tuple[ClusterState, Job]:
     """A job that has committed steps in its first plan, on all of the nodes."""
     spec = JobSpec(
         name="planning",
         model=ModelSpec(layers=6, hidden=hidden, heads=2, sequence_length=16),
         data=DataSpec(text=("/nowhere/*.py",)),
-        training=TrainingSpec(steps=100, global_batch=16, microbatch=2),
+        training=TrainingSpec(steps=100, global_batch=16, microbatch=2, pipeline_schedule=schedule),
         fault_tolerance=1,
         resources=ResourceSpec(min_nodes_per_pipeline=2),
     )
@@ -113,3 +116,23 @@ def test_a_layer_that_nobody_holds_is_a_cause() -> None:
             status=NodeStatus(job_id=JOB, generation=Generation(1), workers=(fresh,)),
         )
     assert len(planning.next_plan(state, job, live, Generation(2)).plan.nodes) == 2
+
+
+def test_every_plan_has_the_schedule_that_suits_it() -> None:
+    nodes = [node(number) for number in range(6)]
+    state, job = trained_job(nodes, hidden=512)
+    assert job.made is not None
+    plan = job.made.plan
+    after = planning.next_plan(state, job, nodes[1:], Generation(2)).plan
+    for one in (plan, after):
+        deepest = max(len(pipeline.stages) for pipeline in one.pipelines)
+        assert deepest > 1
+        assert one.schedule == "zb-h1", "few micro-batches: bubbles are long, and memory plenty"
+
+
+def test_a_schedule_that_the_job_wants_stays() -> None:
+    nodes = [node(number) for number in range(6)]
+    state, job = trained_job(nodes, hidden=512, schedule="gpipe")
+    assert job.made is not None
+    assert job.made.plan.schedule == "gpipe"
+    assert planning.next_plan(state, job, nodes[1:], Generation(2)).plan.schedule == "gpipe"

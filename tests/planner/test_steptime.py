@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from oobleck.planner.choose import choose_schedule
+from oobleck.planner.choose import choose_schedule, keep_schedule
 from oobleck.planner.compile import compile_programs
+from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.plan import Plan, Schedule
 from oobleck.planner.profile import Links, Profile
 from oobleck.planner.simulate import simulate
@@ -142,3 +143,18 @@ def test_where_nothing_fits_it_is_1f1b_and_says_so() -> None:
     choice = choose_schedule(plan_of_cuts(([1, 1, 1, 1], 8)), memory_profile(10, 900))
     assert choice.schedule == "1f1b"
     assert choice.reason.startswith("1f1b: keeps least of all; none fits, zb-h1 needs 1.0 KiB of 9")
+
+
+def test_a_wanted_schedule_is_taken_or_refused_with_the_bytes() -> None:
+    plan = plan_of_cuts(([1, 1, 1, 1], 8))
+    choice = choose_schedule(plan, memory_profile(10, 2000), wanted="gpipe")
+    assert choice.schedule == "gpipe"
+    assert choice.reason == "gpipe: as asked for"
+    with pytest.raises(PlanInfeasible, match=r"pipeline_schedule gpipe needs 1\.1 KiB on some"):
+        choose_schedule(plan, memory_profile(10, 1050), wanted="gpipe")
+
+
+def test_a_schedule_stays_as_long_as_memory_allows() -> None:
+    plan = plan_of_cuts(([1, 1, 1, 1], 8), schedule="zb-h1")
+    assert keep_schedule(plan, memory_profile(10, 1040)) == plan
+    assert keep_schedule(plan, memory_profile(10, 1039)).schedule == "1f1b"
