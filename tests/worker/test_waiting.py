@@ -35,6 +35,17 @@ def test_release_gives_up_an_operation_that_nothing_wakes() -> None:
     waits.close()
 
 
+def test_limit_of_time_gives_up_this_call_and_those_behind_it() -> None:
+    waits, never = Waits(), threading.Event()
+    assert waits.run(lambda: 7, 60.0) == 7
+    with pytest.raises(TransportError, match=r"no answer for 0\.1 s"):
+        waits.run(never.wait, 0.1)
+    with pytest.raises(TransportError, match="given up"):
+        waits.run(lambda: 7, 60.0)
+    never.set()
+    waits.close()
+
+
 def test_operation_that_the_abort_does_wake_says_itself_what_happened() -> None:
     waits = Waits()
     waits.release()
