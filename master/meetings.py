@@ -15,6 +15,8 @@ from oobleck.planner.ids import WorkerId
 
 #: Meetings without a step, the least number that a job may fail after.
 _ENOUGH = 5
+#: Of the interval; enough for any that is worth waiting for.
+_MOST_DOUBLINGS = 20
 
 
 def first_peer_lost(job: Job) -> tuple[float, WorkerId, str] | None:
@@ -28,7 +30,8 @@ def interval_s(job: Job, timing: Timing) -> float:
     if job.newcomers:  # which are left out where a meeting with them has failed
         return timing.regroup_s
     longest = max(timing.regroup_s, timing.longest_regroup_s)
-    return min(longest, timing.regroup_s * float(2 ** max(0, job.seen.regroups - 1)))
+    doublings = min(_MOST_DOUBLINGS, max(0, job.seen.regroups - 1))
+    return min(longest, timing.regroup_s * float(2**doublings))
 
 
 def told_in(job: Job, timing: Timing, now: float) -> str:
