@@ -87,8 +87,9 @@ class _Worker:
     clock_s: float = 0.0
     busy_s: float = 0.0
     computed_s: float = 0.0
-    kept_bytes: int = 0
-    peak_kept_bytes: int = 0
+    #: Micro-batches whose activations it keeps, and the most there were.
+    kept: int = 0
+    peak_kept: int = 0
     #: Sums that were started, oldest first, and when.
     started: list[tuple[SyncGradient, float]] = field(default_factory=list)
     #: How many of them are over, and when the last one was.
@@ -182,8 +183,7 @@ class _Run:
             busy_s={worker.id: worker.busy_s for worker in workers},
             computed_s={worker.id: worker.computed_s for worker in workers},
             peak_bytes={
-                worker.id: self._cost(*self._stage_of[worker.id]).state_bytes
-                + worker.peak_kept_bytes
+                worker.id: self._cost(*self._stage_of[worker.id]).worker_bytes(worker.peak_kept)
                 for worker in workers
             },
         )
@@ -241,13 +241,13 @@ class _Run:
     def _occupy(self, worker: _Worker, step: Compute, cost: StageCost) -> None:
         if isinstance(step, Forward):
             taken_s = cost.forward_s
-            worker.kept_bytes += cost.activation_bytes
-            worker.peak_kept_bytes = max(worker.peak_kept_bytes, worker.kept_bytes)
+            worker.kept += 1
+            worker.peak_kept = max(worker.peak_kept, worker.kept)
         elif isinstance(step, BackwardInput):
             taken_s = cost.backward_input_s
         else:
             taken_s = cost.backward_s if isinstance(step, Backward) else cost.backward_weight_s
-            worker.kept_bytes -= cost.activation_bytes
+            worker.kept -= 1
         begun_s = worker.clock_s
         worker.clock_s += taken_s
         worker.computed_s = worker.clock_s

@@ -27,12 +27,18 @@ class StageCost:
     backward_input_s: float
     backward_weight_s: float
     update_s: float
+    #: Of the whole stage, as all bytes here; its workers share them evenly.
     state_bytes: int
     #: Kept per micro-batch from its forward to the end of its backward. Nothing is counted as freed
     #: between the gradient of the input and those of the weights: the latter still need each linear
     #: layer's input and its output's gradient, which are 16 hidden widths per token of a
     #: transformer block, as many as the block keeps before.
     activation_bytes: int
+
+    def worker_bytes(self, kept: int) -> int:
+        """Of each worker, with the activations of `kept` micro-batches; rounded up but once, so
+        that what a template's memory allows is allowed here."""
+        return -(-(self.state_bytes + kept * self.activation_bytes) // self.gpus)
 
 
 def stage_cost(profile: Profile, first_layer: int, last_layer: int, gpus: int) -> StageCost:
@@ -62,8 +68,8 @@ def _stage_cost(layers: tuple[LayerProfile, ...], gpus: int) -> StageCost:
         backward_input_s=input_s,
         backward_weight_s=backward_s - input_s,
         update_s=sum(layer.update_s.get(gpus, 0.0) for layer in layers),
-        state_bytes=-(-sum(layer.state_bytes for layer in layers) // gpus),
-        activation_bytes=-(-sum(layer.activation_bytes for layer in layers) // gpus),
+        state_bytes=sum(layer.state_bytes for layer in layers),
+        activation_bytes=sum(layer.activation_bytes for layer in layers),
     )
 
 

@@ -155,9 +155,9 @@ def _peak_bytes(
     costs: Sequence[StageCost], schedule: Schedule, microbatches: int
 ) -> tuple[int, ...]:
     return tuple(
-        cost.state_bytes
-        + cost.activation_bytes
-        * in_flight(schedule, stages=len(costs), stage=stage, microbatches=microbatches)
+        cost.worker_bytes(
+            in_flight(schedule, stages=len(costs), stage=stage, microbatches=microbatches)
+        )
         for stage, cost in enumerate(costs)
     )
 

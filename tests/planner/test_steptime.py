@@ -8,6 +8,7 @@ import pytest
 
 from oobleck.planner.choose import choose_schedule, keep_schedule
 from oobleck.planner.compile import compile_programs
+from oobleck.planner.cost import StageCosts
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.plan import Plan, Schedule
 from oobleck.planner.profile import Links, Profile
@@ -152,6 +153,38 @@ def test_a_wanted_schedule_is_taken_or_refused_with_the_bytes() -> None:
     assert choice.reason == "gpipe: as asked for"
     with pytest.raises(PlanInfeasible, match=r"pipeline_schedule gpipe needs 1\.1 KiB on some"):
         choose_schedule(plan, memory_profile(10, 1050), wanted="gpipe")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_memory_is_counted_as_templates_count_it(seed: int) -> None:
+    """Odd bytes over three GPUs, at the least memory that the plan fits, and a byte below."""
+    rng = random.Random(seed)
+    profile = profile_of(
+        [1.0] * 6,
+        gpus=(3,),
+        gpus_per_node=3,
+        state=[rng.randint(1, 20) for _ in range(6)],
+        activation=[rng.randint(1, 20) for _ in range(6)],
+        links=INSTANT,
+    )
+    plan = replace(random_plan(rng, 6, range(3, 4)), schedule="zb-h1")
+    memory = estimate_step(plan, profile).peak_bytes
+    for limit, fits in ((memory, True), (memory - 1, False)):
+        costs = StageCosts(replace(profile, gpu_memory_bytes=limit))
+        allowed = [
+            costs.allowed(
+                stage.first_layer,
+                stage.last_layer + 1,
+                len(stage.workers),
+                min(len(pipeline.stages), pipeline.microbatches),
+            )
+            for pipeline in plan.pipelines
+            for stage in pipeline.stages
+        ]
+        assert all(allowed) == fits
+    kept = replace(profile, gpu_memory_bytes=memory)
+    assert keep_schedule(plan, kept) == plan
+    assert choose_schedule(plan, kept, wanted="zb-h1").schedule == "zb-h1"
 
 
 def test_a_schedule_stays_as_long_as_memory_allows() -> None:
