@@ -282,16 +282,8 @@ class _Chooser:
         return self._told(keep_fitting(sizes, self.plan, self.alive))
 
     def _told(self, slots: tuple[Slot, ...]) -> _Candidate:
-        """With the rule that the change amounts to, and the change in words."""
-        survivors = sum(any(node in self.alive for node in p.nodes) for p in self.plan.pipelines)
-        intact = sum(self.alive.issuperset(p.nodes) for p in self.plan.pipelines)
-        rule: Rule = "reinstantiate"
-        if self.alive - set(self.plan.nodes):
-            rule = "join"
-        elif len(slots) < survivors:
-            rule = "merge"
-        elif sum(slot.kept is not None for slot in slots) < intact:
-            rule = "borrow"
+        """Slots that no rule has told the story of."""
+        rule: Rule = "join" if self.alive - set(self.plan.nodes) else "reshape"
         return _Candidate(slots=slots, rule=rule, reason=self._change(slots))
 
     def _change(self, slots: Sequence[Slot]) -> str:

@@ -12,7 +12,9 @@ from typing import Literal
 
 from oobleck.planner.plan import Pipeline
 
-Rule = Literal["reinstantiate", "borrow", "merge", "join", "replace"]
+#: How a plan came about, by the paper's three or: "takeover", of pipelines lost whole the others
+#: take the shares; "reshape", sizes chosen anew; "join", newcomers; "replace", the same nodes.
+Rule = Literal["takeover", "reinstantiate", "borrow", "merge", "reshape", "join", "replace"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,7 @@ class Mended:
     """No pipeline is hit any more; the rules that were used, and what they did."""
 
     groups: Groups
+    #: Of those used the one that disturbs most; "takeover" where none was needed.
     rule: Rule
     stories: tuple[str, ...]
 
@@ -120,7 +123,7 @@ class Mended:
 def mend(groups: Groups, sizes: range, *, most: int) -> Iterator[Mended]:
     """Up to `most` ways to put all hit groups right, one rule after the other, in all orders of
     preference; the paper's comes first."""
-    names = [name for name, _ in RULES]
+    names: list[Rule] = ["takeover", *(name for name, _ in RULES)]
     made = 0
     open_ways: list[tuple[Groups, int, tuple[str, ...]]] = [(groups, 0, ())]
     while open_ways and made < most:
@@ -132,7 +135,7 @@ def mend(groups: Groups, sizes: range, *, most: int) -> Iterator[Mended]:
             continue
         ways = [
             (result[0], max(strongest, strength), (*stories, result[1]))
-            for strength, (_, function) in enumerate(RULES)
+            for strength, (_, function) in enumerate(RULES, start=1)
             if (result := function(now, hit, sizes)) is not None
         ]
         open_ways.extend(reversed(ways))

@@ -45,7 +45,7 @@ class Case:
     returns: Mapping[str, int] = field(default_factory=dict)
 
 
-LOCAL_RULE = "reinstantiate|borrow|merge"
+LOCAL_RULE = "takeover|reinstantiate|borrow|merge|reshape"
 CASES = [
     Case(name="undisturbed"),
     Case(

@@ -112,6 +112,7 @@ def test_a_pipeline_that_is_lost_whole_leaves_its_share_to_the_others(profile: P
     templates = generate_templates(profile, range(2, 5))
     plan = plan_of(templates, 2, 2, 2)
     change = after(plan, profile, templates, lose=("n2", "n3"))
+    assert change.rule == "takeover"
     assert shape(change) == [("n0", "n1"), ("n4", "n5")]
     assert change.plan.microbatches == MICROBATCHES
     assert "pipeline 1 lost n2, n3: all its nodes" in change.reason
@@ -121,6 +122,7 @@ def test_redundancy_comes_back_where_nodes_allow_it(profile: Profile) -> None:
     """4 + 2 nodes, the two lost: the four are cut into two pipelines, since f = 1 wants two."""
     templates = generate_templates(profile, range(2, 5))
     change = after(plan_of(templates, 4, 2), profile, templates, lose=("n4", "n5"))
+    assert change.rule == "reshape"
     assert sorted(map(len, shape(change))) == [2, 2]
     assert "n4, n5 lost: templates 4, 2 -> templates 2, 2" in change.reason
 
@@ -270,7 +272,23 @@ def check(
     assert len(plan.pipelines) >= min(fault_tolerance + 1, len(live) // smallest)
     assert change.reason
     joined = set(live) - set(before.nodes)
-    assert change.rule in (("join",) if joined else ("reinstantiate", "borrow", "merge"))
+    if joined:
+        assert change.rule == "join"
+        return
+    kept = [p for p in before.pipelines if set(live).issuperset(p.nodes)]
+    hit = len([p for p in before.pipelines if set(live).intersection(p.nodes)]) - len(kept)
+    same = [p.stages for p in plan.pipelines].count
+    if change.rule == "takeover":
+        assert hit == 0
+        assert all(same(p.stages) for p in kept)
+        assert len(plan.pipelines) == len(kept)
+    elif change.rule == "reinstantiate":
+        assert hit > 0
+        assert all(same(p.stages) for p in kept)
+        assert len(plan.pipelines) == len(kept) + hit
+    else:
+        assert change.rule in ("borrow", "merge", "reshape")
+        assert change.rule == "reshape" or hit > 0
 
 
 def check_sources(before: Plan, now: Plan, live: tuple[NodeName, ...], profile: Profile) -> None:
@@ -376,7 +394,7 @@ def test_losses_and_joins_at_random_up_to_64_nodes(seed: int) -> None:
             join = tuple(rng.sample(away, rng.randint(1, len(away))))
         if not join or rng.random() < 0.2:
             lose = tuple(rng.sample(plan.nodes, min(rng.randint(1, 4), len(plan.nodes))))
-        live = tuple(NodeName(n) for n in (*(set(plan.nodes) - set(lose)), *join))
+        live = tuple(NodeName(n) for n in (*sorted(set(plan.nodes) - set(lose)), *join))
         if len(live) < smallest:
             with pytest.raises(PlanInfeasible):
                 after(
@@ -394,7 +412,7 @@ def test_losses_and_joins_at_random_up_to_64_nodes(seed: int) -> None:
         check(change, plan, live, templates, fault_tolerance)
         if len(lose) <= can_lose(plan):
             check_sources(plan, change.plan, live, profile)
-        away = [name for name in {*away, *lose} if name not in change.plan.nodes]
+        away = [name for name in sorted({*away, *lose}) if name not in change.plan.nodes]
         plan = change.plan
 
 
