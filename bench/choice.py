@@ -13,15 +13,24 @@ import argparse
 import random
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from bench.models import profile as model_profile
+from oobleck.planner.choose import choose_schedule
 from oobleck.planner.cost import StageCosts
 from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.instantiate import best_judged, by_formula, choose, template_costs
+from oobleck.planner.ids import Generation, NodeName
+from oobleck.planner.instantiate import (
+    Instantiation,
+    best_judged,
+    by_formula,
+    choose,
+    template_costs,
+)
+from oobleck.planner.plan import Plan, place
 from oobleck.planner.profile import Links, Profile
-from oobleck.planner.replay import StepReplay, Timelines, replay_judge
+from oobleck.planner.replay import StepReplay, Timelines
 from oobleck.planner.specification import node_specification
 from oobleck.planner.stagetable import StageTable
 from oobleck.planner.template import PipelineTemplate
@@ -97,10 +106,26 @@ def step_s(
         microbatches=microbatches,
         min_pipelines=2,
     )
-    judge = replay_judge(table, given) if judged else by_formula
+    judge = StepReplay(templates, given, tied=True).judge if judged else by_formula
     plan = best_judged(candidates, judge)
-    (time,) = StepReplay(templates, given).step_s([(plan.sizes, plan.shares)])
-    return time
+    return final_step_s(placed(plan, table), given)
+
+
+def placed(chosen: Instantiation, templates: Mapping[int, PipelineTemplate]) -> Plan:
+    pipelines, node, microbatch = [], 0, 0
+    for size, share in zip(chosen.sizes, chosen.shares, strict=True):
+        names = tuple(NodeName(f"n{number}") for number in range(node, node + size))
+        pipelines.append(
+            place(templates[size], names, first_microbatch=microbatch, microbatches=share)
+        )
+        node, microbatch = node + size, microbatch + share
+    return Plan(generation=Generation(1), pipelines=tuple(pipelines))
+
+
+def final_step_s(plan: Plan, given: Profile) -> float:
+    """With tied weights, under the schedule that is chosen for the plan."""
+    choice = choose_schedule(plan, given, tied=True)
+    return choice.estimates[choice.schedule].step_s
 
 
 def spread(group: Sequence[PipelineTemplate], given: Profile) -> float:

@@ -77,13 +77,13 @@ def _sizes(spec: JobSpec, machines: Machines, nodes: int) -> range:
 
 
 @lru_cache(maxsize=8)
-def _catalogue(profile_of_any_memory: Profile) -> Catalogue:
-    return Catalogue()
+def _catalogue(profile_of_any_memory: Profile, tied: bool) -> Catalogue:
+    return Catalogue(tied=tied)
 
 
 def _offer(spec: JobSpec, machines: Machines, nodes: int) -> Offer:
     profile = _profile(spec, machines)
-    catalogue = _catalogue(replace(profile, gpu_memory_bytes=1))
+    catalogue = _catalogue(replace(profile, gpu_memory_bytes=1), spec.model.tied)
     return catalogue.offer(profile, _sizes(spec, machines, nodes))
 
 

@@ -6,11 +6,11 @@ for: when the weakest node leaves or joins, templates that fit the memory there 
 even if with more memory there may be better ones: a plan right after a loss comes first.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from oobleck.planner.cost import PipelineCost, StageCosts, pipeline_cost
-from oobleck.planner.instantiate import Instantiation, Judge
+from oobleck.planner.instantiate import Judge
 from oobleck.planner.profile import Profile
 from oobleck.planner.replay import StepReplay
 from oobleck.planner.template import PipelineTemplate
@@ -27,9 +27,10 @@ class Offer:
 
 
 class Catalogue:
-    """Grows with the sizes that are asked for."""
+    """Grows with the sizes that are asked for. `tied`: the head shares layer 0's embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tied: bool) -> None:
+        self._tied = tied
         self._templates: dict[int, PipelineTemplate] = {}
         self._costs: dict[int, PipelineCost] = {}
         self._offers: dict[tuple[range, int], Offer] = {}
@@ -46,7 +47,7 @@ class Catalogue:
             self._offers[key] = Offer(
                 templates=templates,
                 costs={size: self._costs[size] for size in sizes},
-                judge=_judge(StepReplay(list(templates.values()), profile)),
+                judge=StepReplay(list(templates.values()), profile, tied=self._tied).judge,
             )
         return self._offers[key]
 
@@ -74,10 +75,3 @@ def _fits(template: PipelineTemplate, costs: StageCosts) -> bool:
         costs.allowed(stage.first_layer, stage.last_layer + 1, stage.gpus, count - number)
         for number, stage in enumerate(template.stages)
     )
-
-
-def _judge(replay: StepReplay) -> Judge:
-    def judge(candidates: Sequence[Instantiation]) -> Sequence[float]:
-        return replay.step_s([(c.sizes, c.shares) for c in candidates])
-
-    return judge

@@ -14,6 +14,9 @@ from oobleck.planner.template import PipelineTemplate
 
 TICKS_PER_S = 10**15
 
+#: Loss, norm and flags of a vote.
+VOTE_BYTES = 64
+
 
 def ticks(seconds: float) -> int:
     return round(seconds * TICKS_PER_S)
@@ -76,12 +79,25 @@ def message_s(count: int, *, same_node: bool, links: Links) -> float:
     return links.latency_s + count / rate
 
 
+def boundary_s(
+    output_bytes: int, *, before: int, after: int, same_node: bool, links: Links
+) -> float:
+    """A micro-batch's way between neighbour stages of `before` and `after` workers, either way:
+    each sends its rows to those that hold them, and the largest of these messages counts."""
+    return message_s(-(-output_bytes // max(before, after)), same_node=same_node, links=links)
+
+
 def all_reduce_s(count: int, *, workers: int, same_node: bool, links: Links) -> float:
     """Sum of `count` bytes over `workers` (a ring); nothing for one."""
     if workers == 1:
         return 0.0
     rate = links.intra_node_bytes_per_s if same_node else links.inter_node_bytes_per_s
     return 2 * (workers - 1) * (links.latency_s + count / workers / rate)
+
+
+def vote_s(workers: int, links: Links) -> float:
+    """The vote of all workers of a step."""
+    return all_reduce_s(VOTE_BYTES, workers=workers, same_node=False, links=links)
 
 
 def in_turn(sums: Iterable[tuple[float, float]]) -> float:

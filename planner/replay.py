@@ -5,19 +5,19 @@ without the programs: pipelines of equal template and share are replayed once, a
 side in arrays. Must not know how candidates come about.
 """
 
-import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 
-from oobleck.planner.cost import all_reduce_s, in_turn, message_s
+from oobleck.planner.cost import boundary_s
 from oobleck.planner.profile import Profile
-from oobleck.planner.simulate import VOTE_BYTES
 from oobleck.planner.stagetable import Floats, Integers
+from oobleck.planner.stepcost import extrapolated, replayed_microbatches
+from oobleck.planner.stepend import ComputedKind, ComputedStage, step_end_s
 from oobleck.planner.template import PipelineTemplate, StageTemplate
 
 #: Numbers in the arrays of one replay.
@@ -50,7 +50,16 @@ class Timelines:
             count = len(stages)
             forward[row, :count] = [stage.forward_s for stage in reversed(stages)]
             backward[row, :count] = [stage.backward_s for stage in reversed(stages)]
-            passed = [boundary_s(pair[0], pair[1], profile) for pair in pairwise(stages)]
+            passed = [
+                boundary_s(
+                    profile.layers[before.last_layer].output_bytes,
+                    before=before.gpus,
+                    after=after.gpus,
+                    same_node=before.node == after.node,
+                    links=profile.links,
+                )
+                for before, after in pairwise(stages)
+            ]
             message[row, : count - 1] = passed[::-1]
         return cls(
             forward_s=forward,
@@ -63,15 +72,28 @@ class Timelines:
     def finish_of(
         cls, pipelines: Sequence[tuple[Sequence[StageTemplate], int]], profile: Profile
     ) -> list[list[float]]:
-        """When each stage's last backward is over, first stage first, a list per pipeline."""
-        found: list[list[float]] = []
-        for some in _side_by_side(pipelines):
+        """When each stage's last backward is over, first stage first, a list per pipeline.
+
+        For many micro-batches it is extrapolated from the steady state.
+        """
+        counts = [
+            replayed_microbatches(microbatches, stages=len(stages))
+            for stages, microbatches in pipelines
+        ]
+        lines = {
+            (id(stages), count): (stages, count)
+            for (stages, _), own in zip(pipelines, counts, strict=True)
+            for count in own
+        }
+        found: dict[tuple[int, int], list[float]] = {}
+        for some in _side_by_side(list(lines.values())):
             finish = cls.of(some, profile).finish_s()
-            found += [
-                line[: len(stages)][::-1].tolist()
-                for line, (stages, _) in zip(finish, some, strict=True)
-            ]
-        return found
+            for row, (stages, count) in zip(finish, some, strict=True):
+                found[id(stages), count] = row[: len(stages)][::-1].tolist()
+        return [
+            list(extrapolated(own, [found[id(stages), count] for count in own], microbatches))
+            for (stages, microbatches), own in zip(pipelines, counts, strict=True)
+        ]
 
     def finish_s(self) -> Floats:
         """When each stage's last backward is over.
@@ -147,13 +169,6 @@ def _side_by_side(
         yield pipelines[first:]
 
 
-def boundary_s(before: StageTemplate, after: StageTemplate, profile: Profile) -> float:
-    """A micro-batch's way from stage to stage: each worker sends its rows to who holds them."""
-    wide = max(before.gpus, after.gpus)
-    rows = profile.layers[before.last_layer].output_bytes
-    return message_s(-(-rows // wide), same_node=before.node == after.node, links=profile.links)
-
-
 class Sized(Protocol):
     """Nodes and micro-batches of each pipeline of a plan."""
 
@@ -164,71 +179,55 @@ class Sized(Protocol):
 
 
 class StepReplay:
-    """Step times of plans made of `templates`; remembers the pipelines that it has seen."""
+    """Step times of plans made of `templates`; remembers the pipelines that it has seen.
 
-    def __init__(self, templates: Sequence[PipelineTemplate], profile: Profile) -> None:
+    `tied`: the head shares layer 0's token embedding.
+    """
+
+    def __init__(
+        self, templates: Sequence[PipelineTemplate], profile: Profile, *, tied: bool
+    ) -> None:
         self._templates = {template.nodes: template for template in templates}
-        self._profile = profile
-        #: By nodes and micro-batches: when each stage's last backward is over, first stage first.
-        self._finish: dict[tuple[int, int], list[float]] = {}
+        self._profile, self._tied = profile, tied
+        #: By nodes and micro-batches: the stages of such a pipeline, once computed.
+        self._computed: dict[tuple[int, int], list[ComputedStage]] = {}
 
     def step_s(self, plans: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
         """Of each (template nodes per pipeline, micro-batches per pipeline)."""
-        kinds = [sorted(set(zip(sizes, shares, strict=True))) for sizes, shares in plans]
-        self._prepare(sorted({kind for plan in kinds for kind in plan} - self._finish.keys()))
+        kinds = [Counter(zip(sizes, shares, strict=True)) for sizes, shares in plans]
+        self._prepare(sorted({kind for plan in kinds for kind in plan} - self._computed.keys()))
         return [
-            self._with_sums(kind, len(sizes), sum(sizes) * self._profile.gpus_per_node)
-            for kind, (sizes, _) in zip(kinds, plans, strict=True)
+            step_end_s(
+                [
+                    ComputedKind(count=count, stages=self._computed[kind])
+                    for kind, count in plan.items()
+                ],
+                self._profile,
+                tied=self._tied,
+            )
+            for plan in kinds
         ]
+
+    def judge(self, candidates: Sequence[Sized]) -> list[float]:
+        """Step times of instantiations."""
+        return self.step_s([(one.sizes, one.shares) for one in candidates])
 
     def _prepare(self, kinds: Sequence[tuple[int, int]]) -> None:
         pipelines = [(self._templates[nodes].stages, share) for nodes, share in kinds]
         found = Timelines.finish_of(pipelines, self._profile)
-        self._finish.update(zip(kinds, found, strict=True))
-
-    def _with_sums(self, kinds: Sequence[tuple[int, int]], pipelines: int, workers: int) -> float:
-        """The end of the step, given the kinds of pipelines, and how many there are, in all.
-
-        Runs of layers that every pipeline has in one stage are summed, in pieces where stages of
-        different numbers of workers share the layers. A sum is ready when its last owner is; each
-        worker's links pass its sums on one after the other, as they become ready.
-        """
-        layers, links = self._profile.layers, self._profile.links
-        stages = [self._templates[nodes].stages for nodes, _ in kinds]
-        finish = [self._finish[kind] for kind in kinds]
-        sums: dict[tuple[int, int, int], list[tuple[float, float]]] = defaultdict(list)
-        at = [len(held) - 1 for held in stages]
-        stop = len(layers)
-        while stop:
-            for number, held in enumerate(stages):
-                while held[at[number]].first_layer >= stop:
-                    at[number] -= 1
-            first = max(held[here].first_layer for held, here in zip(stages, at, strict=True))
-            sizes = [held[here].gpus for held, here in zip(stages, at, strict=True)]
-            of = math.lcm(*sizes)
-            cuts = sorted({p * of // size for size in sizes for p in range(size)} | {of})
-            whole = sum(layer.parameter_bytes for layer in layers[first:stop])
-            for start, end in pairwise(cuts):
-                owners = [(n, at[n], start * size // of) for n, size in enumerate(sizes)]
-                ready = max(finish[n][stage] for n, stage, _ in owners)
-                taken = all_reduce_s(
-                    whole * (end - start) // of, workers=pipelines, same_node=False, links=links
+        for kind, (stages, _), finish in zip(kinds, pipelines, found, strict=True):
+            self._computed[kind] = [
+                ComputedStage(
+                    first_layer=stage.first_layer,
+                    last_layer=stage.last_layer,
+                    gpus=stage.gpus,
+                    node=stage.node,
+                    computed_s=computed_s,
+                    update_s=self._update_s(stage),
                 )
-                for owner in owners:
-                    sums[owner].append((ready, taken))
-            stop = first
-        summed = max(in_turn(own) for own in sums.values())
-        voted = summed + all_reduce_s(VOTE_BYTES, workers=workers, same_node=False, links=links)
-        return voted + max(self._update_s(stage) for held in stages for stage in held)
+                for stage, computed_s in zip(stages, finish, strict=True)
+            ]
 
     def _update_s(self, stage: StageTemplate) -> float:
-        layers = self._profile.layers
-        return sum(layers[layer].update_s.get(stage.gpus, 0.0) for layer in stage.layers)
-
-
-def replay_judge(
-    templates: Mapping[int, PipelineTemplate], profile: Profile
-) -> Callable[[Sequence[Sized]], list[float]]:
-    """The judge of instantiations that replays each of them."""
-    replay = StepReplay(tuple(templates.values()), profile)
-    return lambda candidates: replay.step_s([(one.sizes, one.shares) for one in candidates])
+        layers = self._profile.layers[stage.first_layer : stage.last_layer + 1]
+        return sum(layer.update_s.get(stage.gpus, 0.0) for layer in layers)

@@ -102,7 +102,7 @@ def make_report(
     sizes = node_specification(
         profile, nodes=nodes, fault_tolerance=fault_tolerance, min_nodes=min_nodes
     )
-    offer = Catalogue().offer(profile, sizes)
+    offer = Catalogue(tied=tied).offer(profile, sizes)
     plan = instantiate(
         offer.templates,
         [NodeName(f"n{number}") for number in range(1, nodes + 1)],

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from oobleck.planner.cost import all_reduce_s, in_turn, message_s
+from oobleck.planner.cost import in_turn, message_s, vote_s
 from oobleck.planner.errors import ProgramDeadlock
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.plan import Plan
@@ -40,9 +40,6 @@ from oobleck.planner.program import (
 )
 from oobleck.planner.programtext import format_instruction
 from oobleck.planner.stepcost import StageCost, SumCost, stage_cost
-
-#: Loss, norm and flags of a vote.
-VOTE_BYTES = 64
 
 #: Told of each piece of compute: who, what, and from when to when.
 Observer = Callable[[WorkerId, Compute, float, float], None]
@@ -355,9 +352,7 @@ class _Run:
         if not all(isinstance(w.next, Vote) and w.summed == len(w.started) for w in workers):
             return
         begun_s = max(max(worker.clock_s, in_turn(worker.sums)) for worker in workers)
-        voted_s = begun_s + all_reduce_s(
-            VOTE_BYTES, workers=len(workers), same_node=False, links=self._profile.links
-        )
+        voted_s = begun_s + vote_s(len(workers), self._profile.links)
         for worker in workers:
             worker.position += 1
             worker.clock_s = voted_s

@@ -1,9 +1,10 @@
-"""What the pieces of a step take: a stage's compute and memory, and sums of gradients.
+"""What the pieces of a step take: a stage's compute and memory, and sums of gradients; how many
+micro-batches tell what more of them take.
 
 The terms in which `simulate` and `steptime` replay programs. Must not know the order of things.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,6 +15,9 @@ from oobleck.planner.program import LayerPart, SyncGradient
 #: Share of the backward that makes the input's gradient where the profile does not tell: measured
 #: on transformer blocks, gradients of inputs and of weights take 1.3 to 1.
 INPUT_SHARE = 1.3 / 2.3
+
+#: Pipelines are replayed whole up to so many micro-batches, or 4 per stage.
+_FEW_MICROBATCHES = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,27 @@ def _stage_cost(layers: tuple[LayerProfile, ...], gpus: int) -> StageCost:
         update_s=sum(layer.update_s.get(gpus, 0.0) for layer in layers),
         state_bytes=sum(layer.state_bytes for layer in layers),
         activation_bytes=sum(layer.activation_bytes for layer in layers),
+    )
+
+
+def replayed_microbatches(wanted: int, *, stages: int) -> tuple[int, ...]:
+    """Numbers of micro-batches whose replays tell that of `wanted`: itself, or two in the steady
+    state, so that a replay takes bounded work."""
+    most = max(_FEW_MICROBATCHES, 4 * stages)
+    return (wanted,) if wanted <= most else (most // 2, most)
+
+
+def extrapolated(
+    counts: Sequence[int], ends: Sequence[Sequence[float]], wanted: int
+) -> tuple[float, ...]:
+    """When each stage is done with `wanted` micro-batches, from when it is with each of `counts`
+    (`replayed_microbatches`); to within a fraction of a per cent."""
+    if len(counts) == 1:
+        return tuple(ends[0])
+    (fewer, most), (before, after) = counts, ends
+    return tuple(
+        late + (wanted - most) * (late - early) / (most - fewer)
+        for early, late in zip(before, after, strict=True)
     )
 
 

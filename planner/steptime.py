@@ -9,16 +9,20 @@ of times along a pipeline; must not build programs.
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from oobleck.planner.cost import all_reduce_s, in_turn, message_s
-from oobleck.planner.gradients import gradient_buckets
-from oobleck.planner.ids import WorkerId
+from oobleck.planner.cost import boundary_s
 from oobleck.planner.plan import Pipeline, Plan, Schedule
 from oobleck.planner.profile import Profile
 from oobleck.planner.program import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from oobleck.planner.schedule import compute_order, in_flight
-from oobleck.planner.simulate import VOTE_BYTES
-from oobleck.planner.stepcost import StageCost, SumCost, stage_cost
+from oobleck.planner.stepcost import (
+    StageCost,
+    extrapolated,
+    replayed_microbatches,
+    stage_cost,
+)
+from oobleck.planner.stepend import ComputedKind, ComputedStage, step_end_s
 
 #: (what, micro-batch counted from 0, from when, to when)
 Event = tuple[type[Compute], int, float, float]
@@ -94,11 +98,9 @@ def _estimate(
         _kind(plan.pipelines[numbers[0]], numbers, profile, schedule) for numbers in alike
     )
     workers = sum(kind.count * len(s.workers) for kind in kinds for s in kind.pipeline.stages)
-    ended_s = _sums_over(plan, kinds, profile, tied=tied) + all_reduce_s(
-        VOTE_BYTES, workers=workers, same_node=False, links=profile.links
-    )
     costs = [[_cost(kind.pipeline, s, profile) for s in _stages(kind.pipeline)] for kind in kinds]
-    step_s = ended_s + max(cost.update_s for row in costs for cost in row)
+    ended = [_computed(kind, row) for kind, row in zip(kinds, costs, strict=True)]
+    step_s = step_end_s(ended, profile, tied=tied)
     busy = sum(
         kind.count * len(stage.workers) * (busy_s + cost.update_s)
         for kind, row in zip(kinds, costs, strict=True)
@@ -109,6 +111,26 @@ def _estimate(
         step_s=step_s,
         bubble=1.0 - busy / (step_s * workers) if step_s else 0.0,
         kinds=kinds,
+    )
+
+
+def _computed(kind: KindEstimate, costs: Sequence[StageCost]) -> ComputedKind:
+    node = {name: number for number, name in enumerate(kind.pipeline.nodes)}
+    return ComputedKind(
+        count=kind.count,
+        stages=[
+            ComputedStage(
+                first_layer=stage.first_layer,
+                last_layer=stage.last_layer,
+                gpus=len(stage.workers),
+                node=node[stage.workers[0].node],
+                computed_s=computed_s,
+                update_s=cost.update_s,
+            )
+            for stage, computed_s, cost in zip(
+                kind.pipeline.stages, kind.computed_s, costs, strict=True
+            )
+        ],
     )
 
 
@@ -174,19 +196,12 @@ def peak_bytes(plan: Plan, profile: Profile) -> int:
 
 def _computed_s(pipeline: Pipeline, profile: Profile, schedule: Schedule) -> tuple[float, ...]:
     """When each stage has computed its last, by the whole timeline or from its steady state."""
-    wanted = pipeline.microbatches
-    most = max(128, 4 * len(pipeline.stages))
-    if wanted <= most:
-        return _ends(timeline(pipeline, profile, schedule))
-    fewer = most // 2
-    before, after = (
+    counts = replayed_microbatches(pipeline.microbatches, stages=len(pipeline.stages))
+    ends = [
         _ends(timeline(replace(pipeline, microbatches=count), profile, schedule))
-        for count in (fewer, most)
-    )
-    return tuple(
-        late + (wanted - most) * (late - early) / (most - fewer)
-        for early, late in zip(before, after, strict=True)
-    )
+        for count in counts
+    ]
+    return extrapolated(counts, ends, pipeline.microbatches)
 
 
 def _ends(rows: Sequence[Sequence[Event]]) -> tuple[float, ...]:
@@ -200,7 +215,16 @@ def timeline(pipeline: Pipeline, profile: Profile, schedule: Schedule) -> list[l
     shares that travel side by side counts.
     """
     count = len(pipeline.stages)
-    ways = [_message_s(pipeline, stage, profile) for stage in range(count - 1)]
+    ways = [
+        boundary_s(
+            profile.layers[before.last_layer].output_bytes,
+            before=len(before.workers),
+            after=len(after.workers),
+            same_node=before.workers[0].node == after.workers[0].node,
+            links=profile.links,
+        )
+        for before, after in pairwise(pipeline.stages)
+    ]
     times = [_times(_cost(pipeline, stage, profile)) for stage in range(count)]
     orders = [
         list(compute_order(schedule, stages=count, stage=stage, microbatches=pipeline.microbatches))
@@ -244,56 +268,3 @@ def _times(cost: StageCost) -> Mapping[type[Compute], float]:
         BackwardInput: cost.backward_input_s,
         BackwardWeight: cost.backward_weight_s,
     }
-
-
-def _message_s(pipeline: Pipeline, stage: int, profile: Profile) -> float:
-    """From each worker of `stage` to each of the next that holds the same rows, and back."""
-    before, after = pipeline.stages[stage], pipeline.stages[stage + 1]
-    widest = max(len(before.workers), len(after.workers))
-    return message_s(
-        -(-profile.layers[before.last_layer].output_bytes // widest),
-        same_node=before.workers[0].node == after.workers[0].node,
-        links=profile.links,
-    )
-
-
-# ---- between pipelines
-
-
-def _sums_over(plan: Plan, kinds: Sequence[KindEstimate], profile: Profile, *, tied: bool) -> float:
-    """When the last compute and the last gradient sum are over.
-
-    One pipeline stands for its kind: all of a kind come to each sum at the same time.
-    """
-    few = _one_of_each(plan, kinds)
-    buckets = gradient_buckets(few, tied=tied)
-    cost = SumCost(profile, (part for bucket in buckets for part in bucket.parts))
-    members: dict[WorkerId, int] = {}
-    computed_s: dict[WorkerId, float] = {}
-    sums: dict[WorkerId, list[tuple[float, float]]] = {}
-    for kind in kinds:
-        for stage, end_s in zip(kind.pipeline.stages, kind.computed_s, strict=True):
-            for worker in stage.workers:
-                members[worker], computed_s[worker], sums[worker] = kind.count, end_s, []
-    held = few.holdings()
-    for bucket in buckets:
-        owners = bucket.owners
-        ready_s = max(computed_s[owner] for owner in owners)
-        count = sum(members[owner] for owner in owners)
-        taken_s = all_reduce_s(
-            cost.bytes([part for part in bucket.parts if part.layer in held[owners[0]]]),
-            workers=count,
-            same_node=count == len(owners) and len({owner.node for owner in owners}) == 1,
-            links=profile.links,
-        )
-        for owner in owners:
-            sums[owner].append((ready_s, taken_s))
-    return max(max(computed_s[worker], in_turn(own)) for worker, own in sums.items())
-
-
-def _one_of_each(plan: Plan, kinds: Sequence[KindEstimate]) -> Plan:
-    pipelines, first = [], 0
-    for kind in kinds:
-        pipelines.append(replace(kind.pipeline, first_microbatch=first))
-        first += kind.pipeline.microbatches
-    return replace(plan, pipelines=tuple(pipelines))

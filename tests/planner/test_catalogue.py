@@ -27,7 +27,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[range]:
 
 def test_only_what_is_missing_is_made(made: list[range]) -> None:
     profile = profile_of([1.0, 2.0, 1.0, 2.0, 1.0, 2.0])
-    kept = Catalogue()
+    kept = Catalogue(tied=False)
     first = kept.offer(profile, range(2, 4))
     assert kept.offer(profile, range(2, 4)) is first
     more = kept.offer(profile, range(1, 6))
@@ -38,7 +38,7 @@ def test_only_what_is_missing_is_made(made: list[range]) -> None:
 
 def test_templates_survive_a_change_of_memory_that_they_fit(made: list[range]) -> None:
     profile = profile_of([1.0, 5.0, 1.0, 1.0], state=[40, 30, 5, 5], activation=1, memory=80)
-    kept = Catalogue()
+    kept = Catalogue(tied=False)
     first = kept.offer(profile, range(2, 4))
     assert kept.offer(replace(profile, gpu_memory_bytes=90), range(2, 4)).templates == (
         first.templates
@@ -52,7 +52,7 @@ def test_templates_survive_a_change_of_memory_that_they_fit(made: list[range]) -
 
 def test_the_judge_prefers_what_a_replay_finds_faster() -> None:
     profile = profile_of([1.0, 1.0, 1.0, 1.0])
-    offer = Catalogue().offer(profile, range(1, 3))
+    offer = Catalogue(tied=False).offer(profile, range(1, 3))
     even = Instantiation(sizes=(2, 2), shares=(4, 4), step=0, bound=0)
     uneven = Instantiation(sizes=(2, 2), shares=(7, 1), step=0, bound=0)
     fast, slow = offer.judge([even, uneven])

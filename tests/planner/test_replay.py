@@ -1,14 +1,18 @@
 """The replay of whole plans in arrays is the dry run of their programs."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from oobleck.planner.compile import compile_programs
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.plan import Plan, place
-from oobleck.planner.replay import StepReplay
+from oobleck.planner.profile import Links
+from oobleck.planner.replay import StepReplay, Timelines
 from oobleck.planner.simulate import simulate
+from oobleck.planner.stagetable import Floats
+from oobleck.planner.steptime import estimate_step
 from oobleck.planner.templates import feasible_sizes, generate_templates
 from support.profiles import random_profile
 
@@ -25,22 +29,55 @@ def plan_of(templates: dict, kinds: list[tuple[int, int]]) -> Plan:
     return Plan(generation=Generation(1), pipelines=tuple(pipelines))
 
 
-@pytest.mark.parametrize("gpus_per_node", [1, 2, 4])
-def test_replay_is_the_dry_run(gpus_per_node: int) -> None:
-    for seed in range(40):
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("gpus_per_node", "seeds"), [(1, 30), (2, 20), (4, 12)])
+def test_replay_is_the_dry_run(gpus_per_node: int, seeds: int, tied: bool) -> None:
+    for seed in range(seeds):
         rng = random.Random(f"{gpus_per_node} {seed}")
-        profile = random_profile(rng, layers=rng.randint(4, 12), gpus_per_node=gpus_per_node)
-        sizes = feasible_sizes(profile, 6)
-        templates = {n: generate_templates(profile, range(n, n + 1))[n] for n in sizes}
-        if not templates:
-            continue
+        profile = replace(
+            random_profile(rng, layers=rng.randint(4, 9), gpus_per_node=gpus_per_node),
+            links=Links(
+                intra_node_bytes_per_s=rng.choice([1.0, 1e9]),
+                inter_node_bytes_per_s=rng.choice([0.3, 1e9]),
+                latency_s=0.01,
+            ),
+        )
+        sizes = feasible_sizes(profile, 4)
+        templates = generate_templates(profile, range(sizes[0], sizes[-1] + 1))
         plans = [
-            [(rng.choice(sizes), rng.randint(1, 14)) for _ in range(rng.randint(1, 5))]
-            for _ in range(4)
+            [(rng.choice(sizes), rng.randint(1, 9)) for _ in range(rng.randint(1, 4))]
+            for _ in range(3)
         ]
-        replay = StepReplay(list(templates.values()), profile)
+        replay = StepReplay(list(templates.values()), profile, tied=tied)
         times = replay.step_s([tuple(zip(*kinds, strict=True)) for kinds in plans])
         for kinds, time in zip(plans, times, strict=True):
             plan = plan_of(templates, kinds)
-            expected = simulate(compile_programs(plan, tied=False), profile, plan=plan)
+            expected = simulate(compile_programs(plan, tied=tied), profile, plan=plan)
             assert time == pytest.approx(expected.step_s, rel=1e-9), (seed, kinds)
+
+
+@pytest.mark.parametrize("microbatches", [129, 10**6])
+def test_many_microbatches_are_extrapolated_as_in_the_estimate(microbatches: int) -> None:
+    profile = random_profile(random.Random(1), layers=9)
+    templates = generate_templates(profile, range(1, 6))
+    kinds = [(5, microbatches), (4, 7), (1, microbatches // 3)]
+    replay = StepReplay(list(templates.values()), profile, tied=True)
+    (time,) = replay.step_s([tuple(zip(*kinds, strict=True))])
+    expected = estimate_step(plan_of(templates, kinds), profile, tied=True)
+    assert time == pytest.approx(expected.step_s, rel=1e-9)
+
+
+def test_the_work_of_a_replay_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed: list[int] = []
+    finish_s = Timelines.finish_s
+
+    def counted(lines: Timelines) -> Floats:
+        replayed.extend(lines.microbatches.tolist())
+        return finish_s(lines)
+
+    profile = random_profile(random.Random(1), layers=9)
+    stages = generate_templates(profile, range(5, 6))[5].stages
+    monkeypatch.setattr(Timelines, "finish_s", counted)
+    found = Timelines.finish_of([(stages, 10**6), (stages, 10**7), (stages, 60)], profile)
+    assert sorted(replayed) == [60, 64, 128]
+    assert found[0][0] < found[1][0]
