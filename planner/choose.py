@@ -94,8 +94,17 @@ def _reason(
                 f"{schedule} needs {format_bytes(estimate.peak_bytes)} of {format_bytes(limit)}"
             )
             continue
-        gain = 1 - estimates[best].step_s / estimate.step_s
-        clauses.append(
-            f"{100 * gain:.1f}% faster than {schedule}" if gain > TIE else f"as fast as {schedule}"
-        )
+        clauses.append(_compared(best, schedule, estimates))
     return f"{best}: {', '.join(clauses)}"
+
+
+def _compared(best: Schedule, other: Schedule, estimates: Mapping[Schedule, StepEstimate]) -> str:
+    """By how much `best` is faster than one that fits as well, or why it is taken all the same."""
+    taken, left = estimates[best].step_s, estimates[other].step_s
+    figure = f"{100 * abs(left - taken) / max(left, taken, 1e-300):.1f}%"
+    if figure == "0.0%":
+        return f"as fast as {other}"
+    if taken < left:
+        return f"{figure} faster than {other}"
+    why = "splitting the backward may cost as much" if other == "zb-h1" else "too little to count"
+    return f"{other} is {figure} faster but {why}"

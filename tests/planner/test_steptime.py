@@ -140,6 +140,17 @@ def test_ties_go_to_1f1b() -> None:
     assert choice.reason == "1f1b: as fast as zb-h1, as fast as gpipe"
 
 
+def test_a_schedule_that_gains_too_little_is_told_with_its_figure() -> None:
+    choice = choose_schedule(plan_of_cuts(([1, 1, 1, 1], 48)), memory_profile(10, 2**40))
+    assert choice.schedule == "1f1b"
+    gain = 1 - choice.estimates["zb-h1"].step_s / choice.estimates["1f1b"].step_s
+    assert 0.01 < gain < 0.05
+    assert choice.reason == (
+        f"1f1b: zb-h1 is {100 * gain:.1f}% faster but splitting the backward may cost as much, "
+        "as fast as gpipe"
+    )
+
+
 def test_where_nothing_fits_it_is_1f1b_and_says_so() -> None:
     choice = choose_schedule(plan_of_cuts(([1, 1, 1, 1], 8)), memory_profile(10, 900))
     assert choice.schedule == "1f1b"
