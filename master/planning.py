@@ -22,10 +22,11 @@ from oobleck.planner.memory import budget_bytes
 from oobleck.planner.plan import Plan
 from oobleck.planner.profile import Profile
 from oobleck.planner.reconfigure import Reconfiguration, can_lose, reconfigure
-from oobleck.planner.specification import node_specification
+from oobleck.planner.specification import node_specification, one_gpu_per_stage
 from oobleck.planner.transfer import Shard, ShardTable, plan_shards, require_holders
+from oobleck.planner.units import count
 
-__all__ = ["Machines", "can_lose", "check_enough", "first_plan", "next_plan"]
+__all__ = ["Machines", "can_lose", "check_enough", "first_plan", "idle_slots", "next_plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,17 +53,18 @@ class Machines:
 
 @lru_cache(maxsize=32)
 def _profile(spec: JobSpec, machines: Machines) -> Profile:
+    limit = spec.resources.memory_per_worker_bytes
     if machines.profile is not None:
-        limit = spec.resources.memory_per_worker_bytes
-        return replace(
-            machines.profile,
+        memory = budget_bytes(limit, machines.memory_bytes)
+        profile = replace(machines.profile, gpu_memory_bytes=memory)
+    else:
+        profile = estimate_profile(
+            spec,
             gpus_per_node=machines.worker_slots,
-            gpu_memory_bytes=budget_bytes(limit, machines.memory_bytes),
+            memory_per_worker_bytes=machines.memory_bytes,
         )
-    return estimate_profile(
-        spec,
-        gpus_per_node=machines.worker_slots,
-        memory_per_worker_bytes=machines.memory_bytes,
+    return one_gpu_per_stage(
+        profile, gpus=machines.worker_slots, min_nodes=spec.resources.min_nodes_per_pipeline
     )
 
 
@@ -110,6 +112,17 @@ def first_plan(job: Job, nodes: Sequence[Node], generation: Generation) -> Plan:
     wanted = job.spec.training.wanted_schedule
     choice = choose_schedule(plan, profile, tied=job.spec.model.tied, wanted=wanted)
     return replace(plan, schedule=choice.schedule)
+
+
+def idle_slots(plan: Plan, worker_slots: int) -> str:
+    """How many of each node's slots have no part in `plan`, and why; empty: none."""
+    used = max(worker.slot for worker in plan.workers) + 1
+    if used >= worker_slots:
+        return ""
+    return (
+        f"{worker_slots - used} of {count(worker_slots, 'worker slot')} per node stay idle: the "
+        f"model's {count(plan.layer_count, 'layer')} make no pipeline that uses more than {used}"
+    )
 
 
 def _rehearse(plan: Plan, offer: Offer, profile: Profile, fault_tolerance: int) -> None:

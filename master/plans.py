@@ -51,6 +51,8 @@ def start(look: Look) -> Decision | None:
         other = f"{_names(unlike)}: {fitness.OTHER_DATA}"
         return _wait(job, infeasible, *([late] if given_up else []), *([other] if unlike else []))
     reason = f"{count(len(ready), 'node')} {'is' if len(ready) == 1 else 'are'} ready"
+    if idle := planning.idle_slots(plan, ready[0].facts.worker_slots):
+        reason += f"; {idle}"
     event = plan_made(look, job, plan, boundary=False, cause="start", rule="start", reason=reason)
     out = [fitness.left_out(job, node, fitness.OTHER_DATA) for node in unlike]
     return Decision(actions=(*out, event), reason=reason)

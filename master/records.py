@@ -100,6 +100,7 @@ def _plan_records(state: ClusterState, event: PlanMade) -> list[Record]:
         return [
             {
                 "event": "started",
+                "reason": event.reason,
                 "generation": event.plan.generation,
                 "pipelines": pipelines(event.plan),
                 "can_lose": event.can_lose,

@@ -368,6 +368,6 @@ class ClusterState:
             rendezvous=made.rendezvous,
             boundary=made.boundary,
             worker_incarnations=tuple(
-                processes[WorkerId(name, slot)] for slot in range(node.facts.worker_slots)
+                processes[worker] for worker in sorted(processes) if worker.node == name
             ),
         )

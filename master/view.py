@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from oobleck.host.messages import StepRecord
-from oobleck.master import meetings
+from oobleck.master import meetings, planning
 from oobleck.master.config import MasterConfig, Timing
 from oobleck.master.state import ENDED, ClusterState, Job, Node
 from oobleck.planner.units import count
@@ -140,8 +140,10 @@ def _node_reason(state: ClusterState, node: Node) -> str:
             f"kept idle: job {job.id} uses nodes with {slots} worker slots, "
             f"this one has {facts.worker_slots}"
         )
-    if job.made is not None and facts.node not in job.members:
+    if job.made is None:
+        return ""
+    if facts.node not in job.members:
         if state.is_ready(node, job):
             return "ready to join the job"
         return "its workers start, to join the job"
-    return ""
+    return planning.idle_slots(job.made.plan, facts.worker_slots)

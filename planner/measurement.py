@@ -13,7 +13,7 @@ from typing import Literal
 from oobleck.planner.codec import encode
 from oobleck.planner.estimate import INTER_NODE_BYTES_PER_S, INTRA_NODE_BYTES_PER_S, LATENCY_S
 from oobleck.planner.job import JobSpec
-from oobleck.planner.profile import InvalidProfile, LayerProfile, Links, Profile
+from oobleck.planner.profile import InvalidProfile, LayerProfile, Links, Profile, check_one_gpu
 from oobleck.planner.units import count
 
 Scope = Literal["intra_node", "inter_node"]
@@ -171,7 +171,9 @@ def _links(found: Iterable[LinkMeasurement]) -> tuple[Links, dict[str, object]]:
 
 
 def check_fits(profile: Profile, job: JobSpec) -> None:
-    """Raises ValueError where `profile` cannot be one of `job`'s model."""
+    """Raises ValueError where `profile` cannot be one of `job`'s model, or lacks what training
+    needs of it."""
+    check_one_gpu(profile)
     if len(profile.layers) != job.model.layer_count:
         raise ValueError(
             f"the profile has {count(len(profile.layers), 'layer')}, and the model has "

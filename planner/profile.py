@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from oobleck.planner.units import count
 
@@ -148,3 +148,35 @@ class Profile:
                     f"layers[{number}].name",
                     f"{layer.name!r} is the name of layers[{before}] too; give each its own",
                 )
+
+
+def check_one_gpu(profile: Profile) -> None:
+    """Raises InvalidProfile where a layer has no time for 1 GPU."""
+    for number, layer in enumerate(profile.layers):
+        if 1 not in layer.forward_s:
+            raise InvalidProfile(
+                "",
+                f'layers[{number}].forward_s["1"]',
+                "is missing; training runs each stage on one GPU, so give every layer its times "
+                "on 1 GPU",
+            )
+
+
+def on_one_gpu(profile: Profile) -> Profile:
+    """`profile` without the times for several GPUs. Raises InvalidProfile where none are left."""
+    check_one_gpu(profile)
+    layers = (
+        replace(
+            layer,
+            forward_s={1: layer.forward_s[1]},
+            backward_s={1: layer.backward_s[1]},
+            backward_input_s=_first(layer.backward_input_s),
+            update_s=_first(layer.update_s),
+        )
+        for layer in profile.layers
+    )
+    return replace(profile, layers=tuple(layers))
+
+
+def _first(times: Mapping[int, float]) -> dict[int, float]:
+    return {1: times[1]} if times else {}

@@ -1,11 +1,15 @@
 """Measured profiles on a real cluster: used, stored, and no hindrance when a node dies."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from bench.cluster import LocalCluster
-from oobleck.planner.profilefile import parse_profile
+from oobleck.planner.estimate import estimate_profile
+from oobleck.planner.jobfile import parse_job
+from oobleck.planner.profilefile import format_profile, parse_profile
 
 pytestmark = pytest.mark.cluster
 
@@ -63,3 +67,29 @@ def test_a_node_that_dies_while_it_measures_is_done_without(text: str) -> None:
         (started,) = cluster.events(job_id, "started")
         nodes = {stage["node"] for pipeline in started["pipelines"] for stage in pipeline}
         assert nodes == {"n1", "n3"}
+
+
+def test_nodes_with_more_slots_than_layers_and_a_profile_for_several_gpus(
+    text: str, tmp_path: Path
+) -> None:
+    named = job(text, "roomy") | {
+        "model": {"layers": 1, "hidden": 32, "heads": 2, "sequence_length": 32},
+        "profile": str(tmp_path / "p.json"),
+    }
+    alone = estimate_profile(
+        parse_job(json.dumps(named)), gpus_per_node=4, memory_per_worker_bytes=1 << 30
+    )
+    shared = {name: {1: 0.2, 2: 0.1} for name in ("forward_s", "backward_s")}
+    layers = tuple(replace(layer, **shared) for layer in alone.layers)
+    (tmp_path / "p.json").write_text(format_profile(replace(alone, layers=layers)))
+    fault = {"worker": {"node": "n2", "slot": 0}, "point": "after:Backward", "step": 2}
+    with LocalCluster(
+        2, workers_per_node=4, fault_plan=[fault | {"action": "kill_node"}]
+    ) as cluster:
+        job_id = cluster.submit(named)
+        assert cluster.wait_end(job_id) == "succeeded"
+        (started,) = cluster.events(job_id, "started")
+        assert "1 of 4 worker slots per node stay idle" in started["reason"]
+        (change,) = cluster.events(job_id, "reconfigured")
+        assert [len(p) for p in change["pipelines_before"]] == [3, 3]
+        assert [len(p) for p in change["pipelines_after"]] == [3]

@@ -7,19 +7,20 @@ import pytest
 
 from oobleck.host.messages import Rendezvous
 from oobleck.master import planning
-from oobleck.master.events import PlanMade
+from oobleck.master.events import PlanMade, ProfileChosen
 from oobleck.master.state import ClusterState, Job, Node, NodeSeen
 from oobleck.planner import catalogue
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, ResourceSpec, TrainingSpec
+from oobleck.planner.profile import LayerProfile, Links, Profile
 from oobleck.planner.templates import generate_templates
 from oobleck.proto.types import NodeFacts, NodeStatus, WorkerStatus
 
 JOB = JobId("planning-1")
 
 
-def node(number: int, memory: int = 1 << 30) -> Node:
+def node(number: int, memory: int = 1 << 30, slots: int = 1) -> Node:
     name = NodeName(f"n{number}")
     facts = NodeFacts(
         node=name,
@@ -27,23 +28,31 @@ def node(number: int, memory: int = 1 << 30) -> Node:
         hostname=name,
         address="10.0.0.1",
         pid=1,
-        worker_slots=1,
+        worker_slots=slots,
         device="cpu",
         memory_per_worker_bytes=memory,
     )
-    worker = WorkerStatus(
-        slot=0,
-        incarnation=Incarnation(f"{name}/0"),
-        pid=2,
-        generation=Generation(1),
-        committed_step=5,
+    workers = tuple(
+        WorkerStatus(
+            slot=slot,
+            incarnation=Incarnation(f"{name}/{slot}"),
+            pid=2,
+            generation=Generation(1),
+            committed_step=5,
+        )
+        for slot in range(slots)
     )
-    status = NodeStatus(job_id=JOB, generation=Generation(1), workers=(worker,))
+    status = NodeStatus(job_id=JOB, generation=Generation(1), workers=workers)
     return Node(facts=facts, seen=NodeSeen(last_heard=0.0, session=1, status=status))
 
 
 def trained_job(
-    nodes: list[Node], hidden: int, schedule: Literal["auto", "gpipe"] = "auto"
+    nodes: list[Node],
+    hidden: int,
+    schedule: Literal["auto", "gpipe"] = "auto",
+    *,
+    min_nodes: int = 2,
+    profile: Profile | None = None,
 ) -> tuple[ClusterState, Job]:
     """A job that has committed steps in its first plan, on all of the nodes."""
     spec = JobSpec(
@@ -52,9 +61,11 @@ def trained_job(
         data=DataSpec(text=("/nowhere/*.py",)),
         training=TrainingSpec(steps=100, global_batch=16, microbatch=2, pipeline_schedule=schedule),
         fault_tolerance=1,
-        resources=ResourceSpec(min_nodes_per_pipeline=2),
+        resources=ResourceSpec(min_nodes_per_pipeline=min_nodes),
     )
     job = Job(id=JOB, request_id="", spec=spec, submitted_at=0.0, most_nodes=len(nodes))
+    if profile is not None:
+        job.profile = ProfileChosen(job_id=JOB, source="file", profile=profile, key="", reason="")
     plan = planning.first_plan(job, nodes, Generation(1))
     job.plans[Generation(1)] = plan
     job.made = PlanMade(
@@ -70,7 +81,7 @@ def trained_job(
         workers_lost=(),
         nodes_joined=(),
         can_lose=planning.can_lose(plan),
-        worker_slots=1,
+        worker_slots=nodes[0].facts.worker_slots,
         detect_s=0.0,
     )
     state = ClusterState(nodes={one.facts.node: one for one in nodes}, jobs={JOB: job})
@@ -136,3 +147,53 @@ def test_a_schedule_that_the_job_wants_stays() -> None:
     assert job.made is not None
     assert job.made.plan.schedule == "gpipe"
     assert planning.next_plan(state, job, nodes[1:], Generation(2)).plan.schedule == "gpipe"
+
+
+def test_nodes_with_more_slots_than_the_model_has_layers() -> None:
+    nodes = [node(number, slots=16) for number in range(1, 4)]
+    state, job = trained_job(nodes, hidden=40, min_nodes=1)
+    assert job.made is not None
+    plan = job.made.plan
+    assert [len(pipeline.stages) for pipeline in plan.pipelines] == [8, 8, 8]
+    assert planning.idle_slots(plan, 16) == (
+        "8 of 16 worker slots per node stay idle: the model's 8 layers make no pipeline that uses "
+        "more than 8"
+    )
+    assert planning.idle_slots(plan, 8) == ""
+    change = planning.next_plan(state, job, nodes[1:], Generation(2))
+    assert change.plan.nodes == ("n2", "n3")
+    nodes[0].desired = replace(nodes[0].desired, job_id=JOB, generation=Generation(1))
+    counted_on = state.assignment(nodes[0], "").worker_incarnations
+    assert counted_on == tuple(f"n1/{slot}" for slot in range(8))
+
+
+def test_slots_idle_where_a_pipeline_is_to_have_more_nodes() -> None:
+    _, job = trained_job([node(number, slots=8) for number in range(1, 5)], hidden=42)
+    assert job.made is not None
+    assert [len(p.nodes) for p in job.made.plan.pipelines] == [2, 2]
+    assert planning.idle_slots(job.made.plan, 8).startswith("4 of 8 worker slots per node")
+
+
+def test_times_for_several_gpus_are_not_planned_with() -> None:
+    layer = LayerProfile(
+        name="",
+        forward_s={1: 1.0, 2: 0.1},
+        backward_s={1: 2.0, 2: 0.2},
+        update_s={1: 0.1, 2: 0.1},
+        parameter_bytes=10,
+        state_bytes=40,
+        activation_bytes=10,
+        output_bytes=10,
+    )
+    profile = Profile(
+        microbatch=2,
+        gpus_per_node=2,
+        gpu_memory_bytes=1 << 20,
+        layers=tuple(replace(layer, name=f"layer{number}") for number in range(8)),
+        links=Links(intra_node_bytes_per_s=1e9, inter_node_bytes_per_s=1e9, latency_s=1e-5),
+    )
+    nodes = [node(number, slots=2) for number in range(1, 5)]
+    _, job = trained_job(nodes, hidden=44, profile=profile)
+    assert job.made is not None
+    for pipeline in job.made.plan.pipelines:
+        assert [len(stage.workers) for stage in pipeline.stages] == [1] * 4
