@@ -1,31 +1,19 @@
 """`oobleck plan`: what the planner would do, without a cluster."""
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from oobleck.cli.options import USAGE, json_option
+from oobleck.cli.question import Flags, Question, from_job, from_profile
 from oobleck.host.command import CommandFailed
 
 if TYPE_CHECKING:
     from oobleck.planner.plan import Schedule
-    from oobleck.planner.profile import Profile
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What the plan is asked for, from a job file or from flags."""
-
-    profile: "Profile"
-    fault_tolerance: int
-    global_batch: int
-    min_nodes: int = 1
-    #: None: the best one.
-    schedule: "Schedule | None" = None
-    #: The head shares the embedding's weight.
-    tied: bool = False
+    from oobleck.planner.report import PlanReport
 
 
 @click.command(
@@ -67,7 +55,8 @@ class Question:
 @click.option(
     "--memory-per-worker",
     metavar="SIZE",
-    help="With a job that sets no limit itself.  [default: this machine's RAM / G]",
+    help="Of one GPU or worker; a margin stays free. A job's own limit comes first.  "
+    "[default: the profile's limit, or this machine's RAM / G]",
 )
 @click.option(
     "--schedule",
@@ -86,39 +75,41 @@ def plan(
     job_file: Path | None,
     profile_file: Path | None,
     nodes: int,
-    gpus_per_node: int | None,
-    fault_tolerance: int | None,
-    global_batch: int | None,
-    microbatch: int | None,
-    memory_per_worker: str | None,
     schedule: str | None,
     lost: int,
     as_json: bool,
+    **flags: Any,
 ) -> None:
     """Show the templates and the plan for JOB.yaml, or for a profile, on N nodes."""
-    if (job_file is None) == (profile_file is None):
-        raise click.UsageError("give either a job file or --profile P.json")
+    from oobleck.cli import text
+
+    question = _question(job_file, profile_file, Flags(**flags))
+    if schedule is not None:
+        wanted = None if schedule == "auto" else cast("Schedule", schedule)
+        question = dataclasses.replace(question, schedule=wanted)
+    report = _report(question, nodes, lost)
+    data = report.data()
+    if question.notes:
+        data["notes"] = list(question.notes)
+    click.echo(text.dump(data) if as_json else report_text(data, report.drawing()))
+
+
+def _question(job_file: Path | None, profile_file: Path | None, flags: Flags) -> Question:
+    try:
+        if profile_file is not None and job_file is None:
+            return from_profile(profile_file, flags)
+        if job_file is not None and profile_file is None:
+            return from_job(job_file, flags)
+    except ValueError as error:
+        raise CommandFailed(str(error), USAGE) from error
+    raise click.UsageError("give either a job file or --profile P.json")
+
+
+def _report(question: Question, nodes: int, lost: int) -> "PlanReport":
     from oobleck.planner.report import make_report
 
     try:
-        if profile_file is not None:
-            question = from_profile(
-                profile_file, gpus_per_node, fault_tolerance, global_batch, microbatch
-            )
-        else:
-            assert job_file is not None
-            question = from_job(
-                job_file,
-                gpus_per_node or 1,
-                fault_tolerance,
-                global_batch,
-                microbatch,
-                memory_per_worker,
-            )
-        if schedule is not None:
-            wanted = None if schedule == "auto" else cast("Schedule", schedule)
-            question = dataclasses.replace(question, schedule=wanted)
-        report = make_report(
+        return make_report(
             question.profile,
             nodes=nodes,
             fault_tolerance=question.fault_tolerance,
@@ -130,95 +121,6 @@ def plan(
         )
     except ValueError as error:  # also PlanInfeasible
         raise CommandFailed(str(error), USAGE) from error
-    if as_json:
-        from oobleck.cli import text
-
-        click.echo(text.dump(report.data()))
-    else:
-        click.echo(report_text(report.data(), report.drawing()))
-
-
-def from_profile(
-    path: Path,
-    gpus_per_node: int | None,
-    fault_tolerance: int | None,
-    global_batch: int | None,
-    microbatch: int | None,
-) -> Question:
-    from oobleck.planner.profilefile import parse_profile
-
-    try:
-        profile = parse_profile(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    if microbatch not in (None, profile.microbatch):
-        raise ValueError(
-            f"--microbatch {microbatch}: {path} was measured with {profile.microbatch}, and times "
-            "do not scale with it; profile again or leave the flag out"
-        )
-    if global_batch is None:
-        raise ValueError("--global-batch is missing; a profile does not say it")
-    if gpus_per_node is not None:
-        profile = dataclasses.replace(profile, gpus_per_node=gpus_per_node)
-    return Question(
-        profile=profile,
-        fault_tolerance=1 if fault_tolerance is None else fault_tolerance,
-        global_batch=global_batch,
-    )
-
-
-def from_job(
-    path: Path,
-    gpus_per_node: int,
-    fault_tolerance: int | None,
-    global_batch: int | None,
-    microbatch: int | None,
-    memory_per_worker: str | None,
-) -> Question:
-    import psutil
-
-    from oobleck.cli.job import read_job, read_profile
-    from oobleck.planner.estimate import estimate_profile
-    from oobleck.planner.memory import budget_bytes
-    from oobleck.planner.profilefile import parse_profile
-    from oobleck.planner.units import parse_bytes
-
-    given = {
-        f"{key}={value}": f"{flag} {value}"
-        for key, flag, value in (
-            ("fault_tolerance", "--fault-tolerance", fault_tolerance),
-            ("training.global_batch", "--global-batch", global_batch),
-            ("training.microbatch", "--microbatch", microbatch),
-        )
-        if value is not None
-    }
-    job = read_job(path, tuple(given), shown_as=given)
-    try:
-        memory = (
-            parse_bytes(memory_per_worker)
-            if memory_per_worker
-            else psutil.virtual_memory().total // gpus_per_node
-        )
-    except ValueError as error:
-        raise ValueError(f"--memory-per-worker: {error}") from error
-    if text := read_profile(job):
-        profile = dataclasses.replace(
-            parse_profile(text),
-            gpus_per_node=gpus_per_node,
-            gpu_memory_bytes=budget_bytes(job.resources.memory_per_worker_bytes, memory),
-        )
-    else:
-        profile = estimate_profile(job, gpus_per_node=gpus_per_node, memory_per_worker_bytes=memory)
-    return Question(
-        profile=profile,
-        fault_tolerance=job.fault_tolerance,
-        global_batch=job.training.global_batch,
-        min_nodes=job.resources.min_nodes_per_pipeline,
-        schedule=job.training.wanted_schedule,
-        tied=job.model.tied,
-    )
 
 
 def report_text(report: dict[str, Any], drawing: str) -> str:
@@ -238,15 +140,27 @@ def report_text(report: dict[str, Any], drawing: str) -> str:
     ]
     parts = [
         text.table(("TEMPLATE NODES", "STAGES", "ITERATION", "LAYERS"), rows),
+        *report.get("notes", []),
         drawing.rstrip(),
     ]
     for loss in report.get("after_losses", []):
         if loss["plan"] is None:
             parts.append(f"{loss['lost']} lost: the job waits for nodes: {loss['reason']}")
             continue
-        shape = " + ".join(str(p["template_nodes"]) for p in loss["plan"]["pipelines"])
         parts.append(
-            f"{loss['lost']} lost: {loss['rule']}, then pipelines of {shape} nodes, "
+            f"{loss['lost']} lost: {loss['rule']}, then {_shape(loss['plan'])}, "
             f"{loss['plan']['step_s']:.4g} s per step ({loss['reason']})"
         )
     return "\n\n".join(parts)
+
+
+def _shape(plan: dict[str, Any]) -> str:
+    from oobleck.cli import text
+
+    sizes = Counter(pipeline["template_nodes"] for pipeline in plan["pipelines"])
+    pipelines = " and ".join(
+        f"{text.count(number, 'pipeline')} of {text.count(size, 'node')}"
+        for size, number in sorted(sizes.items(), reverse=True)
+    )
+    idle = f", {text.count(len(plan['idle']), 'idle node')}" if plan["idle"] else ""
+    return pipelines + idle

@@ -1,10 +1,10 @@
 """What `oobleck plan` shows: templates, the plan and what a step of it takes, as data and text."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oobleck.planner.catalogue import Catalogue
+from oobleck.planner.catalogue import Catalogue, Offer
 from oobleck.planner.choose import ScheduleChoice, choose_schedule, keep_schedule
 from oobleck.planner.drawing import draw_pipelines, draw_timeline
 from oobleck.planner.errors import PlanInfeasible
@@ -16,7 +16,13 @@ from oobleck.planner.reconfigure import reconfigure
 from oobleck.planner.specification import node_specification
 from oobleck.planner.steptime import KindEstimate, StepEstimate
 from oobleck.planner.template import PipelineTemplate
-from oobleck.planner.units import format_bytes
+from oobleck.planner.units import count, format_bytes
+
+#: Planning for more takes too long to be of use.
+MOST_NODES = 1 << 16
+MOST_SAMPLES = 1 << 17
+#: So many idle nodes are named.
+_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +30,8 @@ class Outcome:
     """A plan under the schedule that was chosen for it."""
 
     plan: Plan
+    #: Nodes that the plan has no use for.
+    idle: tuple[NodeName, ...] = ()
     choice: ScheduleChoice
 
     @property
@@ -92,20 +100,15 @@ def make_report(
     `wanted`: the schedule to use; None: the best one. Raises ValueError naming the field and the
     fix, or PlanInfeasible.
     """
-    if not 0 <= lost < nodes:
-        raise ValueError(f"lost is {lost}; it must be at least 0 and less than nodes ({nodes})")
-    if global_batch < 1 or global_batch % profile.microbatch:
-        raise ValueError(
-            f"global_batch is {global_batch}; it must be a multiple of microbatch "
-            f"({profile.microbatch})"
-        )
+    _check(profile, nodes, global_batch, lost)
     sizes = node_specification(
         profile, nodes=nodes, fault_tolerance=fault_tolerance, min_nodes=min_nodes
     )
+    names = [NodeName(f"n{number}") for number in range(1, nodes + 1)]
     offer = Catalogue(tied=tied).offer(profile, sizes)
     plan = instantiate(
         offer.templates,
-        [NodeName(f"n{number}") for number in range(1, nodes + 1)],
+        names,
         profile=profile,
         microbatches=global_batch // profile.microbatch,
         min_pipelines=fault_tolerance + 1,
@@ -113,29 +116,8 @@ def make_report(
         judge=offer.judge,
         costs=offer.costs,
     )
-    first = _outcome(plan, profile, tied=tied, wanted=wanted)
-    losses: list[Loss] = []
-    plan = first.plan
-    while len(losses) < lost:
-        gone = plan.pipelines[0].nodes[-1]
-        try:
-            change = reconfigure(
-                plan,
-                [node for node in plan.nodes if node != gone],
-                templates=offer.templates,
-                profile=profile,
-                fault_tolerance=fault_tolerance,
-                generation=Generation(plan.generation + 1),
-                judge=offer.judge,
-                costs=offer.costs,
-            )
-            kept = keep_schedule(change.plan, profile)
-            outcome = _outcome(kept, profile, tied=tied, wanted=kept.schedule)
-        except PlanInfeasible as infeasible:
-            losses.append(Loss(node=gone, rule=None, reason=str(infeasible), outcome=None))
-            break
-        losses.append(Loss(node=gone, rule=change.rule, reason=change.reason, outcome=outcome))
-        plan = outcome.plan
+    first = _outcome(plan, names, profile, tied=tied, wanted=wanted)
+    losses = _losses(first, names, lost, profile, offer, fault_tolerance, tied=tied)
     return PlanReport(
         profile=profile,
         templates=offer.templates,
@@ -144,10 +126,65 @@ def make_report(
     )
 
 
+def _check(profile: Profile, nodes: int, global_batch: int, lost: int) -> None:
+    if nodes > MOST_NODES:
+        raise ValueError(
+            f"nodes is {nodes}; it must be at most {MOST_NODES}, more than any cluster has"
+        )
+    if not 0 <= lost < nodes:
+        raise ValueError(f"lost is {lost}; it must be at least 0 and less than nodes ({nodes})")
+    if global_batch < 1 or global_batch % profile.microbatch:
+        raise ValueError(
+            f"global_batch is {global_batch}; it must be a multiple of microbatch "
+            f"({profile.microbatch})"
+        )
+    if global_batch > MOST_SAMPLES:
+        raise ValueError(
+            f"global_batch is {global_batch}; it must be at most {MOST_SAMPLES}, as in a job"
+        )
+
+
+def _losses(
+    first: Outcome,
+    names: Sequence[NodeName],
+    lost: int,
+    profile: Profile,
+    offer: Offer,
+    fault_tolerance: int,
+    *,
+    tied: bool,
+) -> Iterator[Loss]:
+    """What follows each loss, until nothing fits; idle nodes take part where they can."""
+    plan, live = first.plan, list(names)
+    for _ in range(lost):
+        gone = plan.pipelines[0].nodes[-1]
+        live.remove(gone)
+        try:
+            change = reconfigure(
+                plan,
+                live,
+                templates=offer.templates,
+                profile=profile,
+                fault_tolerance=fault_tolerance,
+                generation=Generation(plan.generation + 1),
+                judge=offer.judge,
+                costs=offer.costs,
+            )
+            kept = keep_schedule(change.plan, profile)
+            outcome = _outcome(kept, live, profile, tied=tied, wanted=kept.schedule)
+        except PlanInfeasible as infeasible:
+            yield Loss(node=gone, rule=None, reason=str(infeasible), outcome=None)
+            return
+        yield Loss(node=gone, rule=change.rule, reason=change.reason, outcome=outcome)
+        plan = outcome.plan
+
+
 def draw(outcome: Outcome, profile: Profile) -> str:
     """The pipelines of a plan, each kind once, and what a step takes."""
     plan, estimate = outcome.plan, outcome.estimate
     parts = [draw_pipelines(plan, estimate, memory_limit=profile.gpu_memory_bytes)]
+    if outcome.idle:
+        parts.append(_idle(outcome))
     strip = draw_timeline(estimate.kinds[0], profile, plan.schedule)
     if strip is not None:
         parts.append(strip)
@@ -160,9 +197,31 @@ def draw(outcome: Outcome, profile: Profile) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _outcome(plan: Plan, profile: Profile, *, tied: bool, wanted: Schedule | None) -> Outcome:
+def _idle(outcome: Outcome) -> str:
+    idle, plan = outcome.idle, outcome.plan
+    named = ", ".join(idle[:_NAMED]) + (f", ... {idle[-1]}" if len(idle) > _NAMED else "")
+    microbatches = sum(pipeline.microbatches for pipeline in plan.pipelines)
+    return (
+        f"idle: {count(len(idle), 'node')} ({named}): no pipelines of these templates use them, "
+        f"with a share of the step's micro-batches ({microbatches}) for each"
+    )
+
+
+def _outcome(
+    plan: Plan,
+    live: Sequence[NodeName],
+    profile: Profile,
+    *,
+    tied: bool,
+    wanted: Schedule | None,
+) -> Outcome:
     choice = choose_schedule(plan, profile, tied=tied, wanted=wanted)
-    return Outcome(plan=replace(plan, schedule=choice.schedule), choice=choice)
+    used = frozenset(plan.nodes)
+    return Outcome(
+        plan=replace(plan, schedule=choice.schedule),
+        idle=tuple(node for node in live if node not in used),
+        choice=choice,
+    )
 
 
 def _template(template: PipelineTemplate) -> dict[str, Any]:
@@ -190,6 +249,7 @@ def _plan(outcome: Outcome, profile: Profile) -> dict[str, Any]:
             {"template_nodes": len(p.nodes), "microbatches": p.microbatches}
             for p in outcome.plan.pipelines
         ],
+        "idle": list(outcome.idle),
         "step_s": estimate.step_s,
         "schedule": estimate.schedule,
         "schedule_reason": outcome.choice.reason,

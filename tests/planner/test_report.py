@@ -72,12 +72,31 @@ def test_several_gpus_per_node_are_planned_too() -> None:
     assert report["after_losses"][0]["plan"]["step_s"] > report["plan"]["step_s"]
 
 
+def test_idle_nodes_are_named_and_step_in() -> None:
+    found = make_report(profile_of([0.1] * 3), nodes=9, fault_tolerance=0, global_batch=1, lost=2)
+    report = found.data()
+    assert report["plan"]["pipelines"] == [{"template_nodes": 3, "microbatches": 1}]
+    assert report["plan"]["idle"] == ["n4", "n5", "n6", "n7", "n8", "n9"]
+    assert "idle: 6 nodes (n4, n5, n6, n7, ... n9): no pipelines of these" in found.drawing()
+    # The losses are made good by nodes that were idle.
+    for loss, idle in zip(report["after_losses"], (5, 4), strict=True):
+        assert loss["plan"]["pipelines"] == report["plan"]["pipelines"]
+        assert len(loss["plan"]["idle"]) == idle
+    all_used = make_report(PROFILE, nodes=5, fault_tolerance=1, global_batch=16)
+    assert all_used.data()["plan"]["idle"] == []
+    assert "idle:" not in all_used.drawing()
+
+
 def test_wrong_arguments_are_named() -> None:
     two = profile_of([0.1] * 8)
     with pytest.raises(ValueError, match="global_batch is 0; it must be a multiple of microbatch"):
         make_report(two, nodes=2, fault_tolerance=1, global_batch=0)
     with pytest.raises(ValueError, match=r"lost is 2; .* less than nodes \(2\)"):
         make_report(two, nodes=2, fault_tolerance=1, global_batch=4, lost=2)
+    with pytest.raises(ValueError, match="nodes is 1000000; it must be at most 65536"):
+        make_report(two, nodes=1000000, fault_tolerance=1, global_batch=4)
+    with pytest.raises(ValueError, match="global_batch is 131073; it must be at most 131072"):
+        make_report(two, nodes=2, fault_tolerance=1, global_batch=131073)
     with pytest.raises(PlanInfeasible, match="needs 4 nodes: fault_tolerance 3"):
         make_report(two, nodes=2, fault_tolerance=3, global_batch=4)
     with pytest.raises(PlanInfeasible, match="2 pipelines need as many micro-batches"):
