@@ -1,49 +1,47 @@
-"""What the choice by simulated step time changes and gains over the choice by formula alone.
+"""What each choice of the first plan changes and gains over the choice by formula alone.
 
     python -m bench.choice [--profiles 60]
 
-For random models (half of them with equal blocks), clusters, links and batches, three plans are
+For random models (half of them with equal blocks), clusters, links and batches, four plans are
 made: with templates and instantiation by formula alone (T1 + T2 + T3, the first cut of least T;
-slowest pipeline + sync), with templates chosen among tied cuts by replay, and with the
-instantiation chosen by replay as well. All three are then simulated. `best cut` and `worst cut`
-compare the cuts of equal T among themselves, as a pipeline of 4 micro-batches per stage.
+slowest pipeline + sync), with templates chosen among tied cuts by the replay of a lone pipeline,
+with the instantiation chosen by a replay under 1F1B as well, and the first plan as a job gets it.
+All four are then estimated with tied weights, each under the schedule that it would run under,
+which the second and third were not chosen by, so that they may be worse. The spread is that of the
+cuts of equal T among themselves, as a pipeline of 4 micro-batches per stage.
 """
 
 import argparse
 import random
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bench.models import profile as model_profile
+from oobleck.planner.catalogue import Catalogue
 from oobleck.planner.choose import choose_schedule
 from oobleck.planner.cost import StageCosts
 from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.firstplan import make_first_plan
 from oobleck.planner.ids import Generation, NodeName
-from oobleck.planner.instantiate import (
-    Instantiation,
-    best_judged,
-    by_formula,
-    choose,
-    template_costs,
-)
-from oobleck.planner.plan import Plan, place
+from oobleck.planner.instantiate import by_formula, instantiate
 from oobleck.planner.profile import Links, Profile
 from oobleck.planner.replay import StepReplay, Timelines
 from oobleck.planner.specification import node_specification
 from oobleck.planner.stagetable import StageTable
 from oobleck.planner.template import PipelineTemplate
 from oobleck.planner.templates import least_cuts, template_of
-from oobleck.planner.ties import quickest
+from oobleck.planner.ties import shortlists
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    #: Simulated step times.
+    #: Estimated step times.
     formula_s: float
     ties_s: float
-    final_s: float
+    replay_s: float
+    first_s: float
     #: Worst over best of the cuts of equal T, by template with more than one.
     spreads: Sequence[float]
     changed_templates: int
@@ -78,12 +76,13 @@ def examine(given: Profile, nodes: int, microbatches: int) -> Outcome:
         for n, cuts in least_cuts(StageTable(given), sizes).items()
     ]
     first = [group[0] for group in groups]
-    chosen = quickest(groups, given)
+    chosen = [few.quickest for few in shortlists(groups, given)]
     tied = [group for group in groups if len(group) > 1]
     return Outcome(
         formula_s=step_s(first, given, nodes, microbatches, judged=False),
         ties_s=step_s(chosen, given, nodes, microbatches, judged=False),
-        final_s=step_s(chosen, given, nodes, microbatches, judged=True),
+        replay_s=step_s(chosen, given, nodes, microbatches, judged=True),
+        first_s=first_step_s(given, sizes, nodes, microbatches),
         spreads=[spread(group, given) for group in tied],
         changed_templates=sum(a != b for a, b in zip(first, chosen, strict=True)),
         templates=len(groups),
@@ -98,34 +97,34 @@ def step_s(
     *,
     judged: bool,
 ) -> float:
-    table = {template.nodes: template for template in templates}
-    candidates = choose(
-        template_costs(table, given),
-        nodes,
-        links=given.links,
+    plan = instantiate(
+        {template.nodes: template for template in templates},
+        names(nodes),
+        profile=given,
         microbatches=microbatches,
         min_pipelines=2,
+        generation=Generation(1),
+        judge=StepReplay(templates, given, tied=True).judge if judged else by_formula,
     )
-    judge = StepReplay(templates, given, tied=True).judge if judged else by_formula
-    plan = best_judged(candidates, judge)
-    return final_step_s(placed(plan, table), given)
+    return choose_schedule(plan, given, tied=True).step_s
 
 
-def placed(chosen: Instantiation, templates: Mapping[int, PipelineTemplate]) -> Plan:
-    pipelines, node, microbatch = [], 0, 0
-    for size, share in zip(chosen.sizes, chosen.shares, strict=True):
-        names = tuple(NodeName(f"n{number}") for number in range(node, node + size))
-        pipelines.append(
-            place(templates[size], names, first_microbatch=microbatch, microbatches=share)
-        )
-        node, microbatch = node + size, microbatch + share
-    return Plan(generation=Generation(1), pipelines=tuple(pipelines))
+def first_step_s(given: Profile, sizes: range, nodes: int, microbatches: int) -> float:
+    made = make_first_plan(
+        Catalogue(tied=True),
+        sizes,
+        names(nodes),
+        profile=given,
+        microbatches=microbatches,
+        min_pipelines=2,
+        generation=Generation(1),
+        tied=True,
+    )
+    return made.choice.step_s
 
 
-def final_step_s(plan: Plan, given: Profile) -> float:
-    """With tied weights, under the schedule that is chosen for the plan."""
-    choice = choose_schedule(plan, given, tied=True)
-    return choice.estimates[choice.schedule].step_s
+def names(nodes: int) -> list[NodeName]:
+    return [NodeName(f"n{number}") for number in range(nodes)]
 
 
 def spread(group: Sequence[PipelineTemplate], given: Profile) -> float:
@@ -160,8 +159,9 @@ def report(outcomes: Sequence[Outcome]) -> None:
     tell(f"templates for which replay takes another cut: {changed} ({changed / templates:.0%})")
     for name, before, after in (
         ("ties by replay", "formula_s", "ties_s"),
-        ("instantiation by replay", "ties_s", "final_s"),
-        ("both", "formula_s", "final_s"),
+        ("instantiation by replay", "ties_s", "replay_s"),
+        ("schedule and tied cuts", "replay_s", "first_s"),
+        ("all", "formula_s", "first_s"),
     ):
         gains = [getattr(o, before) / getattr(o, after) - 1 for o in outcomes]
         better = sum(gain > 1e-9 for gain in gains)

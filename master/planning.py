@@ -12,11 +12,11 @@ from functools import lru_cache
 from oobleck.master.events import NodeLeftOut
 from oobleck.master.state import ClusterState, Job, Node
 from oobleck.planner.catalogue import Catalogue, Offer
-from oobleck.planner.choose import choose_schedule, keep_schedule
+from oobleck.planner.choose import keep_schedule
 from oobleck.planner.errors import LayerLost, PlanInfeasible
 from oobleck.planner.estimate import estimate_profile
+from oobleck.planner.firstplan import make_first_plan
 from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.instantiate import instantiate
 from oobleck.planner.job import JobSpec
 from oobleck.planner.memory import budget_bytes
 from oobleck.planner.plan import Plan
@@ -83,10 +83,8 @@ def _catalogue(profile_of_any_memory: Profile, tied: bool) -> Catalogue:
     return Catalogue(tied=tied)
 
 
-def _offer(spec: JobSpec, machines: Machines, nodes: int) -> Offer:
-    profile = _profile(spec, machines)
-    catalogue = _catalogue(replace(profile, gpu_memory_bytes=1), spec.model.tied)
-    return catalogue.offer(profile, _sizes(spec, machines, nodes))
+def _known(spec: JobSpec, profile: Profile) -> Catalogue:
+    return _catalogue(replace(profile, gpu_memory_bytes=1), spec.model.tied)
 
 
 def check_enough(job: Job, nodes: Sequence[Node]) -> None:
@@ -97,21 +95,20 @@ def check_enough(job: Job, nodes: Sequence[Node]) -> None:
 def first_plan(job: Job, nodes: Sequence[Node], generation: Generation) -> Plan:
     """Raises PlanInfeasible."""
     machines = Machines.of(job, nodes)
-    offer, profile = _offer(job.spec, machines, len(nodes)), _profile(job.spec, machines)
-    plan = instantiate(
-        offer.templates,
+    spec, profile = job.spec, _profile(job.spec, machines)
+    made = make_first_plan(
+        _known(spec, profile),
+        _sizes(spec, machines, len(nodes)),
         [node.facts.node for node in nodes],
         profile=profile,
-        microbatches=job.spec.training.microbatches,
-        min_pipelines=job.spec.fault_tolerance + 1,
+        microbatches=spec.training.microbatches,
+        min_pipelines=spec.fault_tolerance + 1,
         generation=generation,
-        judge=offer.judge,
-        costs=offer.costs,
+        tied=spec.model.tied,
+        wanted=spec.training.wanted_schedule,
     )
-    _rehearse(plan, offer, profile, job.spec.fault_tolerance)
-    wanted = job.spec.training.wanted_schedule
-    choice = choose_schedule(plan, profile, tied=job.spec.model.tied, wanted=wanted)
-    return replace(plan, schedule=choice.schedule)
+    _rehearse(made.plan, made.offer, profile, spec.fault_tolerance)
+    return made.plan
 
 
 def idle_slots(plan: Plan, worker_slots: int) -> str:
@@ -152,7 +149,8 @@ def _reconfigured(
     generation: Generation,
 ) -> Reconfiguration | PlanInfeasible:
     try:
-        offer, profile = _offer(spec, machines, most_nodes), _profile(spec, machines)
+        profile = _profile(spec, machines)
+        offer = _known(spec, profile).offer(profile, _sizes(spec, machines, most_nodes), plan)
         found = reconfigure(
             plan,
             live,

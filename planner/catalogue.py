@@ -6,15 +6,17 @@ for: when the weakest node leaves or joins, templates that fit the memory there 
 even if with more memory there may be better ones: a plan right after a loss comes first.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from oobleck.planner.cost import PipelineCost, StageCosts, pipeline_cost
-from oobleck.planner.instantiate import Judge
+from oobleck.planner.instantiate import Judge, by_formula
+from oobleck.planner.plan import Plan
 from oobleck.planner.profile import Profile
 from oobleck.planner.replay import StepReplay
 from oobleck.planner.template import PipelineTemplate
-from oobleck.planner.templates import generate_templates
+from oobleck.planner.templates import tied_templates
+from oobleck.planner.ties import TiedTemplates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,10 @@ class Offer:
     templates: Mapping[int, PipelineTemplate]
     costs: Mapping[int, PipelineCost]
     judge: Judge
+    #: By number of nodes: these, and others that are as good by T1 + T2 + T3 and fit as well.
+    tied: Mapping[int, tuple[PipelineTemplate, ...]]
+    #: Those that the search for least T has come upon first.
+    found: Mapping[int, PipelineTemplate]
 
 
 class Catalogue:
@@ -31,42 +37,84 @@ class Catalogue:
 
     def __init__(self, *, tied: bool) -> None:
         self._tied = tied
-        self._templates: dict[int, PipelineTemplate] = {}
-        self._costs: dict[int, PipelineCost] = {}
+        self._templates: dict[int, TiedTemplates] = {}
+        self._costs: dict[PipelineTemplate, PipelineCost] = {}
         self._offers: dict[tuple[range, int], Offer] = {}
+        self._changed: dict[tuple[range, int, tuple[PipelineTemplate, ...]], Offer] = {}
 
-    def offer(self, profile: Profile, sizes: range) -> Offer:
-        """The templates of these sizes. Between calls, profiles may differ in their memory alone.
+    def offer(self, profile: Profile, sizes: range, plan: Plan | None = None) -> Offer:
+        """The templates of these sizes; with a `plan`, as it has them, where they are as good.
 
-        Raises PlanInfeasible.
+        Between calls, profiles may differ in their memory alone. Raises PlanInfeasible.
         """
         key = sizes, profile.gpu_memory_bytes
         if key not in self._offers:
-            self._make(profile, sizes)
-            templates = {size: self._templates[size] for size in sizes}
-            self._offers[key] = Offer(
-                templates=templates,
-                costs={size: self._costs[size] for size in sizes},
-                judge=StepReplay(list(templates.values()), profile, tied=self._tied).judge,
-            )
-        return self._offers[key]
+            self._offers[key] = self._make(profile, sizes)
+        offer = self._offers[key]
+        swaps = () if plan is None else _swaps(offer, plan)
+        if not swaps:
+            return offer
+        if (*key, swaps) not in self._changed:
+            self._changed[*key, swaps] = self.swapped(offer, swaps, profile)
+        return self._changed[*key, swaps]
 
-    def _make(self, profile: Profile, sizes: range) -> None:
-        """What is missing or does not fit, run of sizes by run."""
+    def swapped(
+        self, offer: Offer, templates: Iterable[PipelineTemplate], profile: Profile
+    ) -> Offer:
+        """`offer` with these templates in place of the ones of their sizes."""
+        table = {**offer.templates, **{template.nodes: template for template in templates}}
+        for template in table.values():
+            if template not in self._costs:
+                self._costs[template] = pipeline_cost(template, profile)
+        return replace(
+            offer,
+            templates=table,
+            costs={size: self._costs[template] for size, template in table.items()},
+            judge=StepReplay(list(table.values()), profile, tied=self._tied).judge,
+        )
+
+    def _make(self, profile: Profile, sizes: range) -> Offer:
+        """Of what there is, and what is missing or does not fit, run of sizes by run."""
         stages = StageCosts(profile)
         missing = [
             size
             for size in sizes
-            if size not in self._templates or not _fits(self._templates[size], stages)
+            if size not in self._templates or not _fits(self._templates[size].quickest, stages)
         ]
         while missing:
             run = range(missing[0], missing[0] + 1)
             while run.stop in missing:
                 run = range(run.start, run.stop + 1)
-            for size, template in generate_templates(profile, run).items():
-                self._templates[size] = template
-                self._costs[size] = pipeline_cost(template, profile)
+            self._templates.update(tied_templates(profile, run))
             missing = [size for size in missing if size >= run.stop]
+        few = {size: self._templates[size] for size in sizes}
+        bare = Offer(
+            templates={},
+            costs={},
+            judge=by_formula,
+            tied={
+                size: tuple(t for t in tied.all if _fits(t, stages)) for size, tied in few.items()
+            },
+            found={
+                size: tied.found if _fits(tied.found, stages) else tied.quickest
+                for size, tied in few.items()
+            },
+        )
+        return self.swapped(bare, (tied.quickest for tied in few.values()), profile)
+
+
+def _swaps(offer: Offer, plan: Plan) -> tuple[PipelineTemplate, ...]:
+    """What the plan has of the offer's tied templates in place of the first."""
+    pipelines = {len(pipeline.nodes): pipeline for pipeline in reversed(plan.pipelines)}
+    swaps: list[PipelineTemplate] = []
+    for size, pipeline in sorted(pipelines.items()):
+        cut = [(stage.first_layer, len(stage.workers)) for stage in pipeline.stages]
+        swaps += [
+            template
+            for template in offer.tied.get(size, ())[1:]
+            if cut == [(stage.first_layer, stage.gpus) for stage in template.stages]
+        ]
+    return tuple(swaps)
 
 
 def _fits(template: PipelineTemplate, costs: StageCosts) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.plan import Plan, Schedule
 from oobleck.planner.profile import Profile
-from oobleck.planner.steptime import StepEstimate, estimate_schedules, peak_bytes
+from oobleck.planner.steptime import Memory, StepEstimate, estimate_schedules, peak_bytes
 from oobleck.planner.units import format_bytes
 
 #: In the order of preference: 1F1B keeps least and needs no split backward.
@@ -29,18 +29,27 @@ class ScheduleChoice:
     reason: str
     estimates: Mapping[Schedule, StepEstimate]
 
+    @property
+    def step_s(self) -> float:
+        return self.estimates[self.schedule].step_s
+
 
 def choose_schedule(
-    plan: Plan, profile: Profile, *, tied: bool = False, wanted: Schedule | None = None
+    plan: Plan,
+    profile: Profile,
+    *,
+    tied: bool = False,
+    wanted: Schedule | None = None,
+    memory: Memory | None = None,
 ) -> ScheduleChoice:
     """The schedule of least step time among those whose peak memory fits on every worker.
 
     Ties go to 1F1B; so does a plan for which nothing fits, since it keeps least. `tied`: the head
     shares layer 0's token embedding. With `wanted` it is that one; raises PlanInfeasible where it
-    does not fit. Takes three estimates of the step, each in
-    O(pipelines + kinds of pipelines x stages x micro-batches of one).
+    does not fit. `memory` is for many plans of one profile. Takes three estimates of the step, each
+    in O(pipelines + kinds of pipelines x stages x micro-batches of one).
     """
-    estimates = estimate_schedules(plan, profile, SCHEDULES, tied=tied)
+    estimates = estimate_schedules(plan, profile, SCHEDULES, tied=tied, memory=memory)
     limit = profile.gpu_memory_bytes
     fitting = [s for s in SCHEDULES if estimates[s].peak_bytes <= limit]
     if wanted is not None:

@@ -8,8 +8,8 @@ from oobleck.planner.catalogue import Catalogue, Offer
 from oobleck.planner.choose import ScheduleChoice, choose_schedule, keep_schedule
 from oobleck.planner.drawing import draw_pipelines, draw_timeline
 from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.firstplan import make_first_plan
 from oobleck.planner.ids import Generation, NodeName
-from oobleck.planner.instantiate import instantiate
 from oobleck.planner.plan import Plan, Schedule
 from oobleck.planner.profile import Profile
 from oobleck.planner.reconfigure import reconfigure
@@ -105,18 +105,19 @@ def make_report(
         profile, nodes=nodes, fault_tolerance=fault_tolerance, min_nodes=min_nodes
     )
     names = [NodeName(f"n{number}") for number in range(1, nodes + 1)]
-    offer = Catalogue(tied=tied).offer(profile, sizes)
-    plan = instantiate(
-        offer.templates,
+    made = make_first_plan(
+        Catalogue(tied=tied),
+        sizes,
         names,
         profile=profile,
         microbatches=global_batch // profile.microbatch,
         min_pipelines=fault_tolerance + 1,
         generation=Generation(1),
-        judge=offer.judge,
-        costs=offer.costs,
+        tied=tied,
+        wanted=wanted,
     )
-    first = _outcome(plan, names, profile, tied=tied, wanted=wanted)
+    offer = made.offer
+    first = _outcome(made.plan, names, profile, tied=tied, wanted=wanted)
     losses = _losses(first, names, lost, profile, offer, fault_tolerance, tied=tied)
     return PlanReport(
         profile=profile,

@@ -24,6 +24,10 @@ from oobleck.planner.stepcost import (
 )
 from oobleck.planner.stepend import ComputedKind, ComputedStage, step_end_s
 
+#: When the stages of pipelines have computed their last, by how the pipeline is cut, its share and
+#: the schedule: kept by who asks about many plans of the same pipelines.
+Memory = dict[object, tuple[float, ...]]
+
 #: (what, micro-batch counted from 0, from when, to when)
 Event = tuple[type[Compute], int, float, float]
 
@@ -77,12 +81,18 @@ def estimate_step(
 
 
 def estimate_schedules(
-    plan: Plan, profile: Profile, schedules: Iterable[Schedule], *, tied: bool = False
+    plan: Plan,
+    profile: Profile,
+    schedules: Iterable[Schedule],
+    *,
+    tied: bool = False,
+    memory: Memory | None = None,
 ) -> dict[Schedule, StepEstimate]:
-    """`estimate_step` under each of `schedules`."""
-    alike = pipeline_kinds(plan)
+    """`estimate_step` under each of `schedules`; `memory` is of the same profile."""
+    alike, known = pipeline_kinds(plan), {} if memory is None else memory
     return {
-        schedule: _estimate(plan, alike, profile, schedule, tied=tied) for schedule in schedules
+        schedule: _estimate(plan, alike, profile, schedule, tied=tied, memory=known)
+        for schedule in schedules
     }
 
 
@@ -93,9 +103,10 @@ def _estimate(
     schedule: Schedule,
     *,
     tied: bool,
+    memory: Memory,
 ) -> StepEstimate:
     kinds = tuple(
-        _kind(plan.pipelines[numbers[0]], numbers, profile, schedule) for numbers in alike
+        _kind(plan.pipelines[numbers[0]], numbers, profile, schedule, memory) for numbers in alike
     )
     workers = sum(kind.count * len(s.workers) for kind in kinds for s in kind.pipeline.stages)
     costs = [[_cost(kind.pipeline, s, profile) for s in _stages(kind.pipeline)] for kind in kinds]
@@ -138,13 +149,17 @@ def pipeline_kinds(plan: Plan) -> list[tuple[int, ...]]:
     """The positions in the plan of pipelines that are alike, kind by kind."""
     kinds: dict[object, list[int]] = {}
     for number, pipeline in enumerate(plan.pipelines):
-        place = {node: position for position, node in enumerate(pipeline.nodes)}
-        key = (
-            pipeline.microbatches,
-            *((s.first_layer, len(s.workers), place[s.workers[0].node]) for s in pipeline.stages),
-        )
-        kinds.setdefault(key, []).append(number)
+        kinds.setdefault(_cut_and_share(pipeline), []).append(number)
     return [tuple(numbers) for numbers in kinds.values()]
+
+
+def _cut_and_share(pipeline: Pipeline) -> object:
+    """What pipelines that are alike have in common."""
+    place = {node: position for position, node in enumerate(pipeline.nodes)}
+    return (
+        pipeline.microbatches,
+        *((s.first_layer, len(s.workers), place[s.workers[0].node]) for s in pipeline.stages),
+    )
 
 
 def _stages(pipeline: Pipeline) -> range:
@@ -160,15 +175,22 @@ def _cost(pipeline: Pipeline, stage: int, profile: Profile) -> StageCost:
 
 
 def _kind(
-    pipeline: Pipeline, numbers: tuple[int, ...], profile: Profile, schedule: Schedule
+    pipeline: Pipeline,
+    numbers: tuple[int, ...],
+    profile: Profile,
+    schedule: Schedule,
+    memory: Memory,
 ) -> KindEstimate:
+    key = schedule, _cut_and_share(pipeline)
+    if key not in memory:
+        memory[key] = _computed_s(pipeline, profile, schedule)
     costs = [_cost(pipeline, stage, profile) for stage in _stages(pipeline)]
     microbatches = pipeline.microbatches
     return KindEstimate(
         numbers=numbers,
         pipeline=pipeline,
         busy_s=tuple(microbatches * (cost.forward_s + cost.backward_s) for cost in costs),
-        computed_s=_computed_s(pipeline, profile, schedule),
+        computed_s=memory[key],
         peak_bytes=_peak_bytes(costs, schedule, microbatches),
     )
 

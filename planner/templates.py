@@ -6,7 +6,7 @@ fine: a sweep (`oobleck.planner.partition`) gives each interval a lower bound fo
 cut that belongs to the bound has a true T. Only intervals that may still hold a better cut for
 some n are divided, down to single times, for which the sweep is exact.
 
-Owns the search. T does not tell all cuts apart: which one of least T becomes the template is for
+Owns the search. T does not tell all cuts apart: which of least T become templates is for
 `oobleck.planner.ties`.
 """
 
@@ -22,7 +22,7 @@ from oobleck.planner.partition import Bounds, Sweep
 from oobleck.planner.profile import Profile
 from oobleck.planner.stagetable import Floats, Integers, StageTable
 from oobleck.planner.template import PipelineTemplate, StageTemplate
-from oobleck.planner.ties import quickest, tied_cuts
+from oobleck.planner.ties import TiedTemplates, shortlists, tied_cuts
 from oobleck.planner.trace import Cuts, Stages, trace
 
 #: Intervals of a level are no wider than this, so that the first bounds mean something.
@@ -35,14 +35,19 @@ _ALIKE = 2.0
 _FEW_NUMBERS, _MOST_NUMBERS = 300_000, 4_000_000
 
 
-def generate_templates(profile: Profile, sizes: range) -> Mapping[int, PipelineTemplate]:
+def generate_templates(profile: Profile, sizes: Sequence[int]) -> Mapping[int, PipelineTemplate]:
     """The best template for each number of nodes in `sizes`; raises PlanInfeasible."""
+    return {nodes: tied.quickest for nodes, tied in tied_templates(profile, sizes).items()}
+
+
+def tied_templates(profile: Profile, sizes: Sequence[int]) -> Mapping[int, TiedTemplates]:
+    """A few templates of least T for each number of nodes. Raises PlanInfeasible."""
     costs = StageCosts(profile)
     candidates = [
         [template_of(costs, profile.gpus_per_node, nodes, cut) for cut in cuts]
         for nodes, cuts in least_cuts(StageTable(profile), sizes).items()
     ]
-    return {template.nodes: template for template in quickest(candidates, profile)}
+    return {tied.quickest.nodes: tied for tied in shortlists(candidates, profile)}
 
 
 def feasible_sizes(profile: Profile, most: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Which of the cuts of least T becomes the template: the one with the shortest replay.
+"""Which of the cuts of least T become templates: those with the shortest replays.
 
 T1 + T2 + T3 knows neither messages nor which stages beside the slowest are short, so many cuts
 have the same T (in a model of equal blocks nearly always) though they take differently long.
@@ -6,6 +6,7 @@ Owns that choice. Sampling draws from a fixed seed: the same profile gives the s
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from oobleck.planner.trace import Stages, trace
 _FIRST_SAMPLES, _MORE_SAMPLES = 2, 8
 #: Micro-batches per stage of a replay: enough to fill, run and drain.
 _MICROBATCHES = 2
+#: Templates of a size, for the first plan to choose among.
+_SHORTLISTED = 3
 
 
 def tied_cuts(
@@ -48,23 +51,46 @@ def tied_cuts(
     return {nodes: tuple(cuts) for nodes, cuts in ties.items()}
 
 
-def quickest(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiedTemplates:
+    """A few templates of one size and of least T, one of them twice where it is best and first."""
+
+    #: Its pipeline is done first with micro-batches for all its stages.
+    quickest: PipelineTemplate
+    #: The first one that the search has come upon.
+    found: PipelineTemplate
+    #: The next quickest.
+    others: tuple[PipelineTemplate, ...] = ()
+
+    @property
+    def all(self) -> tuple[PipelineTemplate, ...]:
+        return tuple(dict.fromkeys((self.quickest, self.found, *self.others)))
+
+
+def shortlists(
     candidates: Sequence[Sequence[PipelineTemplate]], profile: Profile
-) -> list[PipelineTemplate]:
-    """Of each group of templates, tied and of one size, the one whose pipeline is done first with
-    micro-batches for all its stages; the first one on ties."""
+) -> list[TiedTemplates]:
+    """Of each group of templates, tied and of one size, those that are worth a closer look.
+
+    Which one suits a plan hangs on its shares of the batch and on the other pipelines, too.
+    """
     pipelines = [
         (template.stages, _MICROBATCHES * len(template.stages))
         for group in candidates
         if len(group) > 1
         for template in group
     ]
-    times = Timelines.finish_of(pipelines, profile)
+    times = iter(Timelines.finish_of(pipelines, profile))
     chosen = []
     for group in candidates:
-        if len(group) == 1:
-            chosen.append(group[0])
-            continue
-        own, times = times[: len(group)], times[len(group) :]
-        chosen.append(group[min(range(len(group)), key=lambda at: max(own[at]))])
+        done = [max(next(times)) if len(group) > 1 else 0.0 for _ in group]
+        order = [at for _, at in sorted(zip(done, range(len(group)), strict=True))]
+        few = list(dict.fromkeys((order[0], 0, *order[1:])))[:_SHORTLISTED]
+        chosen.append(
+            TiedTemplates(
+                quickest=group[order[0]],
+                found=group[0],
+                others=tuple(group[at] for at in few if at not in (order[0], 0)),
+            )
+        )
     return chosen

@@ -14,7 +14,7 @@ from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, ResourceSpec, TrainingSpec
 from oobleck.planner.profile import LayerProfile, Links, Profile
-from oobleck.planner.templates import generate_templates
+from oobleck.planner.templates import tied_templates
 from oobleck.proto.types import NodeFacts, NodeStatus, WorkerStatus
 
 JOB = JobId("planning-1")
@@ -93,9 +93,9 @@ def test_templates_outlive_the_weakest_node(monkeypatch: pytest.MonkeyPatch) -> 
 
     def generate(profile, sizes):
         made.append(sizes)
-        return generate_templates(profile, sizes)
+        return tied_templates(profile, sizes)
 
-    monkeypatch.setattr(catalogue, "generate_templates", generate)
+    monkeypatch.setattr(catalogue, "tied_templates", generate)
     nodes = [node(1, memory=1 << 29), *(node(number) for number in range(2, 7))]
     state, job = trained_job(nodes, hidden=34)
     assert made, "the first plan needs templates"

@@ -8,7 +8,7 @@ from oobleck.planner import catalogue
 from oobleck.planner.catalogue import Catalogue
 from oobleck.planner.cost import pipeline_cost
 from oobleck.planner.instantiate import Instantiation
-from oobleck.planner.templates import generate_templates
+from oobleck.planner.templates import generate_templates, tied_templates
 from support.profiles import profile_of
 
 
@@ -19,9 +19,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[range]:
 
     def generate(profile, sizes):
         asked.append(sizes)
-        return generate_templates(profile, sizes)
+        return tied_templates(profile, sizes)
 
-    monkeypatch.setattr(catalogue, "generate_templates", generate)
+    monkeypatch.setattr(catalogue, "tied_templates", generate)
     return asked
 
 
