@@ -3,29 +3,25 @@
 Minimises the estimated step time of Oobleck §4.2: the slowest pipeline's share plus gradient sync.
 Numbers of pipelines are visited in the order of their lower bounds, each searched for its best
 sizes (`oobleck.planner.sizesearch`), until no bound is below the best step found. Owns that order,
-the few candidates near the best, and the plan that the judge picks of them. Owns no formula: they
-are in `oobleck.planner.cost`.
+and the plan that the judge picks of the candidates near the best. Owns no formula: they are in
+`oobleck.planner.cost`.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from oobleck.planner.cost import pipeline_cost, sync_ticks
+from oobleck.planner.cost import pipeline_cost
+from oobleck.planner.demand import BAND, Costs, Demand, Sizes, worth_judging
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.plan import Pipeline, Plan, place
-from oobleck.planner.profile import Links, Profile
-from oobleck.planner.shares import makespan, share_batch
-from oobleck.planner.sizesearch import EXACT, Costs, Found, SizeSearch
+from oobleck.planner.profile import Profile
+from oobleck.planner.sizesearch import EXACT, SizeSearch
 from oobleck.planner.template import PipelineTemplate
 from oobleck.planner.units import are, count
 
-#: Instantiations this much slower than the best are worth a closer look by a judge: the formula
-#: and a replay of the programs differ by about as much.
-BAND = Fraction(5, 100)
-#: How many of them, the best one included.
+#: How many candidates near the best the search looks for, the best one included.
 MOST_CANDIDATES = 6
 
 
@@ -77,13 +73,14 @@ def instantiate(
     names = sorted(nodes)
     costs = template_costs(templates, profile) if costs is None else costs
     used = most_used(costs, len(names), least=min_pipelines, most=microbatches)
-    candidates = choose(
-        costs,
-        used or len(names),
-        links=profile.links,
+    demand = Demand(
+        costs=costs,
+        nodes=used or len(names),
         microbatches=microbatches,
         min_pipelines=min_pipelines,
+        links=profile.links,
     )
+    candidates = judgeable(demand)
     chosen = best_judged(candidates, judge)
     pipelines: list[Pipeline] = []
     first_node = first_microbatch = 0
@@ -131,77 +128,79 @@ def most_used(sizes: Sequence[int] | Costs, nodes: int, *, least: int, most: int
     return max(best, 0)
 
 
-def choose(
-    costs: Costs,
-    nodes: int,
-    *,
-    links: Links,
-    microbatches: int,
-    min_pipelines: int,
-    most: int = MOST_CANDIDATES,
-    limit: int | None = None,
-    slack: Fraction = EXACT,
-    effort: int | None = None,
-) -> tuple[Instantiation, ...]:
-    """The best instantiation on exactly `nodes` nodes, then up to `most` - 1 others in the band.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How far a search goes."""
+
+    #: Candidates, the best one included.
+    most: int = MOST_CANDIDATES
+    #: Ticks: there is no candidate where no step takes so little.
+    limit: int | None = None
+    #: The best may be off by this part of its step time.
+    slack: Fraction = EXACT
+    #: Sizes in knapsacks, a microsecond or two each, after which the search ends early, if it has
+    #: a candidate or a limit; the bounds say what it has left open.
+    effort: int | None = None
+
+
+def judgeable(demand: Demand) -> tuple[Instantiation, ...]:
+    """What a judge should look at, the best by the formula first. Raises PlanInfeasible."""
+    found = choose(demand)
+    close = worth_judging(demand, {one.sizes: one.step for one in found}, most=MOST_CANDIDATES)
+    bound = found[0].bound
+    return tuple(_instantiation(demand, sizes, step, bound) for sizes, step in close.items())
+
+
+def choose(demand: Demand, patience: Patience | None = None) -> tuple[Instantiation, ...]:
+    """The best instantiation by the formula, then a few others in the band.
 
     Those are the best ones of other numbers of pipelines, the most promising numbers first. Of
-    equal step times that with more pipelines counts as the best. With a `limit` (ticks) there is
-    none where no step takes so little. The best may be off by the part `slack` of its step time.
-    With an `effort` (sizes in knapsacks, a microsecond or two each) the search ends early, and the
-    bounds say what it has left open. Raises PlanInfeasible.
+    equal step times that with more pipelines counts as the best. Raises PlanInfeasible.
     """
-    if not costs:
+    patience = patience or Patience()
+    if not demand.costs:
         raise PlanInfeasible("there are no templates to choose from")
-    fewest, biggest = max(1, min_pipelines), min(nodes // min(costs), microbatches)
-    if biggest < fewest:
-        raise PlanInfeasible(*_too_few(min(costs), nodes, microbatches, fewest))
-    search = SizeSearch(costs, nodes, microbatches, links, slack)
-    floors = {pipelines: search.floors(pipelines) for pipelines in range(fewest, biggest + 1)}
+    if not demand.numbers:
+        raise PlanInfeasible(*_too_few(demand))
+    search = SizeSearch(demand, patience.slack)
+    floors = {pipelines: search.floors(pipelines) for pipelines in demand.numbers}
     numbers = sorted(floors, key=lambda pipelines: min(floors[pipelines]))
-    best: Found | None = None
+    limit, best = patience.limit, None
     for pipelines in numbers:
-        # One that is only as fast must have more pipelines.
-        even = best is not None and pipelines < len(best.sizes)
         if best is not None:
+            # One that is only as fast must have more pipelines.
+            even = pipelines < len(best.sizes)
             limit = best.step - max(even, int(best.step * search.slack))
-        if effort is not None and search.looked_at > effort and limit is not None:
+        spent = patience.effort is not None and search.looked_at > patience.effort
+        if spent and limit is not None:
             search.leave_open(min(floors[pipelines]))
             break
         best = search.best(pipelines, floors[pipelines], limit) or best
     if best is None and limit is not None:
         return ()
     if best is None:
+        sizes = ", ".join(map(str, sorted(demand.costs)))
         raise PlanInfeasible(
-            f"no {fewest} to {biggest} pipelines of {', '.join(map(str, sorted(costs)))} nodes use "
-            f"exactly {count(nodes, 'node')}"
+            f"no {demand.numbers.start} to {demand.numbers[-1]} pipelines of {sizes} nodes use "
+            f"exactly {count(demand.nodes, 'node')}"
         )
     bound = min(best.step, search.open_from)
     found, within = [best], best.step + int(best.step * BAND)
     search.be_quick()
-    for pipelines in numbers[: 3 * most]:
-        if len(found) < most and pipelines != len(best.sizes):
+    for pipelines in numbers[: 3 * patience.most]:
+        if len(found) < patience.most and pipelines != len(best.sizes):
             other = search.best(pipelines, floors[pipelines], within)
             found.extend([other] if other else [])
-    return tuple(
-        Instantiation(
-            sizes=one.sizes,
-            shares=share_batch([costs[size] for size in one.sizes], microbatches),
-            step=one.step,
-            bound=bound,
-        )
-        for one in found
-    )
+    return tuple(_instantiation(demand, one.sizes, one.step, bound) for one in found)
 
 
-def step_of(costs: Costs, sizes: Sequence[int], microbatches: int, links: Links) -> int:
-    """Ticks of a step of pipelines of these sizes, with the best shares, by the formula."""
-    gradient_bytes = max(costs[size].gradient_bytes for size in sizes)
-    sync = sync_ticks(gradient_bytes, pipelines=len(sizes), links=links)
-    return makespan(Counter(costs[size] for size in sizes), microbatches) + sync
+def _instantiation(demand: Demand, sizes: Sizes, step: int, bound: int) -> Instantiation:
+    return Instantiation(sizes=sizes, shares=demand.shares(sizes), step=step, bound=bound)
 
 
-def _too_few(smallest: int, nodes: int, microbatches: int, pipelines: int) -> Iterator[str]:
+def _too_few(demand: Demand) -> Iterator[str]:
+    smallest, nodes, microbatches = min(demand.costs), demand.nodes, demand.microbatches
+    pipelines = max(1, demand.min_pipelines)
     if nodes < smallest * pipelines:
         yield (
             f"needs {count(smallest * pipelines, 'node')}: {count(pipelines, 'pipeline')} "

@@ -11,7 +11,6 @@ time that was not ruled out. Owns no formula: they are in `oobleck.planner.cost`
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -19,11 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.planner.cost import PipelineCost, sync_ticks
+from oobleck.planner.demand import Costs, Demand, Sizes
 from oobleck.planner.knapsack import Kind, Selection, select
-from oobleck.planner.profile import Links
 from oobleck.planner.shares import makespan
 
-Costs = Mapping[int, PipelineCost]
 Floats = NDArray[np.float64]
 
 #: What `be_quick` leaves: other candidates need not be the very best of their number.
@@ -37,7 +35,7 @@ CLOSE = Fraction(1, 1000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    sizes: tuple[int, ...]
+    sizes: Sizes
     #: Ticks.
     step: int
 
@@ -45,13 +43,12 @@ class Found:
 class SizeSearch:
     """The best sizes for one number of pipelines after the other."""
 
-    def __init__(
-        self, costs: Costs, nodes: int, microbatches: int, links: Links, slack: Fraction
-    ) -> None:
+    def __init__(self, demand: Demand, slack: Fraction) -> None:
+        costs = demand.costs
         self._costs = costs
-        self._nodes = nodes
-        self._microbatches = microbatches
-        self._links = links
+        self._nodes = demand.nodes
+        self._microbatches = demand.microbatches
+        self._links = demand.links
         #: Step times from here on were not ruled out; all below were, except the ones found.
         self.open_from = _NEVER
         self._slack = slack
@@ -164,7 +161,7 @@ class SizeSearch:
 
     def _least_time(
         self, allowed: Costs, pipelines: int, limit: int, sync: int
-    ) -> tuple[int, tuple[int, ...]] | None:
+    ) -> tuple[int, Sizes] | None:
         """The least time, up to `limit`, within which the pipelines can do the batch, and their
         sizes.
 

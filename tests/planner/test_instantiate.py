@@ -10,13 +10,24 @@ from fractions import Fraction
 import pytest
 
 from oobleck.planner.cost import PipelineCost, sync_ticks
+from oobleck.planner.demand import MOST_SIZES, Demand
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
-from oobleck.planner.instantiate import Instantiation, choose, instantiate, most_used
+from oobleck.planner.instantiate import (
+    Instantiation,
+    Patience,
+    best_judged,
+    choose,
+    instantiate,
+    judgeable,
+    most_used,
+    template_costs,
+)
 from oobleck.planner.profile import Links
+from oobleck.planner.replay import StepReplay
 from oobleck.planner.shares import makespan, share_batch
-from oobleck.planner.templates import generate_templates
-from support.profiles import profile_of
+from oobleck.planner.templates import feasible_sizes, generate_templates
+from support.profiles import profile_of, random_profile
 
 
 def combinations(sizes: list[int], nodes: int, biggest: int) -> Iterator[tuple[int, ...]]:
@@ -82,12 +93,16 @@ def test_the_best_instantiation_is_found(seed: int) -> None:
         if max(nodes // min(costs), 1) > 6:
             continue  # too many shares to try them all
 
-        def chosen(
-            limit: int | None, costs=costs, n=nodes, m=microbatches, f=least, links=links, **effort
-        ):
-            return choose(
-                costs, n, links=links, microbatches=m, min_pipelines=f, limit=limit, **effort
-            )
+        demand = Demand(
+            costs=costs,
+            nodes=nodes,
+            microbatches=microbatches,
+            min_pipelines=least,
+            links=links,
+        )
+
+        def chosen(limit: int | None, demand=demand, **patience):
+            return choose(demand, Patience(limit=limit, **patience))
 
         if not every:
             with pytest.raises(PlanInfeasible):
@@ -128,7 +143,14 @@ def test_hundreds_of_pipelines_come_with_a_proven_bound(
             for size in sizes
         }
         links = Links(intra_node_bytes_per_s=1e10, inter_node_bytes_per_s=1e9, latency_s=1e-5)
-        best = choose(costs, nodes, links=links, microbatches=microbatches, min_pipelines=2)[0]
+        demand = Demand(
+            costs=costs,
+            nodes=nodes,
+            microbatches=microbatches,
+            min_pipelines=2,
+            links=links,
+        )
+        best = choose(demand)[0]
         assert sum(best.sizes) == nodes
         assert sum(best.shares) == microbatches
         assert len(best.sizes) >= 2
@@ -142,6 +164,79 @@ def test_hundreds_of_pipelines_come_with_a_proven_bound(
             links=links,
         )
         assert compute + sync == best.step
+
+
+@pytest.mark.parametrize("gpus_per_node", [1, 2, 4])
+def test_few_microbatches_get_the_fastest_sizes_there_are(gpus_per_node: int) -> None:
+    """All multisets of sizes, replayed: the formula is roughest where pipelines hardly fill."""
+    changed = 0
+    for seed in range(30):
+        rng = random.Random(f"{gpus_per_node} {seed}")
+        profile = random_profile(rng, layers=rng.randint(4, 10), gpus_per_node=gpus_per_node)
+        templates = generate_templates(profile, feasible_sizes(profile, 8))
+        nodes, microbatches = rng.randint(min(templates), 9), rng.randint(1, 10)
+        replay = StepReplay(list(templates.values()), profile, tied=False)
+        demand = Demand(
+            costs=template_costs(templates, profile),
+            nodes=nodes,
+            microbatches=microbatches,
+            min_pipelines=1,
+            links=profile.links,
+        )
+        every = [
+            sizes
+            for sizes in combinations(sorted(templates), nodes, nodes)
+            if len(sizes) <= microbatches
+        ]
+        if not every:
+            continue
+        times = replay.step_s([(sizes, demand.shares(sizes)) for sizes in every])
+        best = best_judged(judgeable(demand), replay.judge)
+        assert replay.judge([best]) == [pytest.approx(min(times), rel=1e-9)], seed
+        changed += best.step > choose(demand)[0].step
+    assert changed > 0, "the formula is never wrong: nothing was tested"
+
+
+def test_sizes_near_the_best_are_judged_where_there_are_many() -> None:
+    """160 nodes are too many to judge all; where the formula is exact, its best one stands for
+    all of its number of pipelines."""
+    costs = {
+        size: PipelineCost(first=60, period=60 // size, gradient_bytes=0) for size in range(3, 9)
+    }
+    links = Links(intra_node_bytes_per_s=1e10, inter_node_bytes_per_s=1e10, latency_s=0.0)
+    few, many = (
+        Demand(costs=costs, nodes=160, microbatches=m, min_pipelines=2, links=links)
+        for m in (80, 8000)
+    )
+    for demand in (few, many):
+        assert demand.all_sizes() is None
+        best = choose(demand)[0].sizes
+        judged = {one.sizes for one in judgeable(demand)}
+        assert best in judged
+        assert all(sum(sizes) == 160 for sizes in judged)
+        assert bool(judged & set(demand.neighbours(best))) == (demand is few)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_sizes_are_all_there_are(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(20):
+        demand = Demand(
+            costs=random_costs(rng),
+            nodes=rng.randint(1, 14),
+            microbatches=rng.randint(1, 9),
+            min_pipelines=rng.randint(0, 3),
+            links=links_of(rng),
+        )
+        every = [
+            sizes
+            for sizes in combinations(sorted(demand.costs), demand.nodes, demand.nodes)
+            if demand.min_pipelines <= len(sizes) <= demand.microbatches
+        ]
+        found = demand.all_sizes()
+        assert sorted(found or []) == (sorted(every) if len(every) <= MOST_SIZES else [])
+        for sizes in every:
+            assert set(demand.neighbours(sizes)) <= set(every)
 
 
 @pytest.mark.parametrize("seed", range(20))
