@@ -4,11 +4,13 @@ import itertools
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 
+from oobleck.planner.catalogue import Catalogue
 from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation, NodeName
+from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.instantiate import instantiate
 from oobleck.planner.plan import Plan, place
 from oobleck.planner.profile import Profile
@@ -16,7 +18,7 @@ from oobleck.planner.reconfigure import Reconfiguration, can_lose, reconfigure
 from oobleck.planner.specification import node_specification
 from oobleck.planner.template import PipelineTemplate
 from oobleck.planner.templates import generate_templates
-from oobleck.planner.transfer import plan_transfers
+from oobleck.planner.transfer import plan_shards, plan_transfers
 from support.profiles import profile_of
 
 Templates = Mapping[int, PipelineTemplate]
@@ -413,6 +415,86 @@ def test_losses_and_joins_at_random_up_to_64_nodes(seed: int) -> None:
         if len(lose) <= can_lose(plan):
             check_sources(plan, change.plan, live, profile)
         away = [name for name in sorted({*away, *lose}) if name not in change.plan.nodes]
+        plan = change.plan
+
+
+def check_shards(before: Plan, now: Plan, live: tuple[NodeName, ...], profile: Profile) -> None:
+    """Pieces come from who held them before, and afterwards all have what their stage needs."""
+    held = {w: shards for w, shards in plan_shards(before).items() if w.node in live}
+    spans = {
+        worker: {(shard.layer, shard.start, shard.stop) for shard in shards}
+        for worker, shards in held.items()
+    }
+    state_bytes = [layer.state_bytes for layer in profile.layers]
+    received: dict[WorkerId, set[tuple[int, Fraction, Fraction]]] = {}
+    for piece in plan_transfers(held, now, state_bytes=state_bytes):
+        assert any(
+            layer == piece.layer and start <= piece.start and piece.stop <= stop
+            for layer, start, stop in spans[piece.source]
+        )
+        got = received.setdefault(piece.destination, set())
+        got.add((piece.layer, piece.start, piece.stop))
+    for worker, shards in plan_shards(now).items():
+        mine = sorted(spans.get(worker, set()) | received.get(worker, set()))
+        for shard in shards:
+            reached = shard.start
+            for layer, start, stop in mine:
+                if layer == shard.layer and start <= reached:
+                    reached = max(reached, stop)
+            assert reached >= shard.stop, (worker, shard)
+
+
+@pytest.mark.parametrize("gpus_per_node", [2, 4])
+@pytest.mark.parametrize("seed", range(6))
+def test_losses_and_joins_of_nodes_with_several_gpus(gpus_per_node: int, seed: int) -> None:
+    """As the master plans: with templates, costs and replay from a catalogue."""
+    rng = random.Random(f"{gpus_per_node} {seed}")
+    smallest, fault_tolerance = rng.randint(1, 2), rng.randint(0, 2)
+    nodes = rng.randint((fault_tolerance + 1) * smallest, 9)
+    profile = profile_of(
+        [rng.uniform(1, 2) for _ in range(rng.randint(2 * smallest * gpus_per_node, 20))],
+        gpus=range(1, gpus_per_node + 1),
+        gpus_per_node=gpus_per_node,
+        state=[rng.randint(1, 10**9) for _ in range(20)],
+    )
+    sizes = node_specification(
+        profile, nodes=nodes, fault_tolerance=fault_tolerance, min_nodes=smallest
+    )
+    offer = Catalogue(tied=False).offer(profile, sizes)
+    plan = instantiate(
+        offer.templates,
+        names(nodes),
+        profile=profile,
+        microbatches=24,
+        min_pipelines=fault_tolerance + 1,
+        generation=Generation(1),
+        judge=offer.judge,
+        costs=offer.costs,
+    )
+    away: list[NodeName] = []
+    for _ in range(12):
+        lose, join = [], []
+        most = min(can_lose(plan), len(plan.nodes) - smallest)
+        if away and (most == 0 or rng.random() < 0.4):
+            join = rng.sample(away, rng.randint(1, len(away)))
+        elif most:
+            lose = rng.sample(plan.nodes, rng.randint(1, most))
+        if not lose and not join:
+            break
+        live = (*sorted(set(plan.nodes) - set(lose)), *join)
+        change = reconfigure(
+            plan,
+            live,
+            templates=offer.templates,
+            profile=profile,
+            fault_tolerance=fault_tolerance,
+            generation=Generation(plan.generation + 1),
+            judge=offer.judge,
+            costs=offer.costs,
+        )
+        check(change, plan, live, offer.templates, fault_tolerance)
+        check_shards(plan, change.plan, live, profile)
+        away = sorted({*away, *lose} - set(change.plan.nodes))
         plan = change.plan
 
 
