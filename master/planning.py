@@ -20,7 +20,7 @@ from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.memory import budget_bytes
 from oobleck.planner.plan import Plan
-from oobleck.planner.profile import Profile
+from oobleck.planner.profile import InvalidProfile, Profile
 from oobleck.planner.reconfigure import Reconfiguration, can_lose, reconfigure
 from oobleck.planner.specification import node_specification, one_gpu_per_stage
 from oobleck.planner.transfer import Shard, ShardTable, plan_shards, require_holders
@@ -54,15 +54,18 @@ class Machines:
 @lru_cache(maxsize=32)
 def _profile(spec: JobSpec, machines: Machines) -> Profile:
     limit = spec.resources.memory_per_worker_bytes
-    if machines.profile is not None:
-        memory = budget_bytes(limit, machines.memory_bytes)
-        profile = replace(machines.profile, gpu_memory_bytes=memory)
-    else:
-        profile = estimate_profile(
-            spec,
-            gpus_per_node=machines.worker_slots,
-            memory_per_worker_bytes=machines.memory_bytes,
-        )
+    try:
+        if machines.profile is not None:
+            memory = budget_bytes(limit, machines.memory_bytes)
+            profile = replace(machines.profile, gpu_memory_bytes=memory)
+        else:
+            profile = estimate_profile(
+                spec,
+                gpus_per_node=machines.worker_slots,
+                memory_per_worker_bytes=machines.memory_bytes,
+            )
+    except InvalidProfile as error:  # of a model beyond all machines
+        raise PlanInfeasible(f"the model's profile: {error}") from error
     return one_gpu_per_stage(
         profile, gpus=machines.worker_slots, min_nodes=spec.resources.min_nodes_per_pipeline
     )
@@ -147,7 +150,8 @@ def _reconfigured(
     live: tuple[NodeName, ...],
     most_nodes: int,
     generation: Generation,
-) -> Reconfiguration | PlanInfeasible:
+) -> Reconfiguration | tuple[str, ...]:
+    """Or the causes why there is no plan: an exception would keep what its frames hold."""
     try:
         profile = _profile(spec, machines)
         offer = _known(spec, profile).offer(profile, _sizes(spec, machines, most_nodes), plan)
@@ -163,7 +167,7 @@ def _reconfigured(
         )
         return replace(found, plan=keep_schedule(found.plan, profile))
     except PlanInfeasible as infeasible:
-        return infeasible
+        return infeasible.causes
 
 
 def next_plan(
@@ -182,8 +186,8 @@ def next_plan(
         max(job.most_nodes, len(live)),
         generation,
     )
-    if isinstance(answer, PlanInfeasible):
-        raise PlanInfeasible(*answer.causes)
+    if isinstance(answer, tuple):
+        raise PlanInfeasible(*answer)
     if _committed_step(state, job) > 0:
         _check_holders(state, job, answer.plan)
     return answer

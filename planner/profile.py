@@ -1,10 +1,17 @@
 """The profile of a model on a machine: measured or estimated time and bytes per layer."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from oobleck.planner.units import count
+
+#: Of all times but 0: what planning counts in, and some 30 years.
+LEAST_S, MOST_S = 1e-15, 1e9
+#: Of what a layer or a GPU has, and of the state or the activations of all layers.
+MOST_BYTES, MOST_BYTES_IN_ALL = 2**60 - 1, 2**62 - 1
+LEAST_RATE, MOST_RATE = 1.0, 1e18
+MOST_LAYERS = 1024
+_MOST = {"microbatch": 2**31 - 1, "gpus_per_node": 1024, "gpu_memory_bytes": MOST_BYTES}
 
 
 class InvalidProfile(ValueError):
@@ -14,6 +21,13 @@ class InvalidProfile(ValueError):
         super().__init__(f"{owner}{field_path}: {problem}")
         self.field_path = field_path
         self.problem = problem
+
+
+def _problem_of_time(seconds: float) -> str:
+    """What is wrong with `seconds` and the fix; empty: nothing."""
+    if seconds == 0 or LEAST_S <= seconds <= MOST_S:
+        return ""
+    return f"{seconds} is not a time; give seconds, 0 or {LEAST_S:g} to {MOST_S:g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +73,11 @@ class LayerProfile:
                     "which it is a part; correct one of them or leave backward_input_s out",
                 )
         for name in ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes"):
-            if getattr(self, name) < 0:
-                raise self._wrong(name, f"{getattr(self, name)} is negative; give bytes >= 0")
+            value = getattr(self, name)
+            if value < 0:
+                raise self._wrong(name, f"{value} is negative; give bytes >= 0")
+            if value > MOST_BYTES:
+                raise self._wrong(name, "is too large; give bytes < 2^60")
 
     def _wrong(self, field_path: str, problem: str) -> InvalidProfile:
         return InvalidProfile(f"layer {self.name}: ", field_path, problem)
@@ -69,10 +86,8 @@ class LayerProfile:
         for gpus, seconds in times.items():
             if gpus < 1:
                 raise self._wrong(f'{name}["{gpus}"]', "keys are numbers of GPUs, from 1")
-            if not math.isfinite(seconds) or seconds < 0:
-                raise self._wrong(
-                    f'{name}["{gpus}"]', f"{seconds} is not a time; give finite seconds >= 0"
-                )
+            if problem := _problem_of_time(seconds):
+                raise self._wrong(f'{name}["{gpus}"]', problem)
         if name in ("backward_input_s", "update_s"):
             return
         fewest, *others = sorted(times) or [0]
@@ -112,14 +127,15 @@ class Links:
     def __post_init__(self) -> None:
         for name in ("intra_node_bytes_per_s", "inter_node_bytes_per_s"):
             value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
+            if not LEAST_RATE <= value <= MOST_RATE:
                 raise InvalidProfile(
-                    "links.", name, f"{value} is not a rate; give finite bytes per second > 0"
+                    "links.",
+                    name,
+                    f"{value} is not a rate; give bytes per second, {LEAST_RATE:g} to "
+                    f"{MOST_RATE:g}",
                 )
-        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
-            raise InvalidProfile(
-                "links.", "latency_s", f"{self.latency_s} is not a time; give finite seconds >= 0"
-            )
+        if problem := _problem_of_time(self.latency_s):
+            raise InvalidProfile("links.", "latency_s", problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,9 +152,22 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.layers:
             raise InvalidProfile("", "layers", "is empty; give at least one layer")
-        for name in ("microbatch", "gpus_per_node", "gpu_memory_bytes"):
-            if getattr(self, name) < 1:
-                raise InvalidProfile("", name, f"{getattr(self, name)} is below 1; give at least 1")
+        if len(self.layers) > MOST_LAYERS:
+            raise InvalidProfile(
+                "", "layers", f"has {len(self.layers)} layers; give at most {MOST_LAYERS}"
+            )
+        for name, most in _MOST.items():
+            value = getattr(self, name)
+            if value < 1:
+                raise InvalidProfile("", name, f"{value} is below 1; give at least 1")
+            if value > most:
+                raise InvalidProfile("", name, f"is too large; give at most {most}")
+        for name in ("state_bytes", "activation_bytes"):
+            whole = sum(getattr(layer, name) for layer in self.layers)
+            if whole > MOST_BYTES_IN_ALL:
+                raise InvalidProfile(
+                    "", "layers", f"{name} of all add up to {whole}, 2^62 or more; check the unit"
+                )
         first: dict[str, int] = {}
         for number, layer in enumerate(self.layers):
             before = first.setdefault(layer.name, number)

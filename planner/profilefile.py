@@ -7,6 +7,7 @@ Owns the file's syntax. Every error names the field by its path in the file, suc
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -18,6 +19,8 @@ from oobleck.planner.profile import InvalidProfile, LayerProfile, Links, Profile
 _GPUS = re.compile(r"[0-9]{1,9}")
 #: Of numbers and texts in messages.
 _SHOWN = 40
+#: A whole number of as many may be beyond every float.
+_MOST_DIGITS = 309
 _OPTIONAL_TIMES = ("backward_input_s", "update_s")
 
 
@@ -59,11 +62,16 @@ def format_profile(profile: Profile, notes: Mapping[str, object] | None = None) 
 
 def _load(text: str | bytes) -> object:
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=_unique, parse_int=_integer)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"not a valid profile: it is not JSON text: {error}") from error
     except RecursionError:
         raise ValueError("not a valid profile: it is nested too deeply") from None
+
+
+def _integer(digits: str) -> int | float:
+    """Of more digits than a float can have, infinity: who takes the value says where it stands."""
+    return int(digits) if len(digits) < _MOST_DIGITS else float(digits)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -126,6 +134,8 @@ class _Reader:
 
     def take_integer(self, key: str) -> int:
         value = self.take(key)
+        if value in (math.inf, -math.inf):
+            self._fail(self._below(key), "is too large")
         if type(value) is not int:
             self._fail(self._below(key), f"must be a whole number, not {_show(value)}")
         return value
@@ -136,10 +146,7 @@ class _Reader:
     def _number(self, value: object, path: str) -> float:
         if type(value) not in (int, float):
             self._fail(path, f"must be a number, not {_show(value)}")
-        try:
-            return float(value)  # type: ignore[arg-type]  # just checked
-        except OverflowError:
-            self._fail(path, f"{_show(value)} is too large")
+        return float(value)  # type: ignore[arg-type]  # just checked
 
     def take_times(self, key: str) -> dict[int, float]:
         """Seconds by number of GPUs."""

@@ -25,7 +25,6 @@ class StageTable:
 
     `time[k, i, j]` is that of layers i .. j-1 on `choices[k]` GPUs, `per_s` to the second; infinite
     where the layers may not be shared so. `room[k, i, j]` micro-batches fit there in flight.
-    Raises ValueError for sums beyond what can be counted.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -45,8 +44,8 @@ class StageTable:
         shape = (len(self.choices), self.layers, self.layers + 1)
         self.time = np.full(shape, np.inf)
         self.room = np.zeros(shape, dtype=np.int64)
-        state = _running([la.state_bytes for la in layers], "state_bytes")
-        kept = _running([la.activation_bytes for la in layers], "activation_bytes")
+        state = _running([la.state_bytes for la in layers])
+        kept = _running([la.activation_bytes for la in layers])
         for k, gpus in enumerate(self.choices):
             units = np.array([round(t * self.per_s) if t != np.inf else t for t in seconds[k]])
             memory = min(profile.gpu_memory_bytes * gpus, 2**62)
@@ -80,7 +79,5 @@ class StageTable:
         return float(self.time[self.choices.index(gpus), first, stop])
 
 
-def _running(values: list[int], name: str) -> Integers:
-    if sum(values) >= 2**62:
-        raise ValueError(f"{name} of all layers add up to {sum(values)} bytes; check the unit")
+def _running(values: list[int]) -> Integers:
     return np.cumsum([0, *values], dtype=np.int64)

@@ -197,3 +197,25 @@ def test_times_for_several_gpus_are_not_planned_with() -> None:
     assert job.made is not None
     for pipeline in job.made.plan.pipelines:
         assert [len(stage.workers) for stage in pipeline.stages] == [1] * 4
+
+
+def test_a_model_beyond_all_machines_is_a_cause() -> None:
+    spec = JobSpec(
+        name="planning",
+        model=ModelSpec(layers=512, hidden=1 << 18, heads=1 << 10, sequence_length=1 << 22),
+        data=DataSpec(text=("/nowhere/*.py",)),
+        training=TrainingSpec(steps=100, global_batch=2, microbatch=1),
+        fault_tolerance=1,
+    )
+    job = Job(id=JOB, request_id="", spec=spec, submitted_at=0.0)
+    with pytest.raises(PlanInfeasible, match=r"profile: layer block0: .* is not a time"):
+        planning.check_enough(job, [node(1), node(2)])
+
+
+def test_what_cannot_be_is_said_again_from_memory() -> None:
+    nodes = [node(number) for number in range(1, 5)]
+    state, job = trained_job(nodes, hidden=46)
+    for _ in range(2):
+        with pytest.raises(PlanInfeasible, match="needs at least 2 nodes") as caught:
+            planning.next_plan(state, job, nodes[:1], Generation(2))
+        assert caught.value.__cause__ is caught.value.__context__ is None

@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 
 from oobleck.planner.memory import LEAST_MARGIN_BYTES, budget_bytes, usable_bytes
-from oobleck.planner.profile import LayerProfile, Profile
+from oobleck.planner.profile import (
+    LEAST_RATE,
+    LEAST_S,
+    MOST_BYTES,
+    MOST_RATE,
+    MOST_S,
+    LayerProfile,
+    Profile,
+)
 from oobleck.planner.profilefile import format_profile, parse_profile
+from oobleck.planner.report import make_report
 
 LAYER: dict[str, Any] = {
     "forward_s": {"1": 0.2, "2": 0.1},
@@ -69,7 +78,7 @@ def test_split_and_update_times_may_be_left_out() -> None:
     assert "update_s" not in json.loads(format_profile(parse(tree)))["layers"][1]
 
 
-@pytest.mark.parametrize("number", [2**31 + 1, 2**53 + 1, 2**62 + 3])
+@pytest.mark.parametrize("number", [2**31 + 1, 2**53 + 1, 2**60 - 1])
 def test_large_byte_counts_just_work(number: int) -> None:
     tree = changed("gpu_memory_bytes", value=number)
     for name in ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes"):
@@ -116,7 +125,7 @@ def test_large_byte_counts_just_work(number: int) -> None:
         ),
         (
             changed("layers", 3, "forward_s", "2", value=-0.1),
-            'layers[3].forward_s["2"]: -0.1 is not a time; give finite seconds >= 0',
+            'layers[3].forward_s["2"]: -0.1 is not a time; give seconds, 0 or 1e-15',
         ),
         (
             changed("layers", 3, "backward_s", "1", value=math.nan),
@@ -126,7 +135,7 @@ def test_large_byte_counts_just_work(number: int) -> None:
             changed("layers", 3, "update_s", "1", value=math.inf),
             'layers[3].update_s["1"]: inf is not a time',
         ),
-        (changed("layers", 3, "forward_s", "1", value=10**400), "is too large"),
+        (changed("layers", 3, "forward_s", "1", value=10**400), "inf is not a time"),
         (
             changed("layers", 3, "forward_s", "2", value=0.3),
             'layers[3].forward_s["2"]: 0.3 is more than with 1 GPU (0.2); leave out the entry for '
@@ -171,8 +180,36 @@ def test_large_byte_counts_just_work(number: int) -> None:
         (changed("links", "latency_s", value=math.nan), "links.latency_s: nan is not a time"),
         (
             changed("links", "inter_node_bytes_per_s", value=0),
-            "links.inter_node_bytes_per_s: 0.0 is not a rate; give finite bytes per second > 0",
+            "links.inter_node_bytes_per_s: 0.0 is not a rate; give bytes per second, 1 to 1e+18",
         ),
+        (changed("links", "inter_node_bytes_per_s", value=1e-300), "1e-300 is not a rate"),
+        (changed("links", "inter_node_bytes_per_s", value=1e300), "1e+300 is not a rate"),
+        (
+            changed("links", "latency_s", value=1e308),
+            "links.latency_s: 1e+308 is not a time; give seconds, 0 or 1e-15 to 1e+09",
+        ),
+        (
+            changed("layers", 3, "forward_s", "1", value=1e300),
+            'layers[3].forward_s["1"]: 1e+300 is not a time; give seconds, 0 or 1e-15 to 1e+09',
+        ),
+        (
+            changed("layers", 3, "forward_s", "2", value=1e-300),
+            'layers[3].forward_s["2"]: 1e-300 is not a time',
+        ),
+        (
+            changed("layers", 3, "state_bytes", value=2**60),
+            "layers[3].state_bytes: is too large; give bytes < 2^60",
+        ),
+        (
+            TREE | {"layers": [LAYER | {"name": str(n), "state_bytes": 2**59} for n in range(8)]},
+            f"layers: state_bytes of all add up to {2**62}, 2^62 or more; check the unit",
+        ),
+        (
+            TREE | {"layers": [LAYER | {"name": str(n)} for n in range(1025)]},
+            "layers: has 1025 layers; give at most 1024",
+        ),
+        (changed("gpu_memory_bytes", value=2**1100), "gpu_memory_bytes: is too large"),
+        (changed("gpus_per_node", value=1025), "gpus_per_node: is too large; give at most 1024"),
         (
             changed("links", "intra_node_bytes_per_s", value=math.nan),
             "links.intra_node_bytes_per_s: nan is not a rate",
@@ -194,6 +231,8 @@ def test_a_wrong_value_is_refused_with_its_path_and_the_fix(tree: object, messag
         ('{"microbatch": 1, "microbatch": 2}', 'the key "microbatch" stands twice'),
         ('{"layers": [{"forward_s": {"1": 0, "1": 1}}]}', 'the key "1" stands twice'),
         ("[" * 100_000, "it is nested too deeply"),
+        ('{"layers": [], "microbatch": 1' + "0" * 5000 + "}", "microbatch: is too large"),
+        ('{"layers": [], "microbatch": -1' + "0" * 5000 + "}", "microbatch: is too large"),
     ],
 )
 def test_wrong_syntax_is_refused(text: str | bytes, message: str) -> None:
@@ -237,3 +276,24 @@ def test_a_margin_of_the_device_stays_free(physical: int, usable: int) -> None:
     assert usable_bytes(physical) == usable
     assert budget_bytes(None, physical) == usable
     assert budget_bytes(12_345, physical) == 12_345
+
+
+@pytest.mark.parametrize("seconds", [0.0, LEAST_S, MOST_S])
+@pytest.mark.parametrize("number", [0, MOST_BYTES // 4])
+@pytest.mark.parametrize("rate", [LEAST_RATE, MOST_RATE])
+def test_whatever_a_profile_may_hold_can_be_planned(
+    seconds: float, number: int, rate: float
+) -> None:
+    tree = changed("gpu_memory_bytes", value=MOST_BYTES)
+    for layer in tree["layers"]:
+        for name in ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes"):
+            layer[name] = number
+        for name in ("forward_s", "backward_s", "update_s"):
+            layer[name] = {"1": seconds, "2": seconds}
+        del layer["backward_input_s"]
+    for name in ("intra_node_bytes_per_s", "inter_node_bytes_per_s"):
+        tree["links"][name] = rate
+    tree["links"]["latency_s"] = seconds
+    report = make_report(parse(tree), nodes=5, fault_tolerance=1, global_batch=16, lost=1)
+    assert json.loads(json.dumps(report.data()))["plan"]["step_s"] >= 0
+    assert report.drawing()
