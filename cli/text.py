@@ -189,6 +189,7 @@ def job_text(job: pb.JobStatus) -> str:
     if job.HasField("plan"):
         changes = count(job.reconfigurations, "reconfiguration")
         lines.append(f"generation  {job.generation}, {changes} so far")
+        lines.append(f"schedule    {job.plan.schedule}")
         if job.state not in ENDED:
             more = count(job.can_lose, "more node")
             lines.append(f"can lose    {more}, whichever, without losing a layer")
@@ -247,7 +248,9 @@ def _sentence(record: dict[str, Any]) -> str:
         case {"event": "reconfigured"}:
             return _reconfigured(record)
         case {"event": "profiling", "workers": workers}:
-            return f"profiling: {count(len(workers), 'worker')} measure the model"
+            why = record.get("passed_over")
+            over = f" (the stored profile is passed over: {why})" if why else ""
+            return f"profiling: {count(len(workers), 'worker')} measure the model{over}"
         case {"event": "profile", "source": source, "reason": reason}:
             return f"profile: {source} ({reason})"
         case {"event": "failed", "reason": reason}:

@@ -129,6 +129,8 @@ class MeasuringStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
     wish: Measure
     workers: tuple[tuple[WorkerId, Incarnation], ...]
+    #: Why the stored profile of that key is not used; empty: there is none.
+    passed_over: str = ""
 
 
 class ProfileChosen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -299,9 +301,10 @@ class MeasurementReported(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProfilesFound(msgspec.Struct, frozen=True, kw_only=True):
-    """All profiles that are stored, by key."""
+    """All profiles that are stored, by key; of those that cannot be read, why."""
 
     profiles: dict[str, Profile]
+    unusable: dict[str, str] = {}
 
 
 class RecordsReceived(msgspec.Struct, frozen=True, kw_only=True):

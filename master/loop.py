@@ -29,7 +29,6 @@ from oobleck.master.events import (
     MasterStarted,
     Observed,
     ProfileChosen,
-    ProfilesFound,
     RecordsReceived,
     StatusReceived,
     StreamClosed,
@@ -102,8 +101,7 @@ class Master:
 
     def _find_profiles(self) -> None:
         """Operators may add, replace and remove the files."""
-        found = ProfilesFound(profiles=read_profiles(self.config.profiles))
-        self._observe(found, self.now())
+        self._observe(read_profiles(self.config.profiles), self.now())
 
     def _write_events(self) -> None:
         with storing(self.config.state_dir / "jobs"):
@@ -135,7 +133,7 @@ class Master:
             self._metrics_of(event.job_id).close()
 
     def _store_profile(self, event: ProfileChosen, unix: float) -> None:
-        if event.profile is None:
+        if event.profile is None or not event.key:
             return
         notes = {**event.notes, "date": datetime.fromtimestamp(unix, UTC).isoformat("T", "seconds")}
         with storing(self.config.profiles):

@@ -6,6 +6,7 @@ from oobleck.master.events import (
     JobFailed,
     Journaled,
     MasterStarted,
+    MeasuringStarted,
     NodeLeftOut,
     NodeLost,
     NodeRegistered,
@@ -36,6 +37,11 @@ def tell(event: Journaled) -> None:
                 "rule": event.rule,
                 "reason": event.reason,
             }
+        case MeasuringStarted():
+            fields = {"job": event.job_id, "attempt": event.wish.attempt}
+            if event.passed_over:
+                why = {"job": event.job_id, "reason": event.passed_over}
+                log.warning("stored profile passed over", extra=why)
         case ProfileChosen():
             fields = {
                 "job": event.job_id,

@@ -74,6 +74,7 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
             return _hear(state, event.worker, now)
         case ProfilesFound():
             state.profiles = dict(event.profiles)
+            state.unusable_profiles = dict(event.unusable)
             return True
         case RecordsReceived():
             _take_records(state.jobs[event.job_id], event.records, now)

@@ -2,24 +2,48 @@
 
 import logging
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from oobleck.master.events import ProfilesFound
 from oobleck.planner.profile import Profile
 from oobleck.planner.profilefile import format_profile, parse_profile
 
 log = logging.getLogger(__name__)
 
+#: One of the largest model takes a megabyte.
+MOST_BYTES = 16 << 20
 
-def read_profiles(folder: Path) -> dict[str, Profile]:
-    """All that are readable, by key; of the others the log tells."""
-    found = {}
+
+def read_profiles(folder: Path) -> ProfilesFound:
+    """All that are there; of those that cannot be read the log tells too."""
+    found: dict[str, Profile] = {}
+    unusable: dict[str, str] = {}
     for path in sorted(folder.glob("*.json")):
         try:
-            found[path.stem] = parse_profile(path.read_bytes())
-        except (OSError, ValueError) as error:
-            log.warning("stored profile passed over", extra={"path": path, "reason": error})
-    return found
+            found[path.stem] = parse_profile(_read(path))
+        except OSError as error:
+            unusable[path.stem] = error.strerror or str(error)
+        except ValueError as error:
+            unusable[path.stem] = str(error)
+        if path.stem in unusable:
+            why = {"path": path, "reason": unusable[path.stem]}
+            log.warning("stored profile passed over", extra=why)
+    return ProfilesFound(profiles=found, unusable=unusable)
+
+
+def _read(path: Path) -> bytes:
+    """Raises OSError, and ValueError for what is not a regular file of a profile's size."""
+    # Without O_NONBLOCK, opening a pipe that nobody writes to waits for ever.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("is not a regular file")
+        if found.st_size > MOST_BYTES:
+            raise ValueError(f"is larger than {MOST_BYTES >> 20} MiB")
+        return file.read(MOST_BYTES)
 
 
 def write_profile(folder: Path, key: str, profile: Profile, notes: Mapping[str, object]) -> None:

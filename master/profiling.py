@@ -14,7 +14,7 @@ from oobleck.master.decision import Decision, Look
 from oobleck.master.events import JobFailed, JobSucceeded, MeasuringStarted, ProfileChosen
 from oobleck.master.state import ClusterState, Job, Node
 from oobleck.planner.ids import Incarnation, WorkerId
-from oobleck.planner.measurement import Scope, assemble_profile, profile_key
+from oobleck.planner.measurement import Scope, assemble_profile, check_measured, profile_key
 from oobleck.planner.memory import budget_bytes
 from oobleck.planner.units import count
 
@@ -52,14 +52,15 @@ def _choose(look: Look, job: Job, ready: Sequence[Node]) -> Decision:
     # A node that has come meanwhile is not part of the load that was measured under.
     key = key_of(job, [node for node in ready if node.facts.node in asked] or ready)
     stored = look.state.profiles.get(key)
-    if stored is not None and not job.profile_only:
+    passed_over = _passed_over(look.state, job, ready, key)
+    if stored is not None and not passed_over and not job.profile_only:
         chosen = ProfileChosen(
             job_id=job.id, source="stored", profile=stored, key=key, reason=f"profile {key}"
         )
         return Decision(actions=(chosen,), reason="a stored profile fits")
     measuring = job.measuring
     if measuring is None:
-        return _begin(look, job, ready)
+        return _begin(look, job, ready, "" if job.profile_only else passed_over)
     gone = _gone(look.state, measuring, ready)
     pending = {meeting.scope: meeting for meeting in measuring.wish.meetings}
     for scope in job.seen.links_measured:
@@ -83,6 +84,17 @@ def _choose(look: Look, job: Job, ready: Sequence[Node]) -> Decision:
     return _conclude(look, job, ready, key, timed_out=waiting)
 
 
+def _passed_over(state: ClusterState, job: Job, ready: Sequence[Node], key: str) -> str:
+    """Why the stored profile of that name is not for `job`; empty: nothing speaks against it."""
+    why = state.unusable_profiles.get(key, "")
+    if (stored := state.profiles.get(key)) is not None:
+        try:
+            check_measured(stored, job.spec, gpus_per_node=ready[0].facts.worker_slots)
+        except ValueError as error:
+            why = str(error)
+    return f"profiles/{key}.json: {why}" if why else ""
+
+
 def _gone(
     state: ClusterState, measuring: MeasuringStarted, ready: Sequence[Node]
 ) -> frozenset[WorkerId]:
@@ -98,7 +110,7 @@ def _gone(
     return frozenset(worker for worker, process in measuring.workers if not here(worker, process))
 
 
-def _begin(look: Look, job: Job, ready: Sequence[Node]) -> Decision:
+def _begin(look: Look, job: Job, ready: Sequence[Node], passed_over: str = "") -> Decision:
     attempt = job.attempts + 1
     workers = [
         (WorkerId(node.facts.node, status.slot), status.incarnation)
@@ -109,6 +121,7 @@ def _begin(look: Look, job: Job, ready: Sequence[Node]) -> Decision:
         job_id=job.id,
         wish=Measure(attempt=attempt, meetings=tuple(_meetings(look, job, ready, attempt))),
         workers=tuple(workers),
+        passed_over=passed_over,
     )
     again = f", attempt {attempt}" if attempt > 1 else ""
     return Decision(actions=(event,), reason=f"{count(len(workers), 'worker')} measure{again}")

@@ -47,6 +47,8 @@ def records_of(state: ClusterState, event: Journaled) -> list[tuple[JobId, Recor
         case MeasuringStarted():
             workers = [str(worker) for worker, _ in event.workers]
             profiling = {"event": "profiling", "workers": workers, "attempt": event.wish.attempt}
+            if event.passed_over:
+                profiling["passed_over"] = event.passed_over
             return [(event.job_id, profiling)]
         case ProfileChosen():
             fields = {"source": event.source, "key": event.key, "reason": event.reason}

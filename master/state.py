@@ -305,6 +305,7 @@ class ClusterState:
     requests: dict[str, JobId] = field(default_factory=dict)
     #: Stored measurements by key; observed, since the files are the truth.
     profiles: dict[str, Profile] = field(default_factory=dict)
+    unusable_profiles: dict[str, str] = field(default_factory=dict)
     active: JobId | None = None
 
     @property

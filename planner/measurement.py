@@ -11,7 +11,12 @@ from statistics import median
 from typing import Literal
 
 from oobleck.planner.codec import encode
-from oobleck.planner.estimate import INTER_NODE_BYTES_PER_S, INTRA_NODE_BYTES_PER_S, LATENCY_S
+from oobleck.planner.estimate import (
+    INTER_NODE_BYTES_PER_S,
+    INTRA_NODE_BYTES_PER_S,
+    LATENCY_S,
+    estimate_profile,
+)
 from oobleck.planner.job import JobSpec
 from oobleck.planner.profile import InvalidProfile, LayerProfile, Links, Profile, check_one_gpu
 from oobleck.planner.units import count
@@ -22,6 +27,9 @@ Scope = Literal["intra_node", "inter_node"]
 _METHOD = 1
 _TIMES = ("forward_s", "backward_s", "backward_input_s", "update_s")
 _BYTES = ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes")
+#: What follows from the model alone, and how far off a profile may be.
+_COMPARED = ("parameter_bytes", "output_bytes")
+_SAME_BYTES = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,3 +193,33 @@ def check_fits(profile: Profile, job: JobSpec) -> None:
             f"the profile was measured with microbatch {profile.microbatch}, and the job has "
             f"{job.training.microbatch}; profile again, or set training.microbatch to that"
         )
+    expected = _expected(job)
+    for number, (layer, wanted) in enumerate(zip(profile.layers, expected, strict=True)):
+        # What the head sends to nobody may be anything.
+        for name in _COMPARED if number < len(expected) - 1 else _COMPARED[:1]:
+            has, should = getattr(layer, name), getattr(wanted, name)
+            if abs(has - should) > _SAME_BYTES * should:
+                raise ValueError(
+                    f"layers[{number}].{name}: {has}, and that layer of the job's model has "
+                    f"{should}: it is a profile of another model or precision; profile this model"
+                )
+
+
+def check_measured(profile: Profile, job: JobSpec, *, gpus_per_node: int) -> None:
+    """Raises ValueError where `profile` cannot be what `assemble_profile` makes for `job` on nodes
+    of so many GPUs."""
+    check_fits(profile, job)
+    if profile.gpus_per_node != gpus_per_node:
+        raise ValueError(
+            f"gpus_per_node: {profile.gpus_per_node}, and the nodes have {gpus_per_node}"
+        )
+    for number, (layer, wanted) in enumerate(zip(profile.layers, _expected(job), strict=True)):
+        if layer.name != wanted.name:
+            raise ValueError(
+                f"layers[{number}].name: {layer.name!r}, and the model has {wanted.name!r} there"
+            )
+
+
+def _expected(job: JobSpec) -> tuple[LayerProfile, ...]:
+    """Names and byte counts of `job`'s model."""
+    return estimate_profile(job, gpus_per_node=1, memory_per_worker_bytes=1 << 30).layers

@@ -13,6 +13,7 @@ import copy
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from oobleck.host.messages import LinkMeasured, Measured, PeerLost, PhaseReached, StepRecord
@@ -52,6 +53,7 @@ from oobleck.master.events import (
 from oobleck.master.reconcile import reconcile
 from oobleck.master.records import records_of
 from oobleck.master.state import ClusterState, JobSeen, NodeSeen
+from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, ResourceSpec, TrainingSpec
 from oobleck.planner.measurement import LinkMeasurement, Measurement
@@ -97,17 +99,23 @@ def record(step: int, generation: int, at: float) -> StepRecord:
 
 
 def measurement(forward_s: float) -> Measurement:
+    """All layers of `job_spec`'s model take as long; their weights are what they are."""
+    layers = estimate_profile(
+        job_spec("any"), gpus_per_node=1, memory_per_worker_bytes=1 << 30
+    ).layers
     embedding, block, head = (
         LayerProfile(
             name=name,
             forward_s={1: forward_s},
             backward_s={1: 2 * forward_s},
-            parameter_bytes=1000,
+            parameter_bytes=layer.parameter_bytes,
             state_bytes=4000,
             activation_bytes=100,
-            output_bytes=100,
+            output_bytes=layer.output_bytes,
         )
-        for name in ("embedding", "block", "head")
+        for name, layer in zip(
+            ("embedding", "block", "head"), (*layers[:2], layers[-1]), strict=True
+        )
     )
     return Measurement(embedding=embedding, block=block, head=head, device="abacus", torch="2")
 
@@ -450,6 +458,29 @@ class Player:
             self.profiles[chosen.key] = chosen.profile
         self._observe(ProfilesFound(profiles=self.profiles))
 
+    def do_stored_of(self, job_id: str, *changes: str) -> None:
+        """JOB layers=3 microbatch=4 gpus_per_node=2 several=1: its stored profile with changes."""
+        chosen = self.state.jobs[JobId(job_id)].profile
+        assert chosen is not None
+        profile = chosen.profile
+        assert profile is not None
+        values = {key: int(value) for key, _, value in (word.partition("=") for word in changes)}
+        if layers := values.pop("layers", 0):
+            profile = replace(profile, layers=profile.layers[:layers])
+        if values.pop("several", 0):
+            shared = {"forward_s": {2: 0.1}, "backward_s": {2: 0.1}}
+            layers_shared = tuple(replace(layer, **shared) for layer in profile.layers)
+            profile = replace(profile, layers=layers_shared)
+        self.profiles = {chosen.key: replace(profile, **values)}
+        self._observe(ProfilesFound(profiles=self.profiles))
+
+    def do_unreadable(self, job_id: str) -> None:
+        """The file of JOB's stored profile cannot be read."""
+        chosen = self.state.jobs[JobId(job_id)].profile
+        assert chosen is not None
+        self.profiles = {}
+        self._observe(ProfilesFound(profiles={}, unusable={chosen.key: "it is not JSON text"}))
+
     def do_finish(self, *names: str) -> None:
         for name in names:
             for worker in self.agents[name].status.workers:
@@ -488,7 +519,7 @@ def worker_id(text: str) -> WorkerId:
 def durable(state: ClusterState) -> ClusterState:
     """A copy without what was only observed."""
     copied = copy.deepcopy(state)
-    copied.profiles = {}
+    copied.profiles, copied.unusable_profiles = {}, {}
     for node in copied.nodes.values():
         node.seen = NodeSeen(last_heard=0.0)
     for job in copied.jobs.values():
@@ -541,6 +572,7 @@ def told(event: Journaled) -> str:
             return (
                 f"{name} attempt {event.wish.attempt}: {' '.join(workers)}; "
                 f"links {', '.join(links) or 'none'}"
+                + (f"; passed over {event.passed_over}" if event.passed_over else "")
             )
         case ProfileChosen():
             times = event.profile.layers[1].forward_s if event.profile else "none"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from fake_agent import FakeAgent, MasterProcess, master, operator
 from scenario import job_spec, measurement
 
 from oobleck.host.messages import LinkMeasured, Measured
+from oobleck.master.profiles import read_profiles
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.jobfile import format_job
 from oobleck.planner.measurement import LinkMeasurement
@@ -88,6 +90,9 @@ def test_a_profile_comes_with_the_job_that_names_it_and_fits(tmp_path: Path) -> 
     named = format_job(SPEC).replace('"measure"', '"/profiles/p.json"')
     unfit = json.loads(PROFILE)
     unfit["layers"].pop()
+    wider = json.loads(PROFILE)
+    for layer in wider["layers"]:
+        layer["parameter_bytes"] *= 4
     shared = json.loads(PROFILE)
     for times in ("forward_s", "backward_s"):
         shared["layers"][3][times] = {"2": 0.1}
@@ -106,6 +111,10 @@ def test_a_profile_comes_with_the_job_that_names_it_and_fits(tmp_path: Path) -> 
                 (
                     {"job": named.replace("/profiles/p.json", "estimate"), "profile_only": True},
                     "profile: is estimate; to measure the model, set it to measure",
+                ),
+                (
+                    {"job": named, "profile": json.dumps(wider)},
+                    "layers[0].parameter_bytes: ",
                 ),
             ):
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -128,6 +137,12 @@ def test_a_stored_file_that_is_no_profile_is_passed_over(tmp_path: Path) -> None
     folder = tmp_path / "state" / "profiles"
     folder.mkdir(parents=True)
     (folder / "broken.json").write_text('{"microbatch": 1')
+    os.mkfifo(folder / "pipe.json")
+    (folder / "folder.json").mkdir()
+    (folder / "good.json").write_text(PROFILE)
+    found = read_profiles(folder)
+    assert found.profiles == {"good": parse_profile(PROFILE)}
+    assert sorted(found.unusable) == ["broken", "folder", "pipe"]
     with master(tmp_path / "state") as running:
         pass
     errors = running.errors.read_text()

@@ -10,6 +10,7 @@ from oobleck.planner.measurement import (
     Measurement,
     assemble_profile,
     check_fits,
+    check_measured,
     profile_key,
 )
 from oobleck.planner.profile import LayerProfile, Profile
@@ -24,6 +25,14 @@ INTER = LinkMeasurement(scope="inter_node", latency_s=1e-4, bytes_per_s=1e9)
 INTRA = LinkMeasurement(scope="intra_node", latency_s=1e-5, bytes_per_s=1e10)
 
 
+#: fp32: embedding of 256 tokens and 16 positions, a block, norm and head, all 8 wide.
+PARAMETER_BYTES = {
+    "embedding": 4 * (256 + 16) * 8,
+    "block": 4 * (12 * 8 * 8 + 4 * 8),
+    "head": 4 * (256 * 8 + 2 * 8),
+}
+
+
 def layer(name: str, seconds: float, *, kept: int = 10) -> LayerProfile:
     return LayerProfile(
         name=name,
@@ -31,10 +40,10 @@ def layer(name: str, seconds: float, *, kept: int = 10) -> LayerProfile:
         backward_s={1: 2 * seconds},
         backward_input_s={1: seconds},
         update_s={1: seconds / 10},
-        parameter_bytes=100,
+        parameter_bytes=PARAMETER_BYTES[name],
         state_bytes=400,
         activation_bytes=kept,
-        output_bytes=5,
+        output_bytes=2 * 16 * 8 * 4,
     )
 
 
@@ -136,3 +145,30 @@ def test_a_profile_of_another_model_is_refused_with_the_fix() -> None:
     wider = replace(JOB, training=replace(JOB.training, microbatch=4))
     with pytest.raises(ValueError, match="measured with microbatch 2, and the job has 4"):
         check_fits(profile, wider)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"hidden": 16}, r"layers\[0\].parameter_bytes: 8704, .* has 17408: .* profile this model"),
+        ({"vocabulary": 512}, r"layers\[0\].parameter_bytes: 8704, .* has 16896"),
+        ({"sequence_length": 17}, r"layers\[0\].output_bytes: 1024, .* has 1088"),
+    ],
+)
+def test_a_profile_of_a_model_of_as_many_layers_is_told_by_its_bytes(
+    model: dict[str, int], message: str
+) -> None:
+    profile, _ = assembled([measured(1.0)])
+    other = replace(JOB, model=replace(JOB.model, **model))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        check_fits(profile, other)
+
+
+def test_what_is_stored_has_the_names_and_nodes_too() -> None:
+    profile, _ = assembled([measured(1.0)])
+    check_measured(profile, JOB, gpus_per_node=2)
+    with pytest.raises(ValueError, match="gpus_per_node: 2, and the nodes have 1"):
+        check_measured(profile, JOB, gpus_per_node=1)
+    renamed = (replace(profile.layers[0], name="other"), *profile.layers[1:])
+    with pytest.raises(ValueError, match=r"layers\[0\].name: 'other', and the model has 'emb"):
+        check_measured(replace(profile, layers=renamed), JOB, gpus_per_node=2)
