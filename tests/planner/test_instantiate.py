@@ -56,7 +56,7 @@ def random_costs(rng: random.Random) -> dict[int, PipelineCost]:
         size: PipelineCost(
             first=rng.randint(1, 60),
             period=rng.randint(0, 20),
-            gradient_bytes=rng.choice([0, 10**4, 10**5]) * rng.randint(0, 5),
+            gradient_bytes=rng.choice([0, 10**2, 10**3]) * rng.randint(0, 5),
         )
         for size in sizes
     }
@@ -64,7 +64,7 @@ def random_costs(rng: random.Random) -> dict[int, PipelineCost]:
 
 def links_of(rng: random.Random) -> Links:
     """Sums that cost nothing, as much as compute, or most of all."""
-    rate = rng.choice([1e16, 1e19, 1e20])
+    rate = rng.choice([1e14, 1e17, 1e18])
     return Links(intra_node_bytes_per_s=rate, inter_node_bytes_per_s=rate, latency_s=0.0)
 
 
