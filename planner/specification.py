@@ -1,9 +1,10 @@
 """Node specification: which template sizes a cluster needs (Oobleck §4.1.1)."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.profile import Profile, on_one_gpu
+from oobleck.planner.profile import MOST_BYTES, Profile, on_one_gpu
 from oobleck.planner.templates import feasible_sizes
 from oobleck.planner.units import are, count, format_bytes
 
@@ -46,7 +47,7 @@ def node_specification(
     smallest = usable[0]
     needed = (fault_tolerance + 1) * smallest
     if nodes < needed:
-        raise PlanInfeasible(_nodes_cause(nodes, fault_tolerance, smallest))
+        raise PlanInfeasible(_nodes_cause(profile, nodes, fault_tolerance, smallest, min_nodes))
     largest = min(nodes, max(nodes - fault_tolerance * smallest, 2 * smallest - 1))
     stop = smallest
     while stop in sizes and stop <= largest:
@@ -68,47 +69,79 @@ def one_gpu_per_stage(profile: Profile, *, gpus: int, min_nodes: int = 1) -> Pro
     return next(fitting, found[0])
 
 
-def _nodes_cause(nodes: int, fault_tolerance: int, smallest: int) -> str:
+def _nodes_cause(
+    profile: Profile, nodes: int, fault_tolerance: int, smallest: int, min_nodes: int
+) -> str:
+    """How many nodes are missing, and what else would do."""
     needed = (fault_tolerance + 1) * smallest
-    cause = (
-        f"needs {count(needed, 'node')}: fault_tolerance {fault_tolerance} and pipelines of at "
-        f"least {count(smallest, 'node')}; {are(nodes)} live"
-    )
+    fixes = [f"add {count(needed - nodes, 'node')}"]
     possible = nodes // smallest - 1
-    if possible < 0:
-        return cause
-    return f"{cause}; add nodes or lower fault_tolerance to {possible}"
+    if possible >= 0:
+        fixes.append(f"lower fault_tolerance to {possible}")
+    memory = _least_memory(profile, min_nodes, nodes // (fault_tolerance + 1))
+    if memory is not None and memory > profile.gpu_memory_bytes:
+        fixes.append(f"use GPUs with {_more_memory(profile, memory)}")
+    return (
+        f"needs {count(needed, 'node')}: fault_tolerance {fault_tolerance} and pipelines of at "
+        f"least {count(smallest, 'node')}; {are(nodes)} live; {', '.join(fixes[:-1])}"
+        f"{' or ' if len(fixes) > 1 else ''}{fixes[-1]}"
+    )
 
 
 def _memory_cause(profile: Profile) -> str:
     """How much memory per GPU would do, and for how many nodes."""
-    have, layers = profile.gpu_memory_bytes, profile.layers
+    layers = profile.layers
     if any(min(layer.forward_s) > profile.gpus_per_node for layer in layers):
         return (
             f"some layer has no time for {profile.gpus_per_node} GPUs or fewer: profile it for "
             "the GPUs that a node has"
         )
-    everything = sum(layer.state_bytes + len(layers) * layer.activation_bytes for layer in layers)
-    low, high = have, max(have, everything)  # with everything, one GPU holds the whole model
-    if not _sizes_with(profile, high):
+    memory = _least_memory(profile, 1, len(layers))
+    if memory is None:
         return (
-            f"no cut of {len(layers)} layers uses all {profile.gpus_per_node} GPUs of a node; use "
-            f"fewer GPUs per node"
+            f"no cut of {len(layers)} layers uses all {profile.gpus_per_node} GPUs of a node; "
+            "lower --gpus-per-node (of agents, --workers)"
         )
-    while high - low > max(1, high // _MEMORY_STEPS):
-        middle = (low + high) // 2
-        if _sizes_with(profile, middle):
-            high = middle
-        else:
-            low = middle
-    fewest = _sizes_with(profile, high)[0]
+    fewest = _sizes_with(profile, memory, len(layers))[0]
     return (
-        f"the model does not fit on any number of nodes: a GPU needs at least {format_bytes(high)} "
-        f"({high} bytes), {high - have} bytes more than gpu_memory_bytes ({have}), for pipelines "
-        f"of {count(fewest, 'node')}; use GPUs with more memory, a smaller microbatch or a smaller "
-        "model"
+        f"the model does not fit on any number of nodes: a GPU needs "
+        f"{_more_memory(profile, memory)}, for pipelines of {count(fewest, 'node')}; use GPUs "
+        "with more memory, a smaller microbatch or a smaller model"
     )
 
 
-def _sizes_with(profile: Profile, memory_bytes: int) -> tuple[int, ...]:
-    return feasible_sizes(replace(profile, gpu_memory_bytes=memory_bytes), len(profile.layers))
+def _more_memory(profile: Profile, memory: int) -> str:
+    have = profile.gpu_memory_bytes
+    return (
+        f"at least {format_bytes(memory)} ({memory} bytes), {memory - have} bytes more than "
+        f"gpu_memory_bytes ({have})"
+    )
+
+
+@lru_cache(maxsize=16)  # asked again and again while a job waits
+def _least_memory(profile: Profile, min_nodes: int, most_nodes: int) -> int | None:
+    """Bytes per GPU, about, with which pipelines of `min_nodes` to `most_nodes` nodes fit; None:
+    there are none, whatever the memory."""
+    layers, most = profile.layers, min(most_nodes, len(profile.layers))
+
+    def fit(memory: int) -> bool:
+        sizes = _sizes_with(profile, memory, most) if most > 0 else ()
+        return max(sizes, default=0) >= min_nodes
+
+    everything = sum(layer.state_bytes + len(layers) * layer.activation_bytes for layer in layers)
+    low = profile.gpu_memory_bytes
+    # With everything, one GPU holds the whole model.
+    high = min(max(low, everything), MOST_BYTES)
+    if not fit(high):
+        return None
+    while high - low > max(1, high // _MEMORY_STEPS):
+        middle = (low + high) // 2
+        if fit(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _sizes_with(profile: Profile, memory_bytes: int, most_nodes: int) -> tuple[int, ...]:
+    return feasible_sizes(replace(profile, gpu_memory_bytes=memory_bytes), most_nodes)

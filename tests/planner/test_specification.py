@@ -28,8 +28,25 @@ def test_too_few_nodes_are_told_how_many_are_needed() -> None:
         node_specification(profile, nodes=3, fault_tolerance=1)
     assert caught.value.causes == (
         "needs 4 nodes: fault_tolerance 1 and pipelines of at least 2 nodes; 3 are live; "
-        "add nodes or lower fault_tolerance to 0",
+        "add 1 node, lower fault_tolerance to 0 or use GPUs with at least 3.9 KiB (4043 bytes), "
+        "1943 bytes more than gpu_memory_bytes (2100)",
     )
+    enough = profile_of([1.0] * 4, memory=4040)
+    assert node_specification(enough, nodes=3, fault_tolerance=1).start == 1
+
+
+def test_less_than_one_pipeline_is_told_what_would_do() -> None:
+    profile = profile_of([1.0] * 4, memory=1100)
+    with pytest.raises(PlanInfeasible) as caught:
+        node_specification(profile, nodes=2, fault_tolerance=0)
+    (cause,) = caught.value.causes
+    assert cause.startswith(
+        "needs 4 nodes: fault_tolerance 0 and pipelines of at least 4 nodes; 2 are live; "
+        "add 2 nodes or use GPUs with at least 2.0 KiB (2041 bytes)"
+    )
+    # No memory makes pipelines of 2 nodes where they are to have 3.
+    with pytest.raises(PlanInfeasible, match=r"2 are live; add 1 node$"):
+        node_specification(profile_of([1.0] * 4), nodes=2, fault_tolerance=0, min_nodes=3)
 
 
 def test_too_little_memory_is_told_in_bytes() -> None:
@@ -45,7 +62,7 @@ def test_too_little_memory_is_told_in_bytes() -> None:
 
 
 def test_gpus_without_use_are_a_cause_of_their_own() -> None:
-    with pytest.raises(PlanInfeasible, match="no cut of 2 layers uses all 4 GPUs"):
+    with pytest.raises(PlanInfeasible, match="all 4 GPUs of a node; lower --gpus-per-node"):
         node_specification(profile_of([1.0] * 2, gpus_per_node=4), nodes=1, fault_tolerance=0)
     with pytest.raises(PlanInfeasible, match="no time for 1 GPUs or fewer"):
         node_specification(profile_of([1.0] * 2, gpus=(2,)), nodes=1, fault_tolerance=0)
