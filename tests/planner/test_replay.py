@@ -37,8 +37,8 @@ def test_replay_is_the_dry_run(gpus_per_node: int, seeds: int, tied: bool) -> No
         profile = replace(
             random_profile(rng, layers=rng.randint(4, 9), gpus_per_node=gpus_per_node),
             links=Links(
-                intra_node_bytes_per_s=rng.choice([1.0, 1e9]),
-                inter_node_bytes_per_s=rng.choice([0.3, 1e9]),
+                intra_node_bytes_per_s=rng.choice([3.0, 1e9]),
+                inter_node_bytes_per_s=rng.choice([1.0, 1e9]),
                 latency_s=0.01,
             ),
         )

@@ -18,7 +18,7 @@ from support.profiles import profile_of
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "zb-h1")
 #: As if messages took no time.
-INSTANT = Links(intra_node_bytes_per_s=1e30, inter_node_bytes_per_s=1e30, latency_s=0.0)
+INSTANT = Links(intra_node_bytes_per_s=1e18, inter_node_bytes_per_s=1e18, latency_s=0.0)
 LETTERS = {Forward: "F", Backward: "B", BackwardInput: "I", BackwardWeight: "W"}
 
 

@@ -25,7 +25,7 @@ from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of, random_profile
 
 #: As if messages took no time.
-INSTANT = Links(intra_node_bytes_per_s=1e30, inter_node_bytes_per_s=1e30, latency_s=0.0)
+INSTANT = Links(intra_node_bytes_per_s=1e18, inter_node_bytes_per_s=1e18, latency_s=0.0)
 
 
 def plan_of(templates, *pipelines: tuple[int, int]) -> Plan:  # type: ignore[no-untyped-def]
@@ -81,7 +81,7 @@ def test_the_optimizer_takes_its_time_on_each_worker() -> None:
 def test_the_tied_weight_travels_once_and_to_all_its_holders() -> None:
     """Two pipelines of 2 stages: the head's parameters (250) are tied but for nothing, those of
     the embedding (300) but for 50."""
-    links = Links(intra_node_bytes_per_s=1e30, inter_node_bytes_per_s=100.0, latency_s=0.0)
+    links = Links(intra_node_bytes_per_s=1e18, inter_node_bytes_per_s=100.0, latency_s=0.0)
     profile = replace(profile_of([0.0] * 3, state=[1200, 400, 1000], links=links))
     plan = plan_of_cuts(([2, 1], 1), ([2, 1], 1))
     times = {}
@@ -95,7 +95,7 @@ def test_the_tied_weight_travels_once_and_to_all_its_holders() -> None:
 
 
 def test_workers_of_a_stage_share_bytes_and_memory() -> None:
-    links = Links(intra_node_bytes_per_s=1e30, inter_node_bytes_per_s=100.0, latency_s=0.0)
+    links = Links(intra_node_bytes_per_s=1e18, inter_node_bytes_per_s=100.0, latency_s=0.0)
     profile = profile_of([1.0, 1.0], gpus=(1, 2), gpus_per_node=2, links=links)
     plan = plan_of_cuts(([(1, 2), (1, 1)], 1))
     run = simulate(compile_programs(plan, tied=False), profile, plan=plan)
@@ -106,7 +106,7 @@ def test_workers_of_a_stage_share_bytes_and_memory() -> None:
 
 
 def test_workers_of_a_stage_wait_for_each_other() -> None:
-    links = Links(intra_node_bytes_per_s=1e30, inter_node_bytes_per_s=100.0, latency_s=0.0)
+    links = Links(intra_node_bytes_per_s=1e18, inter_node_bytes_per_s=100.0, latency_s=0.0)
     profile = profile_of([1.0, 1.0], gpus=(2, 3), gpus_per_node=3, links=links)
     plan = plan_of_cuts(([(1, 2), (1, 3)], 1))
     programs = compile_programs(plan, tied=False)
@@ -126,7 +126,7 @@ def test_workers_of_a_stage_wait_for_each_other() -> None:
 
 
 def test_pieces_of_a_layer_are_summed_side_by_side() -> None:
-    links = Links(intra_node_bytes_per_s=1e30, inter_node_bytes_per_s=100.0, latency_s=0.0)
+    links = Links(intra_node_bytes_per_s=1e18, inter_node_bytes_per_s=100.0, latency_s=0.0)
     profile = profile_of([0.0], gpus=(1, 2), gpus_per_node=2, state=4000, links=links)
     plan = plan_of_cuts(([(1, 2)], 1), ([(1, 1)], 1))
     run = simulate(compile_programs(plan, tied=False), profile, plan=plan)
@@ -245,7 +245,7 @@ def test_blocking_sends_deadlock_and_the_report_names_both_sides() -> None:
 
 
 def test_what_blocking_sends_cost() -> None:
-    links = Links(intra_node_bytes_per_s=1e30, inter_node_bytes_per_s=100.0, latency_s=0.0)
+    links = Links(intra_node_bytes_per_s=1e18, inter_node_bytes_per_s=100.0, latency_s=0.0)
     profile = profile_of([1.0, 1.0], links=links)
     plan = plan_of_cuts(([1, 1], 2))
     programs = compile_programs(plan, tied=False)

@@ -17,7 +17,7 @@ from oobleck.planner.steptime import estimate_step, pipeline_kinds
 from support.plans import plan_of_cuts
 from support.profiles import profile_of
 
-INSTANT = Links(intra_node_bytes_per_s=1e30, inter_node_bytes_per_s=1e30, latency_s=0.0)
+INSTANT = Links(intra_node_bytes_per_s=1e18, inter_node_bytes_per_s=1e18, latency_s=0.0)
 SLOW = Links(intra_node_bytes_per_s=1e4, inter_node_bytes_per_s=300.0, latency_s=0.01)
 
 
