@@ -17,7 +17,7 @@ from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.plan import Pipeline, Plan, place
 from oobleck.planner.profile import Profile
-from oobleck.planner.sizesearch import EXACT, SizeSearch
+from oobleck.planner.sizesearch import EXACT, Floats, Found, SizeSearch
 from oobleck.planner.template import PipelineTemplate
 from oobleck.planner.units import are, count
 
@@ -82,20 +82,23 @@ def instantiate(
     )
     candidates = judgeable(demand)
     chosen = best_judged(candidates, judge)
+    return Plan(generation=generation, pipelines=_placed(chosen, templates, names))
+
+
+def _placed(
+    chosen: Instantiation, templates: Mapping[int, PipelineTemplate], names: Sequence[NodeName]
+) -> tuple[Pipeline, ...]:
+    """Nodes and micro-batches are handed out in order."""
     pipelines: list[Pipeline] = []
     first_node = first_microbatch = 0
     for size, share in zip(chosen.sizes, chosen.shares, strict=True):
+        nodes = tuple(names[first_node : first_node + size])
         pipelines.append(
-            place(
-                templates[size],
-                tuple(names[first_node : first_node + size]),
-                first_microbatch=first_microbatch,
-                microbatches=share,
-            )
+            place(templates[size], nodes, first_microbatch=first_microbatch, microbatches=share)
         )
         first_node += size
         first_microbatch += share
-    return Plan(generation=generation, pipelines=tuple(pipelines))
+    return tuple(pipelines)
 
 
 def best_judged(candidates: Sequence[Instantiation], judge: Judge) -> Instantiation:
@@ -165,18 +168,8 @@ def choose(demand: Demand, patience: Patience | None = None) -> tuple[Instantiat
     search = SizeSearch(demand, patience.slack)
     floors = {pipelines: search.floors(pipelines) for pipelines in demand.numbers}
     numbers = sorted(floors, key=lambda pipelines: min(floors[pipelines]))
-    limit, best = patience.limit, None
-    for pipelines in numbers:
-        if best is not None:
-            # One that is only as fast must have more pipelines.
-            even = pipelines < len(best.sizes)
-            limit = best.step - max(even, int(best.step * search.slack))
-        spent = patience.effort is not None and search.looked_at > patience.effort
-        if spent and limit is not None:
-            search.leave_open(min(floors[pipelines]))
-            break
-        best = search.best(pipelines, floors[pipelines], limit) or best
-    if best is None and limit is not None:
+    best = _best(search, {pipelines: floors[pipelines] for pipelines in numbers}, patience)
+    if best is None and patience.limit is not None:
         return ()
     if best is None:
         sizes = ", ".join(map(str, sorted(demand.costs)))
@@ -192,6 +185,22 @@ def choose(demand: Demand, patience: Patience | None = None) -> tuple[Instantiat
             other = search.best(pipelines, floors[pipelines], within)
             found.extend([other] if other else [])
     return tuple(_instantiation(demand, one.sizes, one.step, bound) for one in found)
+
+
+def _best(search: SizeSearch, floors: Mapping[int, Floats], patience: Patience) -> Found | None:
+    """The best of all numbers of pipelines, looked at in the order of `floors`."""
+    limit, best = patience.limit, None
+    for pipelines, floor in floors.items():
+        if best is not None:
+            # One that is only as fast must have more pipelines.
+            even = pipelines < len(best.sizes)
+            limit = best.step - max(even, int(best.step * search.slack))
+        spent = patience.effort is not None and search.looked_at > patience.effort
+        if spent and limit is not None:
+            search.leave_open(min(floor))
+            break
+        best = search.best(pipelines, floor, limit) or best
+    return best
 
 
 def _instantiation(demand: Demand, sizes: Sizes, step: int, bound: int) -> Instantiation:
