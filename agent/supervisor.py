@@ -48,6 +48,7 @@ from oobleck.agent.state import (
     WorkerKilled,
     WorkerSaid,
 )
+from oobleck.host.device import device_kind
 from oobleck.host.messages import (
     Assign,
     Committed,
@@ -84,6 +85,7 @@ class Supervisor:
         self._config = config
         self._outbox = outbox
         self._address = ""
+        self._device_kind = device_kind(config.device, config.environment)
         self._state = NodeState(
             node=config.name, slot_count=config.worker_slots, faults=config.faults
         )
@@ -312,6 +314,7 @@ class Supervisor:
             job=desired.job,
             address=self._address,
             agent_pid=os.getpid(),
+            device_kind=self._device_kind,
             faults=self._state.faults_for(slot),
         )
         self._tasks.create_task(process.serve(launch))

@@ -57,6 +57,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
     #: Address that the worker's data-plane sockets bind to and others reach it by.
     address: str
     agent_pid: int
+    #: Name of what the worker computes on; equal names mean equal speed.
+    device_kind: str
     faults: tuple[FaultRule, ...] = ()
 
 

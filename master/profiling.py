@@ -175,7 +175,7 @@ def _conclude(
     except ValueError as error:
         problems = sorted({answer.problem for answer in answers if answer.problem})
         why = "; ".join([*([waited] if timed_out else []), *(problems or [str(error)])])
-        return _estimate(job, f"the estimate is used: {why}")
+        return _estimate(job, why if job.profile_only else f"the estimate is used: {why}")
     reason = f"measured by {count(len(found), 'worker')}"
     if timed_out:
         reason += f"; {waited}"

@@ -6,11 +6,9 @@ and so does a newer wish, such as the one that follows the death of a peer.
 """
 
 import logging
-import os
 
 import torch
 
-from oobleck.host.device import device_kind
 from oobleck.host.messages import LinkMeasured, Measure, Measured, Meeting
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.job import JobSpec
@@ -40,6 +38,7 @@ class Measuring:
         worker: WorkerId,
         job: JobSpec,
         device: torch.device,
+        device_kind: str,
         address: str,
         own_store: StoreServer,
         control: Control,
@@ -48,6 +47,7 @@ class Measuring:
         self._worker = worker
         self._job = job
         self._device = device
+        self._device_kind = device_kind
         self._address = address
         self._own_store = own_store
         self._control = control
@@ -68,9 +68,8 @@ class Measuring:
         self._control.check_measuring()
 
     def _measure_layers(self, wish: Measure) -> Measured:
-        name = device_kind(self._device.type, os.environ)
         try:
-            found = measure_layers(self._job, self._device, name, self._check)
+            found = measure_layers(self._job, self._device, self._device_kind, self._check)
         except (RuntimeError, MemoryError) as error:  # of torch; mostly for want of memory
             log.warning("layers were not measured", extra={"reason": str(error)})
             problem = str(error).partition("\n")[0] or type(error).__name__

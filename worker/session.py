@@ -50,6 +50,7 @@ class Session:
         self._address = launch.address
         self._control = control
         self._device = torch.device("cpu")
+        self._device_kind = launch.device_kind
         self._faults = FaultInjector(launch, control)
         model = launch.job.model
         if launch.job.output is not None:
@@ -82,6 +83,7 @@ class Session:
             worker=self._worker,
             job=self._job,
             device=self._device,
+            device_kind=self._device_kind,
             address=self._address,
             own_store=self._store,
             control=self._control,

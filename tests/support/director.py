@@ -147,6 +147,7 @@ class Director:
                     job=self.job,
                     address="127.0.0.1",
                     agent_pid=0,
+                    device_kind="cpu",
                     faults=self.faults,
                 )
             )
