@@ -1,6 +1,6 @@
 """How long the master takes to plan anew, with templates at hand.
 
-    python -m bench.replan [--nodes 30 256 1024] [--losses 7] [--workers 1]
+    python -m bench.replan [--nodes 30 256 1024] [--losses 7] [--workers 1] [--microbatches 16]
 
 Builds the state of a master with a trained job on so many nodes and calls `planning.next_plan`, as
 the master does: for the loss of one node, of two at once (f = 2), and for a node that joins. Each
@@ -49,8 +49,8 @@ def memory_per_worker(spec: JobSpec, workers: int) -> int:
 class Cluster:
     """A master's state: nodes that are all ready, and a job that has committed a step."""
 
-    def __init__(self, count: int, workers: int) -> None:
-        self.spec = job_spec(microbatches=16 * count)
+    def __init__(self, count: int, workers: int, microbatches: int = 16) -> None:
+        self.spec = job_spec(microbatches=microbatches * count)
         self._workers = workers
         self._memory = memory_per_worker(self.spec, workers)
         self.state = ClusterState()
@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[30, 256, 1024])
     parser.add_argument("--losses", type=int, default=7)
     parser.add_argument("--workers", type=int, default=1, help="workers per node")
+    parser.add_argument("--microbatches", type=int, default=16, help="micro-batches per node")
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
     show: Callable[[str], None] = print if arguments.verbose else lambda line: None
@@ -145,7 +146,7 @@ def main() -> None:
     )
     for count in arguments.nodes:
         begun = time.perf_counter()
-        cluster = Cluster(count, arguments.workers)
+        cluster = Cluster(count, arguments.workers, arguments.microbatches)
         first_s = time.perf_counter() - begun
         assert cluster.job.made is not None
         pipelines = len(cluster.job.made.plan.pipelines)
