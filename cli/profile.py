@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,6 +26,7 @@ from oobleck.host.command import CommandFailed
 if TYPE_CHECKING:
     from oobleck.cli.client import Master
     from oobleck.planner.job import JobSpec
+    from oobleck.planner.profile import LayerProfile, Profile
 
 #: Two, so that there is a link to measure.
 _LOCAL_NODES = 2
@@ -152,41 +153,44 @@ def _table(text: str) -> str:
     """Each kind of layer once, then the links."""
     from oobleck.cli import text as words
     from oobleck.planner.profilefile import parse_profile
-    from oobleck.planner.units import format_bytes
 
     found = parse_profile(text)
     notes = json.loads(text).get("measured", {})
-    blocks = len(found.layers) - 2
-    rows = [
-        (
-            title,
-            *(f"{times[1] * 1e3:.3f}" for times in (layer.forward_s, layer.backward_s)),
-            f"{layer.backward_input_s[1] * 1e3:.3f}" if layer.backward_input_s else "-",
-            f"{layer.update_s[1] * 1e3:.3f}" if layer.update_s else "-",
-            *map(
-                format_bytes,
-                (
-                    layer.parameter_bytes,
-                    layer.state_bytes,
-                    layer.activation_bytes,
-                    layer.output_bytes,
-                ),
-            ),
-        )
-        for title, layer in (
-            ("embedding", found.layers[0]),
-            (words.count(blocks, "block"), found.layers[1]),
-            ("head", found.layers[-1]),
-        )
-    ]
+    blocks = words.count(len(found.layers) - 2, "block")
+    titles = ("embedding", blocks, "head")
+    kinds = (found.layers[0], found.layers[1], found.layers[-1])
     heads = (
         *("LAYER", "FORWARD ms", "BACKWARD ms", "ITS INPUT ms", "UPDATE ms"),
         *("PARAMETERS", "STATE", "ACTIVATIONS", "OUTPUT"),
     )
+    rows = [(title, *_cells(layer)) for title, layer in zip(titles, kinds, strict=True)]
+    return "\n".join([words.table(heads, rows), "", *_machines(found, notes)])
+
+
+def _cells(layer: "LayerProfile") -> list[str]:
+    """Milliseconds, then bytes."""
+    from oobleck.planner.units import format_bytes
+
+    times = (layer.forward_s, layer.backward_s, layer.backward_input_s, layer.update_s)
+    sizes = (
+        layer.parameter_bytes,
+        layer.state_bytes,
+        layer.activation_bytes,
+        layer.output_bytes,
+    )
+    return [
+        *(f"{by_gpus[1] * 1e3:.3f}" if by_gpus else "-" for by_gpus in times),
+        *map(format_bytes, sizes),
+    ]
+
+
+def _machines(found: "Profile", notes: dict[str, Any]) -> list[str]:
+    """Links, memory, and what was measured on."""
+    from oobleck.cli import text as words
+    from oobleck.planner.units import format_bytes
+
     links = found.links
-    lines = [
-        words.table(heads, rows),
-        "",
+    return [
         f"inside a node   {links.intra_node_bytes_per_s / 1e9:.2f} GB/s "
         f"({notes.get('intra_node_link', '?')})",
         f"between nodes   {links.inter_node_bytes_per_s / 1e9:.2f} GB/s "
@@ -196,4 +200,3 @@ def _table(text: str) -> str:
         f"measured on     {', '.join(notes.get('devices', ['?']))}, "
         f"{words.count(int(notes.get('workers', 0)), 'worker')} at once",
     ]
-    return "\n".join(lines)

@@ -28,65 +28,94 @@ def estimate_profile(job: JobSpec, *, gpus_per_node: int, memory_per_worker_byte
     A margin goes off `memory_per_worker_bytes` (see `oobleck.planner.memory`); the job's own
     memory budget, where given, takes its place as it stands.
     """
-    model, precision = job.model, job.training.precision
-    hidden, vocabulary, length = model.hidden, model.vocabulary, model.sequence_length
-    rows = job.training.microbatch * length
-    item = ACTIVATION_ITEM_BYTES[precision]
-    kept_bytes = rows * hidden * item
-    # Between stages everything travels in the precision of the weights.
-    output_bytes = rows * hidden * STATE_ITEM_BYTES[precision]
-    attention_bytes = job.training.microbatch * model.heads * length * length * item
-
-    def layer(
-        name: str, *, parameters: int, forward_flops: float, activation_bytes: int, sends: int
-    ) -> LayerProfile:
-        forward_s = forward_flops / FLOPS_PER_S
-        return LayerProfile(
-            name=name,
-            forward_s={1: forward_s},
-            backward_s={1: 2 * forward_s},
-            parameter_bytes=parameters * STATE_ITEM_BYTES[precision],
-            state_bytes=state_bytes(parameters, precision),
-            activation_bytes=activation_bytes,
-            output_bytes=sends,
-        )
-
-    embedding = layer(
-        "embedding",
-        parameters=(vocabulary + length) * hidden,
-        forward_flops=2.0 * rows * hidden,
-        activation_bytes=rows * _TOKEN_BYTES + output_bytes,
-        sends=output_bytes,
-    )
-    blocks = [
-        layer(
-            f"block{number}",
-            # qkv, projection, 4x MLP up and down; weight and bias of two layer norms
-            parameters=12 * hidden * hidden + 4 * hidden,
-            forward_flops=2.0 * rows * 12 * hidden * hidden + 4.0 * rows * length * hidden,
-            # norms, qkv, attention output, MLP (up, GELU), residuals; the scores where unfused
-            activation_bytes=16 * kept_bytes + attention_bytes,
-            sends=output_bytes,
-        )
-        for number in range(model.layers)
-    ]
-    head = layer(
-        "head",
-        parameters=2 * hidden + vocabulary * hidden,
-        forward_flops=2.0 * rows * hidden * vocabulary,
-        activation_bytes=2 * kept_bytes + 2 * rows * vocabulary * item,
-        sends=0,
-    )
     return Profile(
         microbatch=job.training.microbatch,
         gpus_per_node=gpus_per_node,
         gpu_memory_bytes=budget_bytes(
             job.resources.memory_per_worker_bytes, memory_per_worker_bytes
         ),
-        layers=(embedding, *blocks, head),
+        layers=(
+            _embedding(job),
+            *(_block(job, f"block{number}") for number in range(job.model.layers)),
+            _head(job),
+        ),
         links=Links(
             intra_node_bytes_per_s=INTRA_NODE_BYTES_PER_S,
             inter_node_bytes_per_s=INTER_NODE_BYTES_PER_S,
             latency_s=LATENCY_S,
         ),
+    )
+
+
+def _rows(job: JobSpec) -> int:
+    """Tokens of a micro-batch."""
+    return job.training.microbatch * job.model.sequence_length
+
+
+def _embedding(job: JobSpec) -> LayerProfile:
+    model, rows = job.model, _rows(job)
+    return _layer(
+        job,
+        "embedding",
+        parameters=(model.vocabulary + model.sequence_length) * model.hidden,
+        forward_flops=2.0 * rows * model.hidden,
+        activation_bytes=rows * _TOKEN_BYTES + _output_bytes(job),
+        output_bytes=_output_bytes(job),
+    )
+
+
+def _block(job: JobSpec, name: str) -> LayerProfile:
+    model, rows = job.model, _rows(job)
+    hidden, length = model.hidden, model.sequence_length
+    item = ACTIVATION_ITEM_BYTES[job.training.precision]
+    scores_bytes = rows * length * model.heads * item
+    return _layer(
+        job,
+        name,
+        # qkv, projection, 4x MLP up and down; weight and bias of two layer norms
+        parameters=12 * hidden * hidden + 4 * hidden,
+        forward_flops=2.0 * rows * 12 * hidden * hidden + 4.0 * rows * length * hidden,
+        # norms, qkv, attention output, MLP (up, GELU), residuals; the scores where unfused
+        activation_bytes=16 * rows * hidden * item + scores_bytes,
+        output_bytes=_output_bytes(job),
+    )
+
+
+def _head(job: JobSpec) -> LayerProfile:
+    model, rows = job.model, _rows(job)
+    item = ACTIVATION_ITEM_BYTES[job.training.precision]
+    return _layer(
+        job,
+        "head",
+        parameters=2 * model.hidden + model.vocabulary * model.hidden,
+        forward_flops=2.0 * rows * model.hidden * model.vocabulary,
+        activation_bytes=2 * rows * (model.hidden + model.vocabulary) * item,
+        output_bytes=0,
+    )
+
+
+def _output_bytes(job: JobSpec) -> int:
+    """Between stages everything travels in the precision of the weights."""
+    return _rows(job) * job.model.hidden * STATE_ITEM_BYTES[job.training.precision]
+
+
+def _layer(
+    job: JobSpec,
+    name: str,
+    *,
+    parameters: int,
+    forward_flops: float,
+    activation_bytes: int,
+    output_bytes: int,
+) -> LayerProfile:
+    precision = job.training.precision
+    forward_s = forward_flops / FLOPS_PER_S
+    return LayerProfile(
+        name=name,
+        forward_s={1: forward_s},
+        backward_s={1: 2 * forward_s},
+        parameter_bytes=parameters * STATE_ITEM_BYTES[precision],
+        state_bytes=state_bytes(parameters, precision),
+        activation_bytes=activation_bytes,
+        output_bytes=output_bytes,
     )
