@@ -3,7 +3,8 @@
 All ready workers measure at the same time, as all will compute at the same time, and two of them
 the link between nodes (two of one node that inside a node). A worker that ends meanwhile does not
 hold up the rest; where it was to measure a link, the measurement begins anew with others. After a
-time-out what is there counts, and where no layers are there, the estimate. Pure.
+time-out what is there counts, and where no layers are there, the estimate. What lacks a part that
+was asked for is for this job alone. Pure.
 """
 
 from collections import Counter
@@ -20,6 +21,8 @@ from oobleck.planner.units import count
 
 #: Measurements that lost a worker of a link begin anew so often; after that the link is filled in.
 _MOST_ATTEMPTS = 3
+#: Of workers in a reason.
+_MOST_NAMES = 8
 
 
 def before_plan(look: Look, job: Job, ready: Sequence[Node]) -> Decision | None:
@@ -44,6 +47,7 @@ def key_of(job: Job, nodes: Sequence[Node]) -> str:
         devices=[node.facts.device_kind for node in nodes],
         worker_slots=nodes[0].facts.worker_slots,
         workers_per_host=max(per_host.values()),
+        several_nodes=len(nodes) > 1,
     )
 
 
@@ -163,7 +167,10 @@ def _conclude(
     found = [answer.measurement for answer in answers if answer.measurement is not None]
     links = [link.link for link in job.seen.links_measured.values() if link.link is not None]
     physical = min(node.facts.memory_per_worker_bytes for node in ready)
-    waited = f"not all had measured after {look.timing.profile_timeout_s:g} s"
+    missing = _unmeasured(job, ready)
+    if timed_out:
+        waited = f"not all had measured after {look.timing.profile_timeout_s:g} s"
+        missing = [": ".join([waited, *missing[:1]]), *missing[1:]]
     try:
         profile, notes = assemble_profile(
             job.spec,
@@ -173,16 +180,54 @@ def _conclude(
             memory_bytes=budget_bytes(None, physical),
         )
     except ValueError as error:
-        problems = sorted({answer.problem for answer in answers if answer.problem})
-        why = "; ".join([*([waited] if timed_out else []), *(problems or [str(error)])])
+        why = "; ".join([*missing, str(error)] if found or not missing else missing)
         return _estimate(job, why if job.profile_only else f"the estimate is used: {why}")
-    reason = f"measured by {count(len(found), 'worker')}"
-    if timed_out:
-        reason += f"; {waited}"
+    missing += _unlinked(job)
+    reason = "; ".join([f"measured by {count(len(found), 'worker')}", *missing])
+    if missing:
+        # Others are not to be planned by it for good.
+        reason += "; it is not stored"
+        notes["missing"] = missing
     chosen = ProfileChosen(
-        job_id=job.id, source="measured", profile=profile, key=key, reason=reason, notes=notes
+        job_id=job.id,
+        source="measured",
+        profile=profile,
+        key="" if missing else key,
+        reason=reason,
+        notes=notes,
     )
     return Decision(actions=(chosen,), reason=reason)
+
+
+def _unmeasured(job: Job, ready: Sequence[Node]) -> list[str]:
+    """Which workers of `ready` nodes were asked and have not measured, and why."""
+    assert job.measuring is not None, "this is asked at the end of a measurement"
+    names = {node.facts.node for node in ready}
+    found: dict[str, list[str]] = {}
+    for worker, process in job.measuring.workers:
+        answer = job.seen.measured.get(process)
+        if worker.node in names and (answer is None or answer.measurement is None):
+            why = answer.problem if answer is not None else "no answer"
+            found.setdefault(why, []).append(str(worker))
+    return [f"{_some(workers)}: {why}" for why, workers in sorted(found.items())]
+
+
+def _unlinked(job: Job) -> list[str]:
+    """Which links were to be measured and have not been."""
+    assert job.measuring is not None, "this is asked at the end of a measurement"
+    found = []
+    for meeting in job.measuring.wish.meetings:
+        answer = job.seen.links_measured.get(meeting.scope)
+        if answer is None or answer.link is None:
+            why = f": {answer.problem}" if answer is not None and answer.problem else ""
+            pair = " and ".join(map(str, meeting.workers))
+            found.append(f"the link between {pair} was not measured{why}")
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _estimate(job: Job, reason: str) -> Decision:

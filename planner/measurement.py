@@ -54,12 +54,18 @@ class LinkMeasurement:
 
 
 def profile_key(
-    job: JobSpec, *, devices: Collection[str], worker_slots: int, workers_per_host: int
+    job: JobSpec,
+    *,
+    devices: Collection[str],
+    worker_slots: int,
+    workers_per_host: int,
+    several_nodes: bool,
 ) -> str:
     """Name of the measurements of this model on such machines; a file name.
 
     `workers_per_host`: most workers that compute on one host at a time, over all of its nodes;
-    they share its memory and cores, and a measurement is made under that load.
+    they share its memory and cores, and a measurement is made under that load. `several_nodes`: a
+    link between nodes is there to be measured.
     """
     training = job.training
     matters = {
@@ -70,6 +76,7 @@ def profile_key(
         "devices": sorted(set(devices)),
         "worker_slots": worker_slots,
         "workers_per_host": workers_per_host,
+        "several_nodes": several_nodes,
     }
     digest = hashlib.sha256(encode(matters)).hexdigest()[:16]
     model = job.model

@@ -82,7 +82,7 @@ def test_a_master_whose_workers_cannot_measure_says_why(cluster: str, job_file: 
     # A job goes on by the estimate, and its events say so.
     assert run("submit", str(job_file()), "--follow", "--master", cluster).returncode == 0
     lines = run("events", "demo-2", "--master", cluster).stdout
-    assert "profile: estimate (the estimate is used: no torch)" in lines
+    assert "profile: estimate (the estimate is used: n1/0, n2/0: no torch)" in lines
 
 
 def test_ctrl_c_calls_it_off_and_leaves_nothing(job_file: JobFile) -> None:

@@ -86,6 +86,42 @@ def test_a_master_that_dies_while_the_model_is_measured_goes_on_with_it(tmp_path
     assert "Traceback" not in running.errors.read_text()
 
 
+def test_a_measurement_that_lacks_a_worker_is_for_its_job_alone(tmp_path: Path) -> None:
+    async def test(address: str) -> None:
+        agents = [FakeAgent(f"n{number}") for number in range(1, 5)]
+        try:
+            for agent in agents:
+                await agent.connect(address)
+            async with operator(address) as control:
+                request = pb.SubmitRequest(request_id="r", job=format_job(SPEC))
+                job_id = (await control.Submit(request)).job_id
+                await all_of(agents, lambda a: a.assignments and a.assignments[-1].job_id)
+                for agent in agents:
+                    agent.workers()
+                await all_of(agents, lambda a: a.assignments[-1].measure is not None)
+                for number, agent in enumerate(agents[:3]):
+                    answer(agent, link=number == 0)
+                agents[3].report(0, Measured(attempt=1, measurement=None, problem="too warm"))
+                await all_of(agents, lambda a: a.planned == 1)
+                reply = await control.GetProfile(pb.JobRequest(job_id=job_id))
+                assert reply.key == ""
+                assert json.loads(reply.profile)["measured"]["missing"] == ["n4/0: too warm"]
+                events = control.Events(pb.EventsRequest(job_id=job_id))
+                told = [json.loads(event.json) async for event in events]
+                (chosen,) = [record for record in told if record["event"] == "profile"]
+                assert chosen["reason"] == (
+                    "measured by 3 workers; n4/0: too warm; it is not stored"
+                )
+        finally:
+            for agent in agents:
+                await agent.disconnect()
+
+    with master(tmp_path / "state") as running:
+        asyncio.run(asyncio.wait_for(test(running.address), 60))
+    assert not list((tmp_path / "state").glob("profiles/*"))
+    assert "Traceback" not in running.errors.read_text()
+
+
 def test_a_profile_comes_with_the_job_that_names_it_and_fits(tmp_path: Path) -> None:
     named = format_job(SPEC).replace('"measure"', '"/profiles/p.json"')
     unfit = json.loads(PROFILE)

@@ -114,6 +114,7 @@ def test_without_a_measurement_there_is_no_profile() -> None:
 def test_the_key_holds_all_that_matters_and_nothing_else() -> None:
     def key(job: JobSpec = JOB, **changes: object) -> str:
         machines = {"devices": ["a", "b"], "worker_slots": 1, "workers_per_host": 2}
+        machines["several_nodes"] = True
         return profile_key(job, **{**machines, **changes})  # type: ignore[arg-type]
 
     assert key().startswith("gpt-3x8-b2-fp32-")
@@ -131,8 +132,9 @@ def test_the_key_holds_all_that_matters_and_nothing_else() -> None:
         key(devices=["a"]),
         key(worker_slots=2),
         key(workers_per_host=4),
+        key(several_nodes=False),
     ]
-    assert len({key(), *different}) == 7
+    assert len({key(), *different}) == 8
 
 
 def test_a_profile_of_another_model_is_refused_with_the_fix() -> None:
