@@ -72,7 +72,7 @@ def examine(given: Profile, nodes: int, microbatches: int) -> Outcome:
     sizes = node_specification(given, nodes=nodes, fault_tolerance=1)
     costs = StageCosts(given)
     groups = [
-        [template_of(costs, given.gpus_per_node, n, cut) for cut in cuts]
+        [template_of(costs, StageTable(given), n, cut) for cut in cuts]
         for n, cuts in least_cuts(StageTable(given), sizes).items()
     ]
     first = [group[0] for group in groups]

@@ -42,10 +42,10 @@ def generate_templates(profile: Profile, sizes: Sequence[int]) -> Mapping[int, P
 
 def tied_templates(profile: Profile, sizes: Sequence[int]) -> Mapping[int, TiedTemplates]:
     """A few templates of least T for each number of nodes. Raises PlanInfeasible."""
-    costs = StageCosts(profile)
+    costs, table = StageCosts(profile), StageTable(profile)
     candidates = [
-        [template_of(costs, profile.gpus_per_node, nodes, cut) for cut in cuts]
-        for nodes, cuts in least_cuts(StageTable(profile), sizes).items()
+        [template_of(costs, table, nodes, cut) for cut in cuts]
+        for nodes, cuts in least_cuts(table, sizes).items()
     ]
     return {tied.quickest.nodes: tied for tied in shortlists(candidates, profile)}
 
@@ -217,10 +217,12 @@ def fitting_sizes(table: StageTable, fewest: Integers) -> tuple[int, ...]:
     return tuple(int(n) + 1 for n in np.flatnonzero(whole <= table.layers))
 
 
-def template_of(costs: StageCosts, per_node: int, nodes: int, stages: Stages) -> PipelineTemplate:
-    """The template of a cut on nodes of `per_node` GPUs."""
+def template_of(
+    costs: StageCosts, table: StageTable, nodes: int, stages: Stages
+) -> PipelineTemplate:
+    """The template of a cut; which stages are equally slow is for `table` to say, as in a search."""
     times = [costs.time(*stage) for stage in stages]
-    slowest = max(range(len(stages)), key=lambda s: (times[s], s))
+    slowest = max(range(len(stages)), key=lambda s: (table.stage_time(*stages[s]), s))
     total = sum(times) + (3 * len(stages) + slowest - 1) * times[slowest] + sum(times[slowest:])
     made = []
     used = 0
@@ -229,7 +231,7 @@ def template_of(costs: StageCosts, per_node: int, nodes: int, stages: Stages) ->
             StageTemplate(
                 first_layer=first,
                 last_layer=stop - 1,
-                node=used // per_node,
+                node=used // table.per_node,
                 gpus=gpus,
                 forward_s=seconds(costs.forward(first, stop, gpus)),
                 backward_s=seconds(costs.backward(first, stop, gpus)),
@@ -238,7 +240,7 @@ def template_of(costs: StageCosts, per_node: int, nodes: int, stages: Stages) ->
         used += gpus
     return PipelineTemplate(
         nodes=nodes,
-        gpus_per_node=per_node,
+        gpus_per_node=table.per_node,
         stages=tuple(made),
         iteration_s=seconds(total),
     )

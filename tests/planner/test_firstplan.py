@@ -57,7 +57,7 @@ def by_formula_alone(profile: Profile, nodes: list[NodeName], microbatches: int)
     costs = StageCosts(profile)
     cuts = least_cuts(StageTable(profile), sizes)
     return instantiate(
-        {n: template_of(costs, profile.gpus_per_node, n, few[0]) for n, few in cuts.items()},
+        {n: template_of(costs, StageTable(profile), n, few[0]) for n, few in cuts.items()},
         nodes,
         profile=profile,
         microbatches=microbatches,

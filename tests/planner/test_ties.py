@@ -43,7 +43,7 @@ def question(seed: int) -> tuple[Profile, tuple[int, ...]]:
 def tied_groups(profile: Profile, sizes: Sequence[int]) -> list[list[PipelineTemplate]]:
     costs = StageCosts(profile)
     return [
-        [template_of(costs, profile.gpus_per_node, nodes, cut) for cut in cuts]
+        [template_of(costs, StageTable(profile), nodes, cut) for cut in cuts]
         for nodes, cuts in least_cuts(StageTable(profile), sizes).items()
     ]
 
