@@ -220,7 +220,7 @@ def fitting_sizes(table: StageTable, fewest: Integers) -> tuple[int, ...]:
 def template_of(
     costs: StageCosts, table: StageTable, nodes: int, stages: Stages
 ) -> PipelineTemplate:
-    """The template of a cut; which stages are equally slow is for `table` to say, as in a search."""
+    """The template of a cut; `table` says which stages are equally slow, as in the search."""
     times = [costs.time(*stage) for stage in stages]
     slowest = max(range(len(stages)), key=lambda s: (table.stage_time(*stages[s]), s))
     total = sum(times) + (3 * len(stages) + slowest - 1) * times[slowest] + sum(times[slowest:])
