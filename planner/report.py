@@ -117,7 +117,7 @@ def make_report(
         wanted=wanted,
     )
     offer = made.offer
-    first = _outcome(made.plan, names, profile, tied=tied, wanted=wanted)
+    first = Outcome(plan=made.plan, idle=_unused(made.plan, names), choice=made.choice)
     losses = _losses(first, names, lost, profile, offer, fault_tolerance, tied=tied)
     return PlanReport(
         profile=profile,
@@ -217,12 +217,14 @@ def _outcome(
     wanted: Schedule | None,
 ) -> Outcome:
     choice = choose_schedule(plan, profile, tied=tied, wanted=wanted)
-    used = frozenset(plan.nodes)
     return Outcome(
-        plan=replace(plan, schedule=choice.schedule),
-        idle=tuple(node for node in live if node not in used),
-        choice=choice,
+        plan=replace(plan, schedule=choice.schedule), idle=_unused(plan, live), choice=choice
     )
+
+
+def _unused(plan: Plan, live: Sequence[NodeName]) -> tuple[NodeName, ...]:
+    used = frozenset(plan.nodes)
+    return tuple(node for node in live if node not in used)
 
 
 def _template(template: PipelineTemplate) -> dict[str, Any]:
