@@ -1,26 +1,19 @@
-"""A job file before it is sent: read within limits, its paths made absolute, its data looked at."""
+"""A job file before it is sent: its paths made absolute, its data and its profile looked at."""
 
 import contextlib
 import dataclasses
 import glob
 import os
-import select
-import stat
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oobleck.cli import options
+from oobleck.cli.textfile import JOB_FILE, PROFILE_OF_JOB, read_text
 from oobleck.host.command import CommandFailed
 
 if TYPE_CHECKING:
     from oobleck.planner.job import DataSpec, JobSpec
-
-#: A job file has a few hundred bytes.
-MOST_BYTES = 1 << 20
-#: How long the writer of a pipe may be silent; one that nobody writes to would be waited for.
-PIPE_TIMEOUT_S = 5.0
 
 
 def read_job(
@@ -35,7 +28,7 @@ def read_job(
 
     stdin = str(path) == "-"
     source = "standard input" if stdin else str(path)
-    text = read_text(path)
+    text = read_text(path, JOB_FILE)
     shown = {given: (shown_as or {}).get(given, f"--set {given}") for given in overrides}
     try:
         job = parse_job(text, overrides=overrides, source=source)
@@ -51,54 +44,6 @@ def read_job(
                 message = f"{', '.join(shown.values())}: {what}"
         raise CommandFailed(message, options.USAGE) from error
     return with_absolute_paths(job, Path.cwd() if stdin else path.absolute().parent)
-
-
-def read_text(path: Path) -> str:
-    """The text of a regular file, a pipe, or standard input for `-`."""
-    try:
-        raw = sys.stdin.buffer.read(MOST_BYTES + 1) if str(path) == "-" else _read_file(path)
-    except OSError as error:
-        raise CommandFailed(f"{path}: {error.strerror}", options.USAGE) from error
-    if len(raw) > MOST_BYTES:
-        raise CommandFailed(f"{path}: larger than 1 MiB; give a YAML job file", options.USAGE)
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise CommandFailed(
-            f"{path}: not a text file; give a YAML job file", options.USAGE
-        ) from error
-
-
-def _read_file(path: Path) -> bytes:
-    # Without O_NONBLOCK, opening a pipe that nobody writes to waits for ever.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb", buffering=0) as file:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISREG(mode):
-            return _read_all(file.read)
-        if not stat.S_ISFIFO(mode):
-            raise CommandFailed(
-                f"{path}: is not a regular file; give a YAML job file, or - for standard input",
-                options.USAGE,
-            )
-
-        def read_pipe(count: int) -> bytes | None:
-            if not select.select([descriptor], [], [], PIPE_TIMEOUT_S)[0]:
-                raise CommandFailed(
-                    f"{path}: nothing came through this pipe for {PIPE_TIMEOUT_S:.0f} s",
-                    options.USAGE,
-                )
-            return file.read(count)
-
-        return _read_all(read_pipe)
-
-
-def _read_all(read: Callable[[int], bytes | None]) -> bytes:
-    """To the end, or to the first byte that is too many."""
-    raw = b""
-    while len(raw) <= MOST_BYTES and (piece := read(MOST_BYTES + 1 - len(raw))):
-        raw += piece
-    return raw
 
 
 def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
@@ -128,15 +73,9 @@ def read_profile(job: "JobSpec") -> str:
 
     if job.profile_path is None:
         return ""
+    text = read_text(Path(job.profile_path), PROFILE_OF_JOB)
     try:
-        text = Path(job.profile_path).read_text()
         check_fits(parse_profile(text), job)
-    except OSError as error:
-        raise CommandFailed(
-            f"profile: {job.profile_path}: {error.strerror}; give measure, estimate or the path "
-            "of a profile file",
-            options.USAGE,
-        ) from error
     except ValueError as error:
         raise CommandFailed(f"profile: {job.profile_path}: {error}", options.USAGE) from error
     return text

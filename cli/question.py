@@ -41,13 +41,13 @@ class Question:
 
 
 def from_profile(path: Path, flags: Flags) -> Question:
-    """Any stages that the profile allows. Raises ValueError."""
+    """Any stages that the profile allows. Raises ValueError or CommandFailed."""
+    from oobleck.cli.textfile import PROFILE_FILE, read_text
     from oobleck.planner.profilefile import parse_profile
 
+    text = read_text(path, PROFILE_FILE)
     try:
-        profile = parse_profile(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
+        profile = parse_profile(text)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if flags.microbatch not in (None, profile.microbatch):

@@ -37,13 +37,16 @@ def _read(path: Path) -> bytes:
     """Raises OSError, and ValueError for what is not a regular file of a profile's size."""
     # Without O_NONBLOCK, opening a pipe that nobody writes to waits for ever.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
+    try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise ValueError("is not a regular file")
         if found.st_size > MOST_BYTES:
             raise ValueError(f"is larger than {MOST_BYTES >> 20} MiB")
-        return file.read(MOST_BYTES)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(MOST_BYTES)
+    finally:
+        os.close(descriptor)
 
 
 def write_profile(folder: Path, key: str, profile: Profile, notes: Mapping[str, object]) -> None:

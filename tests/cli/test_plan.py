@@ -1,6 +1,7 @@
 """`oobleck plan`: what the files, the flags and the machine say, and what is shown of it."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -111,3 +112,26 @@ def test_idle_nodes_and_losses_in_words(job_file: JobFile) -> None:
 )
 def test_what_is_too_much_or_nothing(job_file: JobFile, flags: tuple[str, ...], part: str) -> None:
     assert part in refused(run("plan", str(job_file()), *flags), 2)
+
+
+def test_what_is_no_profile_file_is_refused_at_once(job_file: JobFile, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "binary").write_bytes(b"\x80\xff")
+    asked = ("--nodes", "2", "--global-batch", "4")
+    for path, problem in (
+        ("/dev/zero", "is not a regular file"),
+        (str(tmp_path), "Is a directory"),
+        (str(tmp_path / "binary"), "not a text file"),
+        (str(tmp_path / "absent"), "No such file or directory"),
+        (str(tmp_path / "pipe"), "nothing came through this pipe for 5 s"),
+    ):
+        line = refused(run("plan", "--profile", path, *asked), 2)
+        assert line.startswith(f"oobleck: --profile {path}: {problem}; give a profile file, as ")
+        if path.endswith("absent"):
+            continue  # tests/cli/test_profile.py
+        job = job_file(extra=f"profile: {path}\n")
+        line = refused(run("plan", str(job), "--nodes", "2"), 2)
+        assert line == (
+            f"oobleck: profile: {path}: {problem}; give measure, estimate or the path of a "
+            "profile file"
+        )
