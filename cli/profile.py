@@ -7,9 +7,11 @@ as long as the command) and what is shown. What is measured is the workers' to k
 import contextlib
 import dataclasses
 import json
+import os
 import secrets
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,11 +32,13 @@ if TYPE_CHECKING:
 
 #: Two, so that there is a link to measure.
 _LOCAL_NODES = 2
+#: Between two attempts to reach a master that is away.
+_AGAIN_S = 0.5
 
 EPILOG = """\b
 Progress goes to standard error; standard output has a table, or the profile with --json.
 \b
-Exit codes: 0 done, 1 it could not be measured, 2 wrong usage or a job that is refused,
+Exit codes: 0 done, 1 it could not be measured or written, 2 wrong usage or a job that is refused,
 4 the master cannot be reached, 130 Ctrl-C (the measurement is called off)."""
 
 
@@ -83,22 +87,24 @@ def profile(
     profile for jobs of that model. Without one two workers on this machine measure.
     """
     job = dataclasses.replace(read_job(job_file, overrides), profile="measure")
-    if output is not None and not output.absolute().parent.is_dir():
-        raise CommandFailed(f"--output {output}: there is no such folder; make it first", USAGE)
-    if here or master is None or is_here(master):
+    if output is not None:
+        _check_output(output)
+    if here:
+        master = None
+    if master is None or is_here(master):
         check_data(job)
-    with interrupts(), _measuring_master(None if here else master) as address:
+    with interrupts(), _measuring_master(master) as address:
         # gRPC comes after the daemons have been started: a fork beside its threads is not safe.
         from oobleck.cli.client import Master
+        from oobleck.cli.follow import AWAY_S
 
         with Master(address) as connection:
-            text = _measure(connection, job)
+            # One that this command has started does not come back.
+            text = _measure(connection, job, patience_s=0.0 if master is None else AWAY_S)
+    if missing := json.loads(text).get("measured", {}).get("missing"):
+        _say(f"warning: the measurement is incomplete: {'; '.join(missing)}")
     if output is not None:
-        try:
-            output.write_text(text)
-        except OSError as error:
-            raise CommandFailed(f"--output {output}: {error.strerror}", USAGE) from error
-        _say(f"written to {output}")
+        _write(output, text)
     click.echo(text.rstrip() if as_json else _table(text))
     return 0
 
@@ -121,27 +127,77 @@ def _measuring_master(master: str | None) -> Iterator[str]:
             stop(cluster.master, cluster.agents)
 
 
-def _measure(connection: "Master", job: "JobSpec") -> str:
+def _check_output(output: Path) -> None:
+    """Before anything is measured: whether the file can be written."""
+    if not output.absolute().parent.is_dir():
+        raise CommandFailed(f"--output {output}: there is no such folder; make it first", USAGE)
+    there = os.path.lexists(output)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        os.close(os.open(output, flags, 0o666))
+        if not there:
+            output.unlink()
+    except OSError as error:
+        raise CommandFailed(
+            f"--output {output}: {error.strerror}; name a file that can be written", USAGE
+        ) from error
+
+
+def _write(output: Path, text: str) -> None:
+    try:
+        output.write_text(text)
+    except OSError as error:
+        click.echo(text.rstrip())
+        raise CommandFailed(
+            f"--output {output}: {error.strerror}; the profile is on standard output", FAILED
+        ) from error
+    _say(f"written to {output}")
+
+
+def _measure(connection: "Master", job: "JobSpec", *, patience_s: float) -> str:
     """The profile's text. Whatever ends this before the measurement has ended calls it off."""
     from oobleck.planner.jobfile import format_job
 
     job_id = connection.submit(format_job(job), secrets.token_hex(16), profile_only=True)
-    ended = False
+    done = False
     try:
-        told = ""
-        for status in connection.watch(job_id):
-            line = f"{status.state}: {status.reason}" if status.reason else status.state
-            if line != told:
-                told = line
-                _say(line)
-            ended = status.state in ("succeeded", "failed", "cancelled")
-            if ended and status.state != "succeeded":
-                raise CommandFailed(f"{status.state}: {status.reason}".rstrip(": "), FAILED)
+        text = _await_profile(connection, job_id, patience_s)
+        done = True
     finally:
-        if not ended:
+        if not done:
             with contextlib.suppress(CommandFailed):
                 connection.cancel(job_id)
-    return connection.profile(job_id).profile
+    return text
+
+
+def _await_profile(connection: "Master", job_id: str, patience_s: float) -> str:
+    """Tell what becomes of the job until it has ended. A master that is away is waited for."""
+    from oobleck.cli.client import Unreachable
+    from oobleck.cli.text import ENDED
+
+    told = ""
+    away_since: float | None = None
+    while True:
+        try:
+            for status in connection.watch(job_id):
+                away_since = None
+                line = f"{status.state}: {status.reason}" if status.reason else status.state
+                if line != told:
+                    told = line
+                    _say(line)
+                if status.state == "succeeded":
+                    return connection.profile(job_id).profile
+                if status.state in ENDED:
+                    raise CommandFailed(line, FAILED)
+        except Unreachable:
+            now = time.monotonic()
+            if away_since is None:
+                away_since = now
+                if patience_s:
+                    _say(f"the master is away; waiting {patience_s:.0f} s for it to come back")
+            if now - away_since >= patience_s:
+                raise
+        time.sleep(_AGAIN_S)
 
 
 def _say(line: str) -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from oobleck.planner.profilefile import parse_profile
-from support.commands import refused, run
+from support.commands import end, refused, run, start_master
 
 pytestmark = pytest.mark.cluster
 
@@ -122,4 +122,42 @@ def test_a_profile_that_does_not_fit_is_refused(
         (tmp_path / "bad.json").write_text(json.dumps(bad))
         assert message in refused(run("submit", str(path), *at), 2)
         assert message in refused(run("plan", str(path), "--nodes", "2"), 2)
-    refused(run("profile", str(path), "--output", "/nowhere/p.json"), 2)
+    for output, message in (
+        ("/nowhere/p.json", "there is no such folder; make it first"),
+        ("/proc/p.json", "name a file that can be written"),
+    ):
+        line = refused(run("profile", str(path), "--output", output), 2)
+        assert line.startswith(f"oobleck: --output {output}: ")
+        assert line.endswith(message)
+
+
+def test_a_profile_that_cannot_be_written_is_not_lost(measured: tuple[Path, str]) -> None:
+    result = run("profile", str(measured[0]), "--output", "/dev/full", timeout_s=60)
+    assert result.returncode == 1
+    assert len(parse_profile(result.stdout).layers) == 4
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.endswith("No space left on device; the profile is on standard output")
+
+
+def test_a_master_that_dies_meanwhile_is_waited_for(job_file: JobFile, tmp_path: Path) -> None:
+    running, address = start_master(tmp_path / "state")
+    command = [sys.executable, "-m", "oobleck.cli.main", "profile", str(job_file())]
+    process = subprocess.Popen(
+        [*command, "--master", address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stderr is not None
+        # No node is there, so the job waits.
+        assert "waiting for nodes" in process.stderr.readline()
+        running.kill()
+        end(running)
+        assert "the master is away; waiting 60 s" in process.stderr.readline()
+        running, _ = start_master(tmp_path / "state", address)
+        assert run("cancel", "demo-1", "--master", address).returncode == 0
+        _, errors = process.communicate(timeout=20)
+        assert process.returncode == 1
+        assert errors.strip().splitlines()[-1] == "oobleck: cancelled"
+    finally:
+        process.kill()
+        process.communicate()
+        end(running)

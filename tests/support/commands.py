@@ -22,8 +22,8 @@ def refused(result: subprocess.CompletedProcess[str], code: int) -> str:
     return lines[0]
 
 
-def start_master(state_dir: Path) -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-m", "oobleck.master", "--listen", "127.0.0.1:0"]
+def start_master(state_dir: Path, listen: str = "127.0.0.1:0") -> tuple[subprocess.Popen[str], str]:
+    command = [sys.executable, "-m", "oobleck.master", "--listen", listen]
     process = subprocess.Popen(
         [*command, "--state-dir", str(state_dir)],
         stdout=subprocess.PIPE,
