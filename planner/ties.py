@@ -17,8 +17,8 @@ from oobleck.planner.stagetable import Integers, StageTable
 from oobleck.planner.template import PipelineTemplate
 from oobleck.planner.trace import Stages, trace
 
-#: Cuts that are drawn for each number of nodes, to see whether there is another one, and then.
-_FIRST_SAMPLES, _MORE_SAMPLES = 2, 8
+#: Cuts that are drawn for each number of nodes, beside the one that the search has found.
+_SAMPLES = 5
 #: Micro-batches per stage of a replay: enough to fill, run and drain.
 _MICROBATCHES = 2
 #: Templates of a size, for the first plan to choose among.
@@ -34,20 +34,14 @@ def tied_cuts(
     times = np.unique(list(slowest.values()))
     bounds = Bounds(low=times, high=times, after=times - 1)
     sweep = Sweep(table, fewest, bounds, nodes=max(found), least=min(found))
-    generator = np.random.default_rng(0)
+    sizes = np.repeat(np.array(sorted(found), dtype=np.int64), _SAMPLES)
+    rows = np.searchsorted(times, [slowest[n] for n in sizes.tolist()])
+    drawn = trace(sweep, rows, sizes, np.random.default_rng(0))
     ties = {n: {cut: None} for n, (_, cut) in found.items()}
-    sizes = sorted(found)
-    for samples in (_FIRST_SAMPLES, _MORE_SAMPLES):
-        queries = np.repeat(np.array(sizes, dtype=np.int64), samples)
-        rows = np.searchsorted(times, [slowest[n] for n in queries.tolist()])
-        drawn = trace(sweep, rows, queries, generator)
-        for number, total in enumerate(drawn.totals().tolist()):
-            nodes = int(queries[number])
-            if total == found[nodes][0]:
-                ties[nodes][drawn.stages(number)] = None
-        sizes = [n for n in sizes if len(ties[n]) > 1]
-        if not sizes:
-            break
+    for number, total in enumerate(drawn.totals().tolist()):
+        nodes = int(sizes[number])
+        if total == found[nodes][0]:
+            ties[nodes][drawn.stages(number)] = None
     return {nodes: tuple(cuts) for nodes, cuts in ties.items()}
 
 
