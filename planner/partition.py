@@ -36,8 +36,8 @@ class Bounds:
 class Sweep:
     """Least costs under `bounds` for up to `nodes` nodes, `least` at least.
 
-    With the slowest stage taking t* and S = 4 micro-batches per stage (Oobleck §4.1.2), a stage
-    before it costs its time + 4 t*, the slowest 4 t*, one after it twice its time + 3 t*. Here t*
+    With the slowest stage taking t* and 4 micro-batches per stage (Oobleck §4.1.2), a stage before
+    it costs its time + 4 t*, the slowest 4 t*, one after it twice its time + 3 t*. Here t*
     counts as `low`, so that the result is exact where low = high and a lower bound elsewhere.
     `costs[1]` has the slowest stage placed, `costs[0]` not yet.
     """

@@ -112,7 +112,7 @@ class _Walk:
             slot=self._at.slot[queries],
             phase=self._at.phase[queries],
         )
-        reach = self._reach(at.layer)
+        reach = self._reach(at)
         found = [self._options(at, k, reach) for k in range(len(self._table.choices))]
         costs = np.stack([cost for _, cost in found], axis=1)  # [query, k, kind, stop]
         flat = costs.reshape(len(queries), -1)
@@ -149,9 +149,10 @@ class _Walk:
         )
         return inside, np.where(held[:, None], costs, np.inf)
 
-    def _reach(self, layers: Integers) -> int:
-        """The most layers that a stage which begins at one of `layers` may have."""
-        return int((self._table.time[:, layers] <= self._sweep.bounds.high.max()).sum(2).max())
+    def _reach(self, at: _Position) -> int:
+        """The most layers that the next stage of any of the queries may have."""
+        high = self._sweep.bounds.high[at.row][:, None]
+        return int((self._table.time[:, at.layer] <= high).sum(2).max())
 
     def _take(
         self, queries: Integers, at: _Position, k: Integers, kind: Integers, stop: Integers
