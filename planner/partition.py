@@ -16,6 +16,10 @@ from oobleck.planner.stagetable import Floats, Integers, StageTable
 
 #: Numbers that are added at a time, so that they stay in the cache.
 _BLOCK_NUMBERS = 2**16
+#: Rows up to such a ratio are swept together: each pays for the longest stages of all.
+_ALIKE = 2.0
+#: Numbers in the arrays of one sweep; up to the fewer, likeness does not matter.
+_FEW_NUMBERS, _MOST_NUMBERS = 300_000, 4_000_000
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -31,6 +35,18 @@ class Bounds:
     high: Floats
     after: Floats
     stages_after: bool = False
+
+
+def swept_together(table: StageTable, high: Floats, nodes: Integers) -> int:
+    """How many of the first rows, at least one, a sweep should take, as memory and likeness allow.
+
+    `high` rises; `nodes` is the most that a row is wanted for.
+    """
+    row = 2 * (table.layers + 1) * (table.per_node + 1) * np.maximum.accumulate(nodes)
+    numbers = np.arange(1, len(high) + 1) * row
+    unlike = (numbers > _FEW_NUMBERS) & (high > _ALIKE * high[0])
+    stop = np.flatnonzero(unlike | (numbers > _MOST_NUMBERS))
+    return max(1, int(stop[0])) if len(stop) else len(high)
 
 
 class Sweep:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from oobleck.planner.cost import StageCosts, seconds
 from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.partition import Bounds, Sweep
+from oobleck.planner.partition import Bounds, Sweep, swept_together
 from oobleck.planner.profile import Profile
 from oobleck.planner.stagetable import Floats, Integers, StageTable
 from oobleck.planner.template import PipelineTemplate, StageTemplate
@@ -29,10 +29,6 @@ from oobleck.planner.trace import Cuts, Stages, trace
 _COARSEST = 1.2
 #: Parts that an interval is divided into.
 _PARTS = 8
-#: Intervals up to such a ratio are swept together: every row pays for the longest stages of all.
-_ALIKE = 2.0
-#: Numbers in the arrays of one sweep; up to the fewer, likeness does not matter.
-_FEW_NUMBERS, _MOST_NUMBERS = 300_000, 4_000_000
 
 
 def generate_templates(profile: Profile, sizes: Sequence[int]) -> Mapping[int, PipelineTemplate]:
@@ -159,14 +155,10 @@ class _Search:
         return level[(level.first < level.last) & (level.bound < self._best).any(1)]
 
     def _together(self, level: _Intervals, alive: NDArray[np.bool_]) -> int:
-        """How many of the intervals are swept together, as memory and likeness allow."""
-        nodes = np.maximum.accumulate(np.where(alive, self._sizes, 0).max(1))
-        row = 2 * (self._table.layers + 1) * (self._table.per_node + 1) * nodes
-        numbers = np.arange(1, len(level) + 1) * row
-        high = self._times[level.last]
-        unlike = (numbers > _FEW_NUMBERS) & (high > _ALIKE * high[0])
-        stop = np.flatnonzero(unlike | (numbers > _MOST_NUMBERS))
-        return max(1, int(stop[0])) if len(stop) else len(level)
+        """How many of the intervals are swept together."""
+        return swept_together(
+            self._table, self._times[level.last], np.where(alive, self._sizes, 0).max(1)
+        )
 
     def _bound(self, level: _Intervals, alive: NDArray[np.bool_]) -> Floats:
         """The bounds of all intervals by one sweep; takes better cuts on the way."""

@@ -5,15 +5,15 @@ have the same T (in a model of equal blocks nearly always) though they take diff
 Owns that choice. Sampling draws from a fixed seed: the same profile gives the same templates.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from oobleck.planner.partition import Bounds, Sweep
+from oobleck.planner.partition import Bounds, Sweep, swept_together
 from oobleck.planner.profile import Profile
 from oobleck.planner.replay import Timelines
-from oobleck.planner.stagetable import Integers, StageTable
+from oobleck.planner.stagetable import Floats, Integers, StageTable
 from oobleck.planner.template import PipelineTemplate
 from oobleck.planner.trace import Stages, trace
 
@@ -31,18 +31,34 @@ def tied_cuts(
     """By number of nodes: the cut found for it, first, and others of the same T and the same
     slowest stage. `found` has T with its cut."""
     slowest = {n: max(table.stage_time(*stage) for stage in cut) for n, (_, cut) in found.items()}
-    times = np.unique(list(slowest.values()))
-    bounds = Bounds(low=times, high=times, after=times - 1)
-    sweep = Sweep(table, fewest, bounds, nodes=max(found), least=min(found))
-    sizes = np.repeat(np.array(sorted(found), dtype=np.int64), _SAMPLES)
-    rows = np.searchsorted(times, [slowest[n] for n in sizes.tolist()])
-    drawn = trace(sweep, rows, sizes, np.random.default_rng(0))
     ties = {n: {cut: None} for n, (_, cut) in found.items()}
-    for number, total in enumerate(drawn.totals().tolist()):
-        nodes = int(sizes[number])
-        if total == found[nodes][0]:
-            ties[nodes][drawn.stages(number)] = None
+    sample = np.random.default_rng(0)
+    sizes = np.array(sorted(found, key=lambda n: (slowest[n], n)), dtype=np.int64)
+    while len(sizes):
+        rows = np.array([slowest[n] for n in sizes.tolist()])
+        count = swept_together(table, rows, sizes)
+        for nodes, total, cut in _drawn(table, fewest, rows[:count], sizes[:count], sample):
+            if total == found[nodes][0]:
+                ties[nodes][cut] = None
+        sizes = sizes[count:]
     return {nodes: tuple(cuts) for nodes, cuts in ties.items()}
+
+
+def _drawn(
+    table: StageTable,
+    fewest: Integers,
+    slowest: Floats,
+    sizes: Integers,
+    sample: np.random.Generator,
+) -> Iterator[tuple[int, float, Stages]]:
+    """Cuts of least T for each size and its slowest stage: number of nodes, T and cut."""
+    times = np.unique(slowest)
+    bounds = Bounds(low=times, high=times, after=times - 1)
+    sweep = Sweep(table, fewest, bounds, nodes=int(sizes.max()), least=int(sizes.min()))
+    queries = np.repeat(sizes, _SAMPLES)
+    cuts = trace(sweep, np.repeat(np.searchsorted(times, slowest), _SAMPLES), queries, sample)
+    for number, total in enumerate(cuts.totals().tolist()):
+        yield int(queries[number]), total, cuts.stages(number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
