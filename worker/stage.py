@@ -14,7 +14,7 @@ from torch import Tensor
 
 from oobleck.planner.job import JobSpec
 from oobleck.worker.linear import DeferredGradients, deferring
-from oobleck.worker.model import loss
+from oobleck.worker.models import loss
 from oobleck.worker.random import RowKeys
 from oobleck.worker.state import ModelState, state_dtype
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from oobleck.planner.job import JobSpec, ModelSpec, Precision
 from oobleck.planner.program import LayerPart
 from oobleck.worker.errors import InvariantViolation
-from oobleck.worker.model import Layer, build_layer, initialise_parameters, tied_parameter
+from oobleck.worker.models import Layer, build_layer, initialise_parameters, tied_parameter
 from oobleck.worker.optimizer import learning_rate
 
 

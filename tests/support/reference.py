@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from oobleck.planner.job import JobSpec
 from oobleck.worker.data import Dataset, row_digest, samples_digest
-from oobleck.worker.model import Layer, build_layer, initialise_parameters, loss
+from oobleck.worker.models import Layer, build_layer, initialise_parameters, loss
 from oobleck.worker.random import RowKeys
 
 

@@ -1,7 +1,4 @@
-"""The model: a decoder-only transformer as a row of layers, the units of placement and state.
-
-Layer 0 is the embedding, the last one the head, between them the blocks. Owns what a layer
-computes and how it begins; knows nothing of stages, flat state, devices of others or plans.
+"""The built-in model: a decoder-only transformer.
 
 No linear layer has a bias: the key bias, for one, has a true gradient of zero, so Adam would
 amplify its rounding noise into updates that differ from one plan to the next. Dropout acts on the
@@ -17,30 +14,11 @@ from torch import Tensor, nn
 
 from oobleck.planner.job import ModelSpec
 from oobleck.worker.linear import Linear
-from oobleck.worker.random import RowKeys, Site, generator, keep_mask
+from oobleck.worker.models.base import Layer
+from oobleck.worker.random import RowKeys, generator
 
 #: Standard deviation of initial weights (GPT-2).
 INITIAL_DEVIATION = 0.02
-
-
-class Layer(nn.Module):
-    """What all layers share: their number, and dropout by sample instead of by call."""
-
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.dropout = spec.dropout
-
-    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
-        raise NotImplementedError
-
-    def drop(self, x: Tensor, rows: RowKeys, site: Site) -> Tensor:
-        if self.dropout == 0.0:
-            return x
-        keep = keep_mask(
-            rows, self.layer, site, width=x[0].numel(), dropout=self.dropout, device=x.device
-        )
-        return x * keep.view(x.shape) / (1.0 - self.dropout)
 
 
 class Embedding(Layer):
@@ -107,9 +85,7 @@ def build_layer(spec: ModelSpec, layer: int) -> Layer:
         return Embedding(spec, layer)
     if layer == spec.layer_count - 1:
         return Head(spec, layer)
-    if 0 < layer < spec.layer_count - 1:
-        return Block(spec, layer)
-    raise ValueError(f"layer {layer} is not one of 0 to {spec.layer_count - 1}")
+    return Block(spec, layer)
 
 
 def tied_parameter(spec: ModelSpec, layer: int) -> str | None:
@@ -137,9 +113,3 @@ def initialise_parameters(module: Layer, spec: ModelSpec, seed: int) -> None:
         deviation = residual if name in ("attention_out.weight", "mlp_out.weight") else None
         values = torch.randn(parameter.shape, generator=source, dtype=torch.float64)
         parameter.copy_(values.mul_(deviation or INITIAL_DEVIATION))
-
-
-def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy over all tokens of the micro-batch, in float32 at least."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide.flatten(0, 1), targets.flatten())
