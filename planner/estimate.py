@@ -115,7 +115,7 @@ def _layer(
         forward_s={1: forward_s},
         backward_s={1: 2 * forward_s},
         parameter_bytes=parameters * STATE_ITEM_BYTES[precision],
-        state_bytes=state_bytes(parameters, precision),
+        state_bytes=state_bytes(parameters, job.training),
         activation_bytes=activation_bytes,
         output_bytes=output_bytes,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from oobleck.planner.ids import check_name
+from oobleck.planner.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.plan import Schedule
 
 Precision = Literal["fp32", "bf16", "fp64"]
@@ -75,33 +76,6 @@ class DataSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSpec:
-    name: Literal["adamw"] = "adamw"
-    lr: float = 3.0e-4
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1.0e-8
-
-    def __post_init__(self) -> None:
-        _at_least(self, 0, "lr", "weight_decay", "eps")
-        for name in ("beta1", "beta2"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name}: {getattr(self, name)} is not in [0, 1)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleSpec:
-    """Learning rate over steps: linear warm-up, then constant or cosine decay to zero."""
-
-    name: Literal["constant", "cosine"] = "constant"
-    warmup: int = 0
-
-    def __post_init__(self) -> None:
-        _at_least(self, 0, "warmup")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSpec:
     steps: int
     #: Samples per step over all pipelines.
@@ -123,6 +97,11 @@ class TrainingSpec:
         _at_most(self, steps=10**9, global_batch=1 << 17, seed=(1 << 63) - 1)
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip: {self.clip} must be > 0; leave it out for no clipping")
+        if self.schedule.min_lr > self.optimizer.lr:
+            raise ValueError(
+                f"min_lr: {self.schedule.min_lr} is above the optimizer's lr "
+                f"({self.optimizer.lr}), from which the rate falls; lower it"
+            )
         if self.global_batch % self.microbatch:
             raise ValueError(
                 f"microbatch: {self.microbatch} does not divide global_batch "

@@ -24,7 +24,7 @@ from oobleck.planner.units import count
 Scope = Literal["intra_node", "inter_node"]
 
 #: Part of the key: measurements of another way of measuring do not stand for one of this.
-_METHOD = 1
+_METHOD = 2
 _TIMES = ("forward_s", "backward_s", "backward_input_s", "update_s")
 _BYTES = ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes")
 #: What follows from the model alone, and how far off a profile may be.
@@ -73,6 +73,7 @@ def profile_key(
         "model": job.model,
         "microbatch": training.microbatch,
         "precision": training.precision,
+        "optimizer": (training.optimizer.name, training.optimizer.moments),
         "devices": sorted(set(devices)),
         "worker_slots": worker_slots,
         "workers_per_host": workers_per_host,

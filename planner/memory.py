@@ -3,15 +3,13 @@
 The one place for both, shared by the estimate, the profiler and the master. Must not know models.
 """
 
-from oobleck.planner.job import Precision
+from oobleck.planner.job import Precision, TrainingSpec
 
-#: Weights, gradients and both moments are kept in the precision of the weights: bf16 is autocast,
+#: Weights, gradients and moments are kept in the precision of the weights: bf16 is autocast,
 #: which casts on the way into a layer and keeps 32-bit master weights.
 STATE_ITEM_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 4, "fp64": 8}
 #: Of a number that a layer keeps for its backward.
 ACTIVATION_ITEM_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp64": 8}
-#: Weights, gradients, two moments.
-STATE_COPIES = 4
 
 #: One part in so many is left free: caching allocators hold 5 to 8% that no tensor of a fitting
 #: size can use, and while layer state moves, sends and receives are buffered beside it.
@@ -36,6 +34,6 @@ def budget_bytes(limit_bytes: int | None, physical_bytes: int) -> int:
     return usable_bytes(physical_bytes) if limit_bytes is None else limit_bytes
 
 
-def state_bytes(parameters: int, precision: Precision) -> int:
-    """Weights, gradients and moments of so many parameters."""
-    return STATE_COPIES * parameters * STATE_ITEM_BYTES[precision]
+def state_bytes(parameters: int, training: TrainingSpec) -> int:
+    """Weights, gradients and the optimizer's moments of so many parameters."""
+    return (2 + training.optimizer.moments) * parameters * STATE_ITEM_BYTES[training.precision]

@@ -2,7 +2,7 @@
 
 Each layer's state is one flat tensor, so that it travels as one message, and its gradient is
 another, so that a sum over workers is one operation. The modules' parameters and their gradients
-are views into these. Owns the flat layout and the optimizer; knows nothing of stages, peers and
+are views into these. Owns the flat layout and the versions; knows nothing of stages, peers and
 plans: which layers to hold, and what version they must reach, is said from outside.
 
 The flat order is: the part tied to another layer, then what weight decay acts on (all matrices and
@@ -22,7 +22,7 @@ from oobleck.planner.job import JobSpec, ModelSpec, Precision
 from oobleck.planner.program import LayerPart
 from oobleck.worker.errors import InvariantViolation
 from oobleck.worker.models import Layer, build_layer, initialise_parameters, tied_parameter
-from oobleck.worker.optimizer import learning_rate
+from oobleck.worker.optimizer import Slice, update
 
 
 class StateError(InvariantViolation):
@@ -87,7 +87,8 @@ class LayerState:
     layer: int
     layout: Layout
     module: Layer
-    #: (3, n): weights, first moments (exp_avg), second moments (exp_avg_sq).
+    #: (1 + moments, n): weights, then the optimizer's moments: AdamW's exp_avg and exp_avg_sq,
+    #: SGD's momentum_buffer, if it has momentum.
     storage: Tensor
     #: (n): what backward adds to; scaled in place by the update.
     gradient: Tensor
@@ -148,7 +149,8 @@ class ModelState:
         leaves no garbage behind that others would take for the layer.
         """
         size = layout(self._job.model, layer).size
-        storage = torch.empty(3, size, dtype=self._dtype, device=self._device)
+        rows = 1 + self._job.training.optimizer.moments
+        storage = torch.empty(rows, size, dtype=self._dtype, device=self._device)
         gradient = torch.zeros(size, dtype=self._dtype, device=self._device)
         self.layers[layer] = _place(self._job.model, layer, storage, gradient, version)
         return self.layers[layer]
@@ -158,7 +160,7 @@ class ModelState:
         self.layers[layer].whole = True
 
     def storage(self, layer: int) -> Tensor:
-        """The whole state of `layer` as one contiguous tensor (3, n), to be sent or received."""
+        """The whole state of `layer` as one contiguous tensor, to be sent or received."""
         return self.layers[layer].storage
 
     def module(self, layer: int) -> Layer:
@@ -216,7 +218,7 @@ class ModelState:
         due = self._due(step)
         for state in due:
             state.gradient.mul_(scale)
-        self._update(step, due)
+        update(self._slices(due), self._job.training, step)
         for state in due:
             state.version = step
 
@@ -231,47 +233,20 @@ class ModelState:
             raise StateError(f"step {step} cannot be applied to layers at versions {wrong}")
         return [self.layers[i] for i, version in self.held().items() if version == step - 1]
 
-    def _update(self, step: int, due: list[LayerState]) -> None:
-        """One AdamW step. Its state is (storage, version) and nothing else, so the optimizer
-        object is made anew each time, over views; that costs microseconds.
-
-        The tied part is a tensor of its own: vectorised kernels round the ends of a tensor unlike
-        its middle, and all copies of the tied weight must stay equal to the last bit.
+    def _slices(self, due: list[LayerState]) -> Iterator[Slice]:
+        """The tied part is a tensor of its own: vectorised kernels round the ends of a tensor
+        unlike its middle, and all copies of the tied weight must stay equal to the last bit.
         """
-        training = self._job.training
-        moments: dict[Tensor, dict[str, Tensor]] = {}
-        decayed: list[nn.Parameter] = []
-        plain: list[nn.Parameter] = []
         for state in due:
             flat = state.layout
-            for start, end, group in (
-                (0, flat.tied, decayed),
-                (flat.tied, flat.decayed, decayed),
-                (flat.decayed, flat.size, plain),
+            for start, end, decayed in (
+                (0, flat.tied, True),
+                (flat.tied, flat.decayed, True),
+                (flat.decayed, flat.size, False),
             ):
                 if start < end:
-                    weights, first, second = state.storage[:, start:end]
-                    parameter = nn.Parameter(weights)
-                    parameter.grad = state.gradient[start:end]
-                    moments[parameter] = {
-                        "step": torch.tensor(step - 1.0, device=self._device),
-                        "exp_avg": first,
-                        "exp_avg_sq": second,
-                    }
-                    group.append(parameter)
-        groups: list[dict[str, object]] = [
-            {"params": params, "weight_decay": decay}
-            for params, decay in ((decayed, training.optimizer.weight_decay), (plain, 0.0))
-            if params
-        ]
-        if not groups:
-            return
-        optimizer = torch.optim.AdamW(
-            groups,
-            lr=learning_rate(training.schedule, step, training.steps, training.optimizer.lr),
-            betas=(training.optimizer.beta1, training.optimizer.beta2),
-            eps=training.optimizer.eps,
-            fused=True,
-        )
-        optimizer.state.update(moments)
-        optimizer.step()
+                    yield Slice(
+                        storage=state.storage[:, start:end],
+                        gradient=state.gradient[start:end],
+                        decayed=decayed,
+                    )

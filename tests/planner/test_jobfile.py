@@ -5,16 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.planner.errors import InvalidJob
-from oobleck.planner.job import (
-    DataSpec,
-    JobSpec,
-    ModelSpec,
-    OptimizerSpec,
-    ResourceSpec,
-    ScheduleSpec,
-    TrainingSpec,
-)
+from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, ResourceSpec, TrainingSpec
 from oobleck.planner.jobfile import format_job, parse_job
+from oobleck.planner.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.units import format_bytes, parse_bytes
 
 JOB = """\
@@ -94,7 +87,38 @@ def refusal(text: str, *overrides: str) -> str:
         ("steps: 200", "steps: 0", "job.yaml:5: training.steps: 0 is too small"),
         ("lr: 3e-4", "lr: fast", "job.yaml:8: training.optimizer.lr must be a number, not the"),
         ("lr: 3e-4", "lr: 1e999", "job.yaml:8: 1e999 is too large"),
-        ("name: cosine", "name: linear", "schedule.name must be constant or cosine, not the text"),
+        ("name: cosine", "name: step", "schedule.name must be constant or linear or cosine, not t"),
+        (
+            "name: adamw,",
+            "name: adamw, momentum: 0.9,",
+            "job.yaml:8: training.optimizer.momentum: is a setting of sgd; remove it, or set name: "
+            "sgd (adamw takes lr, weight_decay, beta1, beta2, eps)",
+        ),
+        (
+            "name: adamw,",
+            "name: sgd, beta2: 0.9,",
+            "job.yaml:8: training.optimizer.beta2: is a setting of adamw; remove it",
+        ),
+        (
+            "name: adamw,",
+            "name: sgd, nesterov: true,",
+            "job.yaml:8: training.optimizer.nesterov: needs momentum; give momentum, such as 0.9",
+        ),
+        (
+            "name: adamw,",
+            "name: sgd, momentum: 1.0,",
+            "job.yaml:8: training.optimizer.momentum: 1.0 is not in [0, 1)",
+        ),
+        (
+            "warmup: 20",
+            "min_lr: 1.0e-3",
+            "job.yaml:9: training.schedule.min_lr: 0.001 is above the optimizer's lr (0.0003)",
+        ),
+        (
+            "{name: cosine, warmup: 20}",
+            "{min_lr: 1.0e-5}",
+            "job.yaml:9: training.schedule.min_lr: is where linear and cosine end; remove it",
+        ),
         ("microbatch: 2", "microbatch: 5", "job.yaml:7: training.microbatch: 5 does not divide"),
         ("name: demo", "name: My Job", "job.yaml:1: name: job name 'My Job' is not allowed"),
         ("name: demo", "name: 5", "job.yaml:1: name must be a text, not 5"),

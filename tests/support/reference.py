@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.optim import lr_scheduler
 
 from oobleck.planner.job import JobSpec
 from oobleck.worker.data import Dataset, row_digest, samples_digest
@@ -47,31 +48,43 @@ def _build(job: JobSpec) -> list[Layer]:
     return layers
 
 
-def _factor(job: JobSpec, done: int) -> float:
-    """The learning rate's share of its base after `done` steps, for LambdaLR."""
-    warmup, steps = job.training.schedule.warmup, job.training.steps
-    if done < warmup:
-        return (done + 1) / (warmup + 1)
-    if job.training.schedule.name == "constant" or done >= steps:
-        return 1.0
-    return (1 + math.cos(math.pi * (done - warmup) / (steps - warmup))) / 2
+def _optimizer(job: JobSpec, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    spec = job.training.optimizer
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": spec.weight_decay},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    if spec.name == "sgd":
+        return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov)
+    return torch.optim.AdamW(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps)
+
+
+def torch_schedule(job: JobSpec, optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    """The job's schedule, put together from torch's own."""
+    spec, steps = job.training.schedule, job.training.steps
+    after: lr_scheduler.LRScheduler
+    fall = max(1, steps - spec.warmup)
+    match spec.name:
+        case "constant":
+            after = lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        case "linear":
+            end = spec.min_lr / job.training.optimizer.lr
+            after = lr_scheduler.LinearLR(optimizer, 1.0, end, total_iters=fall)
+        case "cosine":
+            after = lr_scheduler.CosineAnnealingLR(optimizer, T_max=fall, eta_min=spec.min_lr)
+    if not spec.warmup:
+        return after
+    first = lr_scheduler.LinearLR(optimizer, 1 / (spec.warmup + 1), 1.0, total_iters=spec.warmup)
+    return lr_scheduler.SequentialLR(optimizer, [first, after], milestones=[spec.warmup])
 
 
 def train_reference(job: JobSpec) -> ReferenceRun:
-    training, spec = job.training, job.training.optimizer
+    training, _spec = job.training, job.training.optimizer
     data = Dataset(job.data, job.model.sequence_length, job.model.vocabulary)
     layers = _build(job)
     parameters = list(torch.nn.ModuleList(layers).parameters())  # a shared one comes once
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": spec.weight_decay},
-            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-        ],
-        lr=spec.lr,
-        betas=(spec.beta1, spec.beta2),
-        eps=spec.eps,
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: _factor(job, done))
+    optimizer = _optimizer(job, parameters)
+    schedule = torch_schedule(job, optimizer)
     count = training.global_batch // training.microbatch
     records = []
     for step in range(1, training.steps + 1):

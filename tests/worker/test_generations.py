@@ -3,7 +3,8 @@
 import time
 from pathlib import Path
 
-from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, OptimizerSpec, TrainingSpec
+from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.optimization import OptimizerSpec
 from support.director import Director, WarmWorkers, make_plan
 
 TEXT = str(Path(__file__).parents[2] / "LICENSE")

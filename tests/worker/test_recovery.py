@@ -14,7 +14,8 @@ import pytest
 
 from oobleck.host.messages import FaultRule, Finished, PeerLost, PhaseReached
 from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, OptimizerSpec, TrainingSpec
+from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.optimization import OptimizerSpec
 from oobleck.planner.plan import Plan
 from support.director import Director, WarmWorkers, make_plan
 

@@ -8,7 +8,8 @@ import pytest
 from oobleck.host.messages import FaultRule
 from oobleck.planner.compile import compile_programs
 from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, OptimizerSpec, TrainingSpec
+from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.optimization import OptimizerSpec
 from oobleck.planner.plan import Plan, Schedule
 from oobleck.planner.program import BackwardInput, BackwardWeight
 from oobleck.worker.executor import owner_groups

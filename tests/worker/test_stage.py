@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from oobleck.planner.job import JobSpec, OptimizerSpec, ScheduleSpec
+from oobleck.planner.job import JobSpec
+from oobleck.planner.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.program import LayerPart
 from oobleck.worker.data import Dataset, row_digest, samples_digest
 from oobleck.worker.optimizer import clip_scale
@@ -17,6 +18,8 @@ from support.reference import ReferenceStep, assert_same_weights, train_referenc
 
 CPU = torch.device("cpu")
 FAST = OptimizerSpec(lr=1e-2, weight_decay=0.1)
+SGD = OptimizerSpec(name="sgd", lr=0.3)
+NESTEROV = OptimizerSpec(name="sgd", lr=0.5, momentum=0.9, nesterov=True, weight_decay=0.01)
 
 
 class Pipeline:
@@ -118,6 +121,17 @@ def check(
         pytest.param((2, 3), {"clip": None}, id="never clipped"),
         pytest.param(
             (1, 4), {"schedule": ScheduleSpec(name="cosine", warmup=2)}, id="cosine with warm-up"
+        ),
+        pytest.param(
+            (1, 4),
+            {"schedule": ScheduleSpec(name="linear", warmup=2, min_lr=1e-3)},
+            id="linear with warm-up",
+        ),
+        pytest.param((2, 3), {"optimizer": SGD}, id="sgd"),
+        pytest.param(
+            (3,),
+            {"optimizer": NESTEROV, "schedule": ScheduleSpec(name="linear"), "clip": 0.5},
+            id="sgd with nesterov momentum",
         ),
         pytest.param((3,), {"global_batch": 12, "microbatch": 6}, id="two micro-batches"),
         pytest.param((3,), {"microbatch": 1, "seed": 5}, id="single samples"),

@@ -1,8 +1,11 @@
-"""Flat layer state: layout, views, versions, moving a layer, and AdamW over slices."""
+"""Flat layer state: layout, views, versions, moving a layer, and the update over slices."""
+
+from functools import partial
 
 import pytest
 import torch
 
+from oobleck.planner.optimization import OptimizerSpec
 from oobleck.planner.program import LayerPart
 from oobleck.worker.random import RowKeys
 from oobleck.worker.stage import StageRunner
@@ -99,19 +102,41 @@ def test_the_norm_of_large_fp32_gradients_does_not_overflow(make_job):
     assert state.squared_norm([part]) == pytest.approx(1e60 * size, rel=1e-6)
 
 
-def test_the_update_is_that_of_adamw_by_parameter(make_job):
+ADAMW = OptimizerSpec(lr=3e-4, weight_decay=0.1)
+OPTIMIZERS = [
+    pytest.param(
+        ADAMW, partial(torch.optim.AdamW, lr=3e-4, betas=(0.9, 0.95), eps=1e-8), id="adamw"
+    ),
+    pytest.param(
+        OptimizerSpec(name="sgd", lr=0.1, weight_decay=0.1),
+        partial(torch.optim.SGD, lr=0.1),
+        id="sgd",
+    ),
+    pytest.param(
+        OptimizerSpec(name="sgd", lr=0.1, momentum=0.9, weight_decay=0.1),
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        id="momentum",
+    ),
+    pytest.param(
+        OptimizerSpec(name="sgd", lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+        id="nesterov",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spec", "make_oracle"), OPTIMIZERS)
+def test_the_update_is_that_of_torch_by_parameter(make_job, spec, make_oracle):
     """Moments, bias correction by version, and decay of matrices only; over three steps."""
-    state = make_state(make_job(), [2])
+    state = make_state(make_job(optimizer=spec), [2])
+    assert state.storage(2).shape[0] == 1 + spec.moments
     module = state.module(2)
     twins = {n: torch.nn.Parameter(p.detach().clone()) for n, p in module.named_parameters()}
-    oracle = torch.optim.AdamW(
+    oracle = make_oracle(
         [
             {"params": [p for p in twins.values() if p.dim() > 1], "weight_decay": 0.1},
             {"params": [p for p in twins.values() if p.dim() == 1], "weight_decay": 0.0},
         ],
-        lr=3e-4,
-        betas=(0.9, 0.95),
-        eps=1e-8,
         foreach=False,
     )
     for step in (1, 2, 3):
@@ -126,10 +151,14 @@ def test_the_update_is_that_of_adamw_by_parameter(make_job):
     assert state.held() == {2: 3}
 
 
-def test_copies_of_the_tied_weight_stay_equal_to_the_last_bit(make_job):
+@pytest.mark.parametrize(
+    "spec", [ADAMW, OptimizerSpec(name="sgd", lr=0.1, momentum=0.9, nesterov=True)]
+)
+def test_copies_of_the_tied_weight_stay_equal_to_the_last_bit(make_job, spec):
     """The head and the embedding lie differently in memory; the update must not show it."""
     for precision, vocabulary in (("fp32", 257), ("fp64", 251)):
-        state = make_state(make_job(precision=precision, vocabulary=vocabulary, hidden=18))
+        fields = {"precision": precision, "vocabulary": vocabulary, "optimizer": spec}
+        state = make_state(make_job(**fields, hidden=18))
         embedding, head = (LayerPart(layer=i, part="tied") for i in (0, HEAD))
         for step in range(1, 20):
             source = torch.Generator().manual_seed(step)
