@@ -65,10 +65,10 @@ def from_profile(path: Path, flags: Flags) -> Question:
 
 
 def from_job(path: Path, flags: Flags) -> Question:
-    """Stages of one GPU, as jobs are trained. Raises ValueError or CommandFailed."""
+    """As the job would be trained. Raises ValueError or CommandFailed."""
     from oobleck.cli.job import read_job, read_profile
     from oobleck.planner.profilefile import parse_profile
-    from oobleck.planner.specification import one_gpu_per_stage
+    from oobleck.planner.specification import on_usable_gpus
 
     given = {
         f"{key}={value}": f"{flag} {value}"
@@ -86,7 +86,7 @@ def from_job(path: Path, flags: Flags) -> Question:
     else:
         profile = _estimate(job, flags)
     min_nodes = job.resources.min_nodes_per_pipeline
-    used = one_gpu_per_stage(profile, gpus=profile.gpus_per_node, min_nodes=min_nodes)
+    used = on_usable_gpus(profile, gpus=profile.gpus_per_node, min_nodes=min_nodes)
     return Question(
         profile=used,
         fault_tolerance=job.fault_tolerance,
@@ -140,8 +140,6 @@ def _unused(profile: "Profile", used: "Profile") -> tuple[str, ...]:
     from oobleck.planner.units import count
 
     notes = []
-    if any(len(layer.forward_s) > 1 for layer in profile.layers):
-        notes.append("times for more than 1 GPU are not used: training runs each stage on one GPU")
     idle = profile.gpus_per_node - used.gpus_per_node
     if idle > 0:
         notes.append(

@@ -92,6 +92,8 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True, tag="measure"):
 
     attempt: int
     meetings: tuple[Meeting, ...] = ()
+    #: Workers of a node, among which layers may be shared.
+    gpus: int = 1
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):

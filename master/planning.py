@@ -12,7 +12,7 @@ from functools import lru_cache
 from oobleck.master.events import NodeLeftOut
 from oobleck.master.state import ClusterState, Job, Node
 from oobleck.planner.catalogue import Catalogue, Offer
-from oobleck.planner.choose import keep_schedule
+from oobleck.planner.choose import keep_schedule, with_residents
 from oobleck.planner.errors import LayerLost, PlanInfeasible
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.firstplan import make_first_plan
@@ -22,7 +22,7 @@ from oobleck.planner.memory import budget_bytes
 from oobleck.planner.plan import Plan
 from oobleck.planner.profile import InvalidProfile, Profile
 from oobleck.planner.reconfigure import Reconfiguration, can_lose, reconfigure
-from oobleck.planner.specification import node_specification, one_gpu_per_stage
+from oobleck.planner.specification import node_specification, on_usable_gpus
 from oobleck.planner.transfer import Shard, ShardTable, plan_shards, require_holders
 from oobleck.planner.units import count
 
@@ -66,7 +66,7 @@ def _profile(spec: JobSpec, machines: Machines) -> Profile:
             )
     except InvalidProfile as error:  # of a model beyond all machines
         raise PlanInfeasible(f"the model's profile: {error}") from error
-    return one_gpu_per_stage(
+    return on_usable_gpus(
         profile, gpus=machines.worker_slots, min_nodes=spec.resources.min_nodes_per_pipeline
     )
 
@@ -165,7 +165,7 @@ def _reconfigured(
             judge=offer.judge,
             costs=offer.costs,
         )
-        return replace(found, plan=keep_schedule(found.plan, profile))
+        return replace(found, plan=with_residents(keep_schedule(found.plan, profile), profile))
     except PlanInfeasible as infeasible:
         return infeasible.causes
 

@@ -123,7 +123,11 @@ def _begin(look: Look, job: Job, ready: Sequence[Node], passed_over: str = "") -
     ]
     event = MeasuringStarted(
         job_id=job.id,
-        wish=Measure(attempt=attempt, meetings=tuple(_meetings(look, job, ready, attempt))),
+        wish=Measure(
+            attempt=attempt,
+            meetings=tuple(_meetings(look, job, ready, attempt)),
+            gpus=ready[0].facts.worker_slots,
+        ),
         workers=tuple(workers),
         passed_over=passed_over,
     )

@@ -1,14 +1,17 @@
 """Which schedule a plan should run under: the fastest of those that fit the memory.
 
-Owns the comparison. What a step takes is `oobleck.planner.steptime`'s to say.
+Owns the comparison, and which stages of several workers may keep what they gather for a whole
+step. What a step takes is `oobleck.planner.steptime`'s to say.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.plan import Plan, Schedule
+from oobleck.planner.plan import Pipeline, Plan, Schedule
 from oobleck.planner.profile import Profile
+from oobleck.planner.schedule import in_flight
+from oobleck.planner.stepcost import stage_cost
 from oobleck.planner.steptime import Memory, StepEstimate, estimate_schedules, peak_bytes
 from oobleck.planner.units import format_bytes
 
@@ -63,6 +66,39 @@ def choose_schedule(
     return ScheduleChoice(
         schedule=best, reason=_reason(best, fitting, estimates, limit), estimates=estimates
     )
+
+
+def with_residents(plan: Plan, profile: Profile) -> Plan:
+    """`plan` with every stage of several workers resident that has the memory for it."""
+    return replace(
+        plan,
+        pipelines=tuple(
+            replace(
+                pipeline,
+                stages=tuple(
+                    replace(stage, resident=_has_room(plan, pipeline, number, profile))
+                    for number, stage in enumerate(pipeline.stages)
+                ),
+            )
+            for pipeline in plan.pipelines
+        ),
+    )
+
+
+def _has_room(plan: Plan, pipeline: Pipeline, number: int, profile: Profile) -> bool:
+    stage = pipeline.stages[number]
+    if len(stage.workers) == 1:
+        return False
+    cost = stage_cost(
+        profile, stage.first_layer, stage.last_layer, len(stage.workers), resident=True
+    )
+    kept = in_flight(
+        plan.schedule,
+        stages=len(pipeline.stages),
+        stage=number,
+        microbatches=pipeline.microbatches,
+    )
+    return cost.worker_bytes(kept) <= profile.gpu_memory_bytes
 
 
 def keep_schedule(plan: Plan, profile: Profile) -> Plan:

@@ -39,6 +39,7 @@ class StageCosts:
         self._memory = profile.gpu_memory_bytes
         self._state = _prefix([layer.state_bytes for layer in layers])
         self._activation = _prefix([layer.activation_bytes for layer in layers])
+        self._exchange = [layer.exchange_bytes for layer in layers]
         self._forward: dict[int, list[int]] = {}
         self._backward: dict[int, list[int]] = {}
         self._missing: dict[int, list[int]] = {}
@@ -63,7 +64,8 @@ class StageCosts:
             return False
         state = self._state[stop] - self._state[first]
         activation = self._activation[stop] - self._activation[first]
-        return state + in_flight * activation <= self._memory * gpus
+        exchange = max(self._exchange[first:stop]) if gpus > 1 else 0
+        return state + in_flight * activation <= (self._memory - exchange) * gpus
 
 
 def _prefix(values: Sequence[int]) -> list[int]:
@@ -93,6 +95,12 @@ def all_reduce_s(count: int, *, workers: int, same_node: bool, links: Links) -> 
         return 0.0
     rate = links.intra_node_bytes_per_s if same_node else links.inter_node_bytes_per_s
     return 2 * (workers - 1) * (links.latency_s + count / workers / rate)
+
+
+def exchange_s(count: int, *, gpus: int, links: Links) -> float:
+    """Gathering `count` bytes of which each of `gpus` workers of a node holds a part, or summing
+    as many into parts; nothing for one."""
+    return all_reduce_s(count, workers=gpus, same_node=True, links=links) / 2
 
 
 def vote_s(workers: int, links: Links) -> float:

@@ -4,6 +4,9 @@ Times come from FLOPs over a nominal rate, so only their proportions mean someth
 are true for the built-in GPT. Must not know the machine beyond its memory.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from oobleck.planner.job import JobSpec
 from oobleck.planner.memory import (
     ACTIVATION_ITEM_BYTES,
@@ -12,6 +15,7 @@ from oobleck.planner.memory import (
     state_bytes,
 )
 from oobleck.planner.profile import LayerProfile, Links, Profile
+from oobleck.planner.sharing import sharing_sizes, with_exchanges
 
 #: A nominal worker and wire: one CPU core, and loopback or a 25 Gbit/s network.
 FLOPS_PER_S = 20e9
@@ -23,27 +27,39 @@ _TOKEN_BYTES = 8
 
 
 def estimate_profile(job: JobSpec, *, gpus_per_node: int, memory_per_worker_bytes: int) -> Profile:
-    """The profile of `job`'s model; times for one GPU per layer only.
+    """The profile of `job`'s model; times for each number of GPUs that divides a micro-batch.
 
     A margin goes off `memory_per_worker_bytes` (see `oobleck.planner.memory`); the job's own
     memory budget, where given, takes its place as it stands.
     """
+    links = Links(
+        intra_node_bytes_per_s=INTRA_NODE_BYTES_PER_S,
+        inter_node_bytes_per_s=INTER_NODE_BYTES_PER_S,
+        latency_s=LATENCY_S,
+    )
+    sizes = sharing_sizes(job.training.microbatch, 1)
+    layers = (
+        _embedding(job),
+        *(_block(job, f"block{number}") for number in range(job.model.layers)),
+        _head(job),
+    )
     return Profile(
         microbatch=job.training.microbatch,
         gpus_per_node=gpus_per_node,
         gpu_memory_bytes=budget_bytes(
             job.resources.memory_per_worker_bytes, memory_per_worker_bytes
         ),
-        layers=(
-            _embedding(job),
-            *(_block(job, f"block{number}") for number in range(job.model.layers)),
-            _head(job),
-        ),
-        links=Links(
-            intra_node_bytes_per_s=INTRA_NODE_BYTES_PER_S,
-            inter_node_bytes_per_s=INTER_NODE_BYTES_PER_S,
-            latency_s=LATENCY_S,
-        ),
+        layers=tuple(with_exchanges(_shared(layer, sizes), links) for layer in layers),
+        links=links,
+    )
+
+
+def _shared(layer: LayerProfile, sizes: Sequence[int]) -> LayerProfile:
+    """With the times of each number of GPUs, none of which has more rows than its share."""
+    return replace(
+        layer,
+        forward_s={gpus: layer.forward_s[1] / gpus for gpus in sizes},
+        backward_s={gpus: layer.backward_s[1] / gpus for gpus in sizes},
     )
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count, islice
 
 from oobleck.planner.catalogue import Catalogue, Offer
-from oobleck.planner.choose import ScheduleChoice, choose_schedule
+from oobleck.planner.choose import ScheduleChoice, choose_schedule, with_residents
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.instantiate import Instantiation, instantiate
@@ -73,7 +73,7 @@ def make_first_plan(
     plan = maker.recut(*min(plans, key=lambda made: maker.step_s(made[1])))
     choice = maker.choice(plan)
     return FirstPlan(
-        plan=replace(plan, schedule=choice.schedule),
+        plan=with_residents(replace(plan, schedule=choice.schedule), profile),
         choice=choice,
         offer=catalogue.offer(profile, sizes, plan),
     )

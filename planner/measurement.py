@@ -18,7 +18,8 @@ from oobleck.planner.estimate import (
     estimate_profile,
 )
 from oobleck.planner.job import JobSpec
-from oobleck.planner.profile import InvalidProfile, LayerProfile, Links, Profile, check_one_gpu
+from oobleck.planner.profile import BYTES, InvalidProfile, LayerProfile, Links, Profile
+from oobleck.planner.sharing import with_exchanges
 from oobleck.planner.units import count
 
 Scope = Literal["intra_node", "inter_node"]
@@ -26,7 +27,6 @@ Scope = Literal["intra_node", "inter_node"]
 #: Part of the key: measurements of another way of measuring do not stand for one of this.
 _METHOD = 2
 _TIMES = ("forward_s", "backward_s", "backward_input_s", "update_s")
-_BYTES = ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes")
 #: What follows from the model alone, and how far off a profile may be.
 _COMPARED = ("parameter_bytes", "output_bytes")
 _SAME_BYTES = 0.01
@@ -34,7 +34,10 @@ _SAME_BYTES = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What one worker has measured: each kind of layer once, since all blocks are alike."""
+    """What one worker has measured: each kind of layer once, since all blocks are alike.
+
+    Times for several GPUs are those of one worker's part of the work, without exchanges.
+    """
 
     embedding: LayerProfile
     block: LayerProfile
@@ -103,12 +106,12 @@ def assemble_profile(
     """
     if not measurements:
         raise ValueError("nothing was measured")
+    wires, filled = _links(links)
     embedding, block, head = (
-        _combine([(m.device, getattr(m, kind)) for m in measurements])
+        with_exchanges(_combine([(m.device, getattr(m, kind)) for m in measurements]), wires)
         for kind in ("embedding", "block", "head")
     )
     blocks = (replace(block, name=f"block{number}") for number in range(job.model.layers))
-    wires, filled = _links(links)
     try:
         profile = Profile(
             microbatch=job.training.microbatch,
@@ -158,7 +161,7 @@ def _combine(found: Sequence[tuple[str, LayerProfile]]) -> LayerProfile:
         # Medians of the parts may cross where those of the wholes do not.
         backward_input_s={g: min(s, backward_s[g]) for g, s in backward_input_s.items()},
         update_s=update_s,
-        **{name: max(getattr(layer, name) for layer in layers) for name in _BYTES},
+        **{name: max(getattr(layer, name) for layer in layers) for name in BYTES},
     )
 
 
@@ -189,7 +192,6 @@ def _links(found: Iterable[LinkMeasurement]) -> tuple[Links, dict[str, object]]:
 def check_fits(profile: Profile, job: JobSpec) -> None:
     """Raises ValueError where `profile` cannot be one of `job`'s model, or lacks what training
     needs of it."""
-    check_one_gpu(profile)
     if len(profile.layers) != job.model.layer_count:
         raise ValueError(
             f"the profile has {count(len(profile.layers), 'layer')}, and the model has "

@@ -20,6 +20,9 @@ class Stage:
     #: Inclusive.
     last_layer: int
     workers: tuple[WorkerId, ...]
+    #: Of several workers: each keeps the weights that it has gathered, and its gradients of the
+    #: whole layers, for a step, since there is room (`oobleck.planner.sharing`).
+    resident: bool = False
 
     @property
     def layers(self) -> range:

@@ -1,7 +1,7 @@
 """The profile of a model on a machine: measured or estimated time and bytes per layer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from oobleck.planner.units import count
 
@@ -11,6 +11,8 @@ LEAST_S, MOST_S = 1e-15, 1e9
 MOST_BYTES, MOST_BYTES_IN_ALL = 2**60 - 1, 2**62 - 1
 LEAST_RATE, MOST_RATE = 1.0, 1e18
 MOST_LAYERS = 1024
+#: Fields of a layer in bytes.
+BYTES = ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes", "exchange_bytes")
 _MOST = {"microbatch": 2**31 - 1, "gpus_per_node": 1024, "gpu_memory_bytes": MOST_BYTES}
 
 
@@ -48,6 +50,9 @@ class LayerProfile:
     activation_bytes: int
     #: Sent to the next stage per micro-batch.
     output_bytes: int
+    #: What a worker that shares the layer with others of its node has, beside its share, while it
+    #: computes the layer (`oobleck.planner.sharing`).
+    exchange_bytes: int = 0
     #: The part of `backward_s` that makes the gradient of the layer's input, where it was measured
     #: apart from that of the weights.
     backward_input_s: Mapping[int, float] = field(default_factory=dict)
@@ -72,7 +77,7 @@ class LayerProfile:
                     f"{seconds} is more than the whole backward ({self.backward_s[gpus]}), of "
                     "which it is a part; correct one of them or leave backward_input_s out",
                 )
-        for name in ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes"):
+        for name in BYTES:
             value = getattr(self, name)
             if value < 0:
                 raise self._wrong(name, f"{value} is negative; give bytes >= 0")
@@ -177,35 +182,3 @@ class Profile:
                     f"layers[{number}].name",
                     f"{layer.name!r} is the name of layers[{before}] too; give each its own",
                 )
-
-
-def check_one_gpu(profile: Profile) -> None:
-    """Raises InvalidProfile where a layer has no time for 1 GPU."""
-    for number, layer in enumerate(profile.layers):
-        if 1 not in layer.forward_s:
-            raise InvalidProfile(
-                "",
-                f'layers[{number}].forward_s["1"]',
-                "is missing; training runs each stage on one GPU, so give every layer its times "
-                "on 1 GPU",
-            )
-
-
-def on_one_gpu(profile: Profile) -> Profile:
-    """`profile` without the times for several GPUs. Raises InvalidProfile where none are left."""
-    check_one_gpu(profile)
-    layers = (
-        replace(
-            layer,
-            forward_s={1: layer.forward_s[1]},
-            backward_s={1: layer.backward_s[1]},
-            backward_input_s=_first(layer.backward_input_s),
-            update_s=_first(layer.update_s),
-        )
-        for layer in profile.layers
-    )
-    return replace(profile, layers=tuple(layers))
-
-
-def _first(times: Mapping[int, float]) -> dict[int, float]:
-    return {1: times[1]} if times else {}

@@ -22,6 +22,7 @@ _SHOWN = 40
 #: A whole number of as many may be beyond every float.
 _MOST_DIGITS = 309
 _OPTIONAL_TIMES = ("backward_input_s", "update_s")
+_OPTIONAL_BYTES = "exchange_bytes"
 
 
 def parse_profile(text: str | bytes) -> Profile:
@@ -52,7 +53,7 @@ def format_profile(profile: Profile, notes: Mapping[str, object] | None = None) 
     """
     tree = msgspec.to_builtins(profile, str_keys=True)
     for layer in tree["layers"]:
-        for name in _OPTIONAL_TIMES:
+        for name in (*_OPTIONAL_TIMES, _OPTIONAL_BYTES):
             if not layer[name]:
                 del layer[name]
     if notes:
@@ -165,6 +166,9 @@ class _Reader:
     def take_optional_times(self, key: str) -> dict[int, float]:
         return self.take_times(key) if key in self._content else {}
 
+    def take_optional_integer(self, key: str) -> int:
+        return self.take_integer(key) if key in self._content else 0
+
     def complain(self, error: InvalidProfile) -> NoReturn:
         self._fail(self._below(error.field_path), error.problem)
 
@@ -175,6 +179,7 @@ def _layer(reader: _Reader) -> LayerProfile:
         fields[name] = reader.take_optional_times(name)
     for name in ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes"):
         fields[name] = reader.take_integer(name)
+    fields[_OPTIONAL_BYTES] = reader.take_optional_integer(_OPTIONAL_BYTES)
     try:
         return LayerProfile(name=reader.take_text("name"), **fields)
     except InvalidProfile as error:

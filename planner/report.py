@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from oobleck.planner.catalogue import Catalogue, Offer
-from oobleck.planner.choose import ScheduleChoice, choose_schedule, keep_schedule
+from oobleck.planner.choose import ScheduleChoice, choose_schedule, keep_schedule, with_residents
 from oobleck.planner.drawing import draw_pipelines, draw_timeline
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.firstplan import make_first_plan
@@ -217,9 +217,8 @@ def _outcome(
     wanted: Schedule | None,
 ) -> Outcome:
     choice = choose_schedule(plan, profile, tied=tied, wanted=wanted)
-    return Outcome(
-        plan=replace(plan, schedule=choice.schedule), idle=_unused(plan, live), choice=choice
-    )
+    settled = with_residents(replace(plan, schedule=choice.schedule), profile)
+    return Outcome(plan=settled, idle=_unused(plan, live), choice=choice)
 
 
 def _unused(plan: Plan, live: Sequence[NodeName]) -> tuple[NodeName, ...]:

@@ -174,7 +174,11 @@ class _Run:
         if cost is None:
             place = self._plan.pipelines[pipeline].stages[stage]
             cost = stage_cost(
-                self._profile, place.first_layer, place.last_layer, len(place.workers)
+                self._profile,
+                place.first_layer,
+                place.last_layer,
+                len(place.workers),
+                resident=place.resident,
             )
             self._costs[pipeline, stage] = cost
         return cost

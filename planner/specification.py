@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.profile import MOST_BYTES, Profile, on_one_gpu
+from oobleck.planner.profile import MOST_BYTES, Profile
 from oobleck.planner.templates import feasible_sizes
 from oobleck.planner.units import are, count, format_bytes
 
@@ -55,16 +55,16 @@ def node_specification(
     return range(smallest, stop)
 
 
-def one_gpu_per_stage(profile: Profile, *, gpus: int, min_nodes: int = 1) -> Profile:
-    """What of `profile` holds for training on nodes of `gpus` GPUs, with one GPU for each stage.
+def on_usable_gpus(profile: Profile, *, gpus: int, min_nodes: int = 1) -> Profile:
+    """`profile` for training on nodes of `gpus` GPUs, or of as many of these as can be used.
 
-    A pipeline has no more GPUs than layers, so a node may have more than it can use: the result's
-    `gpus_per_node` is the most of which some pipeline of `min_nodes` nodes or more fits. Times for
-    other numbers of GPUs are left out. Raises ValueError for a layer without a time for 1 GPU.
+    A stage has no more GPUs than the profile has times for, and a pipeline no more stages than
+    layers, so a node may have more than it can use: the result's `gpus_per_node` is the most of
+    which some pipeline of `min_nodes` nodes or more fits.
     """
-    alone, layers = on_one_gpu(profile), len(profile.layers)
-    most = max(1, min(gpus, layers // min_nodes))
-    found = [replace(alone, gpus_per_node=used) for used in range(most, 0, -1)]
+    layers = len(profile.layers)
+    most = max(1, min(gpus, sum(max(la.forward_s) for la in profile.layers) // min_nodes))
+    found = [replace(profile, gpus_per_node=used) for used in range(most, 0, -1)]
     fitting = (one for one in found if max(feasible_sizes(one, layers), default=0) >= min_nodes)
     return next(fitting, found[0])
 

@@ -46,12 +46,15 @@ class StageTable:
         self.room = np.zeros(shape, dtype=np.int64)
         state = _running([la.state_bytes for la in layers])
         kept = _running([la.activation_bytes for la in layers])
+        exchange = np.array([la.exchange_bytes for la in layers], dtype=np.int64)
         for k, gpus in enumerate(self.choices):
             units = np.array([round(t * self.per_s) if t != np.inf else t for t in seconds[k]])
             memory = min(profile.gpu_memory_bytes * gpus, 2**62)
             for i in range(self.layers):
                 self.time[k, i, i + 1 :] = np.cumsum(units[i:])
                 left = memory - (state[i + 1 :] - state[i])
+                if gpus > 1:
+                    left -= gpus * np.maximum.accumulate(exchange[i:])
                 each = kept[i + 1 :] - kept[i]
                 room = np.where(each > 0, left // np.maximum(each, 1), UNBOUNDED)
                 self.room[k, i, i + 1 :] = np.where(left >= 0, np.minimum(room, UNBOUNDED), 0)

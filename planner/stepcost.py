@@ -11,6 +11,7 @@ from functools import lru_cache
 from oobleck.planner.cost import all_reduce_s
 from oobleck.planner.profile import LayerProfile, Profile
 from oobleck.planner.program import LayerPart, SyncGradient
+from oobleck.planner.sharing import exchange_bytes
 
 #: Share of the backward that makes the input's gradient where the profile does not tell: measured
 #: on transformer blocks, gradients of inputs and of weights take 1.3 to 1.
@@ -38,23 +39,29 @@ class StageCost:
     #: layer's input and its output's gradient, which are 16 hidden widths per token of a
     #: transformer block, as many as the block keeps before.
     activation_bytes: int
+    #: What each worker has beside its share of these while it computes.
+    exchange_bytes: int
 
     def worker_bytes(self, kept: int) -> int:
         """Of each worker, with the activations of `kept` micro-batches; rounded up but once, so
         that what a template's memory allows is allowed here."""
-        return -(-(self.state_bytes + kept * self.activation_bytes) // self.gpus)
+        shared = self.state_bytes + kept * self.activation_bytes
+        return -(-shared // self.gpus) + self.exchange_bytes
 
 
-def stage_cost(profile: Profile, first_layer: int, last_layer: int, gpus: int) -> StageCost:
+def stage_cost(
+    profile: Profile, first_layer: int, last_layer: int, gpus: int, *, resident: bool = False
+) -> StageCost:
     """The cost of layers first_layer .. last_layer on `gpus` GPUs of a node.
 
-    Raises ValueError where the profile has no time of a layer for so many GPUs.
+    `resident`: as a stage's flag of that name (`oobleck.planner.plan.Stage`). Raises ValueError
+    where the profile has no time of a layer for so many GPUs.
     """
-    return _stage_cost(profile.layers[first_layer : last_layer + 1], gpus)
+    return _stage_cost(profile.layers[first_layer : last_layer + 1], gpus, resident)
 
 
 @lru_cache(maxsize=4096)
-def _stage_cost(layers: tuple[LayerProfile, ...], gpus: int) -> StageCost:
+def _stage_cost(layers: tuple[LayerProfile, ...], gpus: int, resident: bool) -> StageCost:
     for layer in layers:
         if gpus not in layer.forward_s:
             raise ValueError(
@@ -74,6 +81,7 @@ def _stage_cost(layers: tuple[LayerProfile, ...], gpus: int) -> StageCost:
         update_s=sum(layer.update_s.get(gpus, 0.0) for layer in layers),
         state_bytes=sum(layer.state_bytes for layer in layers),
         activation_bytes=sum(layer.activation_bytes for layer in layers),
+        exchange_bytes=exchange_bytes(layers, gpus, resident=resident),
     )
 
 

@@ -168,7 +168,13 @@ def _stages(pipeline: Pipeline) -> range:
 
 def _cost(pipeline: Pipeline, stage: int, profile: Profile) -> StageCost:
     place = pipeline.stages[stage]
-    return stage_cost(profile, place.first_layer, place.last_layer, len(place.workers))
+    return stage_cost(
+        profile,
+        place.first_layer,
+        place.last_layer,
+        len(place.workers),
+        resident=place.resident,
+    )
 
 
 # ---- one pipeline

@@ -15,14 +15,16 @@ class WorkerId(_message.Message):
     def __init__(self, node: _Optional[str] = ..., slot: _Optional[int] = ...) -> None: ...
 
 class Stage(_message.Message):
-    __slots__ = ("first_layer", "last_layer", "workers")
+    __slots__ = ("first_layer", "last_layer", "workers", "resident")
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     LAST_LAYER_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_FIELD_NUMBER: _ClassVar[int]
     first_layer: int
     last_layer: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerId]
-    def __init__(self, first_layer: _Optional[int] = ..., last_layer: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerId, _Mapping]]] = ...) -> None: ...
+    resident: bool
+    def __init__(self, first_layer: _Optional[int] = ..., last_layer: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerId, _Mapping]]] = ..., resident: _Optional[bool] = ...) -> None: ...
 
 class Pipeline(_message.Message):
     __slots__ = ("nodes", "stages", "first_microbatch", "microbatches")
@@ -305,12 +307,14 @@ class Assignment(_message.Message):
     def __init__(self, version: _Optional[int] = ..., job_id: _Optional[str] = ..., job: _Optional[str] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ..., boundary: _Optional[bool] = ..., worker_incarnations: _Optional[_Iterable[str]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ...) -> None: ...
 
 class Measure(_message.Message):
-    __slots__ = ("attempt", "meetings")
+    __slots__ = ("attempt", "meetings", "gpus")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     MEETINGS_FIELD_NUMBER: _ClassVar[int]
+    GPUS_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     meetings: _containers.RepeatedCompositeFieldContainer[Meeting]
-    def __init__(self, attempt: _Optional[int] = ..., meetings: _Optional[_Iterable[_Union[Meeting, _Mapping]]] = ...) -> None: ...
+    gpus: int
+    def __init__(self, attempt: _Optional[int] = ..., meetings: _Optional[_Iterable[_Union[Meeting, _Mapping]]] = ..., gpus: _Optional[int] = ...) -> None: ...
 
 class Meeting(_message.Message):
     __slots__ = ("scope", "first", "second", "rendezvous")

@@ -94,6 +94,7 @@ def plan_message(plan: Plan) -> pb.Plan:
                         first_layer=stage.first_layer,
                         last_layer=stage.last_layer,
                         workers=[worker_message(worker) for worker in stage.workers],
+                        resident=stage.resident,
                     )
                     for stage in pipeline.stages
                 ],
@@ -115,6 +116,7 @@ def _read_stage(message: pb.Stage) -> Stage:
         first_layer=message.first_layer,
         last_layer=message.last_layer,
         workers=tuple(read_worker(worker) for worker in message.workers),
+        resident=message.resident,
     )
 
 
@@ -490,6 +492,7 @@ def measure_message(wish: Measure) -> pb.Measure:
             )
             for meeting in wish.meetings
         ],
+        gpus=wish.gpus,
     )
 
 
@@ -505,6 +508,7 @@ def read_measure(message: pb.Measure) -> Measure:
                 )
                 for meeting in message.meetings
             ),
+            gpus=_at_least(message.gpus, 1, "gpus"),
         )
 
 

@@ -6,8 +6,8 @@ that training could notice.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 
 import torch
@@ -45,20 +45,35 @@ class _Seconds:
     update: list[float] = field(default_factory=list)
 
 
-def measure_layers(job: JobSpec, device: torch.device, name: str, check: Check) -> Measurement:
-    """Measure each kind of layer. `name`: of the device. Raises what `check` raises."""
-    last = job.model.layer_count - 1
+def measure_layers(
+    job: JobSpec,
+    device: torch.device,
+    name: str,
+    check: Check,
+    *,
+    sizes: Sequence[int] = (1,),
+) -> Measurement:
+    """Measure each kind of layer. `name`: of the device.
+
+    `sizes`: the numbers of workers that may share a layer, from 1; each divides the micro-batch.
+    Raises what `check` raises.
+    """
+    blocks = list(range(1, 1 + _block_count(job, device)))
+    embedding, block, head = (
+        _measure_shared(job, layers, device, check, sizes)
+        for layers in ([0], blocks, [job.model.layer_count - 1])
+    )
     return Measurement(
-        embedding=_measure(job, [0], device, check),
-        block=_measure(job, list(range(1, 1 + _block_count(job, device))), device, check),
-        head=_measure(job, [last], device, check),
+        embedding=embedding,
+        block=block,
+        head=head,
         device=name,
         torch=str(torch.__version__),
     )
 
 
 def _block_count(job: JobSpec, device: torch.device) -> int:
-    bench = _Bench(job, [1], device)
+    bench = _Bench(job, [1], device, job.training.microbatch)
     state = bench.state.layers[1]
     block_bytes = state.storage.nbytes + state.gradient.nbytes + bench.kept_bytes()
     bench.repeat()
@@ -69,9 +84,36 @@ def _block_count(job: JobSpec, device: torch.device) -> int:
     return max(1, int(most))
 
 
-def _measure(job: JobSpec, layers: list[int], device: torch.device, check: Check) -> LayerProfile:
-    """The median over repeats of the layers, which are of one kind, taken in turn."""
-    bench = _Bench(job, layers, device)
+def _measure_shared(
+    job: JobSpec, layers: list[int], device: torch.device, check: Check, sizes: Sequence[int]
+) -> LayerProfile:
+    """The layers' profile with the times of one worker's rows, for each number of workers."""
+    alone, *shared = (_measure(job, layers, device, check, size) for size in sizes)
+    times = {1: (alone.forward_s[1], alone.backward_s[1], alone.backward_input_s[1])}
+    before = times[1]
+    for size, found in zip(sizes[1:], shared, strict=True):
+        # Each is measured with its own noise; fewer rows take no longer, and a part of the
+        # backward no longer than the whole.
+        forward_s = min(before[0], found.forward_s[1])
+        backward_s = min(before[1], found.backward_s[1])
+        input_s = min(backward_s, found.backward_input_s[1])
+        times[size] = before = (forward_s, backward_s, input_s)
+    return replace(
+        alone,
+        forward_s={size: forward_s for size, (forward_s, _, _) in times.items()},
+        backward_s={size: backward_s for size, (_, backward_s, _) in times.items()},
+        backward_input_s={size: input_s for size, (_, _, input_s) in times.items()},
+        # One number after the other: a part of the state takes its part of the time.
+        update_s={size: alone.update_s[1] / size for size in times},
+    )
+
+
+def _measure(
+    job: JobSpec, layers: list[int], device: torch.device, check: Check, size: int
+) -> LayerProfile:
+    """The median over repeats of the layers, which are of one kind, taken in turn, with the rows
+    that one of `size` workers has of a micro-batch."""
+    bench = _Bench(job, layers, device, job.training.microbatch // size)
     kept_bytes = bench.kept_bytes()
     for _ in range(WARM_UP):
         check()
@@ -103,7 +145,8 @@ def _measure(job: JobSpec, layers: list[int], device: torch.device, check: Check
 class _Bench:
     """Layers of one kind, each a stage of its own, with inputs of the right shape."""
 
-    def __init__(self, job: JobSpec, layers: list[int], device: torch.device) -> None:
+    def __init__(self, job: JobSpec, layers: list[int], device: torch.device, rows: int) -> None:
+        """`rows`: of a micro-batch."""
         self._job = job
         self._device = device
         self._layers = layers
@@ -118,18 +161,18 @@ class _Bench:
             self.state.complete(layer)
         self._runners = [StageRunner(self.state, range(n, n + 1), job, device) for n in layers]
         runner = self._runners[0]
-        model, microbatch = job.model, job.training.microbatch
+        model = job.model
         tokens = torch.randint(
-            model.vocabulary, (microbatch, model.sequence_length), generator=source
+            model.vocabulary, (rows, model.sequence_length), generator=source
         ).to(device)
-        hidden = torch.randn(runner.activation_shape, generator=source).to(
+        hidden = torch.randn(rows, *runner.activation_shape[1:], generator=source).to(
             device, runner.activation_dtype
         )
         self._input = tokens if runner.first else hidden
         self._targets = tokens if runner.last else None
         self._gradient = None if runner.last else hidden
         self.output_bytes = 0 if runner.last else hidden.nbytes
-        self._rows = RowKeys(seed=job.training.seed, step=1, positions=tuple(range(microbatch)))
+        self._rows = RowKeys(seed=job.training.seed, step=1, positions=tuple(range(rows)))
         self._step = 0
 
     def kept_bytes(self) -> int:

@@ -13,6 +13,7 @@ from oobleck.host.messages import LinkMeasured, Measure, Measured, Meeting
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.measurement import LinkMeasurement
+from oobleck.planner.sharing import sharing_sizes
 from oobleck.worker.control import Control
 from oobleck.worker.errors import Superseded, TransportError
 from oobleck.worker.faults import FaultInjector
@@ -69,7 +70,10 @@ class Measuring:
 
     def _measure_layers(self, wish: Measure) -> Measured:
         try:
-            found = measure_layers(self._job, self._device, self._device_kind, self._check)
+            sizes = sharing_sizes(self._job.training.microbatch, 1)
+            found = measure_layers(
+                self._job, self._device, self._device_kind, self._check, sizes=sizes
+            )
         except (RuntimeError, MemoryError) as error:  # of torch; mostly for want of memory
             log.warning("layers were not measured", extra={"reason": str(error)})
             problem = str(error).partition("\n")[0] or type(error).__name__

@@ -174,7 +174,7 @@ def test_slots_idle_where_a_pipeline_is_to_have_more_nodes() -> None:
     assert planning.idle_slots(job.made.plan, 8).startswith("4 of 8 worker slots per node")
 
 
-def test_times_for_several_gpus_are_not_planned_with() -> None:
+def test_stages_have_several_workers_where_that_is_faster() -> None:
     layer = LayerProfile(
         name="",
         forward_s={1: 1.0, 2: 0.1},
@@ -196,7 +196,8 @@ def test_times_for_several_gpus_are_not_planned_with() -> None:
     _, job = trained_job(nodes, hidden=44, profile=profile)
     assert job.made is not None
     for pipeline in job.made.plan.pipelines:
-        assert [len(stage.workers) for stage in pipeline.stages] == [1] * 4
+        assert [len(stage.workers) for stage in pipeline.stages] == [2, 2]
+        assert all(stage.resident for stage in pipeline.stages)
 
 
 def test_a_model_beyond_all_machines_is_a_cause() -> None:
