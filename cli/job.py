@@ -56,14 +56,23 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
             "name it; move the job file and its data",
             options.USAGE,
         ) from error
-    data = dataclasses.replace(
-        job.data,
-        text=tuple(str(base / pattern) for pattern in job.data.text),
-        tokens=None if job.data.tokens is None else str(base / job.data.tokens),
-    )
+    data = _absolute_data(job.data, base)
     output = None if job.output is None else str(base / job.output)
     profile = job.profile if job.profile_path is None else str(base / job.profile_path)
     return dataclasses.replace(job, data=data, output=output, profile=profile)
+
+
+def _absolute_data(data: "DataSpec", base: Path) -> "DataSpec":
+    def absolute(path: str | None) -> str | None:
+        return None if path is None else str(base / os.path.expanduser(path))
+
+    return dataclasses.replace(
+        data,
+        text=tuple(str(base / pattern) for pattern in data.text),
+        tokens=absolute(data.tokens),
+        tokenizer=absolute(data.tokenizer),
+        cache=absolute(data.cache),
+    )
 
 
 def read_profile(job: "JobSpec") -> str:
@@ -82,17 +91,44 @@ def read_profile(job: "JobSpec") -> str:
 
 
 def check_data(job: "JobSpec") -> None:
-    """For a cluster on this machine: whether the data is there, and enough of it."""
-    files = _data_files(job.data)
-    width = 1 if job.data.tokens is None else int(job.data.dtype.removeprefix("uint")) // 8
-    tokens = sum(os.path.getsize(path) for path in files) // width
+    """For a cluster on this machine: whether the data is there, enough of it, and fits the model.
+
+    Text that is still to be tokenised is only looked at as far as that takes no time.
+    """
+    from oobleck.host.tokenfile import DataError
+
+    try:
+        tokens = _count_tokens(job.data, _data_files(job.data), job.model.vocabulary)
+    except DataError as error:
+        raise CommandFailed(f"data: {error}", options.USAGE) from error
     needed = job.model.sequence_length + 1
-    if tokens < needed:
+    if tokens is not None and tokens < needed:
         raise CommandFailed(
             f"data: {job.data.tokens or ', '.join(job.data.text)} holds {tokens} tokens, too few "
             f"for one row of {needed}; give more text or lower model.sequence_length",
             options.USAGE,
         )
+
+
+def _count_tokens(data: "DataSpec", files: set[str], vocabulary: int) -> int | None:
+    """Tokens in `files`; None: they are not known yet. Raises DataError."""
+    from oobleck.host.documents import is_plain
+    from oobleck.host.tokenfile import read_info
+    from oobleck.host.tokenizer import load_tokenizer
+
+    if data.tokens is not None:
+        if (info := read_info(data.tokens)) is not None:
+            info.check_vocabulary(vocabulary, data.tokens)
+            return info.tokens
+        return os.path.getsize(data.tokens) // (int((data.dtype or "uint16")[4:]) // 8)
+    if data.tokenizer is not None or data.separator:
+        tokenizer = load_tokenizer(data.tokenizer)
+        tokenizer.check_vocabulary(vocabulary)
+        tokenizer.separator(data.separator)
+        return None
+    if not all(map(is_plain, files)):
+        return None
+    return sum(os.path.getsize(path) for path in files)
 
 
 def _data_files(data: "DataSpec") -> set[str]:

@@ -20,6 +20,7 @@ COMMANDS = {
     "events": ("oobleck.cli.show:events", "Show what happened to a job."),
     "logs": ("oobleck.cli.show:logs", "Show what a job's workers print."),
     "cancel": ("oobleck.cli.submit:cancel", "End a job."),
+    "data": ("oobleck.cli.data:data", "Make and inspect files of training tokens."),
     "profile": ("oobleck.cli.profile:profile", "Measure a job's model on the real devices."),
     "plan": ("oobleck.cli.plan:plan", "Show the plan that a job would get."),
 }

@@ -64,15 +64,30 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """Where tokens come from: text files read as bytes, or one flat file of token ids."""
+    """Where tokens come from: text files, or one flat file of token ids."""
 
     text: tuple[str, ...] = ()
     tokens: str | None = None
-    dtype: Literal["uint8", "uint16", "uint32"] = "uint16"
+    #: Of `tokens`; None: what stands beside the file says it, or else it is uint16.
+    dtype: Literal["uint8", "uint16", "uint32"] | None = None
+    #: A tokenizer.json for `text`; None: every byte is a token.
+    tokenizer: str | None = None
+    #: What stands after every document of `text`: a token of the tokenizer, or any text for bytes.
+    #: None: the token that usually does, nothing for bytes; empty: nothing.
+    separator: str | None = None
+    #: Where the text stands in files of JSON lines.
+    field: str = "text"
+    #: Directory on every node for texts as tokens; None: one in the home directory.
+    cache: str | None = None
 
     def __post_init__(self) -> None:
         if bool(self.text) == (self.tokens is not None):
             raise ValueError("data: give exactly one of text (paths or globs) and tokens (a file)")
+        for name in ("tokenizer", "separator", "cache"):
+            if self.tokens is not None and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}: goes with text; a tokens file holds tokens already, so leave it out"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

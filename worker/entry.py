@@ -10,6 +10,7 @@ import logging
 import torch
 
 from oobleck.host.messages import Assign, Committed, PhaseReached
+from oobleck.host.tokenfile import DataError
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.job import JobSpec
@@ -17,7 +18,6 @@ from oobleck.planner.plan import Plan
 from oobleck.planner.transfer import Transfer, plan_transfers
 from oobleck.worker.commit import Progress, commit, count_votes, make_record
 from oobleck.worker.control import Control
-from oobleck.worker.data import DataError
 from oobleck.worker.errors import InvariantViolation
 from oobleck.worker.faults import FaultInjector
 from oobleck.worker.rejoin import Agreement, Standing, agree

@@ -19,12 +19,13 @@ from oobleck.host.messages import (
     PhaseReached,
     Ready,
 )
+from oobleck.host.tokenfile import DataError
 from oobleck.planner.compile import compile_programs
 from oobleck.planner.ids import Generation
 from oobleck.worker import stacks
 from oobleck.worker.commit import Progress
 from oobleck.worker.control import Control
-from oobleck.worker.data import DataError, Dataset
+from oobleck.worker.data import Dataset
 from oobleck.worker.entry import Entry
 from oobleck.worker.errors import InvariantViolation, Superseded, TransportError
 from oobleck.worker.executor import Executor, owner_groups

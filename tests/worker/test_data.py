@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oobleck.host.tokenfile import DataError
 from oobleck.planner.job import DataSpec
-from oobleck.worker.data import DataError, Dataset, permute, row_digest, samples_digest
+from oobleck.worker.data import Dataset, permute, row_digest, samples_digest
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -155,13 +156,21 @@ def test_tokens_beyond_the_vocabulary_are_refused_at_once_or_when_read(tmp_path)
     text = refused(DataSpec(text=(f"{tmp_path}/a.txt",)), vocabulary=128)
     assert "token 195" in text
     assert "model.vocabulary (128)" in text
-    tokens = np.zeros(1 << 20, dtype=np.uint16)
-    hidden = 4096 // 2 * 7 + 5  # in a block that the look over a large file leaves out
-    tokens[hidden] = 500
-    tokens.tofile(tmp_path / "large.bin")
-    dataset = Dataset(DataSpec(tokens=f"{tmp_path}/large.bin"), 64, 500)
-    with pytest.raises(DataError, match=r"token 500 at token \d+ is not below"):
-        whole(dataset)
+    np.array([*range(100), 500, 7], dtype=np.uint16).tofile(tmp_path / "small.bin")
+    text = refused(DataSpec(tokens=f"{tmp_path}/small.bin"), vocabulary=500)
+    assert f"token 500 at position 100 of {tmp_path}/small.bin is not below" in text
+    assert refused(DataSpec(tokens=f"{tmp_path}/small.bin"), vocabulary=100)
+    Dataset(DataSpec(tokens=f"{tmp_path}/small.bin"), 8, 501)
+
+
+def test_large_files_are_not_looked_through_at_the_start(tmp_path):
+    with open(tmp_path / "large.bin", "wb") as file:
+        file.truncate((1 << 28) + (1 << 22))
+        file.seek(2 * 64)
+        file.write(bytes([244, 1]))
+    dataset = Dataset(DataSpec(tokens=f"{tmp_path}/large.bin"), 1 << 20, 500)
+    with pytest.raises(DataError, match="token 500 at position 64 of"):
+        dataset.rows(0, 1, range(dataset.windows), dataset.windows)
 
 
 def test_a_file_that_shrinks_is_an_error_and_no_crash(tmp_path):

@@ -1,0 +1,85 @@
+"""`oobleck data`, and what `oobleck submit` says of data that does not fit."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.commands import refused, run
+from support.tokenizers import train_tokenizer
+
+JOB = """\
+name: demo
+model: {{kind: gpt, layers: 2, hidden: 8, heads: 2, sequence_length: 8, vocabulary: {vocabulary}}}
+data: {data}
+training: {{steps: 20, global_batch: 4}}
+"""
+TEXT = "To be, or not to be, that is the question. " * 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text and a tokenizer of 300 tokens."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "a.txt").write_text(TEXT)
+    train_tokenizer(folder / "t.json", [TEXT * 3, "".join(map(chr, range(32, 500)))])
+    return folder
+
+
+def test_prepare_and_inspect(folder):
+    out = folder / "out.bin"
+    made = run(
+        "data", "prepare", f"{folder}/*.txt", "-o", str(out), "--tokenizer", f"{folder}/t.json"
+    )
+    assert (made.returncode, made.stderr) == (0, "")
+    ids = np.fromfile(out, dtype="<u2")
+    assert f"{out}: {len(ids):,} uint16 tokens of 1 document, " in made.stdout
+    shown = run("data", "inspect", str(out))
+    assert f"begins      {' '.join(map(str, ids[:16]))}\n" in shown.stdout
+    assert "tokenizer   t.json (SHA-256 " in shown.stdout
+    info = json.loads(run("data", "inspect", str(out), "--json").stdout)
+    assert (info["tokens"], info["documents"], info["dtype"]) == (len(ids), 1, "uint16")
+    assert info["separator"] == [ids[-1]]
+
+    again = refused(run("data", "prepare", f"{folder}/a.txt", "-o", str(out)), 2)
+    assert "--force replaces it" in again
+    assert np.array_equal(np.fromfile(out, dtype="<u2"), ids)
+    wrong = run(
+        *("data", "prepare", f"{folder}/a.txt", "-o", f"{folder}/x", "--dtype", "uint8"),
+        *("--tokenizer", f"{folder}/t.json"),
+    )
+    assert "leave it out, or choose uint16" in refused(wrong, 2)
+    none = run("data", "prepare", f"{folder}/*.md", "-o", f"{folder}/x")
+    assert f"no file is {folder}/*.md" in refused(none, 2)
+    assert "is not there" in refused(run("data", "inspect", f"{folder}/x"), 3)
+    assert "oobleck data prepare" in refused(run("data", "inspect", f"{folder}/a.txt"), 2)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("a.txt", "out.bin", "out.bin.json", "t.json")
+    ]
+
+
+def submitted(folder: Path, data: str, vocabulary: int) -> str:
+    (folder / "job.yaml").write_text(JOB.format(data=data, vocabulary=vocabulary))
+    return refused(run("submit", str(folder / "job.yaml"), "--master", "127.0.0.1:1"), 2)
+
+
+def test_a_vocabulary_that_is_too_small_is_refused_before_a_master_is_asked(folder, tmp_path):
+    np.arange(9, dtype=np.uint16).tofile(tmp_path / "out.bin")
+    (tmp_path / "t.json").write_bytes((folder / "t.json").read_bytes())
+    (tmp_path / "a.txt").write_text(TEXT)
+    text = submitted(tmp_path, "{text: a.txt, tokenizer: t.json}", 256)
+    assert "data: tokenizer: " in text
+    assert "set model.vocabulary to 3" in text
+    text = submitted(tmp_path, "{text: a.txt, tokenizer: a.txt}", 256)
+    assert f"{tmp_path}/a.txt is no tokenizer file" in text
+    run("data", "prepare", f"{tmp_path}/a.txt", "-o", f"{tmp_path}/bytes.bin")
+    assert "has token 117, which is not below" in submitted(tmp_path, "{tokens: bytes.bin}", 100)
+    with open(tmp_path / "bytes.bin", "ab") as file:
+        file.write(b"more")
+    assert "was cut off or replaced" in submitted(tmp_path, "{tokens: bytes.bin}", 256)
+    (tmp_path / "job.yaml").write_text(
+        JOB.format(data="{tokens: out.bin, tokenizer: t.json}", vocabulary=256)
+    )
+    text = refused(run("submit", str(tmp_path / "job.yaml")), 2)
+    assert "tokenizer: goes with text" in text
