@@ -11,9 +11,7 @@ least of all rounds.
 """
 
 import argparse
-import importlib
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,6 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from bench.engine import engine
 from oobleck.planner.choose import SCHEDULES, choose_schedule
 from oobleck.planner.compile import compile_programs
 from oobleck.planner.estimate import estimate_profile
@@ -164,12 +163,6 @@ def least(same: Sequence[LayerProfile]) -> LayerProfile:
         backward_input_s=of("backward_input_s"),
         update_s=of("update_s"),
     )
-
-
-def engine() -> Any:
-    """The driver of real workers that the tests use; it needs no agents and no master."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    return importlib.import_module("support.director")
 
 
 def measured(rounds: int, steps: int) -> None:

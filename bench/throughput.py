@@ -1,0 +1,206 @@
+"""How fast the engine trains while nothing fails, beside what torch itself offers.
+
+    python -m bench.throughput [--sizes small,medium] [--shapes 2x2,4x1,1x4,2+3] [--json FILE]
+
+Everybody trains the same model on the same global batch in the same micro-batches, with one
+thread per process and the same optimizer, in turns: a few steps each, round after round. Speeds
+are ratios of one round's times, and of them the median (with the range) over the rounds. The
+engine does more than the others in a step: it reads its samples from files, hashes them, takes
+the gradient's norm and ends every step with a vote.
+
+Torch has no pipelines of unequal length. The shape 2+3 is held against what torch can do with as
+many processes or one less.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from bench.baselines import Baseline, TorchContender
+from bench.engine import ENDLESS, EngineContender, engine, plan_of
+from bench.turns import Contender, Turn, saving, speed, take_turns
+from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.plan import Plan
+
+BLOCKS = 8
+LAYERS = BLOCKS + 2
+TEXT = str(Path(__file__).resolve().parents[1] / "LICENSE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    job: JobSpec
+    rounds: int
+    steps: int
+
+
+def job(hidden: int, sequence_length: int, global_batch: int) -> JobSpec:
+    return JobSpec(
+        name="throughput",
+        model=ModelSpec(
+            layers=BLOCKS, hidden=hidden, heads=4, sequence_length=sequence_length, tied=False
+        ),
+        data=DataSpec(text=(TEXT,)),
+        training=TrainingSpec(steps=ENDLESS, global_batch=global_batch, microbatch=2, clip=None),
+    )
+
+
+SIZES = {
+    "small": Size(job=job(128, 128, global_batch=32), rounds=5, steps=4),
+    "medium": Size(job=job(256, 256, global_batch=16), rounds=4, steps=2),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One way to put the model on workers: ours, and what it is compared with."""
+
+    ours: Mapping[str, Plan]
+    theirs: Mapping[str, Baseline]
+
+
+def shapes(job: JobSpec) -> dict[str, Shape]:
+    count = job.training.microbatches
+    halves = [(5, 5)] * 2
+    quarters = (3, 2, 2, 3)
+    eighths = (2, 1, 1, 1, 1, 1, 1, 2)
+
+    def theirs(kind: str, cut: tuple[int, ...], replicas: int, sum_by: str = "ddp") -> Baseline:
+        return Baseline(kind=kind, job=job, cut=cut, replicas=replicas, sum_by=sum_by)  # type: ignore[arg-type]
+
+    one = theirs("one process", (LAYERS,), 1)
+    pairs = theirs("1f1b", (5, 5), 2)
+    pairs_summed = theirs("1f1b", (5, 5), 2, "all-reduce")
+    pairs_zero = theirs("interleaved zero-bubble", quarters, 2, "all-reduce")
+    return {
+        "2x2": Shape(
+            ours={
+                "ours 1f1b": plan_of(halves, [count // 2] * 2),
+                "ours zb-h1": plan_of(halves, [count // 2] * 2, "zb-h1"),
+            },
+            theirs={
+                "one process": one,
+                "torch 1f1b, ddp": pairs,
+                "torch 1f1b, all-reduce": pairs_summed,
+                "torch zero-bubble": pairs_zero,
+            },
+        ),
+        "4x1": Shape(
+            ours={
+                "ours 1f1b": plan_of([quarters], [count]),
+                "ours zb-h1": plan_of([quarters], [count], "zb-h1"),
+            },
+            theirs={
+                "one process": one,
+                "torch 1f1b": theirs("1f1b", quarters, 1),
+                "torch zero-bubble": theirs("interleaved zero-bubble", eighths, 1),
+            },
+        ),
+        "1x4": Shape(
+            ours={"ours": plan_of([(LAYERS,)] * 4, [count // 4] * 4)},
+            theirs={"one process": one, "torch ddp": theirs("data parallel", (LAYERS,), 4)},
+        ),
+        "2+3": Shape(
+            ours={"ours 1f1b": plan_of([(5, 5), (4, 3, 3)], uneven(count))},
+            theirs={"one process": one, "torch 1f1b 2x2, ddp": pairs},
+        ),
+    }
+
+
+def uneven(count: int) -> list[int]:
+    """Micro-batches of a pipeline of two workers and of one of three."""
+    short = round(count * 2 / 5)
+    return [short, count - short]
+
+
+@contextlib.contextmanager
+def contenders(shape: Shape, job: JobSpec) -> Iterator[dict[str, Contender]]:
+    with contextlib.ExitStack() as stack:
+        warm = stack.enter_context(engine().WarmWorkers())
+        entered: dict[str, Contender] = {
+            name: stack.enter_context(EngineContender(warm, job, plan))
+            for name, plan in shape.ours.items()
+        }
+        for name, baseline in shape.theirs.items():
+            entered[name] = stack.enter_context(TorchContender(baseline))
+        yield entered
+
+
+# ---- the report
+
+
+def report(shape: Shape, turns: Mapping[str, list[Turn]]) -> list[dict[str, object]]:
+    """Print the table of one shape; returns its rows as data."""
+    rows: list[dict[str, object]] = []
+    reference = turns["one process"]
+    print(
+        f"  {'':<24}{'step':>10}{'processor':>11}{'to 1 process':>14}"
+        + "".join(f"{name + ' is':>26}" for name in shape.ours)
+    )
+    for name, mine in turns.items():
+        step_s = statistics.median(turn.step_s for turn in mine)
+        processor_s = statistics.median(turn.processor_s for turn in mine)
+        line = f"  {name:<24}{step_s * 1e3:>7.0f} ms{processor_s * 1e3:>8.0f} ms"
+        line += f"{speed(mine, reference).median:>13.2f}x"
+        row: dict[str, object] = {
+            "contender": name,
+            "step_s": step_s,
+            "processor_s": processor_s,
+            "rounds": [asdict(turn) for turn in mine],
+        }
+        for ours in shape.ours:
+            if name not in shape.ours:
+                found, processor = speed(turns[ours], mine), saving(turns[ours], mine)
+                line += f"{found.median:>7.2f}x ({found.low:.2f}-{found.high:.2f}; {processor:.2f})"
+                row[f"speed of {ours}"] = {**asdict(found), "by_processor_time": processor}
+        print(line, flush=True)
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sizes", default=",".join(SIZES))
+    parser.add_argument("--shapes", default="2x2,4x1,1x4,2+3")
+    parser.add_argument("--rounds", type=int, help="instead of what each size has")
+    parser.add_argument("--steps", type=int, help="of a turn, instead of what each size has")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    results = []
+    for size_name in arguments.sizes.split(","):
+        size = SIZES[size_name]
+        model, training = size.job.model, size.job.training
+        print(
+            f"{size_name}: hidden {model.hidden}, {model.layers} blocks, sequences of "
+            f"{model.sequence_length}, global batch {training.global_batch} in micro-batches of "
+            f"{training.microbatch}"
+        )
+        for shape_name in arguments.shapes.split(","):
+            shape = shapes(size.job)[shape_name]
+            with contenders(shape, size.job) as entered:
+                turns = take_turns(
+                    entered,
+                    rounds=arguments.rounds or size.rounds,
+                    steps=arguments.steps or size.steps,
+                )
+            print(f" {shape_name}")
+            rows = report(shape, turns)
+            results.append({"size": size_name, "shape": shape_name, "contenders": rows})
+    print("x (range; by processor time): how many times as fast as the line's, median over rounds")
+    if arguments.json:
+        machine = {"cores": os.cpu_count(), "torch": torch.__version__, "python": sys.version}
+        arguments.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What a contender is, and how contenders are compared: in turns, again and again.
+
+Times drift with the load of the machine, so only times of the same round are compared, and the
+figure that counts is the median of their ratios over the rounds.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What one contender showed in one round."""
+
+    #: Seconds from the end of a step to that of the next, on average.
+    step_s: float
+    #: Processor seconds of all its processes per step: hardly touched by other load.
+    processor_s: float
+
+
+class Contender(Protocol):
+    def run(self, steps: int) -> Turn:
+        """Train that many steps, after one that does not count."""
+
+
+def take_turns(
+    contenders: Mapping[str, Contender], *, rounds: int, steps: int
+) -> dict[str, list[Turn]]:
+    """The turns of each contender, by round; each round begins with another one."""
+    turns: dict[str, list[Turn]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for number in range(rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            turns[name].append(contenders[name].run(steps))
+    return turns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """How many times as fast one contender is as another: over all rounds."""
+
+    median: float
+    low: float
+    high: float
+
+
+def speed(ours: Sequence[Turn], theirs: Sequence[Turn]) -> Ratio:
+    ratios = [b.step_s / a.step_s for a, b in zip(ours, theirs, strict=True)]
+    return Ratio(median=statistics.median(ratios), low=min(ratios), high=max(ratios))
+
+
+def saving(ours: Sequence[Turn], theirs: Sequence[Turn]) -> float:
+    """As `speed`, of processor time; its median."""
+    return statistics.median(
+        b.processor_s / a.processor_s for a, b in zip(ours, theirs, strict=True)
+    )
