@@ -224,6 +224,8 @@ def check_measured(profile: Profile, job: JobSpec, *, gpus_per_node: int) -> Non
             f"gpus_per_node: {profile.gpus_per_node}, and the nodes have {gpus_per_node}"
         )
     for number, (layer, wanted) in enumerate(zip(profile.layers, _expected(job), strict=True)):
+        if 1 not in layer.forward_s:
+            raise ValueError(f'layers[{number}].forward_s["1"]: is missing, and it is measured')
         if layer.name != wanted.name:
             raise ValueError(
                 f"layers[{number}].name: {layer.name!r}, and the model has {wanted.name!r} there"
