@@ -7,7 +7,7 @@ the result.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from oobleck.planner.gradients import gradient_buckets, syncs_by_worker
@@ -35,9 +35,11 @@ from oobleck.planner.program import (
 from oobleck.planner.schedule import compute_order
 
 
-def compile_programs(plan: Plan, *, tied: bool) -> Mapping[WorkerId, Program]:
+def compile_programs(
+    plan: Plan, *, tied: bool, layer_bytes: Sequence[int] | None = None
+) -> Mapping[WorkerId, Program]:
     """The program of every worker of `plan`, in rank order; `tied`: the head shares layer 0's
-    token embedding."""
+    token embedding; `layer_bytes`: of each layer's gradient, to have sums of large ones split."""
     bodies: dict[WorkerId, list[Instruction]] = {}
     for number, pipeline in enumerate(plan.pipelines):
         for position, stage in enumerate(pipeline.stages):
@@ -46,7 +48,7 @@ def compile_programs(plan: Plan, *, tied: bool) -> Mapping[WorkerId, Program]:
                 if worker in bodies:
                     raise ValueError(f"worker {worker} stands in more than one stage")
                 bodies[worker] = list(add_communication(compute, pipeline, member))
-    syncs = syncs_by_worker(gradient_buckets(plan, tied=tied), plan)
+    syncs = syncs_by_worker(gradient_buckets(plan, tied=tied, layer_bytes=layer_bytes), plan)
     return {worker: add_sync(worker, bodies[worker], syncs[worker]) for worker in sorted(bodies)}
 
 
@@ -135,7 +137,8 @@ def _peers(
 def add_sync(
     worker: WorkerId, body: Iterable[Instruction], syncs: Iterable[SyncGradient]
 ) -> Program:
-    """The sums start after the stage's last weight gradient; all its layers are ready then."""
+    """The sums stand after the stage's last weight gradient, when all its layers are ready; the
+    executor starts each as soon as its own layers are."""
     syncs = tuple(syncs)
     norm: list[LayerPart] = []
     for sync in syncs:

@@ -1,5 +1,7 @@
 """Which gradients are summed over whom: buckets, from where the pipelines of a plan hold layers.
 
+A sum over few workers costs milliseconds however small it is, and one can start only when all of it
+is there; so layers with the same owners go into one bucket up to a size, and then into the next.
 Owns the cut of layers into pieces where stages of different numbers of workers hold them. Must not
 know the order of compute or times.
 """
@@ -23,8 +25,18 @@ class Bucket:
     parts: tuple[LayerPart, ...]
 
 
-def gradient_buckets(plan: Plan, *, tied: bool) -> tuple[Bucket, ...]:
-    """One bucket for each distinct set of owners, highest layers first; the index is the number.
+#: A bucket is full with this (as in Li et al., PyTorch Distributed, §4.2).
+BUCKET_BYTES = 25 << 20
+
+
+def gradient_buckets(
+    plan: Plan, *, tied: bool, layer_bytes: Sequence[int] | None = None
+) -> tuple[Bucket, ...]:
+    """The buckets, highest layers first; the index is the number.
+
+    One for each distinct set of owners or, where `layer_bytes` tells the size of each layer's
+    gradient, as many as fill up. Those of one set come in the order in which a backward completes
+    their layers, the tied part last: owners that hold both of its ends have it with layer 0.
 
     A part is in a bucket exactly when its owners are the bucket's, so every owner holds every
     `own` part of it. The tied part is one part with two places: its owners are the holders of
@@ -43,12 +55,38 @@ def gradient_buckets(plan: Plan, *, tied: bool) -> tuple[Bucket, ...]:
             by_owners[owners].extend(
                 LayerPart(layer=layer, part="tied", share=share) for layer in ends
             )
-    # No two owner sets share an own part's layer, except where it is cut into pieces; only those
+    buckets = [
+        Bucket(owners=owners, parts=tuple(parts))
+        for owners, held in by_owners.items()
+        for parts in (_filled(held, layer_bytes) if layer_bytes is not None else [held])
+    ]
+    # No two buckets share an own part's layer, except where it is cut into pieces; only those
     # and the tied bucket can need the tie-break.
-    order = sorted(
-        by_owners, key=lambda owners: (-max(part.layer for part in by_owners[owners]), owners)
-    )
-    return tuple(Bucket(owners=owners, parts=tuple(by_owners[owners])) for owners in order)
+    return tuple(sorted(buckets, key=lambda bucket: (-_highest(bucket), bucket.owners)))
+
+
+def _highest(bucket: Bucket) -> int:
+    """The highest layer of its own parts; of its tied ones, where there are no others."""
+    own = [part.layer for part in bucket.parts if part.part == "own"]
+    return max(own or [part.layer for part in bucket.parts])
+
+
+def _filled(parts: Sequence[LayerPart], layer_bytes: Sequence[int]) -> Iterator[list[LayerPart]]:
+    """`parts` of the same owners, whole layers from the highest down, cut where a bucket is full;
+    the tied ones stay with the lowest."""
+    bucket: list[LayerPart] = []
+    held = 0
+    for part in sorted(parts, key=lambda part: (part.part == "tied", -part.layer)):
+        if held >= BUCKET_BYTES and part.part == "own" and part.layer != bucket[-1].layer:
+            yield sorted(bucket, key=_place)
+            bucket, held = [], 0
+        bucket.append(part)
+        held += part.share.of_bytes(layer_bytes[part.layer])
+    yield sorted(bucket, key=_place)
+
+
+def _place(part: LayerPart) -> tuple[str, int, Share]:
+    return part.part, part.layer, part.share
 
 
 def syncs_by_worker(buckets: Sequence[Bucket], plan: Plan) -> Mapping[WorkerId, list[SyncGradient]]:

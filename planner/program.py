@@ -5,10 +5,10 @@ to know about *who* and *when*; shapes and tensors are the worker's. Each instru
 pipeline, stage and micro-batch it acts on and, where it talks, the peer worker, so that a worker
 may also execute micro-batches of another pipeline's stage whose layers it holds.
 
-Sends are asynchronous (the executor starts them and goes on); receives, `SyncGradient`'s end and
-`Vote` wait. Sends directly followed by receives, with no compute between them, are one *exchange*:
-on a transport whose sends block until they are received (NCCL), they are posted together as one
-group. Micro-batches are numbered over the global batch.
+Sends are asynchronous (the executor starts them and goes on); receives, which the executor posts
+ahead, `SyncGradient`'s end and `Vote` wait. Sends directly followed by receives, with no compute
+between them, are one *exchange*: on a transport whose sends block until they are received (NCCL),
+they are posted together as one group. Micro-batches are numbered over the global batch.
 """
 
 from dataclasses import dataclass
@@ -118,7 +118,8 @@ class LayerPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncGradient:
-    """Start summing the gradients of `parts` over `owners`; waited for by `Vote`.
+    """By here, the gradients of `parts` are being summed over `owners`; waited for by `Vote`. A sum
+    starts as soon as its own layers have their last micro-batch, while others are computed.
 
     Every owner has this instruction with the same `owners` and `bucket`, in the same order among
     those of the same owners. `parts` are those parts of the bucket that this worker holds: the

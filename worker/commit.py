@@ -6,7 +6,7 @@ which commits what others have voted on. Must not know peers or programs.
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -29,6 +29,9 @@ class Progress:
     #: Step that has been begun, and when (monotonic seconds).
     begun: int = 0
     begun_at: float = 0.0
+    #: What this worker has of that step: losses by micro-batch, digests of token rows by position.
+    losses: dict[int, float] = field(default_factory=dict)
+    row_digests: dict[int, bytes] = field(default_factory=dict)
     #: Step whose reduced gradients are complete in `reduced_layers`; 0: none.
     reduced: int = 0
     reduced_generation: Generation = _NO_GENERATION
@@ -37,6 +40,12 @@ class Progress:
     voted: int = 0
     voted_generation: Generation = _NO_GENERATION
     ballot: torch.Tensor | None = None
+
+    def begin(self, step: int) -> None:
+        self.begun, self.begun_at = step, time.monotonic()
+        self.reduced = 0
+        self.losses.clear()
+        self.row_digests.clear()
 
 
 def count_votes(job: JobSpec, vector: torch.Tensor, *, workers: int) -> vote.Result:

@@ -21,7 +21,7 @@ from oobleck.worker.control import Control
 from oobleck.worker.errors import InvariantViolation
 from oobleck.worker.faults import FaultInjector
 from oobleck.worker.rejoin import Agreement, Standing, agree
-from oobleck.worker.state import ModelState, layout
+from oobleck.worker.state import ModelState, layer_sizes
 from oobleck.worker.transport import Transport
 from oobleck.worker.vote import ballot_length
 
@@ -53,8 +53,7 @@ class Entry:
         self._fingerprint = fingerprint
         self._control = control
         self._faults = faults
-        count = job.model.layer_count
-        self._layer_sizes = [layout(job.model, layer).size for layer in range(count)]
+        self._layer_sizes = layer_sizes(job.model)
 
     def run(self, assign: Assign, transport: Transport) -> None:
         """Agree where training stands, roll forward or back to it, and fetch missing layers.

@@ -1,12 +1,11 @@
 """The interpreter: runs one worker's program, one training step at a time.
 
-Owns what is in flight inside a step (received tensors, sends, gradient sums, the loss) and the
+Owns what is between the instructions of a step (tokens, outputs, gradients on their way) and the
 order of effects around the commit. Decides nothing: who does what when is in the program, what
-a layer computes is in the stage, how tensors travel is in the transport.
+a layer computes is in the stage, how tensors travel is in the mailbox and the gradient sums.
 """
 
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -37,10 +36,12 @@ from oobleck.worker.commit import Progress, commit, count_votes, make_record
 from oobleck.worker.control import Control
 from oobleck.worker.data import Dataset, row_digest
 from oobleck.worker.faults import FaultInjector
+from oobleck.worker.gradientsums import GradientSums
+from oobleck.worker.mailbox import Mailbox
 from oobleck.worker.random import RowKeys
 from oobleck.worker.stage import StageRunner
 from oobleck.worker.state import ModelState
-from oobleck.worker.transport import Group, Pending, Transport
+from oobleck.worker.transport import Group, Transport
 
 
 def owner_groups(programs: Iterable[Program], plan: Plan) -> list[Group]:
@@ -72,25 +73,6 @@ def check_stages(plan: Plan) -> None:
                 )
 
 
-class _GradientSum:
-    """One bucket on its way: tied parts are added up first and handed back to each layer after."""
-
-    def __init__(
-        self, sync: SyncGradient, group: Group, state: ModelState, transport: Transport
-    ) -> None:
-        tied = [state.gradient_part(part) for part in sync.parts if part.part == "tied"]
-        own = [state.gradient_part(part) for part in sync.parts if part.part == "own"]
-        for other in tied[1:]:
-            tied[0].add_(other)
-        self._tied = tied
-        self._pending = transport.all_reduce([*tied[:1], *own], group)
-
-    def finish(self) -> None:
-        self._pending.wait()
-        for other in self._tied[1:]:
-            other.copy_(self._tied[0])
-
-
 class Executor:
     """Runs the steps of one generation on one worker."""
 
@@ -100,7 +82,7 @@ class Executor:
         job: JobSpec,
         plan: Plan,
         worker: WorkerId,
-        program: Program,
+        programs: Mapping[WorkerId, Program],
         transport: Transport,
         state: ModelState,
         dataset: Dataset,
@@ -109,23 +91,32 @@ class Executor:
         faults: FaultInjector,
         device: torch.device,
     ) -> None:
+        """`programs`: of all workers of `plan`."""
         self._job = job
         self._plan = plan
-        self._program = program
-        #: Micro-batches whose backward comes in two parts.
-        self._split = {step.microbatch for step in program if isinstance(step, BackwardWeight)}
+        self._program = programs[worker]
         self._transport = transport
         self._state = state
         self._dataset = dataset
         self._progress = progress
         self._control = control
         self._faults = faults
-        self._rank = {member: index for index, member in enumerate(plan.workers)}
         self._layers = plan.holdings()[worker]
         self._stage_count = [len(pipeline.stages) for pipeline in plan.pipelines]
-        self._stage = StageRunner(state, self._layers, job, device)
-        self._last_layer = plan.layer_count - 1
-        self._begin(0)
+        #: Micro-batches whose backward comes in two parts.
+        self._split = {s.microbatch for s in self._program if isinstance(s, BackwardWeight)}
+        rank = {member: index for index, member in enumerate(plan.workers)}
+        self._sums = GradientSums(self._program, rank, state, transport)
+        self._stage = StageRunner(state, self._layers, job, device, self._sums.added)
+        self._mailbox = Mailbox(
+            worker,
+            programs,
+            transport,
+            rank=rank,
+            stages=max(self._stage_count),
+            shape=self._stage.activation_shape,
+            dtype=self._stage.activation_dtype,
+        )
 
     def run_step(self, step: int) -> tuple[StepRecord, Generation | None]:
         """Train step `step` to its commit.
@@ -144,25 +135,25 @@ class Executor:
         record = make_record(self._job, self._plan.generation, self._progress, self._result)
         return record, self._result.switch_to
 
+    def settle(self) -> None:
+        """Leave a step in the middle: what was left for later is added to the layers' gradients,
+        and nothing is kept of micro-batches that were on their way."""
+        self._stage.settle()
+
     def _begin(self, step: int) -> None:
-        progress = self._progress
-        if step:
-            progress.begun, progress.begun_at = step, time.monotonic()
-            progress.reduced = 0
-            self._state.zero_gradients()
+        self._progress.begin(step)
+        self._state.zero_gradients()
         self._step = step
-        self._stage.reset()
         self._tokens: dict[int, torch.Tensor] = {}
         self._targets: dict[int, torch.Tensor] = {}
         self._inputs: dict[int, torch.Tensor] = {}
         self._outputs: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
         self._input_gradients: dict[int, torch.Tensor] = {}
-        self._row_digests: dict[int, bytes] = {}
-        self._sends: list[Pending] = []
-        self._sums: list[_GradientSum] = []
-        self._loss_sum = 0.0
         self._result: vote.Result | None = None
+        backwards = sum(isinstance(s, Backward | BackwardInput) for s in self._program)
+        self._sums.begin(dict.fromkeys(self._layers, backwards))
+        self._mailbox.begin()
 
     def _probe(self, when: str, instruction: Instruction) -> None:
         microbatch = instruction.microbatch if isinstance(instruction, Action) else None
@@ -178,13 +169,13 @@ class Executor:
             case LoadTokens():
                 self._load(instruction)
             case ReceiveActivation(microbatch=m):
-                self._inputs[m] = self._receive(instruction, instruction.peer, backward=False)
+                self._inputs[m] = self._mailbox.receive(instruction)
             case Forward():
                 self._forward(instruction)
             case SendActivation(microbatch=m):
-                self._send(self._outputs.pop(m), instruction, instruction.peer, backward=False)
+                self._mailbox.send(instruction, self._outputs.pop(m))
             case ReceiveGradient(microbatch=m):
-                self._gradients[m] = self._receive(instruction, instruction.peer, backward=True)
+                self._gradients[m] = self._mailbox.receive(instruction)
             case Backward(microbatch=m):
                 self._keep(m, self._stage.backward(m, self._gradients.pop(m, None)))
             case BackwardInput(microbatch=m):
@@ -192,11 +183,9 @@ class Executor:
             case BackwardWeight(microbatch=m):
                 self._stage.backward_weight(m)
             case SendGradient(microbatch=m):
-                gradient = self._input_gradients.pop(m)
-                self._send(gradient, instruction, instruction.peer, backward=True)
-            case SyncGradient(owners=owners):
-                group = tuple(sorted(self._rank[owner] for owner in owners))
-                self._sums.append(_GradientSum(instruction, group, self._state, self._transport))
+                self._mailbox.send(instruction, self._input_gradients.pop(m).contiguous())
+            case SyncGradient():
+                self._sums.check_started(instruction)
             case Vote():
                 self._vote(instruction.norm_parts)
             case OptimizerStep():
@@ -218,7 +207,7 @@ class Executor:
         tokens = torch.from_numpy(rows)
         if instruction.stage == 0:
             self._tokens[instruction.microbatch] = tokens[:, :-1]
-            self._row_digests.update(
+            self._progress.row_digests.update(
                 (position, row_digest(row)) for position, row in zip(positions, rows, strict=True)
             )
         if self._is_last(instruction):
@@ -237,34 +226,13 @@ class Executor:
             m, source.pop(m), keys, self._targets.pop(m, None), split=m in self._split
         )
         if self._is_last(instruction):
-            self._loss_sum += output.item()
+            self._progress.losses[m] = output.item()
         else:
             self._outputs[m] = output
 
-    def _tag(self, action: Action, sender_stage: int, *, backward: bool) -> int:
-        # Unique among the messages of a step between two workers; steps cannot overlap, since
-        # every worker passes the vote only after its receives.
-        stages = self._stage_count[action.pipeline]
-        return (action.microbatch * stages + sender_stage) * 2 + int(backward)
-
-    def _send(
-        self, tensor: torch.Tensor, action: Action, peer: WorkerId, *, backward: bool
-    ) -> None:
-        tag = self._tag(action, action.stage, backward=backward)
-        sent = tensor.detach().contiguous()
-        self._sends.append(self._transport.send(sent, self._rank[peer], tag))
-
-    def _receive(self, action: Action, peer: WorkerId, *, backward: bool) -> torch.Tensor:
-        tag = self._tag(action, action.stage + (1 if backward else -1), backward=backward)
-        tensor = torch.empty(self._stage.activation_shape, dtype=self._stage.activation_dtype)
-        self._transport.receive(tensor, self._rank[peer], tag).wait()
-        return tensor
-
     def _vote(self, norm_parts: tuple[LayerPart, ...]) -> None:
-        for send in self._sends:
-            send.wait()
-        for gradient_sum in self._sums:
-            gradient_sum.finish()
+        self._mailbox.finish()
+        self._sums.wait()
         progress, generation = self._progress, self._plan.generation
         progress.reduced, progress.reduced_generation = self._step, generation
         progress.reduced_layers = self._layers
@@ -273,12 +241,12 @@ class Executor:
         training = self._job.training
         vector = vote.ballot(
             global_batch=training.global_batch,
-            loss_sum=self._loss_sum,
+            loss_sum=sum(progress.losses.values(), 0.0),
             squared_norm=self._state.squared_norm(norm_parts),
             pending=self._control.pending_boundary(generation),
-            row_digests=self._row_digests,
+            row_digests=progress.row_digests,
         )
-        outcome = self._transport.all_reduce([vector], tuple(range(self._transport.size)))
+        outcome = self._transport.all_reduce(vector, tuple(range(self._transport.size)))
         self._faults.reached("voting", generation=generation, step=self._step)
         outcome.wait()
         progress.voted, progress.voted_generation = self._step, generation

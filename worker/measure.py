@@ -193,7 +193,7 @@ class _Bench:
             runner.forward(0, self._input, self._rows, self._targets)
         kept[self._input.untyped_storage().data_ptr()] = self._input
         kept.pop(self.state.storage(layer).untyped_storage().data_ptr(), None)
-        runner.reset()
+        runner.settle()
         return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
     def repeat(self) -> None:

@@ -34,7 +34,7 @@ from oobleck.worker.measuring import Measuring
 from oobleck.worker.membership import Membership
 from oobleck.worker.output import OutputError, check_writable, write_layers, write_manifest
 from oobleck.worker.rendezvous import StoreServer
-from oobleck.worker.state import ModelState
+from oobleck.worker.state import ModelState, layer_sizes, state_dtype
 from oobleck.worker.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -69,6 +69,8 @@ class Session:
             faults=self._faults,
         )
         self._store = StoreServer(launch.address)
+        #: Of the generation that this worker is in.
+        self._executor: Executor | None = None
 
     def run(self, pid: int) -> None:
         """Report ready and follow the assignments; only a Stop or a dead agent ends it."""
@@ -112,9 +114,11 @@ class Session:
                 membership.leave(orderly=True)
         else:
             membership.leave(orderly=True)
+            self._executor = None
             return following
-        if self._progress.reduced != self._progress.begun:
-            self._state.renew_gradients()
+        if self._executor is not None:
+            self._executor.settle()
+            self._executor = None
         return self._control.wait_next(generation)
 
     def _lost(self, generation: Generation, detail: str) -> None:
@@ -126,7 +130,9 @@ class Session:
 
     def _join(self, assign: Assign) -> Membership:
         plan = assign.plan
-        self._programs = compile_programs(plan, tied=self._job.model.tied)
+        width = state_dtype(self._job.training.precision).itemsize
+        layer_bytes = [size * width for size in layer_sizes(self._job.model)]
+        self._programs = compile_programs(plan, tied=self._job.model.tied, layer_bytes=layer_bytes)
         self._faults.reached(
             "before:rendezvous", generation=plan.generation, step=self._progress.begun
         )
@@ -145,11 +151,11 @@ class Session:
         after the last step, if one comes: a loss at the very end, or a node that joined too late.
         """
         transport = membership.transport
-        executor = Executor(
+        executor = self._executor = Executor(
             job=self._job,
             plan=assign.plan,
             worker=self._worker,
-            program=self._programs[self._worker],
+            programs=self._programs,
             transport=transport,
             state=self._state,
             dataset=self._dataset,

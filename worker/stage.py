@@ -1,12 +1,15 @@
 """Running a stage: forward and backward of contiguous layers, micro-batch by micro-batch.
 
-Owns what a micro-batch keeps between its forward and its backward. Knows nothing of peers, orders
-or steps: the executor says which micro-batch and hands tensors in and out. Any order of forwards
-and backwards is right, as long as a micro-batch's forward comes first and, where its backward is
-split, the input's gradient before the weights'.
+Every layer is a piece of its own for autograd, so that its gradient is complete, and what it kept
+is free, as soon as its own backward is over. Owns what a micro-batch keeps between its forward and
+its backward, and notes in the state which micro-batches a layer's gradient has. Knows nothing of
+peers, orders or steps: the executor says which micro-batch and hands tensors in and out. Any order
+of forwards and backwards is right, as long as a micro-batch's forward comes first and, where its
+backward is split, the input's gradient before the weights'.
 """
 
-from collections.abc import Hashable
+from collections import deque
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,30 +22,60 @@ from oobleck.worker.random import RowKeys
 from oobleck.worker.state import ModelState, state_dtype
 
 
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A micro-batch between forward and backward."""
+class _Every:
+    """All layers."""
 
-    #: None on the first stage: tokens have no gradient.
+    def __contains__(self, layer: object) -> bool:
+        return True
+
+
+EVERY_LAYER: Container[int] = _Every()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Segment:
+    """One layer of a micro-batch between forward and backward."""
+
+    layer: int
+    #: What the gradient is wanted of: the layer's input; None where nobody wants it.
     leaf: Tensor | None
     output: Tensor
+    #: Whether the layer's gradient is to get the micro-batch's.
+    adds: bool
     #: Where its backward is split, what collects the weight gradients that are left for later.
     deferred: DeferredGradients | None
+
+    def backward(self, gradient: Tensor | None) -> Tensor | None:
+        """From the gradient of the output to that of the input, adding the weights' or not."""
+        if self.adds:
+            torch.autograd.backward(self.output, gradient)
+            return None if self.leaf is None else self.leaf.grad
+        if self.leaf is None:
+            return None
+        return torch.autograd.grad(self.output, self.leaf, gradient)[0]
 
 
 class StageRunner:
     """One stage of one pipeline on this worker."""
 
     def __init__(
-        self, state: ModelState, layers: range, job: JobSpec, device: torch.device
+        self,
+        state: ModelState,
+        layers: range,
+        job: JobSpec,
+        device: torch.device,
+        on_added: Callable[[int], None] = lambda layer: None,
     ) -> None:
+        """`on_added` is told each time that a layer's gradient has got a micro-batch, wholly."""
         self._state = state
         self._layers = layers
         self._job = job
         self._device = device
-        self._in_flight: dict[Hashable, _InFlight] = {}
-        #: Micro-batches between the two parts of their backward.
-        self._deferred: dict[Hashable, DeferredGradients] = {}
+        self._on_added = on_added
+        #: By micro-batch, lowest layer first.
+        self._in_flight: dict[int, list[_Segment]] = {}
+        #: Micro-batches between the two parts of their backward: layers, highest first.
+        self._deferred: dict[int, deque[tuple[int, DeferredGradients]]] = {}
 
     @property
     def first(self) -> bool:
@@ -66,64 +99,104 @@ class StageRunner:
 
     def forward(
         self,
-        microbatch: Hashable,
+        microbatch: int,
         x: Tensor,
         rows: RowKeys,
         targets: Tensor | None = None,
         *,
         split: bool = False,
+        adding: Container[int] = EVERY_LAYER,
+        lowest: int = 0,
     ) -> Tensor:
         """The stage's output for `x`; on the last stage, which needs `targets`, the mean loss.
 
         `x` is int64 tokens (b, T) on the first stage and the previous stage's output elsewhere.
         The result is cut off from autograd: it may be sent as it is. `split`: its backward will
-        come as `backward_input` and `backward_weight`, and not as `backward`.
+        come as `backward_input` and `backward_weight`, and not as `backward`. `adding`: the layers
+        whose gradients are to get the micro-batch's; `lowest`: the lowest of those in the whole
+        model, below which there is no backward.
         """
         if self.last and targets is None:
             raise ValueError("the last stage needs targets")
-        leaf = None if self.first else x.detach().requires_grad_()
-        hidden = x if leaf is None else leaf
-        deferred = DeferredGradients() if split else None
+        segments: list[_Segment] = []
         autocast = torch.autocast(
             self._device.type,
             dtype=torch.bfloat16,
             enabled=self._job.training.precision == "bf16",
         )
-        with autocast, deferring(deferred):
+        with autocast:
             for layer in self._layers:
-                hidden = self._state.module(layer)(hidden, rows)
-            output = hidden if targets is None else loss(hidden, targets)
-        output = output.to(self.activation_dtype)
-        self._in_flight[microbatch] = _InFlight(leaf, output, deferred)
-        return output.detach()
+                final = layer == self._layers[-1]
+                wanted = layer >= lowest
+                adds = wanted and layer in adding
+                deferred = DeferredGradients() if split and adds else None
+                leaf = x.detach().requires_grad_() if layer > lowest else None
+                with torch.set_grad_enabled(wanted), deferring(deferred):
+                    x = self._state.module(layer)(x if leaf is None else leaf, rows)
+                    if final:
+                        x = (x if targets is None else loss(x, targets)).to(self.activation_dtype)
+                if wanted:
+                    segments.append(
+                        _Segment(layer=layer, leaf=leaf, output=x, adds=adds, deferred=deferred)
+                    )
+        if segments:
+            self._in_flight[microbatch] = segments
+        return x.detach()
 
-    def backward(self, microbatch: Hashable, gradient: Tensor | None = None) -> Tensor | None:
+    def backward(self, microbatch: int, gradient: Tensor | None = None) -> Tensor | None:
         """Add the micro-batch's gradients to the layers' and return that of the stage's input.
 
-        `gradient` is that of the output, None on the last stage: the loss itself. The first
-        stage returns None.
+        `gradient` is that of the output, None on the last stage: the loss itself. None is returned
+        where nobody wants it, as on the first stage.
         """
-        kept = self._in_flight.pop(microbatch)
-        assert kept.deferred is None, "its forward was told that the backward would be split"
-        torch.autograd.backward(kept.output, gradient)
-        return None if kept.leaf is None else kept.leaf.grad
+        segments = self._in_flight.pop(microbatch)
+        assert all(s.deferred is None for s in segments), (
+            "its forward was told that the backward would be split"
+        )
+        while segments:
+            segment = segments.pop()
+            gradient = segment.backward(gradient)
+            if segment.adds:
+                self._state.note_added(segment.layer, microbatch)
+                self._on_added(segment.layer)
+        return gradient
 
-    def backward_input(self, microbatch: Hashable, gradient: Tensor | None = None) -> Tensor | None:
+    def backward_input(self, microbatch: int, gradient: Tensor | None = None) -> Tensor | None:
         """As `backward`, but most of the weights' gradients are left to `backward_weight`.
 
         Until then the inputs of the linear layers and the gradients of their outputs are kept.
         """
-        kept = self._in_flight.pop(microbatch)
-        assert kept.deferred is not None, "its forward was not told that the backward is split"
-        torch.autograd.backward(kept.output, gradient)
-        self._deferred[microbatch] = kept.deferred
-        return None if kept.leaf is None else kept.leaf.grad
+        segments = self._in_flight.pop(microbatch)
+        assert all(s.deferred is not None for s in segments if s.adds), (
+            "its forward was not told that the backward is split"
+        )
+        self._deferred[microbatch] = deque()
+        while segments:
+            segment = segments.pop()
+            gradient = segment.backward(gradient)
+            if segment.deferred is not None:
+                self._deferred[microbatch].append((segment.layer, segment.deferred))
+        return gradient
 
-    def backward_weight(self, microbatch: Hashable) -> None:
+    def backward_weight(self, microbatch: int) -> None:
         """Add what `backward_input` left out, and keep nothing of the micro-batch any more."""
-        self._deferred.pop(microbatch).add()
+        for layer in self._add_deferred(microbatch):
+            self._on_added(layer)
 
-    def reset(self) -> None:
-        """Drop everything in flight."""
+    def settle(self) -> None:
+        """Drop what is in flight, and add what was left for later: no layer's gradient has a part
+        of a micro-batch then. Nobody is told."""
         self._in_flight.clear()
-        self._deferred.clear()
+        for microbatch in list(self._deferred):
+            for _ in self._add_deferred(microbatch):
+                pass
+
+    def _add_deferred(self, microbatch: int) -> Iterator[int]:
+        """Yields each layer once its gradient has the micro-batch; may be left after any."""
+        due = self._deferred[microbatch]
+        while due:
+            layer, deferred = due.popleft()
+            deferred.add()
+            self._state.note_added(layer, microbatch)
+            yield layer
+        del self._deferred[microbatch]

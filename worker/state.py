@@ -1,9 +1,11 @@
 """Model state: the layers that this worker holds, with weights, moments, gradients and version.
 
-Each layer's state is one flat tensor, so that it travels as one message, and its gradient is
-another, so that a sum over workers is one operation. The modules' parameters and their gradients
-are views into these. Owns the flat layout and the versions; knows nothing of stages, peers and
-plans: which layers to hold, and what version they must reach, is said from outside.
+Each layer's state is one flat tensor, so that it travels as one message, and its gradient, this
+worker's own sum over micro-batches, is another. The modules' parameters and their gradients are
+views into these. What an update applies are the reduced gradients, summed over all workers: tensors
+that are given from outside, or the own sums themselves where nobody else holds the layer. Owns the
+flat layout and the versions; knows nothing of stages, peers and plans: which layers to hold, and
+what version they must reach, is said from outside.
 
 The flat order is: the part tied to another layer, then what weight decay acts on (all matrices and
 embeddings; norms are not decayed), then the rest. So each of these is one slice, and so is `own`,
@@ -11,9 +13,10 @@ everything but the tied part.
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +83,11 @@ def layout(spec: ModelSpec, layer: int) -> Layout:
     )
 
 
+def layer_sizes(spec: ModelSpec) -> list[int]:
+    """Number of parameters of each layer."""
+    return [layout(spec, layer).size for layer in range(spec.layer_count)]
+
+
 @dataclass(slots=True, kw_only=True)
 class LayerState:
     """One layer on this worker."""
@@ -90,8 +98,13 @@ class LayerState:
     #: (1 + moments, n): weights, then the optimizer's moments: AdamW's exp_avg and exp_avg_sq,
     #: SGD's momentum_buffer, if it has momentum.
     storage: Tensor
-    #: (n): what backward adds to; scaled in place by the update.
+    #: (n): what backward adds to.
     gradient: Tensor
+    #: The micro-batches of the step that are wholly in `gradient`.
+    added: set[int] = field(default_factory=set)
+    #: What the update applies, by part; scaled in place by it. A part that is missing here is that
+    #: of `gradient`.
+    reduced: dict[Literal["own", "tied"], Tensor] = field(default_factory=dict)
     #: Steps applied.
     version: int
     #: False while `storage` is still being received.
@@ -118,11 +131,6 @@ def _place(
         gradient=gradient,
         version=version,
     )
-
-
-def _parameters(state: LayerState) -> Iterator[tuple[Entry, nn.Parameter]]:
-    named = dict(state.module.named_parameters())
-    return ((entry, named[entry.name]) for entry in state.layout.entries)
 
 
 class ModelState:
@@ -183,41 +191,60 @@ class ModelState:
         """Layer to version, of every layer whose state is whole."""
         return {layer: state.version for layer, state in sorted(self.layers.items()) if state.whole}
 
-    def zero_gradients(self) -> None:
-        """Begin a step: backward adds to what is there."""
-        for state in self.layers.values():
-            state.gradient.zero_()
+    def zero_gradients(self, *, keeping: Container[int] = ()) -> None:
+        """Begin a step: backward adds to what is there. The layers `keeping` keep what they have
+        of an earlier attempt at the step."""
+        for layer, state in self.layers.items():
+            state.reduced.clear()
+            if layer not in keeping:
+                state.gradient.zero_()
+                state.added.clear()
 
-    def renew_gradients(self) -> None:
-        """Take other memory for gradients: a sum that was given up may still write to this."""
-        for state in self.layers.values():
-            state.gradient = torch.zeros_like(state.gradient)
-            for entry, parameter in _parameters(state):
-                parameter.grad = state.gradient[entry.offset : entry.end].view(entry.shape)
+    def note_added(self, layer: int, microbatch: int) -> None:
+        """The gradient of `layer` has `microbatch` now, wholly."""
+        self.layers[layer].added.add(microbatch)
 
     def gradient_part(self, part: LayerPart) -> Tensor:
-        """The slice of a layer's gradient that is summed over one set of workers: a view."""
+        """The slice of a layer's own gradient that is summed over one set of workers: a view."""
         state = self.layers[part.layer]
         cut = state.layout.tied
         return state.gradient[:cut] if part.part == "tied" else state.gradient[cut:]
 
+    def reduced_part(self, part: LayerPart) -> Tensor:
+        """What the update will apply of it."""
+        reduced = self.layers[part.layer].reduced.get(part.part)
+        return self.gradient_part(part) if reduced is None else reduced
+
+    def set_reduced(self, part: LayerPart, reduced: Tensor) -> None:
+        """Have the update apply `reduced`, flat, instead of the own sum of `part`."""
+        self.layers[part.layer].reduced[part.part] = reduced
+
+    def _reduced_parts(self, state: LayerState) -> tuple[Tensor, Tensor]:
+        """The tied part, which may be empty, and the own one."""
+        tied, own = (
+            self.reduced_part(LayerPart(layer=state.layer, part=part)) for part in ("tied", "own")
+        )
+        return tied, own
+
     def squared_norm(self, parts: Iterable[LayerPart]) -> float:
-        """Sum of the squares of the gradients of `parts`, in float64."""
+        """Sum of the squares of the reduced gradients of `parts`, in float64."""
         norms = [
-            torch.linalg.vector_norm(self.gradient_part(part), dtype=torch.float64)
-            for part in parts
+            torch.linalg.vector_norm(self.reduced_part(part), dtype=torch.float64) for part in parts
         ]
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
     def apply(self, step: int, *, scale: float) -> None:
-        """Take every held layer from version `step` - 1 to `step` with its gradient times `scale`.
+        """Take every held layer from version `step` - 1 to `step` with its reduced gradient times
+        `scale`.
 
         A layer that is at `step` already stays as it is, so that rolling forward may be repeated;
         so does one that is still being received.
         """
         due = self._due(step)
-        for state in due:
-            state.gradient.mul_(scale)
+        # Two places of the tied weight on one worker have one reduced gradient.
+        reduced = {part.data_ptr(): part for state in due for part in self._reduced_parts(state)}
+        for part in reduced.values():
+            part.mul_(scale)
         update(self._slices(due), self._job.training, step)
         for state in due:
             state.version = step
@@ -239,14 +266,14 @@ class ModelState:
         """
         for state in due:
             flat = state.layout
-            for start, end, decayed in (
-                (0, flat.tied, True),
-                (flat.tied, flat.decayed, True),
-                (flat.decayed, flat.size, False),
+            tied, own = self._reduced_parts(state)
+            cut = flat.decayed - flat.tied
+            for start, end, gradient, decayed in (
+                (0, flat.tied, tied, True),
+                (flat.tied, flat.decayed, own[:cut], True),
+                (flat.decayed, flat.size, own[cut:], False),
             ):
                 if start < end:
                     yield Slice(
-                        storage=state.storage[:, start:end],
-                        gradient=state.gradient[start:end],
-                        decayed=decayed,
+                        storage=state.storage[:, start:end], gradient=gradient, decayed=decayed
                     )

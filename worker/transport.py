@@ -19,7 +19,7 @@ from typing import Protocol, cast
 import torch
 from torch._C._distributed_c10d import (
     AllgatherOptions,
-    AllreduceCoalescedOptions,
+    AllreduceOptions,
     BroadcastOptions,
     ProcessGroupGloo,
     Store,
@@ -47,9 +47,7 @@ class _GlooGroup(Protocol):
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work: ...
 
-    def allreduce_coalesced(
-        self, tensors: list[torch.Tensor], options: AllreduceCoalescedOptions
-    ) -> Work: ...
+    def allreduce(self, tensors: list[torch.Tensor], options: AllreduceOptions) -> Work: ...
 
     def allgather(
         self,
@@ -78,8 +76,8 @@ class Transport(Protocol):
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending: ...
 
-    def all_reduce(self, tensors: list[torch.Tensor], group: Group) -> Pending:
-        """Sum each of `tensors` (one dtype) over the group, in place."""
+    def all_reduce(self, tensor: torch.Tensor, group: Group) -> Pending:
+        """Sum `tensor`, which is contiguous, over the group, in place."""
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Everyone's `tensor` (same shape), by rank."""
@@ -185,14 +183,14 @@ class GlooTransport:
             work = self._backends[self._everyone].recv([tensor], peer, tag)
         return self._pending(work, [tensor])
 
-    def all_reduce(self, tensors: list[torch.Tensor], group: Group) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, group: Group) -> Pending:
         if len(group) == 1:
             return _Done()
-        options = AllreduceCoalescedOptions()
+        options = AllreduceOptions()
         options.timeout = OPERATION_TIMEOUT
         with peers_may_fail():
-            work = self._backends[group].allreduce_coalesced(tensors, options)
-        return self._pending(work, tensors)
+            work = self._backends[group].allreduce([tensor], options)
+        return self._pending(work, [tensor])
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         if self.size == 1:

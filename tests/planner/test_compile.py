@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from oobleck.planner.compile import compile_programs
-from oobleck.planner.gradients import gradient_buckets
+from oobleck.planner.gradients import BUCKET_BYTES, gradient_buckets
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.program import (
     Backward,
@@ -201,3 +201,34 @@ def test_every_piece_of_every_layer_is_summed_over_one_worker_of_each_pipeline(t
                         share = covered.pop((layer, part, owner))
                         assert share == Fraction(1, len(stage.workers))
         assert not covered
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_full_buckets_are_in_the_order_of_the_backward_and_hold_the_same_parts(seed: int) -> None:
+    draw = random.Random(seed)
+    layers = draw.randint(3, 12)
+    plan = plan_of_cuts(*((random_cut(draw, layers), 1) for _ in range(draw.randint(1, 4))))
+    tied = draw.random() < 0.5
+    layer_bytes = [draw.choice([1, BUCKET_BYTES // 3, 2 * BUCKET_BYTES]) for _ in range(layers)]
+    whole = {b.owners: set(b.parts) for b in gradient_buckets(plan, tied=tied)}
+    cut: dict[tuple[WorkerId, ...], list[tuple[LayerPart, ...]]] = {}
+    for bucket in gradient_buckets(plan, tied=tied, layer_bytes=layer_bytes):
+        cut.setdefault(bucket.owners, []).append(bucket.parts)
+    assert {owners: {p for b in buckets for p in b} for owners, buckets in cut.items()} == whole
+    for buckets in cut.values():
+        own = [[p.layer for p in parts if p.part == "own"] for parts in buckets]
+        for above, below in pairwise(own):
+            assert min(above) > max(below)
+        for parts in buckets[:-1]:
+            assert not any(p.part == "tied" for p in parts)
+            sizes = [p.share.of_bytes(layer_bytes[p.layer]) for p in reversed(parts)]
+            assert (
+                sum(sizes)
+                >= BUCKET_BYTES
+                > sum(sizes[: -sum(p.layer == parts[0].layer for p in parts)])
+            )
+
+
+def random_cut(draw: random.Random, layers: int) -> list[int]:
+    ends = sorted(draw.sample(range(1, layers), draw.randint(0, min(3, layers - 1))))
+    return [stop - start for start, stop in pairwise([0, *ends, layers])]

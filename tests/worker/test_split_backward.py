@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from oobleck.planner.job import JobSpec
+from oobleck.worker.models import loss
 from oobleck.worker.random import RowKeys
 from oobleck.worker.stage import StageRunner
 from oobleck.worker.state import ModelState
@@ -137,13 +138,23 @@ def test_what_is_kept_for_the_weights_is_freed_with_them(make_job):
     assert held_bytes() == before
 
 
-def test_reset_drops_what_is_left_for_later(make_job):
-    bench = Bench(make_job(), range(1, 4))
-    bench.forward(0, split=True)
-    bench.stage.backward_input(0, bench.gradient(0))
-    bench.stage.reset()
+def test_settling_leaves_every_micro_batch_wholly_in_a_gradient_or_not_at_all(make_job):
+    layers = range(1, 4)
+    bench, plain = Bench(make_job(), layers), Bench(make_job(), layers)
+    for m in (0, 1, 2):
+        bench.forward(m, split=True)
+    for m in (0, 1):
+        bench.stage.backward_input(m, bench.gradient(m))
+        plain.forward(m, split=False)
+        plain.stage.backward(m, plain.gradient(m))
+    bench.stage.settle()
+    assert {tuple(bench.state.layers[layer].added) for layer in layers} == {(0, 1)}
+    expected, made = plain.gradients(), bench.gradients()
+    assert all(torch.equal(expected[name], made[name]) for name in expected)
     with pytest.raises(KeyError):
         bench.stage.backward_weight(0)
+    with pytest.raises(KeyError):
+        bench.stage.backward_input(2)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -153,3 +164,29 @@ def test_the_backward_must_be_the_kind_that_the_forward_was_told(make_job, split
     other = bench.stage.backward if split else bench.stage.backward_input
     with pytest.raises(AssertionError, match="its forward was"):
         other(0, bench.gradient(0))
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("layers", [range(3), range(1, 4), range(2, 5), range(5)])
+def test_layer_by_layer_makes_what_one_backward_of_the_whole_stage_makes(
+    make_job, layers, precision
+):
+    job = make_job(precision=precision, dropout=0.1)
+    bench, whole = Bench(job, layers), Bench(job, layers)
+    for m in MICROBATCHES:
+        bench.forward(m, split=False)
+        made = bench.stage.backward(m, bench.gradient(m))
+
+        x = whole.tokens[m] if whole.stage.first else whole.hidden[m].clone().requires_grad_()
+        hidden = x
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+            for layer in layers:
+                rows = RowKeys(seed=0, step=1, positions=(2 * m, 2 * m + 1))
+                hidden = whole.state.module(layer)(hidden, rows)
+            if whole.stage.last:
+                hidden = loss(hidden, whole.tokens[m].flip(1))
+        torch.autograd.backward(hidden, whole.gradient(m))
+        assert made is None or torch.equal(made, x.grad)
+    expected = whole.gradients()
+    assert all(torch.equal(expected[name], value) for name, value in bench.gradients().items())
+    assert all(bench.state.layers[layer].added == set(MICROBATCHES) for layer in layers)

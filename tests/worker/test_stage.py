@@ -221,14 +221,14 @@ def test_receive_buffers_fit_what_stages_exchange(make_job):
             assert not sent.requires_grad
 
 
-def test_reset_drops_what_is_in_flight(make_job):
+def test_settling_drops_what_is_in_flight(make_job):
     job = make_job()
     pipeline = Pipeline(job, ())
     stage = StageRunner(pipeline.states[0], range(5), job, CPU)
     keys = RowKeys(seed=0, step=1, positions=(0, 1))
     tokens = torch.from_numpy(pipeline.data.rows(0, 1, (0, 1), 6))
     stage.forward(3, tokens[:, :-1], keys, tokens[:, 1:])
-    stage.reset()
+    stage.settle()
     with pytest.raises(KeyError):
         stage.backward(3)
 

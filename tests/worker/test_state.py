@@ -251,14 +251,3 @@ def test_transfers_that_broke_off_are_forgotten(make_job):
     state.allocate(2, version=1)
     state.drop_partial()
     assert list(state.layers) == [1]
-
-
-def test_a_late_write_to_old_gradients_does_not_reach_the_new_ones(make_job):
-    state = ModelState(make_job(), CPU)
-    state.initialise(1)
-    old = state.layers[1].gradient
-    state.renew_gradients()
-    old.fill_(float("nan"))
-    assert not state.layers[1].gradient.any()
-    state.layers[1].gradient.fill_(1.0)
-    assert all((p.grad == 1.0).all() for p in state.module(1).parameters())
