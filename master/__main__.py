@@ -22,7 +22,7 @@ import grpc
 from oobleck.host import log
 from oobleck.host.process import die_with_parent
 from oobleck.master.config import MasterConfig, Timing
-from oobleck.master.guard import MalformedGuard
+from oobleck.master.guard import CallGuard
 from oobleck.master.journal import Journal, JournalUnusable
 from oobleck.master.loop import Master
 from oobleck.master.service import OperatorService
@@ -31,6 +31,8 @@ from oobleck.master.storage import StorageFailed
 from oobleck.proto import control_pb2_grpc as rpc
 
 _DEFAULTS = Timing()
+#: Longest wait for the ends of calls that are answered already.
+_ENDING_S = 2.0
 _SERVER_OPTIONS = (
     # A port in use is an error, not something to share.
     ("grpc.so_reuseport", 0),
@@ -96,7 +98,7 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     """Serve until a signal ends it. Raises Unusable, StorageFailed."""
     _check_address(config.listen)
     master = Master(config, journal)
-    server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=(MalformedGuard(),))
+    server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=(CallGuard(),))
     # The generated functions have no types.
     rpc.add_ControlServicer_to_server(ControlService(master), server)  # type: ignore[no-untyped-call]
     rpc.add_OperatorServicer_to_server(OperatorService(master), server)  # type: ignore[no-untyped-call]
@@ -122,8 +124,17 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
         logging.getLogger("grpc").setLevel(logging.CRITICAL)
         master.close()
         await server.stop(grace=0.1)
+        await _all_ended()
     with contextlib.suppress(asyncio.CancelledError):
         await running
+
+
+async def _all_ended() -> None:
+    """Calls outlive the server that answers them by some turns of the event loop; one that is
+    cancelled in these ends in a traceback."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    if others:
+        await asyncio.wait(others, timeout=_ENDING_S)
 
 
 def _fail(text: str, code: int = 2) -> NoReturn:

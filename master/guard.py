@@ -1,10 +1,14 @@
-"""Answers bytes that are no message of ours with INVALID_ARGUMENT instead of gRPC's traceback."""
+"""Answers what no method answers itself, instead of gRPC's traceback: bytes that are no message of
+ours with INVALID_ARGUMENT, and what is asked of a master that ends with UNAVAILABLE.
+"""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
+
+from oobleck.master.inbox import MasterEnded
 
 #: A grpc.RpcMethodHandler; its stubs lack most of it.
 Handler = Any
@@ -14,7 +18,7 @@ class _Malformed:
     """Stands for a request that could not be read."""
 
 
-class MalformedGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # not at run time
+class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # not at run time
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
@@ -46,11 +50,18 @@ async def _refuse(context: Any) -> None:
     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
+async def _ended(context: Any) -> None:
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "the master has ended")
+
+
 def _unary(behave: Any) -> Any:
     async def guarded(request: Any, context: Any) -> Any:
         if isinstance(request, _Malformed):
             await _refuse(context)
-        return await behave(request, context)
+        try:
+            return await behave(request, context)
+        except MasterEnded:
+            await _ended(context)
 
     return guarded
 
@@ -73,6 +84,9 @@ def _stream_stream(behave: Any) -> Any:
                     raise ValueError("the message is not of this service")
                 yield request
 
-        await behave(readable(), context)
+        try:
+            await behave(readable(), context)
+        except MasterEnded:
+            await _ended(context)
 
     return guarded

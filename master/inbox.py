@@ -16,6 +16,10 @@ Handler = Callable[[float], None]
 _MOST_PER_TURN = 1000
 
 
+class MasterEnded(Exception):
+    """The master ended before what was asked of it was on disk; ask the next one."""
+
+
 class Inbox:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -30,6 +34,7 @@ class Inbox:
         self._arrived.set()
 
     async def ask(self, answer: Callable[[float], T]) -> T:
+        """Raises MasterEnded."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def settle(value: T) -> None:
@@ -51,7 +56,7 @@ class Inbox:
         """Whoever still waits for an answer gets none."""
         for future in self._open:
             if not future.done():
-                future.set_exception(ConnectionError("the master has ended"))
+                future.set_exception(MasterEnded)
 
     # ---- the owner's side
 

@@ -98,8 +98,9 @@ def test_a_disk_that_takes_no_more_ends_it_in_one_line(tmp_path: Path) -> None:
         "name: j\nmodel: {kind: gpt, layers: 4, hidden: 8, heads: 2, sequence_length: 4}\n"
         "data: {text: [/nowhere]}\ntraining: {steps: 1, global_batch: 2, microbatch: 1}\n"
     )
-    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError):
+    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as lost:
         rpc.OperatorStub(channel).Submit(pb.SubmitRequest(request_id="r", job=job), timeout=15)
+    assert lost.value.code() is grpc.StatusCode.UNAVAILABLE  # a command asks once more
     _, errors = process.communicate(timeout=15)
     assert process.returncode == 1
     lines = [line for line in errors.splitlines() if " INFO " not in line]
