@@ -9,10 +9,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from oobleck.planner.job import TrainingSpec
-from oobleck.planner.optimization import ScheduleSpec
+from oobleck.planner.optimization import OptimizerSpec, ScheduleSpec
 
 
 def learning_rate(schedule: ScheduleSpec, step: int, steps: int, base: float) -> float:
@@ -54,52 +56,62 @@ class Slice:
 def update(slices: Iterable[Slice], training: TrainingSpec, step: int) -> None:
     """Take step `step` (from 1) of the job's optimizer on all slices.
 
-    The optimizer object is made anew each time, over views; that costs microseconds, and nothing
-    but storage and step number need travel with a layer. A momentum of zeros before the first
-    step gives what torch's SGD does there, where it takes the gradient as the momentum.
+    By torch.optim's functions and not its classes: nothing but storage and step number need travel
+    with a layer, and the first object of such a class loads the compiler (torch._dynamo), a second
+    and 100 MB of every process. A momentum of zeros before the first step gives what torch's SGD
+    does there, where it takes the gradient as the momentum.
     """
     spec = training.optimizer
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    moments: dict[Tensor, dict[str, Tensor]] = {}
-    for piece in slices:
-        parameter = nn.Parameter(piece.storage[0])
-        parameter.grad = piece.gradient
-        groups[piece.decayed].append(parameter)
-        if spec.name == "adamw":
-            moments[parameter] = {
-                "step": torch.tensor(step - 1.0, device=piece.storage.device),
-                "exp_avg": piece.storage[1],
-                "exp_avg_sq": piece.storage[2],
-            }
-        elif spec.moments:
-            moments[parameter] = {"momentum_buffer": piece.storage[1]}
-    decayed: list[dict[str, object]] = [
-        {"params": parameters, "weight_decay": spec.weight_decay if decays else 0.0}
-        for decays, parameters in groups.items()
-        if parameters
-    ]
-    if not decayed:
-        return
-    optimizer = _optimizer(decayed, training, step)
-    optimizer.state.update(moments)
-    optimizer.step()
-
-
-def _optimizer(
-    groups: list[dict[str, object]], training: TrainingSpec, step: int
-) -> torch.optim.Optimizer:
-    """Fused: one kernel reads and writes everything once. CPU and CUDA have it for both."""
-    spec = training.optimizer
     rate = learning_rate(training.schedule, step, training.steps, spec.lr)
-    if spec.name == "adamw":
-        assert spec.beta1 is not None
-        assert spec.beta2 is not None
-        assert spec.eps is not None
-        return torch.optim.AdamW(
-            groups, lr=rate, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True
-        )
+    groups: dict[bool, list[Slice]] = {True: [], False: []}
+    for piece in slices:
+        groups[piece.decayed].append(piece)
+    take = _adamw if spec.name == "adamw" else _sgd
+    with torch.no_grad():
+        for decayed, group in groups.items():
+            if group:
+                take(group, spec, step, rate, decayed)
+
+
+# Fused: one kernel reads and writes everything once. CPU and CUDA have it for both.
+
+
+def _adamw(group: list[Slice], spec: OptimizerSpec, step: int, rate: float, decayed: bool) -> None:
+    assert spec.beta1 is not None
+    assert spec.beta2 is not None
+    assert spec.eps is not None
+    assert spec.weight_decay is not None
+    adamw(
+        [piece.storage[0] for piece in group],
+        [piece.gradient for piece in group],
+        [piece.storage[1] for piece in group],
+        [piece.storage[2] for piece in group],
+        [],
+        [torch.tensor(step - 1.0, device=piece.storage.device) for piece in group],
+        fused=True,
+        amsgrad=False,
+        beta1=spec.beta1,
+        beta2=spec.beta2,
+        lr=rate,
+        weight_decay=spec.weight_decay if decayed else 0.0,
+        eps=spec.eps,
+        maximize=False,
+    )
+
+
+def _sgd(group: list[Slice], spec: OptimizerSpec, step: int, rate: float, decayed: bool) -> None:
     assert spec.momentum is not None
     assert spec.nesterov is not None
-    return torch.optim.SGD(
-        groups, lr=rate, momentum=spec.momentum, nesterov=spec.nesterov, fused=True
+    assert spec.weight_decay is not None
+    sgd(
+        [piece.storage[0] for piece in group],
+        [piece.gradient for piece in group],
+        [piece.storage[1] if spec.moments else None for piece in group],
+        fused=True,
+        weight_decay=spec.weight_decay if decayed else 0.0,
+        momentum=spec.momentum,
+        lr=rate,
+        dampening=0.0,
+        nesterov=spec.nesterov,
+        maximize=False,
     )

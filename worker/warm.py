@@ -17,8 +17,6 @@ import socket
 import sys
 from typing import NoReturn
 
-import torch
-
 from oobleck.host import log as host_log
 from oobleck.host.channel import Channel
 from oobleck.host.messages import (
@@ -39,10 +37,8 @@ log = logging.getLogger(__name__)
 
 
 def warm_up() -> None:
-    """Pay for everything that the first training step would pay for, as far as a fork keeps it."""
-    # The first optimizer imports the compiler stack: a second of every worker's start otherwise.
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.0)
-    # What is loaded stays: keep the collector from touching, and so copying, its pages.
+    """Everything that a training step loads is imported by now: keep the collector from touching,
+    and so copying, its pages."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""The warm process when the kernel has no process to give."""
+"""The warm process: what it has loaded, and when the kernel has no process to give."""
 
 import os
 import socket
@@ -22,6 +22,40 @@ os.fork = fork
 from oobleck.worker import warm
 warm.main()
 """
+
+#: A step of a job like those of the other tests here, as a worker would take it.
+STEP = """
+import sys
+from oobleck.worker import warm
+loaded = set(sys.modules)
+import torch
+from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.optimization import OptimizerSpec
+from oobleck.worker.models import build_layer, initialise_parameters
+from oobleck.worker.optimizer import Slice, update
+from oobleck.worker.random import RowKeys
+spec = ModelSpec(layers=1, hidden=8, heads=2, sequence_length=4, dropout=0.1)
+x = torch.zeros((2, 4), dtype=torch.long)
+keys = RowKeys(seed=0, step=1, positions=(0, 1))
+for index in range(spec.layer_count):
+    layer = build_layer(spec, index)
+    initialise_parameters(layer, spec, 0)
+    x = layer(x, keys)
+x.mean().backward()
+for optimizer in (OptimizerSpec(), OptimizerSpec(name="sgd", momentum=0.9)):
+    training = TrainingSpec(steps=1, global_batch=2, optimizer=optimizer)
+    storage = torch.rand(1 + optimizer.moments, 9)
+    update([Slice(storage=storage, gradient=torch.ones(9), decayed=True)], training, 1)
+print(*sorted(set(sys.modules) - loaded))
+"""
+
+
+def test_a_step_of_training_loads_nothing_more() -> None:
+    # Each worker would load it anew: torch._dynamo alone takes a second.
+    done = subprocess.run(
+        [sys.executable, "-c", STEP], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.split() == []
 
 
 def test_a_fork_that_fails_is_told_and_the_next_one_works() -> None:
