@@ -34,10 +34,10 @@ from oobleck.planner.program import (
 from oobleck.worker import vote
 from oobleck.worker.commit import Progress, commit, count_votes, make_record
 from oobleck.worker.control import Control
-from oobleck.worker.data import Dataset, row_digest
 from oobleck.worker.faults import FaultInjector
 from oobleck.worker.gradientsums import GradientSums
 from oobleck.worker.mailbox import Mailbox
+from oobleck.worker.prefetch import Prefetcher
 from oobleck.worker.random import RowKeys
 from oobleck.worker.stage import StageRunner
 from oobleck.worker.state import ModelState
@@ -85,7 +85,7 @@ class Executor:
         programs: Mapping[WorkerId, Program],
         transport: Transport,
         state: ModelState,
-        dataset: Dataset,
+        prefetcher: Prefetcher,
         progress: Progress,
         control: Control,
         faults: FaultInjector,
@@ -97,12 +97,14 @@ class Executor:
         self._program = programs[worker]
         self._transport = transport
         self._state = state
-        self._dataset = dataset
+        self._prefetcher = prefetcher
         self._progress = progress
         self._control = control
         self._faults = faults
         self._layers = plan.holdings()[worker]
         self._stage_count = [len(pipeline.stages) for pipeline in plan.pipelines]
+        #: Micro-batches whose tokens it needs, in this order.
+        self._loads = [s.microbatch for s in self._program if isinstance(s, LoadTokens)]
         #: Micro-batches whose backward comes in two parts.
         self._split = {s.microbatch for s in self._program if isinstance(s, BackwardWeight)}
         rank = {member: index for index, member in enumerate(plan.workers)}
@@ -142,6 +144,7 @@ class Executor:
 
     def _begin(self, step: int) -> None:
         self._progress.begin(step)
+        self._prefetcher.begin(step, self._loads)
         self._state.zero_gradients()
         self._step = step
         self._tokens: dict[int, torch.Tensor] = {}
@@ -201,15 +204,11 @@ class Executor:
         return range(microbatch * size, (microbatch + 1) * size)
 
     def _load(self, instruction: LoadTokens) -> None:
-        training = self._job.training
-        positions = self._positions(instruction.microbatch)
-        rows = self._dataset.rows(training.seed, self._step, positions, training.global_batch)
-        tokens = torch.from_numpy(rows)
+        loaded = self._prefetcher.take(self._step, instruction.microbatch)
+        tokens = torch.from_numpy(loaded.rows)
         if instruction.stage == 0:
             self._tokens[instruction.microbatch] = tokens[:, :-1]
-            self._progress.row_digests.update(
-                (position, row_digest(row)) for position, row in zip(positions, rows, strict=True)
-            )
+            self._progress.row_digests.update(zip(loaded.positions, loaded.digests, strict=True))
         if self._is_last(instruction):
             self._targets[instruction.microbatch] = tokens[:, 1:]
 

@@ -33,6 +33,7 @@ from oobleck.worker.faults import FaultInjector
 from oobleck.worker.measuring import Measuring
 from oobleck.worker.membership import Membership
 from oobleck.worker.output import OutputError, check_writable, write_layers, write_manifest
+from oobleck.worker.prefetch import Prefetcher
 from oobleck.worker.rendezvous import StoreServer
 from oobleck.worker.state import ModelState, layer_sizes, state_dtype
 from oobleck.worker.transport import Transport
@@ -57,6 +58,7 @@ class Session:
         if launch.job.output is not None:
             check_writable(launch.job.output)
         self._dataset = Dataset(launch.job.data, model.sequence_length, model.vocabulary)
+        self._prefetcher = Prefetcher(self._dataset, launch.job.training)
         self._state = ModelState(launch.job, self._device)
         self._progress = Progress()
         self._entry = Entry(
@@ -158,7 +160,7 @@ class Session:
             programs=self._programs,
             transport=transport,
             state=self._state,
-            dataset=self._dataset,
+            prefetcher=self._prefetcher,
             progress=self._progress,
             control=self._control,
             faults=self._faults,

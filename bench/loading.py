@@ -1,0 +1,92 @@
+"""How long a step waits for its token rows, read when they are needed or a step ahead.
+
+    python -m bench.loading [--steps N]
+
+A worker's share of a step (64 rows of 2049 tokens out of a file of 256 MiB, whose pages are dropped
+from the kernel's cache before each step) beside computing of about 100 ms per step, in turns.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from oobleck.planner.job import DataSpec, TrainingSpec
+from oobleck.worker.data import Dataset, row_digest
+from oobleck.worker.prefetch import Prefetcher
+
+LENGTH, ROWS, MICROBATCH = 2048, 64, 4
+FILE_BYTES = 1 << 28
+
+
+def compute(seconds: float) -> None:
+    """Busy as a training step is: in torch, without the interpreter's lock."""
+    a = torch.randn(256, 256)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        a = (a @ a).clamp_(-1, 1)
+
+
+def drop_pages(path: str) -> None:
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def wait_per_step(path: str, steps: int, take: Callable[[int, int], object]) -> list[float]:
+    """Milliseconds that each step waits for rows, between computing."""
+    waits = []
+    for step in range(1, steps + 1):
+        drop_pages(path)
+        waited = 0.0
+        for microbatch in range(ROWS // MICROBATCH):
+            began = time.perf_counter()
+            take(step, microbatch)
+            waited += time.perf_counter() - began
+            compute(0.1 * MICROBATCH / ROWS)
+        waits.append(1e3 * waited)
+    return waits
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=30)
+    steps = parser.parse_args().steps
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "tokens.bin")
+        rng = np.random.default_rng(0)
+        with open(path, "wb") as file:
+            for _ in range(FILE_BYTES >> 24):
+                file.write(rng.integers(0, 50_000, 1 << 23, dtype=np.uint16).tobytes())
+            os.fsync(file.fileno())
+        dataset = Dataset(DataSpec(tokens=path), LENGTH, 1 << 16)
+        training = TrainingSpec(steps=10**9, global_batch=ROWS, microbatch=MICROBATCH)
+
+        def read_now(step: int, microbatch: int) -> list[bytes]:
+            first = microbatch * MICROBATCH
+            rows = dataset.rows(0, step, range(first, first + MICROBATCH), ROWS)
+            return [row_digest(row) for row in rows]
+
+        prefetcher = Prefetcher(dataset, training)
+
+        def take_ahead(step: int, microbatch: int) -> object:
+            if microbatch == 0:
+                prefetcher.begin(step, range(ROWS // MICROBATCH))
+            return prefetcher.take(step, microbatch)
+
+        for name, take in (("when needed", read_now), ("a step ahead", take_ahead)):
+            waits = wait_per_step(path, steps, take)[2:]
+            print(
+                f"read {name}: a step waits {statistics.median(waits):.2f} ms "
+                f"(median; the longest {max(waits):.2f} ms)"
+            )
+        prefetcher.close()
+
+
+if __name__ == "__main__":
+    main()
