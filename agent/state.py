@@ -27,6 +27,7 @@ from oobleck.host.messages import (
     PeerLost,
     PhaseReached,
     Ready,
+    Recorded,
     Rendezvous,
 )
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
@@ -351,5 +352,5 @@ class NodeState:
                 worker.peer_lost = message
             case Measured() | LinkMeasured():
                 worker.measured = (*worker.measured, message)
-            case PhaseReached():
+            case PhaseReached() | Recorded():
                 pass  # for the master; nothing changes here

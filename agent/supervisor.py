@@ -62,6 +62,7 @@ from oobleck.host.messages import (
     PeerLost,
     PhaseReached,
     Ready,
+    Recorded,
     Stop,
 )
 from oobleck.host.process import signal_name
@@ -182,7 +183,7 @@ class Supervisor:
                 fields = {"slot": worker.slot, "kind": message.kind, "reason": message.message}
                 logger.error("worker failed", extra=fields)
                 self._outbox.report(self._report(worker, message))
-            case Ready() | Finished():
+            case Ready() | Finished() | Recorded():
                 pass  # in the status
         self._handle(WorkerSaid(incarnation=incarnation, message=message))
 

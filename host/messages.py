@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from oobleck.host.timeline import Recording
 from oobleck.planner.ids import Generation, Incarnation, JobId, WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.measurement import LinkMeasurement, Measurement, Scope
@@ -96,13 +97,21 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True, tag="measure"):
     gpus: int = 1
 
 
+class Record(msgspec.Struct, frozen=True, kw_only=True, tag="record"):
+    """Record where the time goes in these steps, and report it; a newer wish replaces an older."""
+
+    number: int
+    first_step: int
+    last_step: int
+
+
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """End now: the job is over, cancelled, or the agent shuts down."""
 
     reason: str
 
 
-ToWorker = Launch | Assign | Measure | Stop
+ToWorker = Launch | Assign | Measure | Record | Stop
 
 
 # ---- worker to agent
@@ -202,8 +211,22 @@ class LinkMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="link_measured
     problem: str = ""
 
 
+class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
+    """What came of a `Record`."""
+
+    recording: Recording
+
+
 FromWorker = (
-    Ready | Measured | LinkMeasured | PhaseReached | Committed | PeerLost | Failed | Finished
+    Ready
+    | Measured
+    | LinkMeasured
+    | PhaseReached
+    | Committed
+    | PeerLost
+    | Failed
+    | Finished
+    | Recorded
 )
 
 

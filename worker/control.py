@@ -13,7 +13,16 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from oobleck.host.channel import Channel
-from oobleck.host.messages import Assign, FromWorker, Launch, Measure, Stop, ToWorker
+from oobleck.host.messages import (
+    Assign,
+    FromWorker,
+    Launch,
+    Measure,
+    Record,
+    Recorded,
+    Stop,
+    ToWorker,
+)
 from oobleck.planner.ids import Generation
 from oobleck.worker import stacks
 from oobleck.worker.errors import Superseded
@@ -36,6 +45,8 @@ class Control:
         self._boundaries: dict[Generation, Assign] = {}
         self._measure: Measure | None = None
         self._on_abrupt: Callable[[], None] | None = None
+        #: What is to be recorded of the steps; None: nothing.
+        self.record: Record | None = None
 
     def start(self) -> None:
         threading.Thread(target=self._listen, name="control", daemon=True).start()
@@ -44,6 +55,13 @@ class Control:
         """Tell the agent; when the agent is gone, the listening thread ends the process anyway."""
         with contextlib.suppress(OSError):
             self._channel.send(message)
+
+    def report_recorded(self, recorded: Recorded) -> None:
+        """Tell the agent what was asked for, once."""
+        with self._changed:
+            if self.record is not None and self.record.number == recorded.recording.number:
+                self.record = None
+        self.report(recorded)
 
     def on_abrupt(self, callback: Callable[[], None] | None) -> None:
         """Have `callback` called (in the listening thread) whenever an abrupt change arrives, or
@@ -137,6 +155,9 @@ class Control:
                     self._accept(message)
                 case Measure():
                     self._wish(message)
+                case Record():
+                    with self._changed:
+                        self.record = message
                 case Stop(reason=reason):
                     log.info("stopping", extra={"reason": reason})
                     os._exit(0)

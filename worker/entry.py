@@ -22,6 +22,7 @@ from oobleck.worker.errors import InvariantViolation
 from oobleck.worker.faults import FaultInjector
 from oobleck.worker.rejoin import Agreement, Standing, agree
 from oobleck.worker.state import ModelState, layer_sizes
+from oobleck.worker.timeline import Timeline
 from oobleck.worker.transport import Transport
 from oobleck.worker.vote import ballot_length
 
@@ -44,6 +45,7 @@ class Entry:
         fingerprint: bytes,
         control: Control,
         faults: FaultInjector,
+        timeline: Timeline,
     ) -> None:
         """`fingerprint`: of the data that this worker reads, 32 bytes."""
         self._worker = worker
@@ -53,6 +55,7 @@ class Entry:
         self._fingerprint = fingerprint
         self._control = control
         self._faults = faults
+        self._timeline = timeline
         self._layer_sizes = layer_sizes(job.model)
 
     def run(self, assign: Assign, transport: Transport) -> None:
@@ -62,10 +65,12 @@ class Entry:
         data, InvariantViolation when nobody holds a layer of the plan.
         """
         plan, progress = assign.plan, self._progress
-        agreement = self._agree(assign, transport)
+        with self._timeline.phase("agree"):
+            agreement = self._agree(assign, transport)
         rolled_forward = self._worker in agreement.roll_forward
         if agreement.vote_holder is not None:
-            self._learn_vote(assign, agreement, transport)
+            with self._timeline.phase("roll forward"):
+                self._learn_vote(assign, agreement, transport)
         redo = progress.begun == agreement.step + 1
         self._control.report(
             PhaseReached(
@@ -76,7 +81,8 @@ class Entry:
                 redo=redo,
             )
         )
-        received = self._transfer(assign, agreement, transport)
+        with self._timeline.phase("transfer"):
+            received = self._transfer(assign, agreement, transport)
         progress.committed = agreement.step
         self._control.report(
             PhaseReached(generation=plan.generation, phase="transferred", received_bytes=received)

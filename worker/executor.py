@@ -41,6 +41,7 @@ from oobleck.worker.prefetch import Prefetcher
 from oobleck.worker.random import RowKeys
 from oobleck.worker.stage import StageRunner
 from oobleck.worker.state import ModelState
+from oobleck.worker.timeline import Timeline
 from oobleck.worker.transport import Group, Transport
 
 
@@ -73,6 +74,23 @@ def check_stages(plan: Plan) -> None:
                 )
 
 
+#: What an instruction is called in a timeline.
+_SPANS: Mapping[type[Instruction], str] = {
+    LoadTokens: "load",
+    ReceiveActivation: "receive activation",
+    Forward: "forward",
+    SendActivation: "send activation",
+    ReceiveGradient: "receive gradient",
+    Backward: "backward",
+    BackwardInput: "backward input",
+    BackwardWeight: "backward weight",
+    SendGradient: "send gradient",
+    SyncGradient: "sync gradient",
+    Vote: "vote",
+    OptimizerStep: "optimizer",
+}
+
+
 class Executor:
     """Runs the steps of one generation on one worker."""
 
@@ -90,6 +108,7 @@ class Executor:
         control: Control,
         faults: FaultInjector,
         device: torch.device,
+        timeline: Timeline,
     ) -> None:
         """`programs`: of all workers of `plan`."""
         self._job = job
@@ -101,6 +120,7 @@ class Executor:
         self._progress = progress
         self._control = control
         self._faults = faults
+        self._timeline = timeline
         self._layers = plan.holdings()[worker]
         self._stage_count = [len(pipeline.stages) for pipeline in plan.pipelines]
         #: Micro-batches whose tokens it needs, in this order.
@@ -108,8 +128,10 @@ class Executor:
         #: Micro-batches whose backward comes in two parts.
         self._split = {s.microbatch for s in self._program if isinstance(s, BackwardWeight)}
         rank = {member: index for index, member in enumerate(plan.workers)}
-        self._sums = GradientSums(self._program, rank, state, transport)
-        self._stage = StageRunner(state, self._layers, job, device, self._sums.added)
+        self._sums = GradientSums(self._program, rank, state, transport, timeline)
+        self._stage = StageRunner(
+            state, self._layers, job, device, self._sums.added, timeline=timeline
+        )
         self._mailbox = Mailbox(
             worker,
             programs,
@@ -127,12 +149,19 @@ class Executor:
         TransportError when a peer is lost, Superseded when a newer generation is wanted; in both
         cases `Progress` says how far the step came.
         """
-        self._begin(step)
-        for instruction in self._program:
-            self._control.check_wanted(self._plan.generation)
-            self._probe("before", instruction)
-            self._execute(instruction)
-            self._probe("after", instruction)
+        timeline, wanted = self._timeline, self._control.record
+        timeline.begin_step(step, wanted)
+        with timeline.span("step", step):
+            self._begin(step)
+            for instruction in self._program:
+                self._control.check_wanted(self._plan.generation)
+                self._probe("before", instruction)
+                microbatch = instruction.microbatch if isinstance(instruction, Action) else None
+                with timeline.span(_SPANS[type(instruction)], microbatch):
+                    self._execute(instruction)
+                self._probe("after", instruction)
+        if (recorded := timeline.end_step(step, wanted)) is not None:
+            self._control.report_recorded(recorded)
         assert self._result is not None, "a program ends with a vote"
         record = make_record(self._job, self._plan.generation, self._progress, self._result)
         return record, self._result.switch_to
@@ -230,24 +259,29 @@ class Executor:
             self._outputs[m] = output
 
     def _vote(self, norm_parts: tuple[LayerPart, ...]) -> None:
-        self._mailbox.finish()
-        self._sums.wait()
+        with self._timeline.span("wait for sends"):
+            self._mailbox.finish()
+        with self._timeline.span("wait for sums"):
+            self._sums.wait()
         progress, generation = self._progress, self._plan.generation
         progress.reduced, progress.reduced_generation = self._step, generation
         progress.reduced_layers = self._layers
         self._faults.reached("reduced", generation=generation, step=self._step)
 
         training = self._job.training
-        vector = vote.ballot(
-            global_batch=training.global_batch,
-            loss_sum=sum(progress.losses.values(), 0.0),
-            squared_norm=self._state.squared_norm(norm_parts),
-            pending=self._control.pending_boundary(generation),
-            row_digests=progress.row_digests,
-        )
-        outcome = self._transport.all_reduce(vector, tuple(range(self._transport.size)))
-        self._faults.reached("voting", generation=generation, step=self._step)
-        outcome.wait()
+        with self._timeline.span("ballot"):
+            vector = vote.ballot(
+                global_batch=training.global_batch,
+                loss_sum=sum(progress.losses.values(), 0.0),
+                squared_norm=self._state.squared_norm(norm_parts),
+                pending=self._control.pending_boundary(generation),
+                row_digests=progress.row_digests,
+            )
+        with self._timeline.span("wait for votes"):
+            outcome = self._transport.all_reduce(vector, tuple(range(self._transport.size)))
+            self._faults.reached("voting", generation=generation, step=self._step)
+            outcome.wait()
         progress.voted, progress.voted_generation = self._step, generation
         progress.ballot = vector
-        self._result = count_votes(self._job, vector, workers=self._transport.size)
+        with self._timeline.span("count"):
+            self._result = count_votes(self._job, vector, workers=self._transport.size)

@@ -13,6 +13,7 @@ import torch
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.program import Program, SyncGradient
 from oobleck.worker.state import ModelState
+from oobleck.worker.timeline import OpenSpan, Timeline
 from oobleck.worker.transport import Group, Pending, Transport
 
 
@@ -25,6 +26,7 @@ class _Bucket:
         self.layers = {part.layer for part in sync.parts}
         self.pending: Pending | None = None
         self.started = False
+        self.recorded: OpenSpan | None = None
         self._buffer: torch.Tensor | None = None
 
     def begin(self) -> None:
@@ -69,7 +71,9 @@ class GradientSums:
         rank: Mapping[WorkerId, int],
         state: ModelState,
         transport: Transport,
+        timeline: Timeline,
     ) -> None:
+        self._timeline = timeline
         self._state = state
         self._transport = transport
         self._buckets = [
@@ -104,6 +108,7 @@ class GradientSums:
             if bucket.group in waiting or any(self._due.get(layer) for layer in bucket.layers):
                 waiting.add(bucket.group)
             else:
+                bucket.recorded = self._timeline.sum("sum", bucket.sync.bucket)
                 bucket.start(self._state, self._transport)
 
     def check_started(self, sync: SyncGradient) -> None:
@@ -116,3 +121,5 @@ class GradientSums:
         for bucket in self._buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
+                if bucket.recorded is not None:
+                    bucket.recorded.close()

@@ -36,6 +36,7 @@ from oobleck.worker.output import OutputError, check_writable, write_layers, wri
 from oobleck.worker.prefetch import Prefetcher
 from oobleck.worker.rendezvous import StoreServer
 from oobleck.worker.state import ModelState, layer_sizes, state_dtype
+from oobleck.worker.timeline import Timeline
 from oobleck.worker.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Session:
         self._prefetcher = Prefetcher(self._dataset, launch.job.training)
         self._state = ModelState(launch.job, self._device)
         self._progress = Progress()
+        self._timeline = Timeline()
         self._entry = Entry(
             worker=launch.worker,
             job=launch.job,
@@ -69,6 +71,7 @@ class Session:
             fingerprint=self._dataset.fingerprint,
             control=control,
             faults=self._faults,
+            timeline=self._timeline,
         )
         self._store = StoreServer(launch.address)
         #: Of the generation that this worker is in.
@@ -99,29 +102,36 @@ class Session:
         """Live through one generation and return the assignment that follows it."""
         generation = assign.plan.generation
         stacks.answered()
+        self._timeline.enter(generation)
         log.info("entering generation", extra={"generation": generation})
         membership: Membership | None = None
         try:
             self._control.report(PhaseReached(generation=generation, phase="aborted"))
-            membership = self._join(assign)
+            with self._timeline.phase("rendezvous"):
+                membership = self._join(assign)
             self._entry.run(assign, membership.transport)
             following = self._train(assign, membership)
         except TransportError as error:
             self._lost(generation, str(error))
-            if membership is not None:
-                membership.leave(orderly=False)
+            self._leave(membership, orderly=False)
         except Superseded as superseded:
             log.info("leaving generation", extra={"generation": generation, "why": str(superseded)})
-            if membership is not None:
-                membership.leave(orderly=True)
+            self._leave(membership, orderly=True)
         else:
-            membership.leave(orderly=True)
+            self._leave(membership, orderly=True)
             self._executor = None
             return following
         if self._executor is not None:
             self._executor.settle()
             self._executor = None
-        return self._control.wait_next(generation)
+        with self._timeline.phase("wait for the plan"):
+            return self._control.wait_next(generation)
+
+    def _leave(self, membership: Membership | None, *, orderly: bool) -> None:
+        self._timeline.leave()
+        with self._timeline.phase("leave"):
+            if membership is not None:
+                membership.leave(orderly=orderly)
 
     def _lost(self, generation: Generation, detail: str) -> None:
         """Tell the agent that a peer is gone; from any thread, more than once if need be."""
@@ -165,9 +175,11 @@ class Session:
             control=self._control,
             faults=self._faults,
             device=self._device,
+            timeline=self._timeline,
         )
         while self._progress.committed < self._job.training.steps:
-            record, switch_to = executor.run_step(self._progress.committed + 1)
+            with self._timeline.first_step():
+                record, switch_to = executor.run_step(self._progress.committed + 1)
             self._control.report(Committed(record=record))
             if switch_to is not None:
                 return self._control.boundary(switch_to)

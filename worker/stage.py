@@ -20,6 +20,7 @@ from oobleck.worker.linear import DeferredGradients, deferring
 from oobleck.worker.models import loss
 from oobleck.worker.random import RowKeys
 from oobleck.worker.state import ModelState, state_dtype
+from oobleck.worker.timeline import Timeline
 
 
 class _Every:
@@ -65,8 +66,10 @@ class StageRunner:
         job: JobSpec,
         device: torch.device,
         on_added: Callable[[int], None] = lambda layer: None,
+        timeline: Timeline | None = None,
     ) -> None:
         """`on_added` is told each time that a layer's gradient has got a micro-batch, wholly."""
+        self._timeline = timeline or Timeline()
         self._state = state
         self._layers = layers
         self._job = job
@@ -131,7 +134,8 @@ class StageRunner:
                 adds = wanted and layer in adding
                 deferred = DeferredGradients() if split and adds else None
                 leaf = x.detach().requires_grad_() if layer > lowest else None
-                with torch.set_grad_enabled(wanted), deferring(deferred):
+                graph = torch.set_grad_enabled(wanted)
+                with self._timeline.span("layer", layer), graph, deferring(deferred):
                     x = self._state.module(layer)(x if leaf is None else leaf, rows)
                     if final:
                         x = (x if targets is None else loss(x, targets)).to(self.activation_dtype)
@@ -155,7 +159,8 @@ class StageRunner:
         )
         while segments:
             segment = segments.pop()
-            gradient = segment.backward(gradient)
+            with self._timeline.span("layer", segment.layer):
+                gradient = segment.backward(gradient)
             if segment.adds:
                 self._state.note_added(segment.layer, microbatch)
                 self._on_added(segment.layer)
@@ -173,7 +178,8 @@ class StageRunner:
         self._deferred[microbatch] = deque()
         while segments:
             segment = segments.pop()
-            gradient = segment.backward(gradient)
+            with self._timeline.span("layer", segment.layer):
+                gradient = segment.backward(gradient)
             if segment.deferred is not None:
                 self._deferred[microbatch].append((segment.layer, segment.deferred))
         return gradient

@@ -33,6 +33,7 @@ from oobleck.host.messages import (
     PeerLost,
     PhaseReached,
     Ready,
+    Recorded,
     Rendezvous,
     StepRecord,
     Stop,
@@ -250,5 +251,5 @@ class Director:
                 self.records.setdefault(record.step, []).append(record)
             case Failed(message=text):
                 raise AssertionError(f"{live.worker} failed: {text}")
-            case PhaseReached() | PeerLost() | Finished():
+            case PhaseReached() | PeerLost() | Finished() | Recorded():
                 pass

@@ -1,0 +1,111 @@
+"""A worker's time in a step, as spans, and the file that shows those of all workers.
+
+Workers record spans (`oobleck.worker.timeline`), the master asks for them and gathers them; this
+module owns the words for both and the Chrome trace format, which Perfetto and chrome://tracing
+open. Must not know where a recording comes from.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from oobleck.planner.ids import Generation, WorkerId
+
+#: What a span is part of. Those of one worker's `step` and `recovery` lie side by side or one
+#: inside the other, since one thread does them all; `sum`s are under way beside them.
+Category = Literal["step", "recovery", "sum"]
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Something that a worker did or waited for."""
+
+    name: str
+    category: Category
+    #: On the worker's monotonic clock, which all processes of a machine share.
+    start_ns: int
+    duration_ns: int
+
+    @property
+    def end_ns(self) -> int:
+        return self.start_ns + self.duration_ns
+
+
+class Recording(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker has recorded for one request."""
+
+    #: Of the request.
+    number: int
+    generation: Generation
+    #: Steps that were recorded from begin to end; none: the request came too late.
+    steps: tuple[int, ...]
+    #: The recorded steps, and how the worker came into its generation.
+    spans: tuple[Span, ...]
+
+
+class Clock(msgspec.Struct, frozen=True, kw_only=True):
+    """How a node's monotonic clock lies to that of the one who asked."""
+
+    #: To be added to the node's times.
+    offset_ns: int = 0
+    #: The true offset is within this of `offset_ns`: half of the fastest round trip's time.
+    error_ns: int = 0
+
+
+class Track(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker's recording with all that the file says about it."""
+
+    worker: WorkerId
+    #: As "pipeline 1, stage 0".
+    title: str
+    recording: Recording
+    clock: Clock = Clock()
+
+
+def chrome_trace(tracks: Sequence[Track]) -> dict[str, Any]:
+    """The JSON object format of the Trace Event Format: a process per node, a thread per worker.
+
+    Times are microseconds from the first span of all. Sums are asynchronous events: they overlap.
+    """
+    nodes = sorted({track.worker.node for track in tracks})
+    starts = [
+        span.start_ns + track.clock.offset_ns for track in tracks for span in track.recording.spans
+    ]
+    origin_ns = min(starts, default=0)
+    events: list[dict[str, Any]] = []
+    for number, node in enumerate(nodes):
+        events.append(_named("process_name", number, 0, node))
+    for rank, track in enumerate(tracks):
+        pid, tid = nodes.index(track.worker.node), track.worker.slot
+        events.append(_named("thread_name", pid, tid, f"rank {rank}: {track.title}"))
+        events.extend(_events(track, pid, tid, origin_ns))
+    clocks = {
+        track.worker.node: {
+            "offset_us": track.clock.offset_ns / 1e3,
+            "within_us": track.clock.error_ns / 1e3,
+        }
+        for track in tracks
+    }
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"clocks": clocks}}
+
+
+def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _events(track: Track, pid: int, tid: int, origin_ns: int) -> Iterator[dict[str, Any]]:
+    shift = track.clock.offset_ns - origin_ns
+    for number, span in enumerate(track.recording.spans):
+        event = {
+            "name": span.name,
+            "cat": span.category,
+            "pid": pid,
+            "tid": tid,
+            "ts": (span.start_ns + shift) / 1e3,
+        }
+        if span.category != "sum":
+            yield {**event, "ph": "X", "dur": span.duration_ns / 1e3}
+            continue
+        same = f"{pid}/{tid}/{number}"
+        yield {**event, "ph": "b", "id": same}
+        yield {**event, "ph": "e", "id": same, "ts": (span.end_ns + shift) / 1e3}
