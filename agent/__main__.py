@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -19,6 +20,7 @@ from oobleck.agent.session import Session
 from oobleck.agent.supervisor import Supervisor, new_incarnation
 from oobleck.host import command, log
 from oobleck.host.address import split_address
+from oobleck.host.device import Gpu, find_gpus, worker_environment
 from oobleck.host.messages import FaultRule
 from oobleck.host.process import die_with_parent
 from oobleck.planner.codec import decode
@@ -96,6 +98,13 @@ def total_memory() -> int:
     return total if text == "max" else min(total, int(text))
 
 
+def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:
+    """Bytes for each of `workers` where they share the host's RAM, or the smallest GPU."""
+    if not gpus:
+        return total_memory() // max(1, workers)
+    return min(gpu.memory_bytes for gpu in gpus) // max(1, -(-workers // len(gpus)))
+
+
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--master", required=True, metavar="HOST:PORT", help="Where oobleck-master listens.")
 @click.option("--name", metavar="NAME", help="Name of this node.  [default: the host's name]")
@@ -105,7 +114,7 @@ def total_memory() -> int:
     type=click.Choice(["cpu", "cuda"]),
     default="cpu",
     show_default=True,
-    help="What workers compute on.",
+    help="What workers compute on; with cuda each gets the next of the host's GPUs.",
 )
 @click.option(
     "--address",
@@ -116,7 +125,8 @@ def total_memory() -> int:
 @click.option(
     "--memory-per-worker",
     metavar="SIZE",
-    help="What a plan may use of each worker, such as 8GiB.  [default: RAM / workers]",
+    help="What a plan may use of each worker, such as 8GiB.  [default: RAM or GPU memory, divided "
+    "by the workers that share it]",
 )
 @click.option(
     "--exit-with-parent", is_flag=True, help="End, with all workers, when the parent process ends."
@@ -140,26 +150,24 @@ def agent(
     """Join this host to the cluster of a master and run its share of the training."""
     if exit_with_parent:
         die_with_parent(os.getppid())
-    if device == "cuda":
-        raise command.CommandFailed(
-            "--device cuda: CUDA workers are not supported yet; use --device cpu", 2
-        )
     hostname = socket.gethostname()
     try:
         check_master(master)
         if address is not None:
             check_own_address(address)
+        environment = {**worker_environment(device), **os.environ}
+        gpus = find_gpus(environment) if device == "cuda" else ()
         config = AgentConfig(
             master=master,
             name=NodeName(name if name is not None else default_name(hostname)),
             hostname=hostname,
             worker_slots=workers,
-            device=device,
+            gpus=gpus,
             address=address,
             memory_per_worker_bytes=(
                 parse_bytes(memory_per_worker)
                 if memory_per_worker
-                else total_memory() // max(1, workers)
+                else default_memory(workers, gpus)
             ),
             faults=read_faults(fault_plan) if fault_plan else (),
             warm_command=(
@@ -167,8 +175,7 @@ def agent(
                 *("-m", "oobleck.host.tied", str(os.getpid())),
                 "oobleck.worker.warm",
             ),
-            # torch warns twice for each look of a worker that waits for others to arrive.
-            environment={"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ},
+            environment=environment,
         )
     except ValueError as error:
         raise command.CommandFailed(str(error), 2) from error

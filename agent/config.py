@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
+from oobleck.host.device import Gpu, device_kind
 from oobleck.host.messages import FaultRule
 from oobleck.planner.ids import NodeName, check_name
 
@@ -18,7 +20,8 @@ class AgentConfig:
     name: NodeName
     hostname: str
     worker_slots: int
-    device: str
+    #: Of the workers, slot by slot in turn; none: they compute on CPUs.
+    gpus: tuple[Gpu, ...]
     #: Address that other nodes reach this one's workers by; None: the one that reaches the master.
     address: str | None
     memory_per_worker_bytes: int
@@ -41,3 +44,16 @@ class AgentConfig:
             raise ValueError("--memory-per-worker must be more than nothing")
         if self.memory_per_worker_bytes > MOST_BYTES:
             raise ValueError("--memory-per-worker is more than any host has; write it like 8GiB")
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        return "cuda" if self.gpus else "cpu"
+
+    @property
+    def device_kind(self) -> str:
+        """Name of what one worker computes on."""
+        return device_kind(self.gpus, self.worker_slots, self.environment)
+
+    def device_of(self, slot: int) -> str:
+        """What the worker of `slot` computes on: cpu or cuda:N. More slots than GPUs share them."""
+        return f"cuda:{slot % len(self.gpus)}" if self.gpus else "cpu"

@@ -19,7 +19,6 @@ from oobleck.agent.address import local_address
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.outbox import Outbox
 from oobleck.agent.state import Desired, PlanPart
-from oobleck.host.device import device_kind
 from oobleck.planner.ids import Incarnation, JobId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.jobfile import parse_job
@@ -183,7 +182,7 @@ class Session:
             worker_slots=self._config.worker_slots,
             device=self._config.device,
             memory_per_worker_bytes=self._config.memory_per_worker_bytes,
-            device_kind=device_kind(self._config.device, self._config.environment),
+            device_kind=self._config.device_kind,
         )
         registration = Registration(
             protocol=PROTOCOL, facts=facts, status=self._outbox.current_status

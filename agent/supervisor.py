@@ -48,7 +48,6 @@ from oobleck.agent.state import (
     WorkerKilled,
     WorkerSaid,
 )
-from oobleck.host.device import device_kind
 from oobleck.host.messages import (
     Assign,
     Committed,
@@ -86,7 +85,6 @@ class Supervisor:
         self._config = config
         self._outbox = outbox
         self._address = ""
-        self._device_kind = device_kind(config.device, config.environment)
         self._state = NodeState(
             node=config.name, slot_count=config.worker_slots, faults=config.faults
         )
@@ -315,7 +313,8 @@ class Supervisor:
             job=desired.job,
             address=self._address,
             agent_pid=os.getpid(),
-            device_kind=self._device_kind,
+            device_kind=self._config.device_kind,
+            device=self._config.device_of(slot),
             faults=self._state.faults_for(slot),
         )
         self._tasks.create_task(process.serve(launch))

@@ -1,40 +1,96 @@
-"""What this host computes with, by the names that its kernel gives: no torch, no CUDA context."""
+"""What this host computes with: no torch, no CUDA context.
+
+The names of CPUs come from the kernel, GPUs from a process of their own that loads torch: only it
+knows which of them the environment shows to workers, and in which order.
+"""
 
 import re
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 _MODEL = re.compile(r"^model name\s*:\s*(.+)$", re.MULTILINE)
-_GPU = re.compile(r"^Model:\s*(.+)$", re.MULTILINE)
 _SPACES = re.compile(r"\s+")
+#: Loading torch and the driver on a busy host.
+_PROBE_TIMEOUT_S = 120
+
+#: torch's watchdog over NCCL must not end the process for an error: a lost peer is the worker's
+#: to recover from. Its monitor would end a process whose watchdog waits for a kernel to abort.
+_NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
 
 
-def device_kind(device: str, environment: Mapping[str, str]) -> str:
-    """Name of what one worker computes on; equal names mean equal speed.
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU that workers of this host may use."""
 
-    `device`: cpu or cuda. `environment`: of the workers, for their number of threads.
+    name: str
+    #: What no other GPU has.
+    uuid: str
+    memory_bytes: int
+
+
+class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The GPUs of a host, in the order of their numbers."""
+
+    gpus: tuple[Gpu, ...] = ()
+    #: Why there are none.
+    problem: str = ""
+
+
+def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """The GPUs that a process with `environment` sees; raises ValueError if it sees none."""
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", "oobleck.worker.device"],
+            env=dict(environment),
+            capture_output=True,
+            timeout=_PROBE_TIMEOUT_S,
+            check=True,
+        )
+        report = msgspec.json.decode(result.stdout, type=GpuReport)
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode(errors="replace").strip().splitlines()
+        report = GpuReport(problem=lines[-1] if lines else f"exit code {error.returncode}")
+    except (OSError, subprocess.TimeoutExpired, msgspec.DecodeError) as error:
+        report = GpuReport(problem=str(error))
+    if not report.gpus:
+        raise ValueError(
+            f"--device cuda: no GPU can be used here ({report.problem or 'none is visible'}); "
+            "check the driver, CUDA_VISIBLE_DEVICES and that torch is built for CUDA, or use "
+            "--device cpu"
+        )
+    return report.gpus
+
+
+def worker_environment(device: str) -> dict[str, str]:
+    """What workers need in their environment, beside what the user set. `device`: cpu or cuda."""
+    # torch warns twice for each look of a worker that waits for others to arrive.
+    common = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return common | (_NCCL_ENVIRONMENT if device == "cuda" else {})
+
+
+def device_kind(gpus: Sequence[Gpu], workers: int, environment: Mapping[str, str]) -> str:
+    """Name of what one of the host's `workers` computes on; equal names mean equal speed.
+
+    `gpus`: that the workers use; none: they compute on CPUs, and `environment` says with how many
+    threads.
     """
-    if device == "cuda":
-        return f"cuda {_gpu_name()}"
+    if gpus:
+        sharing = -(-workers // len(gpus))
+        names = ", ".join(sorted({gpu.name for gpu in gpus}))
+        return f"cuda {names}" + (f", shared by {sharing}" if sharing > 1 else "")
     threads = environment.get("OMP_NUM_THREADS", "all")
     return f"cpu {_cpu_name()}, {threads} {'thread' if threads == '1' else 'threads'}"
 
 
 def _cpu_name() -> str:
-    return _first(_MODEL, Path("/proc/cpuinfo")) or "unknown"
-
-
-def _gpu_name() -> str:
-    found = (
-        _first(_GPU, path)
-        for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    )
-    return ", ".join(sorted({name for name in found if name})) or "unknown"
-
-
-def _first(pattern: re.Pattern[str], path: Path) -> str:
     try:
-        match = pattern.search(path.read_text(errors="replace"))
+        match = _MODEL.search(Path("/proc/cpuinfo").read_text(errors="replace"))
     except OSError:
-        return ""
-    return _SPACES.sub(" ", match[1].strip()) if match else ""
+        return "unknown"
+    return _SPACES.sub(" ", match[1].strip()) if match else "unknown"

@@ -60,7 +60,11 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
     agent_pid: int
     #: Name of what the worker computes on; equal names mean equal speed.
     device_kind: str
+    #: cpu, or cuda:N with the N-th GPU that the worker sees.
+    device: str = "cpu"
     faults: tuple[FaultRule, ...] = ()
+    #: For drills: copy tensors through buffers as between GPUs without NCCL.
+    stage_everything: bool = False
 
 
 class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):

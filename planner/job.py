@@ -11,6 +11,7 @@ from oobleck.planner.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.plan import Schedule
 
 Precision = Literal["fp32", "bf16", "fp64"]
+TransportName = Literal["auto", "gloo"]
 
 
 def _at_least(owner: object, minimum: float, *fields: str) -> None:
@@ -142,6 +143,8 @@ class ResourceSpec:
     memory_per_worker_bytes: int | None = None
     #: Lower bound for the nodes of one pipeline, above what memory asks for.
     min_nodes_per_pipeline: int = 1
+    #: auto: NCCL where every worker has a GPU to itself, and gloo elsewhere; gloo: always that.
+    transport: TransportName = "auto"
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "min_nodes_per_pipeline")

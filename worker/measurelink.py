@@ -6,6 +6,7 @@ more than they take. The first of the two decides the sizes and reports; the oth
 """
 
 import time
+from functools import partial
 from statistics import quantiles
 
 import torch
@@ -27,23 +28,27 @@ _TAG = 1
 _LEAST_S = 1e-9
 
 
-def measure_link(transport: Transport, scope: Scope, check: Check) -> LinkMeasurement | None:
-    """Both of the transport's two workers call this; None for the one that answers.
+def measure_link(
+    transport: Transport, scope: Scope, device: torch.device, check: Check
+) -> LinkMeasurement | None:
+    """Both of the transport's two workers call this; None for the one that answers. `device`:
+    where the tensors lie that training sends.
 
     Raises TransportError when the peer is lost, and what `check` raises.
     """
     if transport.rank != 0:
-        _answer(transport, check)
+        _answer(transport, device, check)
         return None
-    small = _round_trips(transport, 1, WARM_UP, check)
+    round_trips = partial(_round_trips, transport, device, check)
+    small = round_trips(1, WARM_UP)
     rounds = int(LATENCY_BUDGET_S / max(_LEAST_S, min(small)))
     rounds = max(LEAST_SMALL, min(MOST_SMALL, rounds))
-    latency_s = _quick(_round_trips(transport, 1, rounds, check)) / 2
-    first_s = min(_round_trips(transport, LEAST_BYTES, WARM_UP, check)) / 2
+    latency_s = _quick(round_trips(1, rounds)) / 2
+    first_s = min(round_trips(LEAST_BYTES, WARM_UP)) / 2
     size = int(LEAST_BYTES * LARGE_S / max(_LEAST_S, first_s))
     size = max(LEAST_BYTES, min(MOST_BYTES, size))
-    _round_trips(transport, size, 1, check)
-    large_s = _quick(_round_trips(transport, size, LARGE_ROUNDS, check)) / 2
+    round_trips(size, 1)
+    large_s = _quick(round_trips(size, LARGE_ROUNDS)) / 2
     _announce(transport, 0, 0)
     return LinkMeasurement(
         scope=scope,
@@ -60,10 +65,12 @@ def _announce(transport: Transport, size: int, rounds: int) -> None:
     transport.send(torch.tensor([size, rounds]), 1, _TAG).wait()
 
 
-def _round_trips(transport: Transport, size: int, rounds: int, check: Check) -> list[float]:
+def _round_trips(
+    transport: Transport, device: torch.device, check: Check, size: int, rounds: int
+) -> list[float]:
     """Seconds of each of `rounds` messages of `size` bytes there and back."""
     _announce(transport, size, rounds)
-    message, reply = torch.zeros(2, size, dtype=torch.uint8)
+    message, reply = torch.zeros(2, size, dtype=torch.uint8, device=device)
     seconds = []
     for _ in range(rounds):
         check()
@@ -71,11 +78,12 @@ def _round_trips(transport: Transport, size: int, rounds: int, check: Check) -> 
         sent = transport.send(message, 1, _TAG)
         transport.receive(reply, 1, _TAG).wait()
         sent.wait()
+        transport.complete()
         seconds.append(time.perf_counter() - started)
     return seconds
 
 
-def _answer(transport: Transport, check: Check) -> None:
+def _answer(transport: Transport, device: torch.device, check: Check) -> None:
     while True:
         check()
         announced = torch.zeros(2, dtype=torch.int64)
@@ -83,7 +91,7 @@ def _answer(transport: Transport, check: Check) -> None:
         size, rounds = announced.tolist()
         if rounds == 0:
             return
-        message = torch.zeros(size, dtype=torch.uint8)
+        message = torch.zeros(size, dtype=torch.uint8, device=device)
         for _ in range(rounds):
             transport.receive(message, 0, _TAG).wait()
             transport.send(message, 0, _TAG).wait()

@@ -14,13 +14,13 @@ from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.measurement import LinkMeasurement
 from oobleck.planner.sharing import sharing_sizes
+from oobleck.worker.connect import Connector
 from oobleck.worker.control import Control
 from oobleck.worker.errors import Superseded, TransportError
 from oobleck.worker.faults import FaultInjector
 from oobleck.worker.measure import measure_layers
 from oobleck.worker.measurelink import measure_link
 from oobleck.worker.rendezvous import Place, StoreServer, await_arrival
-from oobleck.worker.transport import GlooTransport
 from oobleck.worker.waiting import Waits
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 #: Nothing is entered yet: any assignment is newer.
 _BEFORE = Generation(0)
 _MEMBERS = 2
+_BOTH_WAYS = ((0, 1), (1, 0))
 
 
 class Measuring:
@@ -40,7 +41,7 @@ class Measuring:
         job: JobSpec,
         device: torch.device,
         device_kind: str,
-        address: str,
+        connector: Connector,
         own_store: StoreServer,
         control: Control,
         faults: FaultInjector,
@@ -49,7 +50,7 @@ class Measuring:
         self._job = job
         self._device = device
         self._device_kind = device_kind
-        self._address = address
+        self._connector = connector
         self._own_store = own_store
         self._control = control
         self._faults = faults
@@ -102,8 +103,11 @@ class Measuring:
         try:
             self._check()
             place = Place(where.store, where.prefix, own=self._own_store, waits=waits)
+            self._connector.announce(place)
             await_arrival(place, _MEMBERS, self._check, _BEFORE)
-            transport = GlooTransport(place, rank, _MEMBERS, [], self._address, waits)
+            transport = self._connector.connect(
+                place, rank, _MEMBERS, groups=(), links=_BOTH_WAYS, waits=waits
+            )
         except BaseException:
             self._control.on_abrupt(None)
             waits.close()
@@ -111,7 +115,7 @@ class Measuring:
         self._control.on_abrupt(transport.abort)
         try:
             self._check()
-            return measure_link(transport, meeting.scope, self._check)
+            return measure_link(transport, meeting.scope, self._device, self._check)
         except BaseException:
             transport.abort()  # release the other one
             raise

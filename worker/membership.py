@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 
 from oobleck.host.messages import Assign
 from oobleck.planner.ids import WorkerId
+from oobleck.worker.connect import Connector
 from oobleck.worker.control import Control
 from oobleck.worker.lifeline import Lifeline
+from oobleck.worker.nccl import Link
 from oobleck.worker.rendezvous import Place, StoreServer, await_arrival
-from oobleck.worker.transport import GlooTransport, Group
+from oobleck.worker.transport import Group
 from oobleck.worker.waiting import Waits
 
 
@@ -24,8 +26,9 @@ class Membership:
         worker: WorkerId,
         *,
         own_store: StoreServer,
-        address: str,
+        connector: Connector,
         groups: Sequence[Group],
+        links: Sequence[Link],
         control: Control,
         on_lost: Callable[[str], None],
     ) -> None:
@@ -46,10 +49,13 @@ class Membership:
         try:
             control.check_newest(generation)
             place = Place(meeting.store, meeting.prefix, own=own_store, waits=waits)
-            self._lifeline = Lifeline(place, rank, size, address)
+            self._lifeline = Lifeline(place, rank, size, connector.address)
             try:
+                connector.announce(place)
                 await_arrival(place, size, lambda: control.check_newest(generation), generation)
-                self.transport = GlooTransport(place, rank, size, groups, address, waits)
+                self.transport = connector.connect(
+                    place, rank, size, groups=groups, links=links, waits=waits
+                )
             except BaseException:
                 self._lifeline.close(goodbye=False)
                 raise

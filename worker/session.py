@@ -24,8 +24,10 @@ from oobleck.planner.compile import compile_programs
 from oobleck.planner.ids import Generation
 from oobleck.worker import stacks
 from oobleck.worker.commit import Progress
+from oobleck.worker.connect import Connector, links_of
 from oobleck.worker.control import Control
 from oobleck.worker.data import Dataset
+from oobleck.worker.device import DeviceError
 from oobleck.worker.entry import Entry
 from oobleck.worker.errors import InvariantViolation, Superseded, TransportError
 from oobleck.worker.executor import Executor, owner_groups
@@ -46,13 +48,14 @@ class Session:
     """One worker process, from its launch to its stop."""
 
     def __init__(self, launch: Launch, control: Control) -> None:
-        """Raises DataError or OutputError when this node cannot read the data or save weights."""
+        """Raises DataError, DeviceError or OutputError when this node cannot read the data, has
+        not the device, or cannot save weights."""
         self._worker = launch.worker
         self._job = launch.job
         self._job_id = launch.job_id
-        self._address = launch.address
         self._control = control
-        self._device = torch.device("cpu")
+        self._connector = Connector(launch)
+        self._device = self._connector.device
         self._device_kind = launch.device_kind
         self._faults = FaultInjector(launch, control)
         model = launch.job.model
@@ -92,7 +95,7 @@ class Session:
             job=self._job,
             device=self._device,
             device_kind=self._device_kind,
-            address=self._address,
+            connector=self._connector,
             own_store=self._store,
             control=self._control,
             faults=self._faults,
@@ -152,8 +155,9 @@ class Session:
             assign,
             self._worker,
             own_store=self._store,
-            address=self._address,
+            connector=self._connector,
             groups=owner_groups(self._programs.values(), plan),
+            links=links_of(self._programs, plan.workers),
             control=self._control,
             on_lost=lambda detail: self._lost(plan.generation, detail),
         )
@@ -210,7 +214,7 @@ def run(launch: Launch, control: Control, pid: int) -> int:
     except InvariantViolation as error:
         log.exception("invariant violated")
         control.report(Failed(kind="internal", message=f"{type(error).__name__}: {error}"))
-    except (DataError, OutputError, OSError) as error:
+    except (DataError, DeviceError, OutputError, OSError) as error:
         control.report(Failed(kind="user", message=str(error)))
     except Exception as error:
         # The process boundary: whatever the model or the optimizer raised is the job's failure.

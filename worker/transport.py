@@ -84,8 +84,17 @@ class Transport(Protocol):
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None: ...
 
+    def complete(self) -> None:
+        """Return when all that was waited for has happened; raises TransportError if it has not.
+
+        On a device `wait` only puts the end of an operation before what is queued after it.
+        """
+
     def abort(self) -> None:
         """Release whatever waits in this transport. From any thread, any number of times."""
+
+    def dispose(self) -> None:
+        """Free what the transport holds, in the background; nobody uses it any more."""
 
 
 class _Done:
@@ -212,6 +221,9 @@ class GlooTransport:
         with peers_may_fail():
             work = self._backends[self._everyone].broadcast([tensor], options)
         self._pending(work, [tensor]).wait()
+
+    def complete(self) -> None:
+        """Nothing: gloo's waits end with the operation."""
 
     def abort(self) -> None:
         with self._lock:

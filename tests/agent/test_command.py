@@ -24,7 +24,7 @@ SUPPORT = Path(__file__).parent.parent / "support"
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--master", "host:1", "--device", "cuda"], "CUDA workers are not supported yet"),
+        (["--master", "host:1", "--device", "cuda"], "no GPU can be used here (torch"),
         (["--master", "host"], "write it as HOST:PORT"),
         (["--master", "host:99999"], "write it as HOST:PORT"),
         (["--master", "http://host:1"], "write it as HOST:PORT"),

@@ -111,8 +111,16 @@ class WarmWorkers:
 class Director:
     """A cluster of workers without agents or master; a context manager that leaves nothing."""
 
-    def __init__(self, warm: WarmWorkers, job: JobSpec, faults: Sequence[FaultRule] = ()) -> None:
+    def __init__(
+        self,
+        warm: WarmWorkers,
+        job: JobSpec,
+        faults: Sequence[FaultRule] = (),
+        *,
+        stage_everything: bool = False,
+    ) -> None:
         self.job = job
+        self._stage_everything = stage_everything
         self.faults = tuple(faults)
         self.records: dict[int, list[StepRecord]] = {}
         self.workers: dict[WorkerId, LiveWorker] = {}
@@ -150,6 +158,7 @@ class Director:
                     agent_pid=0,
                     device_kind="cpu",
                     faults=self.faults,
+                    stage_everything=self._stage_everything,
                 )
             )
         names = [WorkerId(NodeName(node), 0) for node in nodes]

@@ -20,7 +20,7 @@ if __name__ == "__main__":
         name=node,
         hostname="testhost",
         worker_slots=int(workers),
-        device="cpu",
+        gpus=(),
         address=None,
         memory_per_worker_bytes=1 << 30,
         faults=(

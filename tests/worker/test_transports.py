@@ -1,0 +1,162 @@
+"""What every transport must do, run on each of them: over gloo, staged, and in NCCL's wiring.
+
+NCCL itself needs GPUs; its transport's routing over groups and links is run with gloo groups in
+their place. The ranks are threads of this process, with sockets between them.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+from torch._C._distributed_c10d import ProcessGroupGloo
+
+from oobleck.worker.connect import choose
+from oobleck.worker.errors import TransportError
+from oobleck.worker.nccl import NcclTransport
+from oobleck.worker.rendezvous import Place, StoreServer
+from oobleck.worker.staged import StagedTransport
+from oobleck.worker.transport import GlooTransport, Transport
+from oobleck.worker.waiting import Waits
+
+SIZE = 3
+GROUPS = ((0, 1), (0, 1, 2), (1, 2))
+LINKS = ((0, 1), (1, 0), (1, 2))
+CPU = torch.device("cpu")
+
+
+def gloo_group(store, rank, size):
+    options = ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=20)
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return ProcessGroupGloo(store, rank, size, options)
+
+
+def connect(kind: str, servers: list[StoreServer], rank: int) -> Transport:
+    waits = Waits()
+    place = Place(servers[0].endpoint, kind, own=servers[rank], waits=waits)
+    over_host = () if kind == "nccl" else GROUPS
+    host = GlooTransport(place, rank, SIZE, over_host, "127.0.0.1", waits)
+    if kind == "gloo":
+        return host
+    staged = StagedTransport(host, everything=True)
+    if kind == "staged":
+        return staged
+    return NcclTransport(
+        place, staged, CPU, groups=GROUPS, links=LINKS, waits=waits, make_group=gloo_group
+    )
+
+
+@pytest.fixture(params=["gloo", "staged", "nccl"])
+def everywhere(request: pytest.FixtureRequest):
+    """Runs a function of a transport on all ranks at once and returns what each returned."""
+    servers = [StoreServer("127.0.0.1") for _ in range(SIZE)]
+    with ThreadPoolExecutor(SIZE) as pool:
+        ranks = list(pool.map(lambda rank: connect(request.param, servers, rank), range(SIZE)))
+
+        def run(function: Callable[[Transport], object]) -> list[object]:
+            return list(pool.map(function, ranks))
+
+        yield run
+        for transport in ranks:
+            transport.abort()
+            transport.dispose()
+
+
+def test_messages_arrive_by_tag_and_in_order(everywhere):
+    """Links that a program has, both ways, and one (2 to 0) that only a transfer of state has."""
+
+    def talk(transport: Transport):
+        at = transport.rank
+        sent = [
+            transport.send(torch.full((2, 3), 10.0 * at + tag), peer, tag)
+            for peer, tag in {0: [(1, 1), (1, 2)], 1: [(0, 3), (2, 4)], 2: [(0, 5)]}[at]
+        ]
+        got = []
+        for peer, tag in {0: [(1, 3), (2, 5)], 1: [(0, 1), (0, 2)], 2: [(1, 4)]}[at]:
+            tensor = torch.zeros(2, 3)
+            transport.receive(tensor, peer, tag).wait()
+            got.append(tensor.unique().tolist())
+        for pending in sent:
+            pending.wait()
+        transport.complete()
+        return got
+
+    assert everywhere(talk) == [[[13.0], [25.0]], [[1.0], [2.0]], [[14.0]]]
+
+
+def test_sums_over_every_group_are_in_place(everywhere):
+    def add(transport: Transport):
+        results = []
+        for group in ((0, 1), (0, 1, 2), (1, 2), (transport.rank,)):
+            if transport.rank in group:
+                tensor = torch.full((4,), transport.rank + 1.0)
+                transport.all_reduce(tensor, group).wait()
+                transport.complete()
+                results.append(tensor.unique().tolist())
+        return results
+
+    assert everywhere(add) == [
+        [[3.0], [6.0], [1.0]],
+        [[3.0], [6.0], [5.0], [2.0]],
+        [[6.0], [5.0], [3.0]],
+    ]
+
+
+def test_a_part_of_a_tensor_is_sent_and_received_alone(everywhere):
+    """Staging copies what is asked for and nothing around it."""
+
+    def talk(transport: Transport):
+        whole = torch.arange(6.0) if transport.rank == 0 else torch.zeros(6)
+        if transport.rank == 0:
+            transport.send(whole[2:4], 1, 0).wait()
+        elif transport.rank == 1:
+            transport.receive(whole[3:5], 0, 0).wait()
+        return whole.tolist()
+
+    assert everywhere(talk)[1] == [0.0, 0.0, 0.0, 2.0, 3.0, 0.0]
+
+
+def test_gathering_and_spreading(everywhere):
+    def talk(transport: Transport):
+        gathered = transport.all_gather(torch.tensor([transport.rank, 7]))
+        spread = torch.tensor([float(transport.rank)])
+        transport.broadcast(spread, 1)
+        return [part.tolist() for part in gathered], spread.tolist()
+
+    assert everywhere(talk) == [([[0, 7], [1, 7], [2, 7]], [1.0])] * SIZE
+
+
+def test_an_abort_releases_those_who_wait_and_refuses_all_later_use(everywhere):
+    started = threading.Barrier(SIZE)
+
+    def wait(transport: Transport):
+        # From no link: what ends a wait there is NCCL's own abort, and gloo's ends none.
+        pending = transport.receive(torch.zeros(1), {0: 2, 1: 2, 2: 0}[transport.rank], 9)
+        started.wait(20)
+        if transport.rank == 0:
+            transport.abort()
+        with pytest.raises(TransportError):
+            pending.wait()
+        transport.abort()
+        with pytest.raises(TransportError):
+            transport.all_reduce(torch.zeros(1), (0, 1, 2)).wait()
+        return True
+
+    assert everywhere(wait) == [True] * SIZE
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "gpus_for_all", "choice"),
+    [
+        ("cpu", "auto", False, "gloo"),
+        ("cpu", "gloo", False, "gloo"),
+        ("cuda:0", "auto", True, "nccl"),
+        ("cuda:1", "auto", False, "staged"),
+        ("cuda:0", "gloo", True, "staged"),
+    ],
+)
+def test_the_choice(device, wanted, gpus_for_all, choice):
+    assert choose(torch.device(device), wanted, gpus_for_all=gpus_for_all) == choice
