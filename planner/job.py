@@ -153,6 +153,28 @@ class ResourceSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSpec:
+    """Where and when the training state is saved, and what becomes of what is there already."""
+
+    #: A directory or an fsspec URL, the same place on all nodes.
+    path: str
+    #: Steps between two checkpoints.
+    every: int = 100
+    #: Newest checkpoints that stay.
+    keep: int = 3
+    #: A job whose path holds checkpoints goes on from the newest valid one (auto), must find one
+    #: (require), or must find none (never).
+    resume: Literal["auto", "never", "require"] = "auto"
+    #: Whether the state after the last step is saved, whatever `every` says.
+    at_end: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.path.strip():
+            raise ValueError("path: is empty; give a directory or an fsspec URL")
+        _at_least(self, 1, "every", "keep")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """One training run, as its job file describes it."""
 
@@ -165,6 +187,8 @@ class JobSpec:
     resources: ResourceSpec = field(default_factory=ResourceSpec)
     #: Directory for the final weights, the same on all nodes; None: they are not saved.
     output: str | None = None
+    #: None: the training state is never saved.
+    checkpoint: CheckpointSpec | None = None
     #: Times and bytes that plans are made by: `measure` (or taken from a stored measurement),
     #: `estimate`, or the path of a profile file.
     profile: str = "measure"

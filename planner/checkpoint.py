@@ -1,0 +1,164 @@
+"""A checkpoint's manifest, its names, who writes which layer, and whether it fits a job.
+
+A checkpoint is a folder `step-SSSSSSSSS-XXXXXXXX` with one file per layer and a manifest, which is
+written last: a folder without a manifest is no checkpoint. The second part of the name tells two
+attempts at the same step apart, so that what a writer of an earlier one still does cannot touch
+what others have published since.
+
+Pure: no files. `oobleck.host.checkpoints` reads and removes checkpoints, workers write them.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from oobleck.planner.balance import Task, balance
+from oobleck.planner.codec import decode, encode
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.job import JobSpec, ModelSpec, Precision, TrainingSpec
+from oobleck.planner.plan import Plan
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+_NAME = re.compile(r"step-(\d{9,})-[0-9a-f]{8}")
+#: Keys of the job that may change from one run to the next: they are not part of the state.
+_FREE_MODEL_KEYS = frozenset({"weights"})
+
+
+class InvalidCheckpoint(ValueError):
+    """A checkpoint is torn, damaged or of something else; the text names it and says what."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFile:
+    """One layer's state on disk."""
+
+    name: str
+    layer: int
+    bytes: int
+    #: Hexadecimal, over the whole file.
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds: all that resuming has to know besides the layers."""
+
+    format: int = FORMAT
+    job: str
+    #: Steps applied.
+    step: int
+    #: Unix time.
+    created: float
+    model: ModelSpec
+    training: TrainingSpec
+    #: Fingerprint of the data, hexadecimal.
+    data: str
+    #: In layer order.
+    files: tuple[LayerFile, ...]
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ValueError(f"format {self.format} is not known; this version reads {FORMAT}")
+        layers = [file.layer for file in self.files]
+        if layers != list(range(self.model.layer_count)):
+            raise ValueError(f"names layers {layers}, not each of {self.model.layer_count} once")
+        if any("/" in file.name for file in self.files):
+            raise ValueError("names a file outside of its folder")
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+
+def folder_name(step: int, meeting: str) -> str:
+    """The folder of the checkpoint of `step` that the members of `meeting` write (the prefix of
+    their rendezvous: no two meetings have the same)."""
+    return f"step-{step:09}-{hashlib.sha256(meeting.encode()).hexdigest()[:8]}"
+
+
+def step_of(name: str) -> int | None:
+    """The step in a folder's name; None: it is no checkpoint's."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def layer_file(layer: int) -> str:
+    return f"layer-{layer:05}.safetensors"
+
+
+def part_file(rank: int) -> str:
+    """Where the writer of that rank lists what it has written, for who publishes."""
+    return f"part-{rank:05}.json"
+
+
+def read_manifest(text: bytes, name: str) -> Manifest:
+    """Raises InvalidCheckpoint."""
+    try:
+        return decode(Manifest, text)
+    except ValueError as error:
+        raise InvalidCheckpoint(f"{name}: {MANIFEST}: {error}") from error
+
+
+def format_manifest(manifest: Manifest) -> bytes:
+    return msgspec.json.format(encode(manifest), indent=2) + b"\n"
+
+
+def writers(plan: Plan, sizes: Sequence[int]) -> Mapping[WorkerId, tuple[int, ...]]:
+    """The layers that each worker of the plan writes: each layer once, by one of its holders, and
+    the one with most to write has as little as possible. `sizes`: bytes per layer."""
+    owners: dict[int, tuple[WorkerId, ...]] = {}
+    holdings = plan.holdings()
+    for layer in range(plan.layer_count):
+        owners[layer] = tuple(w for w in plan.workers if layer in holdings[w])
+    tasks = [Task(size=sizes[layer], near=(), far=holders) for layer, holders in owners.items()]
+    chosen: dict[WorkerId, list[int]] = {worker: [] for worker in plan.workers}
+    for layer, worker in zip(owners, balance(tasks), strict=True):
+        chosen[worker].append(layer)
+    return {worker: tuple(layers) for worker, layers in chosen.items()}
+
+
+def misfit(manifest: Manifest, job: JobSpec, data: str) -> str:
+    """The first key in which a checkpoint is of another training than `job`'s; empty: it fits.
+
+    Learning rate, schedule and the number of steps may change between two runs. What the state
+    consists of may not, nor what says which samples it has seen (seed, global batch, data).
+    `data`: the fingerprint of the data that the job reads, hexadecimal.
+    """
+    for key, there, here in _compared(manifest, job, data):
+        if there != here:
+            return f"{key} is {_shown(there)} there and {_shown(here)} here"
+    return ""
+
+
+def _compared(manifest: Manifest, job: JobSpec, data: str) -> list[tuple[str, object, object]]:
+    there, here = (msgspec.to_builtins(model) for model in (manifest.model, job.model))
+    pairs: list[tuple[str, object, object]] = [
+        (f"model.{key}", there.get(key), here.get(key))
+        for key in here
+        if key not in _FREE_MODEL_KEYS
+    ]
+    old, new = manifest.training, job.training
+    pairs += [
+        ("training.seed", old.seed, new.seed),
+        ("training.global_batch", old.global_batch, new.global_batch),
+        ("training.precision", *(_state_precision(spec.precision) for spec in (old, new))),
+        ("training.optimizer.name", old.optimizer.name, new.optimizer.name),
+        ("training.optimizer.momentum", *(bool(spec.optimizer.momentum) for spec in (old, new))),
+        ("the data's fingerprint", manifest.data, data),
+    ]
+    return pairs
+
+
+def _state_precision(precision: Precision) -> str:
+    """bf16 is for computing; its state is kept in fp32."""
+    return "fp32" if precision == "bf16" else precision
+
+
+def _shown(value: object) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= 40 else text[:36] + '..."'
