@@ -106,19 +106,22 @@ def _check(file: LayerFile, size: int, sha256: str) -> None:
         raise InvalidCheckpoint(f"{file.name}: its content is not what was written (SHA-256)")
 
 
-def prune(folder: Folder, *, keep: int, newest: str) -> list[str]:
-    """Remove what is not among the `keep` newest checkpoints, of which `newest` is one, and what is
-    left of saves that came to nothing. Returns what was removed. Raises OSError.
+def prune(folder: Folder, *, keep: int, newest: str) -> None:
+    """Remove all but the `keep` newest checkpoints, of which `newest` is one. Raises OSError.
 
     To be called by who has just published `newest`, while nothing else is saved there.
     """
-    listing = list_checkpoints(folder)
-    others = [item for item in listing.checkpoints if item.name != newest]
-    others.sort(key=lambda item: item.manifest.created, reverse=True)
-    old = [item.name for item in others[keep - 1 :]]
-    removed = [*old, *listing.torn]
-    for name in removed:
+    others = [c for c in list_checkpoints(folder).checkpoints if c.name != newest]
+    others.sort(key=lambda checkpoint: checkpoint.manifest.created, reverse=True)
+    for checkpoint in others[keep - 1 :]:
         # The manifest first: what is half removed is no checkpoint.
-        folder.remove(f"{name}/{MANIFEST}")
-        folder.remove(name)
-    return removed
+        folder.remove(f"{checkpoint.name}/{MANIFEST}")
+        folder.remove(checkpoint.name)
+
+
+def sweep(folder: Folder, *, under_way: str) -> None:
+    """Remove what is left of saves that came to nothing, but for the one that begins now. Raises
+    OSError."""
+    for name in list_checkpoints(folder).torn:
+        if name != under_way:
+            folder.remove(name)

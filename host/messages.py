@@ -78,6 +78,17 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
     plan: Plan
     rendezvous: Rendezvous
     boundary: bool
+    #: A part of the model is with nobody: all go back to the newest checkpoint.
+    restore: bool = False
+
+
+class Save(msgspec.Struct, frozen=True, kw_only=True, tag="save"):
+    """Take a checkpoint after the next step at which all have this wish.
+
+    Wishes are numbered from 1 in a job; a newer one stands for those before it.
+    """
+
+    number: int
 
 
 class Meeting(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +126,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     reason: str
 
 
-ToWorker = Launch | Assign | Measure | Record | Stop
+ToWorker = Launch | Assign | Measure | Save | Record | Stop
 
 
 # ---- worker to agent
@@ -221,12 +232,49 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
     recording: Recording
 
 
+class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_saved"):
+    """A checkpoint is published; from the worker that did it."""
+
+    #: Steps applied.
+    step: int
+    #: Folder or URL of this checkpoint.
+    path: str
+    bytes: int
+    #: From the step's end until it was published.
+    seconds: float
+    #: The newest wish (`Save`) that it answers; 0: none.
+    request: int = 0
+
+
+class SaveFailed(msgspec.Struct, frozen=True, kw_only=True, tag="save_failed"):
+    """A checkpoint, or the final output, could not be written. Training goes on; the state after
+    the last step is kept, and writing it is tried again, until there is room."""
+
+    what: Literal["checkpoint", "output"]
+    step: int
+    reason: str
+    request: int = 0
+
+
+class Restored(msgspec.Struct, frozen=True, kw_only=True, tag="restored"):
+    """The worker goes on from a checkpoint, as all others of the generation do."""
+
+    generation: Generation
+    step: int
+    path: str
+    #: Newer checkpoints that could not be used, and why.
+    passed_over: tuple[str, ...] = ()
+
+
 FromWorker = (
     Ready
     | Measured
     | LinkMeasured
     | PhaseReached
     | Committed
+    | CheckpointSaved
+    | SaveFailed
+    | Restored
     | PeerLost
     | Failed
     | Finished

@@ -146,9 +146,9 @@ def _compared(manifest: Manifest, job: JobSpec, data: str) -> list[tuple[str, ob
     pairs += [
         ("training.seed", old.seed, new.seed),
         ("training.global_batch", old.global_batch, new.global_batch),
-        ("training.precision", *(_state_precision(spec.precision) for spec in (old, new))),
+        ("training.precision", _state_precision(old.precision), _state_precision(new.precision)),
         ("training.optimizer.name", old.optimizer.name, new.optimizer.name),
-        ("training.optimizer.momentum", *(bool(spec.optimizer.momentum) for spec in (old, new))),
+        ("the optimizer's moments", old.optimizer.moments, new.optimizer.moments),
         ("the data's fingerprint", manifest.data, data),
     ]
     return pairs

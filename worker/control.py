@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -20,6 +21,7 @@ from oobleck.host.messages import (
     Measure,
     Record,
     Recorded,
+    Save,
     Stop,
     ToWorker,
 )
@@ -47,6 +49,8 @@ class Control:
         self._on_abrupt: Callable[[], None] | None = None
         #: What is to be recorded of the steps; None: nothing.
         self.record: Record | None = None
+        #: Number of the newest wish for a checkpoint; 0: none.
+        self.save_wish = 0
 
     def start(self) -> None:
         threading.Thread(target=self._listen, name="control", daemon=True).start()
@@ -131,6 +135,14 @@ class Control:
         pushed = [*self._boundaries.values(), *([self._abrupt] if self._abrupt else [])]
         return max(pushed, key=lambda assign: assign.plan.generation, default=None)
 
+    def pause(self, generation: Generation, seconds: float) -> None:
+        """Let time pass; raises Superseded as soon as a newer abrupt generation is wanted."""
+        until = time.monotonic() + seconds
+        with self._changed:
+            while (left := until - time.monotonic()) > 0:
+                self.check_wanted(generation)
+                self._changed.wait(left)
+
     def wait_superseded(self, generation: Generation) -> NoReturn:
         """Wait until an abrupt generation newer than `generation` arrives, then raise."""
         with self._changed:
@@ -158,6 +170,8 @@ class Control:
                 case Record():
                     with self._changed:
                         self.record = message
+                case Save(number=number):
+                    self.save_wish = max(self.save_wish, number)
                 case Stop(reason=reason):
                     log.info("stopping", extra={"reason": reason})
                     os._exit(0)

@@ -22,6 +22,10 @@ class Superseded(Exception):
         self.generation = generation
 
 
+class CheckpointError(ValueError):
+    """Checkpoints cannot be used as the job says; the text names the path and the fix."""
+
+
 class InvariantViolation(Exception):
     """Ours: a state that must not exist. The worker crashes with it rather than train on."""
 

@@ -171,6 +171,15 @@ class ModelState:
         """The whole state of `layer` as one contiguous tensor, to be sent or received."""
         return self.layers[layer].storage
 
+    def snapshot(self, layer: int) -> Tensor:
+        """A copy in host memory of the whole state of `layer` (1 + moments, n)."""
+        return self.layers[layer].storage.detach().to("cpu", copy=True)
+
+    def load(self, layer: int, snapshot: Tensor, *, version: int) -> None:
+        """Hold `layer` as `snapshot`, taken after `version` steps, says."""
+        self.allocate(layer, version=version).storage.copy_(snapshot)
+        self.complete(layer)
+
     def module(self, layer: int) -> Layer:
         """The module of `layer`, which must be whole."""
         state = self.layers.get(layer)

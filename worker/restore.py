@@ -1,0 +1,204 @@
+"""Going on from a checkpoint: which one all can read, and loading this worker's layers from it.
+
+Rank 0 says which checkpoints there are; then, from the newest on, every worker loads and checks
+the layers that it needs, and the first one that is whole for all is it. Must not know when a
+checkpoint is wanted.
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from oobleck.host.checkpoints import Found, list_checkpoints, read_layer
+from oobleck.host.folder import Folder, open_folder
+from oobleck.host.messages import Assign
+from oobleck.planner.checkpoint import InvalidCheckpoint, misfit
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.job import CheckpointSpec, JobSpec
+from oobleck.worker.errors import CheckpointError
+from oobleck.worker.layerfile import moment_names, unpack
+from oobleck.worker.state import ModelState, layout, state_dtype
+from oobleck.worker.transport import Transport
+
+log = logging.getLogger(__name__)
+
+#: Checkpoints that are tried, newest first.
+_MOST_TRIED = 16
+#: Of a reason why a worker cannot use a checkpoint, in an exchange of fixed size.
+_REASON_BYTES = 200
+_PROBE_BYTES = 65_536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    step: int
+    #: Folder or URL of the checkpoint.
+    path: str
+    #: Newer ones that could not be used, and why.
+    passed_over: tuple[str, ...]
+
+
+def check_folder(spec: CheckpointSpec) -> None:
+    """Fail before the training rather than at the first checkpoint. Raises CheckpointError."""
+    try:
+        folder = open_folder(spec.path)
+        probe = f".writable.{hashlib.sha256(str(id(spec)).encode()).hexdigest()[:8]}"
+        folder.write(probe, [b"\0" * _PROBE_BYTES])  # an empty file fits on a full disk
+        folder.remove(probe)
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint.path: {error}") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint.path: cannot write to {spec.path} on this node: "
+            f"{error.strerror or error}; make room there, make it writable, or name another place"
+        ) from error
+
+
+class Restorer:
+    """Loads a worker's layers from the checkpoints of its job's path."""
+
+    def __init__(
+        self, *, job: JobSpec, spec: CheckpointSpec, worker: WorkerId, state: ModelState, data: str
+    ) -> None:
+        """`data`: fingerprint of the data that this worker reads, hexadecimal."""
+        self._job = job
+        self._spec = spec
+        self._worker = worker
+        self._state = state
+        self._data = data
+        self._known: dict[int, Found] = {}
+        self._damaged: tuple[str, ...] = ()
+
+    def run(self, assign: Assign, transport: Transport, *, resume: bool) -> Restored | None:
+        """Hold the plan's layers as the newest checkpoint that is whole for all workers has them.
+
+        `resume`: for a job that has not trained yet, by its `checkpoint.resume`; None: it begins
+        with its initial weights. Otherwise there must be one. Raises CheckpointError where what
+        is there is of another training or damaged, or lacks though it must not, TransportError.
+        """
+        folder = open_folder(self._spec.path)
+        probe = f".shared.{hashlib.sha256(assign.rendezvous.prefix.encode()).hexdigest()[:8]}"
+        first = assign.plan.workers[0]
+        if self._worker == first:
+            folder.write(probe, [b"\n"])
+        candidates = self._candidates(folder, assign, transport, resume=resume)
+        try:
+            if not folder.exists(probe):
+                raise CheckpointError(
+                    f"checkpoint.path: what {first.node} writes to {self._spec.path} does not "
+                    f"appear on {self._worker.node}; name a place that all nodes share"
+                )
+            layers = assign.plan.holdings()[self._worker]
+            passed_over = list(self._damaged)
+            for step, identity in candidates:
+                reasons = self._try(folder, step, identity, layers, assign, transport)
+                if not reasons:
+                    name = self._known[identity].name
+                    path = f"{self._spec.path.rstrip('/')}/{name}"
+                    return Restored(step=step, path=path, passed_over=tuple(passed_over))
+                passed_over.append("; ".join(reasons))
+                log.warning("checkpoint passed over", extra={"step": step, "reason": reasons})
+            transport.all_gather(torch.zeros(1))  # all have seen the probe
+        finally:
+            if self._worker == first:
+                folder.remove(probe)
+        if passed_over:
+            raise CheckpointError(
+                f"checkpoint.path: no checkpoint in {self._spec.path} can be read: "
+                f"{' | '.join(passed_over)}; remove them to begin anew, or name another path"
+            )
+        return None
+
+    def _candidates(
+        self, folder: Folder, assign: Assign, transport: Transport, *, resume: bool
+    ) -> list[tuple[int, int]]:
+        """Step and identity of each checkpoint, newest first, as rank 0 sees them."""
+        listing = list_checkpoints(folder)
+        self._known = {found.identity: found for found in listing.checkpoints}
+        self._damaged = tuple(listing.damaged.values())
+        table = torch.zeros(1 + _MOST_TRIED, 2, dtype=torch.int64)
+        if self._worker == assign.plan.workers[0]:
+            self._check(listing.checkpoints, resume=resume)
+            fitting = (
+                found
+                for found in listing.checkpoints
+                if not misfit(found.manifest, self._job, self._data)
+            )
+            found = tuple(islice(fitting, _MOST_TRIED))
+            table[0, 0] = len(found)
+            for row, checkpoint in enumerate(found, start=1):
+                table[row] = torch.tensor([checkpoint.manifest.step, checkpoint.identity])
+        transport.broadcast(table, 0)
+        rows = table[1 : 1 + int(table[0, 0])].tolist()
+        return [(step, identity) for step, identity in rows]
+
+    def _check(self, found: tuple[Found, ...], *, resume: bool) -> None:
+        """Refuse what does not go with the job."""
+        path, rule = self._spec.path, self._spec.resume
+        if resume and rule == "never" and found:
+            raise CheckpointError(
+                f"checkpoint.resume: is never, and {path} holds checkpoints up to step "
+                f"{found[0].manifest.step}; name another path, remove them, or set it to auto to "
+                "go on from there"
+            )
+        if not found and (self._damaged or not resume or rule == "require"):
+            what = "; ".join(self._damaged) or "there is none"
+            raise CheckpointError(
+                f"checkpoint.path: no checkpoint in {path} can be used: {what}; name the path that "
+                "holds them, or set checkpoint.resume to auto in an empty one to begin anew"
+            )
+        if found and (other := misfit(found[0].manifest, self._job, self._data)):
+            raise CheckpointError(
+                f"checkpoint.path: {path}/{found[0].name} is of another training: {other}; name "
+                "another path, or make the job what it was"
+            )
+
+    def _try(
+        self,
+        folder: Folder,
+        step: int,
+        identity: int,
+        layers: Iterable[int],
+        assign: Assign,
+        transport: Transport,
+    ) -> list[str]:
+        """Load the layers from one checkpoint; why that is not possible, on any worker."""
+        reason = b""
+        try:
+            self._load(folder, identity, step, layers)
+        except InvalidCheckpoint as error:
+            reason = f"step {step}: {error}".encode()[:_REASON_BYTES]
+        told = torch.zeros(_REASON_BYTES, dtype=torch.uint8)
+        told[: len(reason)] = torch.tensor(list(reason), dtype=torch.uint8)
+        reasons = [
+            f"{worker.node}: {bytes(row.tolist()).rstrip(bytes(1)).decode(errors='replace')}"
+            for worker, row in zip(assign.plan.workers, transport.all_gather(told), strict=True)
+            if row.any()
+        ]
+        if reasons:
+            for layer in list(self._state.layers):
+                self._state.drop(layer)
+        return reasons
+
+    def _load(self, folder: Folder, identity: int, step: int, layers: Iterable[int]) -> None:
+        found = self._known.get(identity)
+        if found is None:
+            raise InvalidCheckpoint(f"is not seen on {self._worker.node}")
+        here = folder.below(found.name)
+        training = self._job.training
+        moments = moment_names(training.optimizer)
+        dtype = state_dtype(training.precision)
+        for layer in list(self._state.layers):
+            self._state.drop(layer)
+        for layer in layers:
+            file = found.manifest.files[layer]
+            content = read_layer(here, file)
+            try:
+                snapshot = unpack(content, layout(self._job.model, layer), moments, dtype)
+            except InvalidCheckpoint as error:
+                raise InvalidCheckpoint(f"{file.name}: {error}") from error
+            self._state.load(layer, snapshot, version=step)
