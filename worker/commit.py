@@ -40,6 +40,15 @@ class Progress:
     voted: int = 0
     voted_generation: Generation = _NO_GENERATION
     ballot: torch.Tensor | None = None
+    #: Newest generation in which this state's ancestors went back to a checkpoint.
+    lineage: int = 0
+
+    def restart(self, step: int, lineage: int) -> None:
+        """All layers held are those of a checkpoint: what is known of other steps is void."""
+        self.committed, self.begun, self.reduced, self.voted = step, 0, 0, 0
+        self.reduced_generation = self.voted_generation = _NO_GENERATION
+        self.ballot = None
+        self.lineage = lineage
 
     def begin(self, step: int) -> None:
         self.begun, self.begun_at = step, time.monotonic()

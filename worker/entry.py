@@ -2,14 +2,15 @@
 
 Owns the exchange of standings and what each worker does by the agreement that follows from them
 (`rejoin` draws it): apply a step that others have committed, drop what is out of date, send and
-fetch layers. Must not know how training goes on after.
+fetch layers; or, where a layer is with nobody, go back to a checkpoint (`restore`). Must not know
+how training goes on after.
 """
 
 import logging
 
 import torch
 
-from oobleck.host.messages import Assign, Committed, PhaseReached
+from oobleck.host.messages import Assign, Committed, PhaseReached, Restored
 from oobleck.host.tokenfile import DataError
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import WorkerId
@@ -21,6 +22,7 @@ from oobleck.worker.control import Control
 from oobleck.worker.errors import InvariantViolation
 from oobleck.worker.faults import FaultInjector
 from oobleck.worker.rejoin import Agreement, Standing, agree
+from oobleck.worker.restore import Restorer
 from oobleck.worker.state import ModelState, layer_sizes
 from oobleck.worker.timeline import Timeline
 from oobleck.worker.transport import Transport
@@ -56,17 +58,33 @@ class Entry:
         self._control = control
         self._faults = faults
         self._timeline = timeline
+        self._restorer = (
+            None
+            if job.checkpoint is None
+            else Restorer(
+                job=job,
+                spec=job.checkpoint,
+                worker=worker,
+                state=state,
+                data=fingerprint.hex(),
+            )
+        )
         self._layer_sizes = layer_sizes(job.model)
 
     def run(self, assign: Assign, transport: Transport) -> None:
         """Agree where training stands, roll forward or back to it, and fetch missing layers.
 
         Raises TransportError when a peer is lost on the way, DataError when nodes read different
-        data, InvariantViolation when nobody holds a layer of the plan.
+        data, CheckpointError when there is no fit checkpoint though one is needed, and
+        InvariantViolation when nobody holds a layer of the plan and the job has no checkpoints.
         """
         plan, progress = assign.plan, self._progress
         with self._timeline.phase("agree"):
             agreement = self._agree(assign, transport)
+        with self._timeline.phase("restore"):
+            restored = self._restore(assign, agreement, transport)
+        if restored:
+            return
         rolled_forward = self._worker in agreement.roll_forward
         if agreement.vote_holder is not None:
             with self._timeline.phase("roll forward"):
@@ -83,10 +101,38 @@ class Entry:
         )
         with self._timeline.phase("transfer"):
             received = self._transfer(assign, agreement, transport)
-        progress.committed = agreement.step
+        progress.committed, progress.lineage = agreement.step, agreement.lineage
         self._control.report(
             PhaseReached(generation=plan.generation, phase="transferred", received_bytes=received)
         )
+
+    def _restore(self, assign: Assign, agreement: Agreement, transport: Transport) -> bool:
+        """Go on from a checkpoint where nobody has what is needed; whether that was done."""
+        if self._restorer is None:
+            return False
+        held = {layer for layers in agreement.held.values() for layer in layers}
+        fresh = agreement.step == 0 and not held
+        lost = agreement.step > 0 and len(held) < assign.plan.layer_count
+        if not (assign.restore or fresh or lost):
+            return False
+        found = self._restorer.run(assign, transport, resume=fresh and not assign.restore)
+        if found is None:
+            return False
+        generation = assign.plan.generation
+        self._progress.restart(found.step, generation)
+        log.info("restored", extra={"step": found.step, "path": found.path})
+        for message in (
+            Restored(
+                generation=generation,
+                step=found.step,
+                path=found.path,
+                passed_over=found.passed_over,
+            ),
+            PhaseReached(generation=generation, phase="joined", committed_step=found.step),
+            PhaseReached(generation=generation, phase="transferred"),
+        ):
+            self._control.report(message)
+        return True
 
     def _agree(self, assign: Assign, transport: Transport) -> Agreement:
         progress = self._progress
@@ -98,6 +144,7 @@ class Entry:
             reduced_layers=progress.reduced_layers,
             voted=progress.voted,
             voted_generation=progress.voted_generation,
+            lineage=progress.lineage,
             versions=tuple(held.get(layer, -1) for layer in range(assign.plan.layer_count)),
         )
         fingerprint = torch.frombuffer(bytearray(self._fingerprint), dtype=torch.int64)

@@ -39,6 +39,7 @@ from oobleck.worker.gradientsums import GradientSums
 from oobleck.worker.mailbox import Mailbox
 from oobleck.worker.prefetch import Prefetcher
 from oobleck.worker.random import RowKeys
+from oobleck.worker.saver import Saver
 from oobleck.worker.stage import StageRunner
 from oobleck.worker.state import ModelState
 from oobleck.worker.timeline import Timeline
@@ -106,12 +107,14 @@ class Executor:
         prefetcher: Prefetcher,
         progress: Progress,
         control: Control,
+        saver: Saver,
         faults: FaultInjector,
         device: torch.device,
         timeline: Timeline,
     ) -> None:
         """`programs`: of all workers of `plan`."""
         self._job = job
+        self._saver = saver
         self._plan = plan
         self._program = programs[worker]
         self._transport = transport
@@ -223,6 +226,7 @@ class Executor:
             case OptimizerStep():
                 assert self._result is not None, "the vote comes before the optimizer"
                 commit(self._state, self._job, self._progress, self._result, self._step)
+                self._saver.committed(self._step, self._result.saving)
 
     def _keep(self, microbatch: int, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
@@ -276,6 +280,7 @@ class Executor:
                 squared_norm=self._state.squared_norm(norm_parts),
                 pending=self._control.pending_boundary(generation),
                 row_digests=progress.row_digests,
+                saving=self._saver.intent(self._step),
             )
         with self._timeline.span("wait for votes"):
             outcome = self._transport.all_reduce(vector, tuple(range(self._transport.size)))

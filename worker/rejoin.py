@@ -21,6 +21,8 @@ from oobleck.worker.errors import InvariantViolation
 class Standing:
     """One worker's state as it arrives in a new generation. Steps count from 1; 0 is the start."""
 
+    #: Generation in which all went back to a checkpoint that its state is of; 0: never.
+    lineage: int
     #: Newest step whose update it has applied.
     committed: int
     #: Step whose reduced gradients it holds complete, 0 for none; and the generation they are of.
@@ -36,6 +38,7 @@ class Standing:
 
     def to_row(self) -> list[int]:
         return [
+            self.lineage,
             self.committed,
             self.reduced,
             self.reduced_generation,
@@ -48,15 +51,17 @@ class Standing:
 
     @classmethod
     def from_row(cls, row: Sequence[int]) -> "Standing":
-        committed, reduced, reduced_generation, first, end, voted, voted_generation, *rest = row
+        lineage, committed, reduced, reduced_generation, first, end, *rest = row
+        voted, voted_generation, *versions = rest
         return cls(
+            lineage=lineage,
             committed=committed,
             reduced=reduced,
             reduced_generation=reduced_generation,
             reduced_layers=range(first, end),
             voted=voted,
             voted_generation=voted_generation,
-            versions=tuple(rest),
+            versions=tuple(versions),
         )
 
 
@@ -64,6 +69,8 @@ class Standing:
 class Agreement:
     """What follows from everyone's standing."""
 
+    #: That of the workers whose state counts.
+    lineage: int
     #: The last committed step; training goes on with the next one.
     step: int
     #: Workers that apply `step` now, from the reduced gradients they hold.
@@ -76,6 +83,9 @@ class Agreement:
 
 def agree(standings: Mapping[WorkerId, Standing]) -> Agreement:
     """Draw the agreement; the same on every worker because the table is the same."""
+    # Since the others went back to a checkpoint, what a worker has that did not is of no use.
+    lineage = max(standing.lineage for standing in standings.values())
+    members, standings = standings, {w: s for w, s in standings.items() if s.lineage == lineage}
     # Whoever has seen a vote counts as having committed it: it needs nobody else to apply it.
     step = max(max(s.committed, s.voted) for s in standings.values())
     holders = sorted(w for w, s in standings.items() if s.voted == step and step > 0)
@@ -103,8 +113,9 @@ def agree(standings: Mapping[WorkerId, Standing]) -> Agreement:
             if version == current and layer in layers
         )
     return Agreement(
+        lineage=lineage,
         step=step,
         roll_forward=frozenset(roll_forward),
         vote_holder=holders[0] if holders and roll_forward else None,
-        held={worker: held.get(worker, frozenset()) for worker in standings},
+        held={worker: held.get(worker, frozenset()) for worker in members},
     )

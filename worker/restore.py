@@ -7,6 +7,7 @@ checkpoint is wanted.
 
 import hashlib
 import logging
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -46,7 +47,7 @@ def check_folder(spec: CheckpointSpec) -> None:
     """Fail before the training rather than at the first checkpoint. Raises CheckpointError."""
     try:
         folder = open_folder(spec.path)
-        probe = f".writable.{hashlib.sha256(str(id(spec)).encode()).hexdigest()[:8]}"
+        probe = f".writable.{secrets.token_hex(4)}"
         folder.write(probe, [b"\0" * _PROBE_BYTES])  # an empty file fits on a full disk
         folder.remove(probe)
     except ValueError as error:

@@ -8,6 +8,7 @@ come to its end everywhere. What stalls training is the copy of the layers that 
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -19,8 +20,9 @@ from oobleck.planner.job import JobSpec
 from oobleck.planner.reconfigure import can_lose
 from oobleck.worker import vote
 from oobleck.worker.control import Control
+from oobleck.worker.faults import FaultInjector
 from oobleck.worker.saving import Order, Saving
-from oobleck.worker.state import ModelState, layout
+from oobleck.worker.state import ModelState, layer_sizes
 from oobleck.worker.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class Saver:
         state: ModelState,
         fingerprint: bytes,
         control: Control,
+        faults: FaultInjector,
     ) -> None:
         """`fingerprint`: of the data that this worker reads."""
         self._job = job
@@ -51,7 +54,8 @@ class Saver:
         self._state = state
         self._data = fingerprint.hex()
         self._control = control
-        self._sizes = [layout(job.model, layer).size for layer in range(job.model.layer_count)]
+        self._faults = faults
+        self._sizes = layer_sizes(job.model)
         self._assign: Assign | None = None
         #: The last one that was begun; and whether its end has not been agreed yet.
         self._last: Saving | None = None
@@ -132,11 +136,17 @@ class Saver:
             rank=plan.workers.index(self._worker),
         )
         snapshots = {layer: self._state.snapshot(layer) for layer in chosen[self._worker]}
-        self._last = Saving(order, open_folder(spec.path), snapshots, self._control.report)
+        reached = partial(
+            self._faults.reached, "before:LayerFile", generation=plan.generation, step=step
+        )
+        self._last = Saving(
+            order, open_folder(spec.path), snapshots, report=self._control.report, reached=reached
+        )
         self._open, self._overdue = True, False
 
-    def finish(self, transport: Transport, step: int) -> None:
-        """After the last step: see the save under way to its end, and have the last state saved.
+    def finish(self, transport: Transport, step: int, *, needed: bool) -> None:
+        """After the last step: see the save under way to its end, and have the last state saved;
+        if it is `needed`, until that has worked.
 
         There are no more votes; the workers meet in gathers instead. Raises TransportError,
         Superseded.
@@ -145,10 +155,12 @@ class Saver:
             return
         self._conclude(transport)
         while self._spec.at_end and self._newest_saved(transport) < step:
+            assert self._assign is not None, "steps are run in a generation"
             self._begin(step, self._control.save_wish)
             self._conclude(transport)
+            if not needed:
+                return
             if self._newest_saved(transport) < step:
-                assert self._assign is not None, "steps are run in a generation"
                 self._control.pause(self._assign.plan.generation, _RETRY_S)
 
     def _newest_saved(self, transport: Transport) -> int:

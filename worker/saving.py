@@ -79,10 +79,12 @@ class Saving:
         order: Order,
         folder: Folder,
         snapshots: Mapping[int, torch.Tensor],
+        *,
         report: Callable[[CheckpointSaved | SaveFailed], None],
+        reached: Callable[[], None],
     ) -> None:
         """`folder`: of all checkpoints; `snapshots`: of the layers that this worker writes, which
-        nobody changes any more. They are freed as they are written."""
+        nobody changes any more, freed as they are written; `reached`: called before each."""
         self.order = order
         #: This worker's files are written, or never will be.
         self.written = threading.Event()
@@ -92,6 +94,7 @@ class Saving:
         self._folder = folder
         self._snapshots = dict(snapshots)
         self._report = report
+        self._reached = reached
         self._begun_at = time.monotonic()
         self._changed = threading.Event()
         self._abandoned = False
@@ -159,6 +162,7 @@ class Saving:
         for layer in mine:
             if self._abandoned:
                 raise _Abandoned
+            self._reached()
             files.append(self._write_layer(layer, self._snapshots.pop(layer)))
         self._folder.write(f"{order.name}/{part_file(order.rank)}", [encode(files)])
 

@@ -5,6 +5,7 @@ libraries and every layer that it keeps live on through all generations.
 """
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -18,6 +19,7 @@ from oobleck.host.messages import (
     PeerLost,
     PhaseReached,
     Ready,
+    SaveFailed,
 )
 from oobleck.host.tokenfile import DataError
 from oobleck.planner.compile import compile_programs
@@ -29,7 +31,12 @@ from oobleck.worker.control import Control
 from oobleck.worker.data import Dataset
 from oobleck.worker.device import DeviceError
 from oobleck.worker.entry import Entry
-from oobleck.worker.errors import InvariantViolation, Superseded, TransportError
+from oobleck.worker.errors import (
+    CheckpointError,
+    InvariantViolation,
+    Superseded,
+    TransportError,
+)
 from oobleck.worker.executor import Executor, owner_groups
 from oobleck.worker.faults import FaultInjector
 from oobleck.worker.measuring import Measuring
@@ -37,11 +44,16 @@ from oobleck.worker.membership import Membership
 from oobleck.worker.output import OutputError, check_writable, write_layers, write_manifest
 from oobleck.worker.prefetch import Prefetcher
 from oobleck.worker.rendezvous import StoreServer
+from oobleck.worker.restore import check_folder
+from oobleck.worker.saver import Saver
 from oobleck.worker.state import ModelState, layer_sizes, state_dtype
 from oobleck.worker.timeline import Timeline
 from oobleck.worker.transport import Transport
 
 log = logging.getLogger(__name__)
+
+#: Between two attempts to write the result to a disk that did not take it.
+_OUTPUT_RETRY_S = 5.0
 
 
 class Session:
@@ -61,6 +73,8 @@ class Session:
         model = launch.job.model
         if launch.job.output is not None:
             check_writable(launch.job.output)
+        if launch.job.checkpoint is not None:
+            check_folder(launch.job.checkpoint)
         self._dataset = Dataset(launch.job.data, model.sequence_length, model.vocabulary)
         self._prefetcher = Prefetcher(self._dataset, launch.job.training)
         self._state = ModelState(launch.job, self._device)
@@ -75,6 +89,15 @@ class Session:
             control=control,
             faults=self._faults,
             timeline=self._timeline,
+        )
+        self._saver = Saver(
+            job=launch.job,
+            job_id=launch.job_id,
+            worker=launch.worker,
+            state=self._state,
+            fingerprint=self._dataset.fingerprint,
+            control=control,
+            faults=self._faults,
         )
         self._store = StoreServer(launch.address)
         #: Of the generation that this worker is in.
@@ -167,6 +190,7 @@ class Session:
         after the last step, if one comes: a loss at the very end, or a node that joined too late.
         """
         transport = membership.transport
+        self._saver.enter(assign)
         executor = self._executor = Executor(
             job=self._job,
             plan=assign.plan,
@@ -177,6 +201,7 @@ class Session:
             prefetcher=self._prefetcher,
             progress=self._progress,
             control=self._control,
+            saver=self._saver,
             faults=self._faults,
             device=self._device,
             timeline=self._timeline,
@@ -200,11 +225,26 @@ class Session:
                 for layer in plan.holdings()[self._worker]
                 if plan.owners(layer)[0] == self._worker
             ]
-            write_layers(output, self._state, layers)
+            self._write_output(assign, lambda: write_layers(output, self._state, layers))
             transport.all_gather(torch.zeros(1))  # the manifest vouches for all layers
             if plan.workers[0] == self._worker:
-                write_manifest(output, self._job, self._job_id, self._progress.committed)
+                step = self._progress.committed
+                self._write_output(
+                    assign, lambda: write_manifest(output, self._job, self._job_id, step)
+                )
+        self._saver.finish(transport, self._progress.committed, needed=output is None)
         self._control.report(Finished(generation=plan.generation, step=self._progress.committed))
+
+    def _write_output(self, assign: Assign, write: Callable[[], None]) -> None:
+        """Until it has worked: the result of the training is here and nowhere else."""
+        while True:
+            try:
+                return write()
+            except OutputError as error:
+                log.warning("the output cannot be written", extra={"reason": error})
+                step = self._progress.committed
+                self._control.report(SaveFailed(what="output", step=step, reason=str(error)))
+                self._control.pause(assign.plan.generation, _OUTPUT_RETRY_S)
 
 
 def run(launch: Launch, control: Control, pid: int) -> int:
@@ -214,7 +254,7 @@ def run(launch: Launch, control: Control, pid: int) -> int:
     except InvariantViolation as error:
         log.exception("invariant violated")
         control.report(Failed(kind="internal", message=f"{type(error).__name__}: {error}"))
-    except (DataError, DeviceError, OutputError, OSError) as error:
+    except (CheckpointError, DataError, DeviceError, OutputError, OSError) as error:
         control.report(Failed(kind="user", message=str(error)))
     except Exception as error:
         # The process boundary: whatever the model or the optimizer raised is the job's failure.

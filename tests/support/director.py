@@ -20,6 +20,7 @@ import msgspec
 from oobleck.host.channel import Channel
 from oobleck.host.messages import (
     Assign,
+    CheckpointSaved,
     ChildExited,
     Committed,
     Failed,
@@ -35,6 +36,9 @@ from oobleck.host.messages import (
     Ready,
     Recorded,
     Rendezvous,
+    Restored,
+    Save,
+    SaveFailed,
     StepRecord,
     Stop,
     Warm,
@@ -164,7 +168,7 @@ class Director:
         names = [WorkerId(NodeName(node), 0) for node in nodes]
         self.wait(lambda: all(self.workers[name].store for name in names), "workers ready")
 
-    def assign(self, plan: Plan, *, boundary: bool = False) -> None:
+    def assign(self, plan: Plan, *, boundary: bool = False, restore: bool = False) -> None:
         """Push `plan` to all its workers."""
         self._meetings += 1
         store = next(
@@ -174,9 +178,14 @@ class Director:
             plan=plan,
             rendezvous=Rendezvous(store=store, prefix=f"meeting-{self._meetings}"),
             boundary=boundary,
+            restore=restore,
         )
         for worker in plan.workers:
             self.workers[worker].channel.send(message)
+
+    def wish_checkpoint(self, plan: Plan, number: int) -> None:
+        for worker in plan.workers:
+            self.workers[worker].channel.send(Save(number=number))
 
     def kill(self, node: str, signum: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.workers[WorkerId(NodeName(node), 0)].pid, signum)
@@ -260,5 +269,7 @@ class Director:
                 self.records.setdefault(record.step, []).append(record)
             case Failed(message=text):
                 raise AssertionError(f"{live.worker} failed: {text}")
+            case CheckpointSaved() | SaveFailed() | Restored():
+                pass
             case PhaseReached() | PeerLost() | Finished() | Recorded():
                 pass

@@ -17,6 +17,7 @@ def standing(
     layers: tuple[int, ...] = (0, 1),
     version: int | None = None,
     reduced_layers: range | None = None,
+    lineage: int = 0,
 ) -> Standing:
     """Of a model of three layers; `reduced` and `voted` are (step, generation)."""
     if reduced_layers is None:
@@ -24,6 +25,7 @@ def standing(
     voted = voted if voted is not None else (committed, 1 if committed else 0)
     held = committed if version is None else version
     return Standing(
+        lineage=lineage,
         committed=committed,
         reduced=reduced[0],
         reduced_generation=reduced[1],
@@ -124,3 +126,17 @@ def test_one_step_voted_in_two_generations_is_a_bug() -> None:
 def test_rows_carry_a_standing_whole() -> None:
     one = standing(5, reduced=(6, 3), layers=(1,))
     assert Standing.from_row(one.to_row()) == one
+
+
+def test_who_did_not_go_back_to_the_checkpoint_has_nothing_that_counts() -> None:
+    # b was idle while a and c went back from step 9 to step 5 in generation 4, and did step 6.
+    agreement = agree(
+        {
+            A: standing(6, layers=(0, 1), lineage=4),
+            B: standing(9, layers=(0, 1, 2)),
+            C: standing(6, layers=(2,), lineage=4),
+        }
+    )
+    assert (agreement.lineage, agreement.step) == (4, 6)
+    assert agreement.held == {A: {0, 1}, B: frozenset(), C: {2}}
+    assert not agreement.roll_forward

@@ -1,0 +1,249 @@
+"""Checkpoints of real workers: taken while they train, resumed by others, and what goes wrong."""
+
+import functools
+import json
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from oobleck.host.checkpoints import list_checkpoints, verify
+from oobleck.host.folder import LocalFolder
+from oobleck.host.messages import (
+    CheckpointSaved,
+    FaultRule,
+    Finished,
+    FromWorker,
+    Restored,
+    SaveFailed,
+)
+from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.job import (
+    CheckpointSpec,
+    DataSpec,
+    JobSpec,
+    ModelSpec,
+    TrainingSpec,
+)
+from oobleck.planner.optimization import OptimizerSpec, ScheduleSpec
+from oobleck.planner.plan import Plan
+from oobleck.worker.output import read_output
+from support.director import Director, WarmWorkers, make_plan
+from support.reference import ReferenceRun, train_reference
+
+STEPS = 8
+TEXT = str(Path(__file__).parents[2] / "LICENSE")
+THREE = make_plan(1, [[("a", 2), ("b", 3)], [("c", 5)]], [2, 2])
+TWO = make_plan(1, [[("a", 4), ("b", 1)]], [4])
+
+
+def job(path: Path, *, steps: int = STEPS, output: Path | None = None, **spec: object) -> JobSpec:
+    return JobSpec(
+        name="saved",
+        model=ModelSpec(layers=3, hidden=16, heads=2, sequence_length=8, dropout=0.1),
+        data=DataSpec(text=(TEXT,)),
+        training=TrainingSpec(
+            steps=steps,
+            global_batch=8,
+            microbatch=2,
+            precision="fp64",
+            optimizer=OptimizerSpec(lr=1e-2),
+            schedule=ScheduleSpec(name="constant", warmup=3),
+        ),
+        checkpoint=CheckpointSpec(path=str(path), **{"every": 3, **spec}),  # type: ignore[arg-type]
+        output=None if output is None else str(output),
+    )
+
+
+@functools.cache
+def reference() -> ReferenceRun:
+    return train_reference(job(Path("/nowhere")))
+
+
+def check(cluster: Director, first: int, last: int) -> None:
+    losses = cluster.losses()
+    assert list(losses) == list(range(first, last + 1))
+    expected = reference().steps[first - 1 : last]
+    assert list(losses.values()) == pytest.approx([s.loss for s in expected], rel=1e-12, abs=0)
+    digests = [cluster.records[step][0].samples_digest for step in losses]
+    assert digests == [step.samples_digest for step in expected]
+
+
+def all_said(cluster: Director, kind: type[FromWorker]) -> list:
+    return [m for live in cluster.workers.values() for m in live.said if isinstance(m, kind)]
+
+
+def train(warm: WarmWorkers, spec: JobSpec, plan: Plan, **options: object) -> Director:
+    with Director(warm, spec) as cluster:
+        cluster.start(*plan.nodes)
+        cluster.assign(plan, **options)  # type: ignore[arg-type]
+        cluster.wait_finished(plan)
+        cluster.stop()
+    return cluster
+
+
+def saved_steps(path: Path) -> list[int]:
+    listing = list_checkpoints(LocalFolder(path))
+    assert not listing.damaged
+    assert not listing.torn
+    return [found.manifest.step for found in listing.checkpoints]
+
+
+def test_saved_by_three_and_resumed_by_two_of_another_cut(warm, tmp_path):
+    path = tmp_path / "checkpoints"
+    first = train(warm, job(path, steps=5), THREE)
+    check(first, 1, 5)
+    assert sorted(saved.step for saved in all_said(first, CheckpointSaved)) == [3, 5]
+    assert saved_steps(path) == [5, 3]
+    (newest, _) = list_checkpoints(LocalFolder(path)).checkpoints
+    assert verify(LocalFolder(path / newest.name), newest.manifest) == {}
+    assert sorted(p.name for p in (path / newest.name).iterdir()) == [
+        *(f"layer-{layer:05}.safetensors" for layer in range(5)),
+        "manifest.json",
+    ]
+    with safe_open(path / newest.name / "layer-00001.safetensors", framework="np") as file:
+        assert {"qkv.weight", "qkv.weight.exp_avg", "qkv.weight.exp_avg_sq"} <= set(file.keys())
+
+    second = train(warm, job(path, output=tmp_path / "weights"), TWO)
+    check(second, 6, STEPS)
+    told = all_said(second, Restored)
+    assert {(m.step, m.passed_over) for m in told} == {(5, ())}
+    assert len(told) == 2
+    for name, value in reference().weights.items():
+        assert read_output(tmp_path / "weights")[name] == pytest.approx(value, rel=1e-9, abs=1e-12)
+
+
+def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(warm, tmp_path):
+    train(warm, job(tmp_path, steps=5), TWO)
+    newest = list_checkpoints(LocalFolder(tmp_path)).checkpoints[0].name
+    victim = tmp_path / newest / "layer-00004.safetensors"
+    content = bytearray(victim.read_bytes())
+    content[-9] ^= 1
+    victim.write_bytes(content)
+    second = train(warm, job(tmp_path, at_end=False), THREE)
+    check(second, 4, STEPS)
+    (reason,) = {reason for m in all_said(second, Restored) for reason in m.passed_over}
+    assert reason.startswith("b: step 5: layer-00004.safetensors: its content is not what was")
+    assert 3 in saved_steps(tmp_path), "what was resumed from is still there"
+
+
+def fault(node: str, point: str, step: int) -> FaultRule:
+    return FaultRule(
+        worker=WorkerId(NodeName(node), 0), point=point, step=step, action="kill_worker"
+    )
+
+
+def test_a_writer_killed_in_mid_save_leaves_no_checkpoint_and_the_next_one_works(warm, tmp_path):
+    with Director(warm, job(tmp_path), [fault("c", "before:LayerFile", 3)]) as cluster:
+        cluster.start("a", "b", "c")
+        cluster.assign(THREE)
+        cluster.wait(lambda: cluster.workers[WorkerId(NodeName("c"), 0)].gone, "the scripted kill")
+        after = make_plan(2, [[("a", 2), ("b", 3)]], [4])
+        cluster.assign(after)
+        cluster.wait_finished(after)
+        cluster.stop()
+    check(cluster, 1, STEPS)
+    steps = sorted(saved.step for saved in all_said(cluster, CheckpointSaved))
+    assert steps[0] in (4, 5), "taken again as soon as workers train again"
+    assert steps[1:] == [6, STEPS]
+    assert saved_steps(tmp_path) == steps[::-1]
+
+
+def test_a_wish_is_served_by_all_at_one_step(warm, tmp_path):
+    with Director(warm, job(tmp_path, steps=100_000, every=10**6)) as cluster:
+        cluster.start(*THREE.nodes)
+        cluster.assign(THREE)
+        cluster.wait(lambda: 2 in cluster.records, "two steps")
+        cluster.wish_checkpoint(THREE, 1)
+        cluster.wait(lambda: len(all_said(cluster, CheckpointSaved)) == 1, "the checkpoint")
+        cluster.wish_checkpoint(THREE, 2)
+        cluster.wait(lambda: len(all_said(cluster, CheckpointSaved)) == 2, "another one")
+        cluster.stop()
+    saved = all_said(cluster, CheckpointSaved)
+    assert [m.request for m in saved] == [1, 2]
+    assert saved_steps(tmp_path) == [m.step for m in saved][::-1]
+
+
+def test_all_copies_of_a_layer_lost_and_the_newest_checkpoint_takes_over(warm, tmp_path):
+    # The last layers are with b and c alone. d comes in their place.
+    after = make_plan(2, [[("a", 3), ("d", 2)]], [4])
+    faults = [fault(node, "before:Backward", 6) for node in ("b", "c")]
+    with Director(warm, job(tmp_path, keep=1, resume="never"), faults) as cluster:
+        cluster.start("a", "b", "c")
+        cluster.assign(THREE)
+        for node in "bc":
+            worker = WorkerId(NodeName(node), 0)
+            cluster.wait(lambda w=worker: cluster.workers[w].gone, "the scripted kill")
+        cluster.faults = ()
+        cluster.start("d")
+        cluster.assign(after, restore=True)
+        cluster.wait_finished(after)
+        cluster.stop()
+    (restored,) = {m.step for m in all_said(cluster, Restored)}
+    assert restored == 3
+    expected = reference().steps
+    assert sorted(cluster.records) == list(range(1, STEPS + 1))
+    for step, records in cluster.records.items():
+        assert {r.generation for r in records} == ({1} if step < 4 else {1, 2} if step < 6 else {2})
+        assert {r.samples_digest for r in records} == {expected[step - 1].samples_digest}
+        for record in records:
+            assert record.loss == pytest.approx(expected[step - 1].loss, rel=1e-12, abs=0)
+
+
+def limit_files(cluster: Director, bytes_: int) -> None:
+    """No file of a worker may become larger: what a full disk does to it."""
+    for live in cluster.workers.values():
+        resource.prlimit(live.pid, resource.RLIMIT_FSIZE, (bytes_, resource.RLIM_INFINITY))
+
+
+def test_a_full_disk_fails_the_save_and_not_the_training(warm, tmp_path):
+    spec = job(tmp_path / "saved", steps=60, every=3, at_end=False, output=tmp_path / "weights")
+    with Director(warm, spec) as cluster:
+        cluster.start(*THREE.nodes)
+        limit_files(cluster, 1024)
+        cluster.assign(THREE)
+        cluster.wait(
+            lambda: any(f.what == "checkpoint" for f in all_said(cluster, SaveFailed)),
+            "a failed save",
+        )
+        cluster.wait(
+            lambda: any(f.what == "output" for f in all_said(cluster, SaveFailed)),
+            "an output that cannot be written",
+        )
+        assert not all_said(cluster, CheckpointSaved)
+        assert not all_said(cluster, Finished)
+        limit_files(cluster, resource.RLIM_INFINITY)
+        cluster.wait_finished(THREE)
+        cluster.stop()
+    reason = all_said(cluster, SaveFailed)[0].reason
+    assert reason == f"cannot write to {tmp_path}/saved: File too large"
+    assert saved_steps(tmp_path / "saved") == []
+    assert list((tmp_path / "saved").iterdir()) == []
+    assert sorted(cluster.losses()) == list(range(1, 61))
+    assert len(read_output(tmp_path / "weights")) > 0
+
+
+def refusal(warm: WarmWorkers, spec: JobSpec) -> str:
+    with pytest.raises(AssertionError, match="failed: ") as caught:
+        train(warm, spec, TWO)
+    return str(caught.value)
+
+
+def test_what_is_of_another_training_is_refused_with_the_key(warm, tmp_path):
+    train(warm, job(tmp_path, steps=1), TWO)
+    fits = job(tmp_path)
+    other = replace(fits, training=replace(fits.training, seed=1))
+    text = refusal(warm, other)
+    assert "is of another training: training.seed is 0 there and 1 here; name another" in text
+    other = replace(fits, model=replace(fits.model, hidden=32))
+    assert "model.hidden is 16 there and 32 here" in refusal(warm, other)
+    never = replace(fits, checkpoint=replace(fits.checkpoint, resume="never"))
+    assert "is never, and" in refusal(warm, never)
+    empty = replace(fits, checkpoint=replace(fits.checkpoint, path=str(tmp_path / "empty")))
+    required = replace(empty, checkpoint=replace(empty.checkpoint, resume="require"))
+    assert "there is none" in refusal(warm, required)
+    manifest = next(tmp_path.glob("step-*/manifest.json"))
+    manifest.write_text(json.dumps({"format": 1}))
+    assert "no checkpoint in" in refusal(warm, fits)
