@@ -48,6 +48,8 @@ class Progress:
         self.committed, self.begun, self.reduced, self.voted = step, 0, 0, 0
         self.reduced_generation = self.voted_generation = _NO_GENERATION
         self.ballot = None
+        self.losses.clear()
+        self.row_digests.clear()
         self.lineage = lineage
 
     def begin(self, step: int) -> None:
