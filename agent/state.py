@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from oobleck.agent.backoff import StartBudget
 from oobleck.host.messages import (
+    CheckpointSaved,
     Committed,
     Failed,
     FaultRule,
@@ -29,6 +30,8 @@ from oobleck.host.messages import (
     Ready,
     Recorded,
     Rendezvous,
+    Restored,
+    SaveFailed,
 )
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job import JobSpec
@@ -192,6 +195,8 @@ class Worker:
     #: Newest attempt at a measurement that was handed to it, and what came of it; until its plan.
     measure_sent: int = 0
     measured: tuple[Measured | LinkMeasured, ...] = ()
+    #: The last of each kind that it said of checkpoints.
+    checkpoints: tuple[CheckpointSaved | SaveFailed | Restored, ...] = ()
     failure: Failed | None = None
     failed_at: float | None = None
     #: What it lost; None again as soon as it has a newer plan.
@@ -352,5 +357,8 @@ class NodeState:
                 worker.peer_lost = message
             case Measured() | LinkMeasured():
                 worker.measured = (*worker.measured, message)
+            case CheckpointSaved() | SaveFailed() | Restored():
+                kept = (m for m in worker.checkpoints if type(m) is not type(message))
+                worker.checkpoints = (*kept, message)
             case PhaseReached() | Recorded():
                 pass  # for the master; nothing changes here

@@ -50,6 +50,7 @@ from oobleck.agent.state import (
 )
 from oobleck.host.messages import (
     Assign,
+    CheckpointSaved,
     Committed,
     Failed,
     Finished,
@@ -62,6 +63,8 @@ from oobleck.host.messages import (
     PhaseReached,
     Ready,
     Recorded,
+    Restored,
+    SaveFailed,
     Stop,
 )
 from oobleck.host.process import signal_name
@@ -181,6 +184,8 @@ class Supervisor:
                 fields = {"slot": worker.slot, "kind": message.kind, "reason": message.message}
                 logger.error("worker failed", extra=fields)
                 self._outbox.report(self._report(worker, message))
+            case CheckpointSaved() | SaveFailed() | Restored():
+                pass
             case Ready() | Finished() | Recorded():
                 pass  # in the status
         self._handle(WorkerSaid(incarnation=incarnation, message=message))

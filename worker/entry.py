@@ -81,9 +81,7 @@ class Entry:
         plan, progress = assign.plan, self._progress
         with self._timeline.phase("agree"):
             agreement = self._agree(assign, transport)
-        with self._timeline.phase("restore"):
-            restored = self._restore(assign, agreement, transport)
-        if restored:
+        if self._restore(assign, agreement, transport):
             return
         rolled_forward = self._worker in agreement.roll_forward
         if agreement.vote_holder is not None:
@@ -115,7 +113,8 @@ class Entry:
         lost = agreement.step > 0 and len(held) < assign.plan.layer_count
         if not (assign.restore or fresh or lost):
             return False
-        found = self._restorer.run(assign, transport, resume=fresh and not assign.restore)
+        with self._timeline.phase("restore"):
+            found = self._restorer.run(assign, transport, resume=fresh and not assign.restore)
         if found is None:
             return False
         generation = assign.plan.generation
