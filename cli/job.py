@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oobleck.cli import options
-from oobleck.cli.textfile import JOB_FILE, PROFILE_OF_JOB, read_text
+from oobleck.cli.textfile import CONFIG_OF_MODEL, JOB_FILE, PROFILE_OF_JOB, read_text
 from oobleck.host.command import CommandFailed
 
 if TYPE_CHECKING:
@@ -29,9 +29,14 @@ def read_job(
     stdin = str(path) == "-"
     source = "standard input" if stdin else str(path)
     text = read_text(path, JOB_FILE)
+    base = Path.cwd() if stdin else path.absolute().parent
+
+    def read(name: str) -> str:
+        return read_text(base / os.path.expanduser(name), CONFIG_OF_MODEL)
+
     shown = {given: (shown_as or {}).get(given, f"--set {given}") for given in overrides}
     try:
-        job = parse_job(text, overrides=overrides, source=source)
+        job = parse_job(text, overrides=overrides, source=source, read=read)
     except InvalidJob as error:
         message = str(error)
         for override, flag in shown.items():
@@ -39,11 +44,11 @@ def read_job(
         if message.startswith(f"{source}:") and overrides:
             with contextlib.suppress(InvalidJob):
                 # The file alone is right, so the line is not to blame.
-                parse_job(text, source=source)
+                parse_job(text, source=source, read=read)
                 what = message.removeprefix(source).partition(": ")[2]
                 message = f"{', '.join(shown.values())}: {what}"
         raise CommandFailed(message, options.USAGE) from error
-    return with_absolute_paths(job, Path.cwd() if stdin else path.absolute().parent)
+    return with_absolute_paths(job, base)
 
 
 def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
@@ -57,9 +62,13 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
             options.USAGE,
         ) from error
     data = _absolute_data(job.data, base)
+    weights = job.model.weights
+    model = dataclasses.replace(
+        job.model, weights=None if weights is None else str(base / os.path.expanduser(weights))
+    )
     output = None if job.output is None else str(base / job.output)
     profile = job.profile if job.profile_path is None else str(base / job.profile_path)
-    return dataclasses.replace(job, data=data, output=output, profile=profile)
+    return dataclasses.replace(job, model=model, data=data, output=output, profile=profile)
 
 
 def _absolute_data(data: "DataSpec", base: Path) -> "DataSpec":

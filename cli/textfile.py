@@ -41,6 +41,10 @@ PROFILE_OF_JOB = Wanted(
     what="measure, estimate or the path of a profile file", most_mib=16, field="profile: "
 )
 
+CONFIG_OF_MODEL = Wanted(
+    what="the config.json of a Hugging Face model", most_mib=1, field="model: "
+)
+
 
 def read_text(path: Path, wanted: Wanted) -> str:
     """The text of a regular file, a pipe, or standard input for `-`. Raises CommandFailed."""

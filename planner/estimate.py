@@ -1,13 +1,15 @@
 """A profile from arithmetic alone, for a job that nobody has measured yet.
 
 Times come from FLOPs over a nominal rate, so only their proportions mean something; byte counts
-are true for the built-in GPT. Must not know the machine beyond its memory.
+are true for every kind of model. Must not know the machine beyond its memory.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from oobleck.planner.job import JobSpec
+from oobleck.planner.families import Counts, LayerCount, decode_config
+from oobleck.planner.familytables import family_of
+from oobleck.planner.job import JobSpec, ModelSpec
 from oobleck.planner.memory import (
     ACTIVATION_ITEM_BYTES,
     STATE_ITEM_BYTES,
@@ -68,46 +70,62 @@ def _rows(job: JobSpec) -> int:
     return job.training.microbatch * job.model.sequence_length
 
 
+def _counts(model: ModelSpec) -> Counts:
+    """The arithmetic of each kind of layer."""
+    family = family_of(model.kind)
+    if family is not None:
+        return family.count(decode_config(model.config), model.sequence_length)
+    hidden, length, vocabulary = model.hidden, model.sequence_length, model.vocabulary
+    # qkv, projection, 4x MLP up and down
+    matrices = 12 * hidden * hidden
+    return Counts(
+        embedding=LayerCount(
+            parameters=(vocabulary + length) * hidden, flops=2.0 * hidden, kept=hidden
+        ),
+        block=LayerCount(
+            # and weight and bias of two layer norms
+            parameters=matrices + 4 * hidden,
+            flops=2.0 * matrices + 4.0 * length * hidden,
+            # norms, qkv, attention output, MLP (up, GELU), residuals
+            kept=16 * hidden,
+        ),
+        head=LayerCount(
+            parameters=2 * hidden + vocabulary * hidden,
+            flops=2.0 * hidden * vocabulary,
+            kept=2 * (hidden + vocabulary),
+        ),
+    )
+
+
 def _embedding(job: JobSpec) -> LayerProfile:
-    model, rows = job.model, _rows(job)
+    kept = _counts(job.model).embedding.kept * STATE_ITEM_BYTES[job.training.precision]
     return _layer(
         job,
         "embedding",
-        parameters=(model.vocabulary + model.sequence_length) * model.hidden,
-        forward_flops=2.0 * rows * model.hidden,
-        activation_bytes=rows * _TOKEN_BYTES + _output_bytes(job),
+        _counts(job.model).embedding,
+        activation_bytes=_rows(job) * (_TOKEN_BYTES + kept),
         output_bytes=_output_bytes(job),
     )
 
 
 def _block(job: JobSpec, name: str) -> LayerProfile:
     model, rows = job.model, _rows(job)
-    hidden, length = model.hidden, model.sequence_length
     item = ACTIVATION_ITEM_BYTES[job.training.precision]
-    scores_bytes = rows * length * model.heads * item
+    # The scores where attention is unfused.
+    kept = _counts(model).block.kept + model.sequence_length * model.heads
     return _layer(
         job,
         name,
-        # qkv, projection, 4x MLP up and down; weight and bias of two layer norms
-        parameters=12 * hidden * hidden + 4 * hidden,
-        forward_flops=2.0 * rows * 12 * hidden * hidden + 4.0 * rows * length * hidden,
-        # norms, qkv, attention output, MLP (up, GELU), residuals; the scores where unfused
-        activation_bytes=16 * rows * hidden * item + scores_bytes,
+        _counts(model).block,
+        activation_bytes=rows * kept * item,
         output_bytes=_output_bytes(job),
     )
 
 
 def _head(job: JobSpec) -> LayerProfile:
-    model, rows = job.model, _rows(job)
     item = ACTIVATION_ITEM_BYTES[job.training.precision]
-    return _layer(
-        job,
-        "head",
-        parameters=2 * model.hidden + model.vocabulary * model.hidden,
-        forward_flops=2.0 * rows * model.hidden * model.vocabulary,
-        activation_bytes=2 * rows * (model.hidden + model.vocabulary) * item,
-        output_bytes=0,
-    )
+    head = _counts(job.model).head
+    return _layer(job, "head", head, activation_bytes=_rows(job) * head.kept * item, output_bytes=0)
 
 
 def _output_bytes(job: JobSpec) -> int:
@@ -118,20 +136,19 @@ def _output_bytes(job: JobSpec) -> int:
 def _layer(
     job: JobSpec,
     name: str,
+    counted: LayerCount,
     *,
-    parameters: int,
-    forward_flops: float,
     activation_bytes: int,
     output_bytes: int,
 ) -> LayerProfile:
     precision = job.training.precision
-    forward_s = forward_flops / FLOPS_PER_S
+    forward_s = _rows(job) * counted.flops / FLOPS_PER_S
     return LayerProfile(
         name=name,
         forward_s={1: forward_s},
         backward_s={1: 2 * forward_s},
-        parameter_bytes=parameters * STATE_ITEM_BYTES[precision],
-        state_bytes=state_bytes(parameters, job.training),
+        parameter_bytes=counted.parameters * STATE_ITEM_BYTES[precision],
+        state_bytes=state_bytes(counted.parameters, job.training),
         activation_bytes=activation_bytes,
         output_bytes=output_bytes,
     )

@@ -3,9 +3,11 @@
 Owns the types and their checks; `oobleck.planner.jobfile` reads them from a file's text.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
+from oobleck.planner.families import Objective, decode_config
+from oobleck.planner.familytables import family_of
 from oobleck.planner.ids import check_name
 from oobleck.planner.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.plan import Schedule
@@ -32,9 +34,13 @@ def _at_most(owner: object, **largest: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer. Layer 0 is the embedding, the last layer is the head."""
+    """A transformer. Layer 0 is the embedding, the last layer is the head.
 
-    kind: Literal["gpt"] = "gpt"
+    Of a Hugging Face family the numbers follow from `config`; `planner.modelfile.family_model`
+    makes such a spec.
+    """
+
+    kind: Literal["gpt", "gpt2", "llama", "bert"] = "gpt"
     #: Transformer blocks; placement counts the embedding and the head as layers too.
     layers: int
     hidden: int
@@ -43,7 +49,12 @@ class ModelSpec:
     vocabulary: int = 256
     #: The head shares the token embedding's weight.
     tied: bool = True
+    #: Of a family with several: the largest.
     dropout: float = 0.0
+    #: The family's own keys, all of them, as JSON; empty for the built-in model.
+    config: str = ""
+    #: Directory with the initial weights, the same on all nodes; None: they are drawn.
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "layers", "hidden", "heads", "sequence_length")
@@ -56,6 +67,34 @@ class ModelSpec:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout: {self.dropout} is not in [0, 1)")
+        self._check_family()
+
+    def _check_family(self) -> None:
+        family = family_of(self.kind)
+        if family is None:
+            for name, given in (("config", self.config), ("weights", self.weights)):
+                if given:
+                    raise ValueError(
+                        f"{name}: the built-in model takes none; leave it out or set kind to gpt2, "
+                        "llama or bert"
+                    )
+            return
+        complete = family.complete(decode_config(self.config or "{}"))
+        for name, value in asdict(family.numbers(complete)).items():
+            if getattr(self, name) != value:
+                raise ValueError(f"{name}: {getattr(self, name)}, but the config says {value}")
+        longest = family.positions(complete)
+        if self.sequence_length > longest:
+            raise ValueError(
+                f"sequence_length: {self.sequence_length} is beyond the model's {longest} "
+                f"positions; lower it, or raise config.{family.names['positions']}"
+            )
+
+    @property
+    def objective(self) -> Objective:
+        """What is learned: the next token, or masked ones."""
+        family = family_of(self.kind)
+        return "causal" if family is None else family.objective
 
     @property
     def layer_count(self) -> int:

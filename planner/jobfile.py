@@ -18,6 +18,7 @@ from oobleck.planner.document import Value, override, read_document, read_overri
 from oobleck.planner.errors import InvalidJob
 from oobleck.planner.ids import check_name
 from oobleck.planner.job import JobSpec
+from oobleck.planner.modelfile import ReadText, expand_model
 from oobleck.planner.units import parse_bytes
 
 T = TypeVar("T")
@@ -27,18 +28,25 @@ _FILE_KEYS = {"memory_per_worker_bytes": "memory_per_worker"}
 _KINDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
 
-def parse_job(text: str, *, overrides: Sequence[str] = (), source: str = "job file") -> JobSpec:
+def parse_job(
+    text: str,
+    *,
+    overrides: Sequence[str] = (),
+    source: str = "job file",
+    read: ReadText | None = None,
+) -> JobSpec:
     """The job that `text` describes; raises InvalidJob.
 
     `overrides` are `key.path=value`, applied in order before the checks; `source` stands in front
-    of the line numbers in messages.
+    of the line numbers in messages. `read` gives the text of a file that the job names, such as a
+    model's config.json; without it such a job is refused.
     """
     root = read_document(text, source)
     _mapping_of(root, "the job")
     for entry in overrides:
         keys, value = read_override(entry)
         root = override(root, keys, value)
-    return _build(JobSpec, root, "")
+    return _build(JobSpec, expand_model(root, read), "")
 
 
 def format_job(job: JobSpec) -> str:
@@ -46,6 +54,9 @@ def format_job(job: JobSpec) -> str:
     tree = msgspec.to_builtins(job)
     for field, key in _FILE_KEYS.items():
         tree["resources"][key] = tree["resources"].pop(field)
+    config = tree["model"].pop("config")
+    if config:
+        tree["model"]["config"] = json.loads(config)
     return json.dumps(tree)
 
 

@@ -73,7 +73,7 @@ def profile_key(
     training = job.training
     matters = {
         "method": _METHOD,
-        "model": job.model,
+        "model": replace(job.model, weights=None),
         "microbatch": training.microbatch,
         "precision": training.precision,
         "optimizer": (training.optimizer.name, training.optimizer.moments),

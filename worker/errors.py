@@ -26,6 +26,10 @@ class CheckpointError(ValueError):
     """Checkpoints cannot be used as the job says; the text names the path and the fix."""
 
 
+class ModelError(ValueError):
+    """The model cannot be built or begun as the job says; the text names the key and the fix."""
+
+
 class InvariantViolation(Exception):
     """Ours: a state that must not exist. The worker crashes with it rather than train on."""
 

@@ -1,8 +1,9 @@
 """A linear layer whose weight gradient may be left for later.
 
 Zero-bubble schedules make the gradient that the stage before waits for first, and weight gradients
-when there is nothing else to do. Nearly all the work of a weight gradient is in the linear layers,
-so only those are split: norms and embeddings get theirs with the input's. It needs nothing but
+when there is nothing else to do. Nearly all the work of a weight gradient is in the matrices of
+linear layers, so only those are split: biases, norms and embeddings get theirs with the input's. It
+needs nothing but
 tensor hooks: in the forward the weight stands outside of autograd, so the ordinary backward makes
 the input's gradient alone, and a hook keeps what the weight's is made of.
 """
@@ -25,18 +26,18 @@ class DeferredGradients:
     """
 
     def __init__(self) -> None:
-        self._due: deque[tuple[Tensor, Tensor, Tensor]] = deque()
+        self._due: deque[tuple[Linear | TransposedLinear, Tensor, Tensor]] = deque()
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x (..., n) times the weight's transpose, with the weight's gradient left for later."""
+    def linear(self, x: Tensor, layer: "Linear | TransposedLinear") -> Tensor:
+        """`layer` of x (..., inputs), with the weight's gradient left for later."""
         if torch.is_autocast_enabled(x.device.type):
             # What autocast would do inside; done here, the rounded input is what is kept.
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        output = F.linear(x, weight.detach())
+        output = F.linear(x, layer.matrix(), layer.offset())
         kept = x.detach()
 
         def keep(gradient: Tensor) -> None:
-            self._due.append((weight, kept, gradient))
+            self._due.append((layer, kept, gradient))
 
         output.register_hook(keep)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return output
@@ -49,8 +50,9 @@ class DeferredGradients:
         is the same to the last bit.
         """
         while self._due:
-            weight, x, gradient = self._due.popleft()
-            product = gradient.flatten(0, -2).t().mm(x.flatten(0, -2)).to(weight.dtype)
+            layer, x, gradient = self._due.popleft()
+            weight = layer.weight
+            product = layer.product(x.flatten(0, -2), gradient.flatten(0, -2)).to(weight.dtype)
             if weight.grad is None:
                 weight.grad = product
             else:
@@ -71,13 +73,52 @@ def deferring(deferred: DeferredGradients | None) -> Iterator[None]:
 
 
 class Linear(nn.Linear):
-    """nn.Linear without bias, as far as its weight gradient may be left for later."""
+    """nn.Linear, whose weight's gradient may be left for later."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         deferred = _deferred.get()
         if deferred is None or not x.requires_grad:
-            return super().forward(x)
-        return deferred.linear(x, self.weight)
+            return F.linear(x, self.weight, self.offset())
+        return deferred.linear(x, self)
+
+    def matrix(self) -> Tensor:
+        """The weight (outputs, inputs), cut from autograd."""
+        return self.weight.detach()
+
+    def product(self, x: Tensor, gradient: Tensor) -> Tensor:
+        """The weight's gradient from input (n, inputs) and output gradient (n, outputs)."""
+        return gradient.t().mm(x)
+
+    def offset(self) -> Tensor | None:
+        """What is added to the product; a subclass may cut parts of the bias from autograd."""
+        return self.bias
+
+
+class TransposedLinear(nn.Module):
+    """A linear layer that keeps its weight as (inputs, outputs), such as GPT-2's."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(inputs, outputs))
+        self.bias = nn.Parameter(torch.empty(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        deferred = _deferred.get()
+        if deferred is None or not x.requires_grad:
+            return F.linear(x, self.weight.t(), self.offset())
+        return deferred.linear(x, self)
+
+    def matrix(self) -> Tensor:
+        """The weight (outputs, inputs), cut from autograd."""
+        return self.weight.detach().t()
+
+    def product(self, x: Tensor, gradient: Tensor) -> Tensor:
+        """The weight's gradient from input (n, inputs) and output gradient (n, outputs)."""
+        return x.t().mm(gradient)
+
+    def offset(self) -> Tensor:
+        """What is added to the product; a subclass may cut parts of the bias from autograd."""
+        return self.bias

@@ -7,13 +7,12 @@ site). The masks are made by integer arithmetic that is exact on every device.
 
 import hashlib
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-#: Where in a layer a mask is used.
-Site = Literal["embedding", "attention", "mlp"]
+#: Where in a layer a mask is used, such as `mlp`: unlike for unlike places.
+Site = str
 
 
 def derive(*purpose: object) -> int:

@@ -34,6 +34,7 @@ from oobleck.worker.entry import Entry
 from oobleck.worker.errors import (
     CheckpointError,
     InvariantViolation,
+    ModelError,
     Superseded,
     TransportError,
 )
@@ -254,7 +255,7 @@ def run(launch: Launch, control: Control, pid: int) -> int:
     except InvariantViolation as error:
         log.exception("invariant violated")
         control.report(Failed(kind="internal", message=f"{type(error).__name__}: {error}"))
-    except (CheckpointError, DataError, DeviceError, OutputError, OSError) as error:
+    except (CheckpointError, DataError, DeviceError, ModelError, OutputError, OSError) as error:
         control.report(Failed(kind="user", message=str(error)))
     except Exception as error:
         # The process boundary: whatever the model or the optimizer raised is the job's failure.

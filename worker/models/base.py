@@ -1,37 +1,59 @@
-"""What the layers of all families share: their number, and dropout by sample instead of by call.
+"""What the layers of all families share: dropout by sample instead of by call, initial values.
 
 Knows no family, and nothing of stages, flat state, devices of others or plans.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from oobleck.planner.job import ModelSpec
-from oobleck.worker.random import RowKeys, Site, keep_mask
+from oobleck.worker.random import RowKeys, Site, generator, keep_mask
 
 
 class Layer(nn.Module):
     """A unit of placement and state: int64 ids (b, T) or (b, T, hidden) in, (b, T, hidden) out."""
 
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
+    def __init__(self, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.dropout = spec.dropout
 
     def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
         raise NotImplementedError
 
-    def drop(self, x: Tensor, rows: RowKeys, site: Site) -> Tensor:
-        if self.dropout == 0.0:
-            return x
-        keep = keep_mask(
-            rows, self.layer, site, width=x[0].numel(), dropout=self.dropout, device=x.device
-        )
-        return x * keep.view(x.shape) / (1.0 - self.dropout)
+
+def drop(x: Tensor, rows: RowKeys, layer: int, site: Site, share: float) -> Tensor:
+    """x (b, ...) without `share` of its values, the rest scaled up: a function of the samples."""
+    keep = keep_mask(rows, layer, site, width=x[0].numel(), dropout=share, device=x.device)
+    return x * keep.view(x.shape) / (1.0 - share)
+
+
+@torch.no_grad()
+def draw_parameters(
+    module: Layer, seed: int, *, deviation: Callable[[str], float], tied: str | None
+) -> None:
+    """Fill weights at random and the rest with constants: a function of (seed, layer) alone.
+
+    Matrices are normal with the `deviation` of their name, norms 1, biases 0. All draws are on
+    the CPU and in float64 and rounded to the parameter's type, so that they depend neither on the
+    device nor on the precision. `tied` names the parameter that is the embedding's first one.
+    """
+    draws = generator(seed, "initial", module.layer)
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+            continue
+        # The head's copy of the tied weight is the embedding's first draw again.
+        source = generator(seed, "initial", 0) if name == tied and module.layer else draws
+        values = torch.randn(parameter.shape, generator=source, dtype=torch.float64)
+        parameter.copy_(values.mul_(deviation(name)))
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy over all tokens of the micro-batch, in float32 at least."""
+    """Mean cross entropy over the micro-batch's tokens that count, in float32 at least.
+
+    Targets of -100 do not count.
+    """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide.flatten(0, 1), targets.flatten())

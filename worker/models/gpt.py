@@ -14,14 +14,27 @@ from torch import Tensor, nn
 
 from oobleck.planner.job import ModelSpec
 from oobleck.worker.linear import Linear
-from oobleck.worker.models.base import Layer
-from oobleck.worker.random import RowKeys, generator
+from oobleck.worker.models.base import Layer, draw_parameters, drop
+from oobleck.worker.random import RowKeys, Site
 
 #: Standard deviation of initial weights (GPT-2).
 INITIAL_DEVIATION = 0.02
 
 
-class Embedding(Layer):
+class _Dropping(Layer):
+    """A layer with one dropout rate."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__(layer)
+        self.dropout = spec.dropout
+
+    def drop(self, x: Tensor, rows: RowKeys, site: Site) -> Tensor:
+        if self.dropout == 0.0 or not self.training:
+            return x
+        return drop(x, rows, self.layer, site, self.dropout)
+
+
+class Embedding(_Dropping):
     """Token plus learned position embedding: int64 ids (b, T) to (b, T, hidden)."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
@@ -35,7 +48,7 @@ class Embedding(Layer):
         return self.drop(self.token(x) + self.position.weight[: x.shape[1]], rows, "embedding")
 
 
-class Block(Layer):
+class Block(_Dropping):
     """Pre-norm causal self-attention and a GELU MLP of four times the width."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
@@ -70,7 +83,7 @@ class Head(Layer):
     """
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__(spec, layer)
+        super().__init__(layer)
         self.norm = nn.LayerNorm(spec.hidden)
         self.token = Linear(spec.hidden, spec.vocabulary)
 
@@ -93,23 +106,33 @@ def tied_parameter(spec: ModelSpec, layer: int) -> str | None:
     return "token.weight" if spec.tied and layer in (0, spec.layer_count - 1) else None
 
 
-@torch.no_grad()
 def initialise_parameters(module: Layer, spec: ModelSpec, seed: int) -> None:
-    """Give `module` its initial weights: a function of (spec, seed, layer) alone.
-
-    All draws are on the CPU and in float64 and rounded to the parameter's type, so that they
-    depend neither on the device nor on the precision. What a block adds to the residual stream is
-    scaled down by the number of such additions (GPT-2).
-    """
+    """GPT-2's: what a block adds to the residual stream is scaled down by the number of these."""
     residual = INITIAL_DEVIATION / math.sqrt(2 * spec.layers)
-    draws = generator(seed, "initial", module.layer)
-    for name, parameter in module.named_parameters():
-        if parameter.dim() == 1:
-            parameter.fill_(1.0 if name.endswith("weight") else 0.0)
-            continue
-        # The head's copy of the tied weight is the embedding's first draw again.
-        tied = name == tied_parameter(spec, module.layer)
-        source = generator(seed, "initial", 0) if tied and module.layer else draws
-        deviation = residual if name in ("attention_out.weight", "mlp_out.weight") else None
-        values = torch.randn(parameter.shape, generator=source, dtype=torch.float64)
-        parameter.copy_(values.mul_(deviation or INITIAL_DEVIATION))
+    scaled = ("attention_out.weight", "mlp_out.weight")
+    draw_parameters(
+        module,
+        seed,
+        deviation=lambda name: residual if name in scaled else INITIAL_DEVIATION,
+        tied=tied_parameter(spec, module.layer),
+    )
+
+
+def foreign_name(spec: ModelSpec, layer: int, name: str) -> str:
+    """The name that parameter `name` of `layer` has in transformers' GPT-2."""
+    owner, _, kind = name.rpartition(".")
+    if layer == 0:
+        return f"transformer.{'wte' if owner == 'token' else 'wpe'}.weight"
+    if layer == spec.layer_count - 1:
+        return "lm_head.weight" if owner == "token" else f"transformer.ln_f.{kind}"
+    return f"transformer.h.{layer - 1}.{_GPT2_NAMES[owner]}.{kind}"
+
+
+_GPT2_NAMES = {
+    "attention_norm": "ln_1",
+    "qkv": "attn.c_attn",
+    "attention_out": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp_in": "mlp.c_fc",
+    "mlp_out": "mlp.c_proj",
+}

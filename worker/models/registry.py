@@ -1,11 +1,13 @@
 """Which module builds which kind of model.
 
-A family is a module with `build_layer`, `tied_parameter` and `initialise_parameters` as here.
+A family is a module with the functions of `Family`. Those of Hugging Face are loaded when they are
+asked for: transformers is optional, and takes two seconds to import.
 """
 
 from typing import Protocol
 
 from oobleck.planner.job import ModelSpec
+from oobleck.worker.errors import ModelError
 from oobleck.worker.models import gpt
 from oobleck.worker.models.base import Layer
 
@@ -19,12 +21,38 @@ class Family(Protocol):
 
     def initialise_parameters(self, module: Layer, spec: ModelSpec, seed: int) -> None: ...
 
+    def foreign_name(self, spec: ModelSpec, layer: int, name: str) -> str: ...
+
 
 def family(spec: ModelSpec) -> Family:
     """The module for the kind of `spec`."""
+    if spec.kind == "gpt":
+        return gpt
+    try:
+        return _foreign(spec)
+    except ImportError as error:
+        raise ModelError(
+            f"model.kind: {spec.kind} needs the package transformers, which this node cannot "
+            f"import ({error}); on every node: pip install 'oobleck[huggingface]'"
+        ) from error
+
+
+def _foreign(spec: ModelSpec) -> Family:
     match spec.kind:
+        case "gpt2":
+            from oobleck.worker.models import gpt2
+
+            return gpt2
+        case "llama":
+            from oobleck.worker.models import llama
+
+            return llama
+        case "bert":
+            from oobleck.worker.models import bert
+
+            return bert
         case "gpt":
-            return gpt
+            raise AssertionError("the built-in model is not foreign")
 
 
 def build_layer(spec: ModelSpec, layer: int) -> Layer:

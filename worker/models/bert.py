@@ -1,0 +1,104 @@
+"""BERT of transformers, `BertForMaskedLM`, as layers. All tokens are of type 0: one segment."""
+
+from torch import Tensor, nn
+from transformers.models.bert.configuration_bert import BertConfig
+from transformers.models.bert.modeling_bert import BertLayer, BertPredictionHeadTransform
+
+from oobleck.planner.job import ModelSpec
+from oobleck.worker.linear import Linear
+from oobleck.worker.models.base import Layer
+from oobleck.worker.models.foreign import adapt, configuration, draw, table
+from oobleck.worker.models.keyed import Dropout, keyed
+from oobleck.worker.random import RowKeys
+
+ARCHITECTURE = "BertForMaskedLM"
+
+
+class Embedding(Layer):
+    """Token, position and type embedding, normed: int64 ids (b, T) to (b, T, hidden)."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__(layer)
+        config = configuration(BertConfig, spec)
+        hidden = config.hidden_size
+        self.word_embeddings = table(config.vocab_size, hidden, config.pad_token_id)
+        self.position_embeddings = table(config.max_position_embeddings, hidden)
+        self.token_type_embeddings = table(config.type_vocab_size, hidden)
+        self.LayerNorm = nn.LayerNorm(hidden, eps=config.layer_norm_eps)
+        self.dropout = Dropout(config.hidden_dropout_prob, layer, "embedding")
+
+    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
+        embedded = self.word_embeddings(x) + self.token_type_embeddings.weight[0]
+        embedded = embedded + self.position_embeddings.weight[: x.shape[1]]
+        with keyed(rows):
+            dropped: Tensor = self.dropout(self.LayerNorm(embedded))
+        return dropped
+
+
+class _Key(Linear):
+    """The key projection, with its bias cut from autograd.
+
+    A constant added to every key adds the same to all scores of a query, so the bias has no effect
+    and a true gradient of zero. Its rounding noise, which Adam would amplify into updates that
+    differ from one plan to the next, is kept out.
+    """
+
+    def offset(self) -> Tensor:
+        return self.bias.detach()
+
+
+class Block(Layer):
+    """Self-attention over all tokens and an MLP, each normed after its sum."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__(layer)
+        config = configuration(BertConfig, spec)
+        self.block = adapt(BertLayer(config, layer_idx=layer - 1), layer)
+        attention = self.block.get_submodule("attention.self")
+        attention.key = _Key(config.hidden_size, config.hidden_size, bias=True)
+
+    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
+        with keyed(rows):
+            out: Tensor = self.block(x)
+        return out
+
+
+class Head(Layer):
+    """Transform and projection to the vocabulary: (b, T, hidden) to logits (b, T, vocabulary)."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__(layer)
+        config = configuration(BertConfig, spec)
+        self.transform = adapt(BertPredictionHeadTransform(config), layer)
+        self.decoder = Linear(config.hidden_size, config.vocab_size, bias=True)
+
+    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
+        logits: Tensor = self.decoder(self.transform(x))
+        return logits
+
+
+def build_layer(spec: ModelSpec, layer: int) -> Layer:
+    if layer == 0:
+        return Embedding(spec, layer)
+    return Head(spec, layer) if layer == spec.layer_count - 1 else Block(spec, layer)
+
+
+def tied_parameter(spec: ModelSpec, layer: int) -> str | None:
+    if not spec.tied:
+        return None
+    return {0: "word_embeddings.weight", spec.layer_count - 1: "decoder.weight"}.get(layer)
+
+
+def initialise_parameters(module: Layer, spec: ModelSpec, seed: int) -> None:
+    draw(module, spec, seed, tied=tied_parameter(spec, module.layer))
+
+
+def foreign_name(spec: ModelSpec, layer: int, name: str) -> str:
+    """transformers' name of parameter `name` of `layer`."""
+    if name.startswith("block."):
+        return f"bert.encoder.layer.{layer - 1}.{name.removeprefix('block.')}"
+    if layer == 0:
+        return f"bert.embeddings.{name}"
+    # transformers ties the decoder's bias too, to a parameter that has no other use.
+    own = spec.tied and name == "decoder.bias"
+    return "cls.predictions.bias" if own else f"cls.predictions.{name}"

@@ -1,0 +1,118 @@
+"""What the Hugging Face families share: configs, and fitting modules of transformers for training.
+
+Importing this imports transformers (two seconds), so only the families' own modules do.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers.activations import NewGELUActivation
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
+
+from oobleck.planner.families import decode_config
+from oobleck.planner.familytables import family_of
+from oobleck.planner.job import ModelSpec
+from oobleck.worker.errors import ModelError
+from oobleck.worker.linear import Linear, TransposedLinear
+from oobleck.worker.models.base import Layer, draw_parameters
+from oobleck.worker.models.keyed import Dropout, attend
+
+_ATTENTION = "oobleck"
+ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, attend)
+
+Swap = Callable[[Any], nn.Module]
+
+
+def options(spec: ModelSpec) -> dict[str, Any]:
+    """The keys of the model's config, without those that keep transformers' default None."""
+    family = family_of(spec.kind)
+    assert family is not None
+    return {
+        name: value
+        for name, value in decode_config(spec.config).items()
+        if value is not None or family.keys[name].default is not None
+    }
+
+
+@lru_cache(maxsize=16)
+def _configuration(kind: Callable[..., Any], text: str) -> Any:
+    try:
+        config = kind(**json.loads(text))
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        why = " ".join(str(error).split())
+        raise ModelError(f"model.config: transformers refuses it: {why}; correct it") from error
+    config._attn_implementation = _ATTENTION
+    return config
+
+
+def configuration(kind: Callable[..., Any], spec: ModelSpec) -> Any:
+    """The config object of `spec`, of transformers' class `kind`; raises ModelError."""
+    return _configuration(kind, json.dumps(options(spec)))
+
+
+def table(rows: int, width: int, padding: int | None = None) -> nn.Embedding:
+    """An embedding table with nothing in it; the row `padding` gets no gradient."""
+    # Given, since its own draw loads all of torch._dynamo on the meta device.
+    values = torch.empty(rows, width)
+    return nn.Embedding(rows, width, padding_idx=padding, _weight=values)
+
+
+def adapt(module: nn.Module, layer: int, swaps: Mapping[type, Swap] | None = None) -> nn.Module:
+    """`module` of transformers with the parts replaced that training here does differently.
+
+    Linear layers, whose weight gradients may be left for later; dropout, by sample; the slow form
+    of GELU, by torch's own; and what `swaps` says by type. Parameters keep their names.
+    """
+    chosen: dict[type, Swap] = {
+        nn.Linear: lambda old: Linear(old.in_features, old.out_features, bias=old.bias is not None),
+        Conv1D: lambda old: TransposedLinear(old.nx, old.nf),
+        NewGELUActivation: lambda old: nn.GELU(approximate="tanh"),
+        **(swaps or {}),
+    }
+    for path, old in list(module.named_modules()):
+        if isinstance(old, nn.Dropout):
+            module.set_submodule(path, Dropout(old.p, layer, path))
+        elif type(old) in chosen:
+            module.set_submodule(path, chosen[type(old)](old))
+    return module
+
+
+def draw(
+    module: Layer,
+    spec: ModelSpec,
+    seed: int,
+    *,
+    tied: str | None,
+    scaled: tuple[str, ...] = (),
+    scale: float = 1.0,
+) -> None:
+    """Initial weights as transformers' `_init_weights` draws them: one deviation for matrices.
+
+    Of the parameters whose names end with one of `scaled`, times `scale`. The row of the padding
+    token is zero in every table that has one.
+    """
+    base = options(spec)["initializer_range"]
+    draw_parameters(
+        module,
+        seed,
+        deviation=lambda name: base * scale if name.endswith(scaled) else base,
+        tied=tied,
+    )
+    padding = options(spec).get("pad_token_id")
+    if padding is not None:
+        for part in module.modules():
+            if isinstance(part, nn.Embedding) and part.padding_idx is not None:
+                zero_row(part.weight, padding)
+        if tied is not None:
+            zero_row(module.get_parameter(tied), padding)
+
+
+@torch.no_grad()
+def zero_row(weight: Tensor, row: int) -> None:
+    weight[row] = 0.0

@@ -1,0 +1,109 @@
+"""GPT-2 of transformers, `GPT2LMHeadModel`, as layers; the GPT-3 sizes are of this kind too."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from transformers.models.gpt2.configuration_gpt2 import GPT2Config
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+from oobleck.planner.job import ModelSpec
+from oobleck.worker.linear import Linear, TransposedLinear
+from oobleck.worker.models.base import Layer
+from oobleck.worker.models.foreign import adapt, configuration, draw, table
+from oobleck.worker.models.keyed import Dropout, keyed
+from oobleck.worker.random import RowKeys
+
+ARCHITECTURE = "GPT2LMHeadModel"
+
+
+class Embedding(Layer):
+    """Token plus learned position embedding: int64 ids (b, T) to (b, T, hidden)."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__(layer)
+        config = configuration(GPT2Config, spec)
+        self.wte = table(config.vocab_size, config.n_embd)
+        self.wpe = table(config.n_positions, config.n_embd)
+        self.drop = Dropout(config.embd_pdrop, layer, "embedding")
+
+    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
+        with keyed(rows):
+            dropped: Tensor = self.drop(self.wte(x) + self.wpe.weight[: x.shape[1]])
+        return dropped
+
+
+class _QueryKeyValue(TransposedLinear):
+    """The three projections in one.
+
+    A constant added to every key adds the same to all scores of a query, so the key bias has no
+    effect and a true gradient of zero. Its rounding noise, which Adam would amplify into updates
+    that differ from one plan to the next, is kept out.
+    """
+
+    def offset(self) -> Tensor:
+        query, key, value = self.bias.chunk(3)
+        return torch.cat([query, key.detach(), value])
+
+
+class Block(Layer):
+    """Pre-norm causal self-attention and an MLP."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__(layer)
+        config = configuration(GPT2Config, spec)
+        self.block = adapt(GPT2Block(config, layer_idx=layer - 1), layer)
+        attention = self.block.get_submodule("attn")
+        attention.c_attn = _QueryKeyValue(config.n_embd, 3 * config.n_embd)
+
+    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
+        with keyed(rows):
+            out: Tensor = self.block(x)
+        return out
+
+
+class Head(Layer):
+    """Final norm and projection to the vocabulary: (b, T, hidden) to logits (b, T, vocabulary)."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__(layer)
+        config = configuration(GPT2Config, spec)
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.lm_head = Linear(config.n_embd, config.vocab_size)
+
+    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
+        logits: Tensor = self.lm_head(self.ln_f(x))
+        return logits
+
+
+def build_layer(spec: ModelSpec, layer: int) -> Layer:
+    if layer == 0:
+        return Embedding(spec, layer)
+    return Head(spec, layer) if layer == spec.layer_count - 1 else Block(spec, layer)
+
+
+def tied_parameter(spec: ModelSpec, layer: int) -> str | None:
+    if not spec.tied:
+        return None
+    return {0: "wte.weight", spec.layer_count - 1: "lm_head.weight"}.get(layer)
+
+
+def initialise_parameters(module: Layer, spec: ModelSpec, seed: int) -> None:
+    """What a block adds to the residual stream is scaled down by the number of such additions."""
+    draw(
+        module,
+        spec,
+        seed,
+        tied=tied_parameter(spec, module.layer),
+        scaled=("c_proj.weight",),
+        scale=1.0 / math.sqrt(2 * spec.layers),
+    )
+
+
+def foreign_name(spec: ModelSpec, layer: int, name: str) -> str:
+    """transformers' name of parameter `name` of `layer`."""
+    if name.startswith("lm_head."):
+        return name
+    if name.startswith("block."):
+        return f"transformer.h.{layer - 1}.{name.removeprefix('block.')}"
+    return f"transformer.{name}"
