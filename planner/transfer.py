@@ -18,11 +18,13 @@ from oobleck.planner.ids import WorkerId
 from oobleck.planner.plan import Plan
 
 __all__ = [
+    "CUT_NUMBERS",
     "LayerLost",
     "LayerTable",
     "Shard",
     "ShardTable",
     "Transfer",
+    "cut",
     "plan_shards",
     "plan_transfers",
     "require_holders",
@@ -30,10 +32,20 @@ __all__ = [
 
 _WHOLE = Fraction(1)
 
+#: Shares of a layer's numbers begin at multiples of this. Vectorised kernels round the last few
+#: numbers of a tensor, fewer than these, unlike the others; so an update gives the same result to
+#: the last bit however the layer is cut, and copies of it in different cuts stay equal.
+CUT_NUMBERS = 16
+
+
+def cut(share: Fraction, count: int) -> int:
+    """Where the first `share` of `count` numbers ends."""
+    return min(count, share.numerator * -(-count // CUT_NUMBERS) // share.denominator * CUT_NUMBERS)
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shard:
-    """Part `part` of `parts` equal ones of a layer's flat state."""
+    """Part `part` of `parts` equal ones of a layer's flat state (see `cut`)."""
 
     layer: int
     part: int = 0
@@ -62,8 +74,8 @@ ShardTable = Mapping[WorkerId, frozenset[Shard]]
 class Transfer:
     """State of `layer` (parameters and moments) goes from source to destination.
 
-    All of it, or the piece from `start` to `stop` of its flat state: elements floor(start * n) to
-    floor(stop * n) - 1 of n.
+    All of it, or the piece from `start` to `stop` of its flat state: of its tied part and of its
+    own part, each of n numbers, those from cut(start, n) to cut(stop, n) - 1.
     """
 
     layer: int

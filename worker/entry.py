@@ -7,6 +7,7 @@ how training goes on after.
 """
 
 import logging
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -16,16 +17,23 @@ from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.plan import Plan
-from oobleck.planner.transfer import Transfer, plan_transfers
+from oobleck.planner.transfer import (
+    ShardTable,
+    Transfer,
+    plan_shards,
+    plan_transfers,
+    require_holders,
+)
 from oobleck.worker.commit import Progress, commit, count_votes, make_record
 from oobleck.worker.control import Control
 from oobleck.worker.errors import InvariantViolation
 from oobleck.worker.faults import FaultInjector
-from oobleck.worker.rejoin import Agreement, Standing, agree
+from oobleck.worker.layout import layer_sizes
+from oobleck.worker.rejoin import Agreement, Held, Standing, agree
 from oobleck.worker.restore import Restorer
-from oobleck.worker.state import ModelState, layer_sizes
+from oobleck.worker.state import LayerState, ModelState
 from oobleck.worker.timeline import Timeline
-from oobleck.worker.transport import Transport
+from oobleck.worker.transport import Pending, Transport
 from oobleck.worker.vote import ballot_length
 
 log = logging.getLogger(__name__)
@@ -108,9 +116,8 @@ class Entry:
         """Go on from a checkpoint where nobody has what is needed; whether that was done."""
         if self._restorer is None:
             return False
-        held = {layer for layers in agreement.held.values() for layer in layers}
-        fresh = agreement.step == 0 and not held
-        lost = agreement.step > 0 and len(held) < assign.plan.layer_count
+        fresh = agreement.step == 0 and not any(agreement.held.values())
+        lost = agreement.step > 0 and _is_lost(agreement.held, assign.plan.layer_count)
         if not (assign.restore or fresh or lost):
             return False
         with self._timeline.phase("restore"):
@@ -135,7 +142,7 @@ class Entry:
 
     def _agree(self, assign: Assign, transport: Transport) -> Agreement:
         progress = self._progress
-        held = self._state.held()
+        count = assign.plan.layer_count
         standing = Standing(
             committed=progress.committed,
             reduced=progress.reduced,
@@ -144,7 +151,8 @@ class Entry:
             voted=progress.voted,
             voted_generation=progress.voted_generation,
             lineage=progress.lineage,
-            versions=tuple(held.get(layer, -1) for layer in range(assign.plan.layer_count)),
+            layers=_told(self._state.layers, count),
+            former=_told(self._state.former, count),
         )
         fingerprint = torch.frombuffer(bytearray(self._fingerprint), dtype=torch.int64)
         row = torch.cat([torch.tensor(standing.to_row(), dtype=torch.int64), fingerprint])
@@ -195,36 +203,45 @@ class Entry:
         self._faults.reached("before:transfer", generation=generation, step=step)
         current = agreement.held[self._worker]
         state.drop_partial()
-        for layer in state.held():
-            if layer not in current:
-                state.drop(layer)
-        needed = plan.holdings()[self._worker]
-        if step == 0:
+        state.keep_only(current)
+        needed = plan_shards(plan)[self._worker] - {s.shard for s in state.layers.values()}
+        transfers: tuple[Transfer, ...] = ()
+        for shard in sorted(needed):
             # Initial weights are a function of the seed and the layer: nothing to fetch.
-            for layer in needed:
-                if layer not in current:
-                    state.initialise(layer)
-            transfers: tuple[Transfer, ...] = ()
-        else:
+            if step == 0:
+                state.initialise(shard.layer, part=shard.part, parts=shard.parts)
+            else:
+                state.allocate(shard.layer, version=step, part=shard.part, parts=shard.parts)
+                state.write_own(shard.layer)
+        if step > 0:
             transfers = self._plan_transfers(agreement, plan)
-        rank = {member: index for index, member in enumerate(plan.workers)}
-        pending = []
-        received = 0
-        for transfer in transfers:
-            if transfer.source == self._worker:
-                storage = state.storage(transfer.layer)
-                pending.append(transport.send(storage, rank[transfer.destination], transfer.layer))
-            elif transfer.destination == self._worker:
-                storage = state.allocate(transfer.layer, version=step).storage
-                received += storage.nbytes
-                pending.append(transport.receive(storage, rank[transfer.source], transfer.layer))
-        for operation in pending:
-            operation.wait()
-        for transfer in transfers:
-            if transfer.destination == self._worker:
-                state.complete(transfer.layer)
+        received = self._exchange(transfers, plan, transport)
+        if step > 0:
+            for shard in needed:
+                state.complete(shard.layer)
         self._faults.reached("after:transfer", generation=generation, step=step)
         return received
+
+    def _exchange(self, transfers: Iterable[Transfer], plan: Plan, transport: Transport) -> int:
+        """Send and receive; returns the bytes received."""
+        state = self._state
+        rank = {member: index for index, member in enumerate(plan.workers)}
+        pending: list[Pending] = []
+        received: list[tuple[Transfer, torch.Tensor]] = []
+        for transfer in transfers:
+            piece = transfer.layer, transfer.start, transfer.stop
+            if transfer.source == self._worker:
+                peer = rank[transfer.destination]
+                pending.append(transport.send(state.read(*piece), peer, transfer.layer))
+            elif transfer.destination == self._worker:
+                room = state.room(*piece)
+                received.append((transfer, room))
+                pending.append(transport.receive(room, rank[transfer.source], transfer.layer))
+        for operation in pending:
+            operation.wait()
+        for transfer, room in received:
+            state.write(transfer.layer, transfer.start, transfer.stop, room)
+        return sum(room.nbytes for _, room in received)
 
     def _plan_transfers(self, agreement: Agreement, plan: Plan) -> tuple[Transfer, ...]:
         try:
@@ -234,3 +251,21 @@ class Entry:
             raise InvariantViolation(
                 f"generation {plan.generation} was planned, but at step {agreement.step} {lost}"
             ) from lost
+
+
+def _is_lost(held: ShardTable, layer_count: int) -> bool:
+    try:
+        require_holders(held, layer_count)
+    except LayerLost:
+        return True
+    return False
+
+
+def _told(states: Mapping[int, LayerState], count: int) -> tuple[Held, ...]:
+    """Of each of `count` layers what of it there is."""
+    return tuple(
+        Held(states[layer].version, states[layer].shard.part, states[layer].shard.parts)
+        if layer in states
+        else Held()
+        for layer in range(count)
+    )

@@ -15,7 +15,7 @@ from safetensors.torch import load
 from oobleck.host.folder import Content
 from oobleck.planner.checkpoint import InvalidCheckpoint
 from oobleck.planner.optimization import OptimizerSpec
-from oobleck.worker.state import Layout
+from oobleck.worker.layout import Layout
 
 _DTYPES = {torch.float32: "F32", torch.float64: "F64"}
 #: The format wants its data to begin at a multiple of this.
@@ -33,19 +33,23 @@ def pack(
     snapshot: torch.Tensor, flat: Layout, moments: tuple[str, ...], metadata: Mapping[str, str]
 ) -> list[Content]:
     """The file of a layer's state (1 + moments, n), contiguous and in host memory; its data is a
-    view of `snapshot`."""
+    view of `snapshot`, where the layout has no gap."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     width = snapshot.element_size()
-    for row, moment in enumerate(("", *moments)):
-        base = row * flat.size
+    end = 0
+    for moment in ("", *moments):
         for entry in flat.entries:
+            begin, end = end, end + (entry.end - entry.offset) * width
             header[f"{entry.name}.{moment}" if moment else entry.name] = {
                 "dtype": _DTYPES[snapshot.dtype],
                 "shape": list(entry.shape),
-                "data_offsets": [(base + entry.offset) * width, (base + entry.end) * width],
+                "data_offsets": [begin, end],
             }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
+    if flat.gap:  # safetensors allows none
+        before, after = snapshot[:, : flat.gap.start], snapshot[:, flat.gap.stop :]
+        snapshot = torch.cat([before, after], dim=1)
     return [len(text).to_bytes(8, "little") + text, snapshot.numpy().data.cast("B")]
 
 
@@ -57,7 +61,7 @@ def unpack(
         tensors = load(content)
     except SafetensorError as error:
         raise InvalidCheckpoint(f"is no safetensors file: {error}") from error
-    snapshot = torch.empty(1 + len(moments), flat.size, dtype=dtype)
+    snapshot = torch.zeros(1 + len(moments), flat.size, dtype=dtype)
     for row, moment in enumerate(("", *moments)):
         for entry in flat.entries:
             name = f"{entry.name}.{moment}" if moment else entry.name

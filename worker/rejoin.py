@@ -14,7 +14,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from oobleck.planner.ids import WorkerId
+from oobleck.planner.transfer import Shard, ShardTable
 from oobleck.worker.errors import InvariantViolation
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A layer, or a share of it, at some version; -1: none."""
+
+    version: int = -1
+    part: int = 0
+    parts: int = 1
+
+
+_NUMBERS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +46,10 @@ class Standing:
     #: Newest step whose vote it has the result of, 0 for none; and the generation of that vote.
     voted: int
     voted_generation: int
-    #: Steps applied to each layer; -1 for a layer that it does not hold.
-    versions: tuple[int, ...]
+    #: What it holds of each layer, and what another share has taken the place of since the last
+    #: commit, whose gradients are not those of `reduced`.
+    layers: tuple[Held, ...]
+    former: tuple[Held, ...]
 
     def to_row(self) -> list[int]:
         return [
@@ -46,13 +61,18 @@ class Standing:
             self.reduced_layers.stop,
             self.voted,
             self.voted_generation,
-            *self.versions,
+            *(
+                number
+                for held in (*self.layers, *self.former)
+                for number in (held.version, held.part, held.parts)
+            ),
         ]
 
     @classmethod
     def from_row(cls, row: Sequence[int]) -> "Standing":
         lineage, committed, reduced, reduced_generation, first, end, *rest = row
-        voted, voted_generation, *versions = rest
+        voted, voted_generation, *rest = rest
+        held = [Held(*rest[i : i + _NUMBERS]) for i in range(0, len(rest), _NUMBERS)]
         return cls(
             lineage=lineage,
             committed=committed,
@@ -61,7 +81,8 @@ class Standing:
             reduced_layers=range(first, end),
             voted=voted,
             voted_generation=voted_generation,
-            versions=tuple(versions),
+            layers=tuple(held[: len(held) // 2]),
+            former=tuple(held[len(held) // 2 :]),
         )
 
 
@@ -77,8 +98,8 @@ class Agreement:
     roll_forward: frozenset[WorkerId]
     #: A worker that can tell the result of `step`'s vote; None when nobody needs it.
     vote_holder: WorkerId | None
-    #: The layers that each worker holds at version `step` (after the roll-forward).
-    held: Mapping[WorkerId, frozenset[int]]
+    #: What each worker holds at version `step` (after the roll-forward).
+    held: ShardTable
 
 
 def agree(standings: Mapping[WorkerId, Standing]) -> Agreement:
@@ -94,28 +115,34 @@ def agree(standings: Mapping[WorkerId, Standing]) -> Agreement:
         raise InvariantViolation(f"step {step} was voted on in generations {sorted(generations)}")
 
     roll_forward = set()
-    held: dict[WorkerId, frozenset[int]] = {}
+    held: dict[WorkerId, frozenset[Shard]] = {}
     for worker, standing in standings.items():
         if standing.committed == step:
-            current, layers = step, range(len(standing.versions))
+            held[worker] = _at(step, standing.layers) | _at(step, standing.former)
         elif (
             standing.committed == step - 1
             and standing.reduced == step
             and standing.reduced_generation in generations
         ):
             roll_forward.add(worker)
-            current, layers = step - 1, standing.reduced_layers
-        else:
-            continue  # left behind by an older generation: its layers are worthless
-        held[worker] = frozenset(
-            layer
-            for layer, version in enumerate(standing.versions)
-            if version == current and layer in layers
-        )
+            held[worker] = frozenset(
+                shard
+                for shard in _at(step - 1, standing.layers)
+                if shard.layer in standing.reduced_layers
+            )
+        # Others were left behind by an older generation: their layers are worthless.
     return Agreement(
         lineage=lineage,
         step=step,
         roll_forward=frozenset(roll_forward),
         vote_holder=holders[0] if holders and roll_forward else None,
         held={worker: held.get(worker, frozenset()) for worker in members},
+    )
+
+
+def _at(version: int, layers: Sequence[Held]) -> frozenset[Shard]:
+    return frozenset(
+        Shard(layer, held.part, held.parts)
+        for layer, held in enumerate(layers)
+        if held.version == version
     )

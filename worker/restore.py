@@ -20,9 +20,11 @@ from oobleck.host.messages import Assign
 from oobleck.planner.checkpoint import InvalidCheckpoint, misfit
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.job import CheckpointSpec, JobSpec
+from oobleck.planner.transfer import Shard, plan_shards
 from oobleck.worker.errors import CheckpointError
 from oobleck.worker.layerfile import moment_names, unpack
-from oobleck.worker.state import ModelState, layout, state_dtype
+from oobleck.worker.layout import layout
+from oobleck.worker.state import ModelState, state_dtype
 from oobleck.worker.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -93,10 +95,10 @@ class Restorer:
                     f"checkpoint.path: what {first.node} writes to {self._spec.path} does not "
                     f"appear on {self._worker.node}; name a place that all nodes share"
                 )
-            layers = assign.plan.holdings()[self._worker]
+            shards = sorted(plan_shards(assign.plan)[self._worker])
             passed_over = list(self._damaged)
             for step, identity in candidates:
-                reasons = self._try(folder, step, identity, layers, assign, transport)
+                reasons = self._try(folder, step, identity, shards, assign, transport)
                 if not reasons:
                     name = self._known[identity].name
                     path = f"{self._spec.path.rstrip('/')}/{name}"
@@ -163,14 +165,14 @@ class Restorer:
         folder: Folder,
         step: int,
         identity: int,
-        layers: Iterable[int],
+        shards: Iterable[Shard],
         assign: Assign,
         transport: Transport,
     ) -> list[str]:
         """Load the layers from one checkpoint; why that is not possible, on any worker."""
         reason = b""
         try:
-            self._load(folder, identity, step, layers)
+            self._load(folder, identity, step, shards)
         except InvalidCheckpoint as error:
             reason = f"step {step}: {error}".encode()[:_REASON_BYTES]
         told = torch.zeros(_REASON_BYTES, dtype=torch.uint8)
@@ -181,11 +183,10 @@ class Restorer:
             if row.any()
         ]
         if reasons:
-            for layer in list(self._state.layers):
-                self._state.drop(layer)
+            self._state.keep_only(())
         return reasons
 
-    def _load(self, folder: Folder, identity: int, step: int, layers: Iterable[int]) -> None:
+    def _load(self, folder: Folder, identity: int, step: int, shards: Iterable[Shard]) -> None:
         found = self._known.get(identity)
         if found is None:
             raise InvalidCheckpoint(f"is not seen on {self._worker.node}")
@@ -193,13 +194,13 @@ class Restorer:
         training = self._job.training
         moments = moment_names(training.optimizer)
         dtype = state_dtype(training.precision)
-        for layer in list(self._state.layers):
-            self._state.drop(layer)
-        for layer in layers:
+        self._state.keep_only(())
+        for shard in shards:
+            layer = shard.layer
             file = found.manifest.files[layer]
             content = read_layer(here, file)
             try:
                 snapshot = unpack(content, layout(self._job.model, layer), moments, dtype)
             except InvalidCheckpoint as error:
                 raise InvalidCheckpoint(f"{file.name}: {error}") from error
-            self._state.load(layer, snapshot, version=step)
+            self._state.load(layer, snapshot, version=step, part=shard.part, parts=shard.parts)

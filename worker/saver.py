@@ -21,8 +21,9 @@ from oobleck.planner.reconfigure import can_lose
 from oobleck.worker import vote
 from oobleck.worker.control import Control
 from oobleck.worker.faults import FaultInjector
+from oobleck.worker.layout import layer_sizes
 from oobleck.worker.saving import Order, Saving
-from oobleck.worker.state import ModelState, layer_sizes
+from oobleck.worker.state import ModelState
 from oobleck.worker.transport import Transport
 
 log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.worker.layerfile import moment_names, pack
-from oobleck.worker.state import layout
+from oobleck.worker.layout import layout
 
 log = logging.getLogger(__name__)
 

@@ -40,6 +40,7 @@ from oobleck.worker.errors import (
 )
 from oobleck.worker.executor import Executor, owner_groups
 from oobleck.worker.faults import FaultInjector
+from oobleck.worker.layout import layer_sizes
 from oobleck.worker.measuring import Measuring
 from oobleck.worker.membership import Membership
 from oobleck.worker.output import OutputError, check_writable, write_layers, write_manifest
@@ -47,7 +48,7 @@ from oobleck.worker.prefetch import Prefetcher
 from oobleck.worker.rendezvous import StoreServer
 from oobleck.worker.restore import check_folder
 from oobleck.worker.saver import Saver
-from oobleck.worker.state import ModelState, layer_sizes, state_dtype
+from oobleck.worker.state import ModelState, state_dtype
 from oobleck.worker.timeline import Timeline
 from oobleck.worker.transport import Transport
 

@@ -1,30 +1,26 @@
 """Model state: the layers that this worker holds, with weights, moments, gradients and version.
 
 Each layer's state is one flat tensor, so that it travels as one message, and its gradient, this
-worker's own sum over micro-batches, is another. The modules' parameters and their gradients are
-views into these. What an update applies are the reduced gradients, summed over all workers: tensors
-that are given from outside, or the own sums themselves where nobody else holds the layer. Owns the
-flat layout and the versions; knows nothing of stages, peers and plans: which layers to hold, and
-what version they must reach, is said from outside.
-
-The flat order is: the part tied to another layer, then what weight decay acts on (all matrices and
-embeddings; norms are not decayed), then the rest. So each of these is one slice, and so is `own`,
-everything but the tied part.
+worker's own sum over micro-batches, is another (`oobleck.worker.layout` has the order). Where
+several workers share a stage, each holds a share of its layers. What an update applies are the
+reduced gradients, summed over all workers: tensors that are given from outside, or the own sums
+themselves where nobody else holds the layer. Owns versions and the update; knows nothing of stages,
+peers and plans: which layers to hold, and what version they must reach, is said from outside.
 """
 
-import math
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Literal
+from fractions import Fraction
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from oobleck.planner.job import JobSpec, ModelSpec, Precision
+from oobleck.planner.job import JobSpec, Precision
 from oobleck.planner.program import LayerPart
+from oobleck.planner.transfer import Shard
 from oobleck.worker.errors import InvariantViolation
-from oobleck.worker.models import Layer, build_layer, initialise_parameters, tied_parameter
+from oobleck.worker.layout import Layout, empty_module, layout, point_parameters
+from oobleck.worker.models import Layer, initialise_parameters
 from oobleck.worker.optimizer import Slice, update
 
 
@@ -37,100 +33,41 @@ def state_dtype(precision: Precision) -> torch.dtype:
     return torch.float64 if precision == "fp64" else torch.float32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """Where one parameter lies in the flat tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + math.prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """The flat order of one layer: [0, tied) [tied, decayed) [decayed, size)."""
-
-    entries: tuple[Entry, ...]
-    tied: int
-    decayed: int
-    size: int
-
-
-@lru_cache(maxsize=4096)
-def layout(spec: ModelSpec, layer: int) -> Layout:
-    """The flat layout of `layer`: a function of the model alone, so all holders agree on it."""
-    with torch.device("meta"):
-        module = build_layer(spec, layer)
-    tied_name = tied_parameter(spec, layer)
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    tied = [name for name in shapes if name == tied_name]
-    decayed = [name for name in shapes if len(shapes[name]) > 1 and name != tied_name]
-    rest = [name for name in shapes if len(shapes[name]) == 1]
-    entries: list[Entry] = []
-    for name in tied + decayed + rest:
-        offset = entries[-1].end if entries else 0
-        entries.append(Entry(name=name, shape=shapes[name], offset=offset))
-    ends = [0, *(entry.end for entry in entries)]
-    return Layout(
-        entries=tuple(entries),
-        tied=ends[len(tied)],
-        decayed=ends[len(tied) + len(decayed)],
-        size=ends[-1],
-    )
-
-
-def layer_sizes(spec: ModelSpec) -> list[int]:
-    """Number of parameters of each layer."""
-    return [layout(spec, layer).size for layer in range(spec.layer_count)]
-
-
 @dataclass(slots=True, kw_only=True)
 class LayerState:
-    """One layer on this worker."""
+    """One layer on this worker, or the share of it that the worker keeps."""
 
-    layer: int
+    shard: Shard
     layout: Layout
+    #: Of a whole layer its parameters are views into `storage` and `gradient`; of a share they have
+    #: no memory here (`oobleck.worker.exchange` gives them some).
     module: Layer
     #: (1 + moments, n): weights, then the optimizer's moments: AdamW's exp_avg and exp_avg_sq,
-    #: SGD's momentum_buffer, if it has momentum.
+    #: SGD's momentum_buffer, if it has momentum. n numbers: of the tied part, then of the own one.
     storage: Tensor
-    #: (n): what backward adds to.
+    #: (n): the sum over micro-batches.
     gradient: Tensor
     #: The micro-batches of the step that are wholly in `gradient`.
     added: set[int] = field(default_factory=set)
-    #: What the update applies, by part; scaled in place by it. A part that is missing here is that
-    #: of `gradient`.
-    reduced: dict[Literal["own", "tied"], Tensor] = field(default_factory=dict)
+    #: What the update applies; scaled in place by it. What is missing here is that of `gradient`.
+    reduced: dict[LayerPart, Tensor] = field(default_factory=dict)
     #: Steps applied.
     version: int
-    #: False while `storage` is still being received.
-    whole: bool = False
+    #: Which of the layer's numbers are here, of the tied part and of the own one.
+    numbers: tuple[range, range] = field(init=False)
 
+    def __post_init__(self) -> None:
+        self.numbers = self.layout.shard(self.shard)
 
-def _place(
-    spec: ModelSpec, layer: int, storage: Tensor, gradient: Tensor, version: int
-) -> LayerState:
-    """A layer whose parameters and gradients are views into the two flat tensors."""
-    flat = layout(spec, layer)
-    with torch.device("meta"):
-        module = build_layer(spec, layer)
-    for entry in flat.entries:
-        owner_name, _, name = entry.name.rpartition(".")
-        parameter = nn.Parameter(storage[0, entry.offset : entry.end].view(entry.shape))
-        parameter.grad = gradient[entry.offset : entry.end].view(entry.shape)
-        setattr(module.get_submodule(owner_name), name, parameter)
-    return LayerState(
-        layer=layer,
-        layout=flat,
-        module=module,
-        storage=storage,
-        gradient=gradient,
-        version=version,
-    )
+    def columns(self, numbers: range) -> slice:
+        """Where those of `numbers`, all of one part, that are here stand in `storage` and
+        `gradient`."""
+        tied, own = self.numbers
+        for held, offset in ((tied, 0), (own, len(tied))):
+            start, stop = max(held.start, numbers.start), min(held.stop, numbers.stop)
+            if start < stop:
+                return slice(start - held.start + offset, stop - held.start + offset)
+        return slice(0, 0)
 
 
 class ModelState:
@@ -138,67 +75,158 @@ class ModelState:
 
     def __init__(self, job: JobSpec, device: torch.device) -> None:
         self.layers: dict[int, LayerState] = {}
+        #: Other shares of layers, at the same version, until the next commit.
+        self.former: dict[int, LayerState] = {}
+        #: On their way here.
+        self._partial: dict[int, LayerState] = {}
         self._job = job
         self._device = device
         self._dtype = state_dtype(job.training.precision)
 
-    def initialise(self, layer: int) -> LayerState:
-        """Hold `layer` as it is before the first step (version 0)."""
-        state = self.allocate(layer, version=0)
+    def initialise(self, layer: int, *, part: int = 0, parts: int = 1) -> LayerState:
+        """Hold `layer`, or a share of it, as it is before the first step (version 0)."""
+        state = self.allocate(layer, version=0, part=part, parts=parts)
         state.storage.zero_()
-        initialise_parameters(state.module, self._job.model, self._job.training.seed)
+        if parts == 1:
+            initialise_parameters(state.module, self._job.model, self._job.training.seed)
+        else:
+            whole = torch.zeros(state.layout.size, dtype=self._dtype, device=self._device)
+            module = empty_module(self._job.model, layer)
+            point_parameters(module, state.layout, whole)
+            initialise_parameters(module, self._job.model, self._job.training.seed)
+            for numbers in state.numbers:
+                state.storage[0, state.columns(numbers)] = whole[numbers.start : numbers.stop]
         self.complete(layer)
         return state
 
-    def allocate(self, layer: int, *, version: int) -> LayerState:
-        """Room for `layer` after `version` steps, to be received into its `storage`.
+    def allocate(self, layer: int, *, version: int, part: int = 0, parts: int = 1) -> LayerState:
+        """Room for `layer`, or a share of it, after `version` steps, to be received into its
+        `storage`.
 
         It is held and may be used only from `complete` on, so that a transfer which breaks off
         leaves no garbage behind that others would take for the layer.
         """
-        size = layout(self._job.model, layer).size
+        flat, module = layout(self._job.model, layer), empty_module(self._job.model, layer)
+        shard = Shard(layer, part, parts)
+        size = sum(map(len, flat.shard(shard)))
         rows = 1 + self._job.training.optimizer.moments
         storage = torch.empty(rows, size, dtype=self._dtype, device=self._device)
         gradient = torch.zeros(size, dtype=self._dtype, device=self._device)
-        self.layers[layer] = _place(self._job.model, layer, storage, gradient, version)
-        return self.layers[layer]
+        if parts == 1:
+            point_parameters(module, flat, storage[0], gradient)
+        self._partial[layer] = LayerState(
+            shard=shard,
+            layout=flat,
+            module=module,
+            storage=storage,
+            gradient=gradient,
+            version=version,
+        )
+        return self._partial[layer]
 
     def complete(self, layer: int) -> None:
-        """The `storage` of an allocated layer has been received as a whole."""
-        self.layers[layer].whole = True
+        """The `storage` of an allocated layer has been received as a whole.
+
+        It takes the place of another share of the layer, which is kept as `former` until the next
+        commit: others may need it once more where a transfer breaks off.
+        """
+        state = self._partial.pop(layer)
+        before = self.layers.get(layer)
+        if before is not None and before.version == state.version:
+            known = [before, *([self.former[layer]] if layer in self.former else [])]
+            self.former[layer] = min(known, key=lambda one: one.shard.parts)
+        self.layers[layer] = state
+
+    def keep_only(self, shards: Collection[Shard]) -> None:
+        """Forget all shares but `shards`."""
+        for held in (self.layers, self.former):
+            for layer in [i for i, state in held.items() if state.shard not in shards]:
+                del held[layer]
+
+    def drop_former(self) -> None:
+        """Forget the shares that others have taken the place of."""
+        self.former.clear()
 
     def storage(self, layer: int) -> Tensor:
-        """The whole state of `layer` as one contiguous tensor, to be sent or received."""
+        """The whole state of `layer` as one contiguous tensor."""
         return self.layers[layer].storage
 
     def snapshot(self, layer: int) -> Tensor:
         """A copy in host memory of the whole state of `layer` (1 + moments, n)."""
         return self.layers[layer].storage.detach().to("cpu", copy=True)
 
-    def load(self, layer: int, snapshot: Tensor, *, version: int) -> None:
-        """Hold `layer` as `snapshot`, taken after `version` steps, says."""
-        self.allocate(layer, version=version).storage.copy_(snapshot)
+    def load(
+        self, layer: int, snapshot: Tensor, *, version: int, part: int = 0, parts: int = 1
+    ) -> None:
+        """Hold `layer`, or a share of it, as `snapshot` (of the whole), taken after `version`
+        steps, says."""
+        state = self.allocate(layer, version=version, part=part, parts=parts)
+        for numbers in state.numbers:
+            piece = snapshot[:, numbers.start : numbers.stop]
+            state.storage[:, state.columns(numbers)] = piece.to(state.storage.device)
         self.complete(layer)
 
+    def read(self, layer: int, start: Fraction, stop: Fraction) -> Tensor:
+        """The state (1 + moments, n) of that share of `layer`, of which all must be held, to be
+        sent: contiguous, and no copy where it is all that is held."""
+        sources = [held[layer] for held in (self.layers, self.former) if layer in held]
+        numbers = sources[0].layout.share(start, stop)
+        for state in sources:
+            if state.numbers == numbers:
+                return state.storage
+        found = sources[0].storage.new_empty(sources[0].storage.shape[0], sum(map(len, numbers)))
+        for state in sources:
+            _copy(state, numbers, found)
+        return found
+
+    def room(self, layer: int, start: Fraction, stop: Fraction) -> Tensor:
+        """What to receive that share of an allocated layer into; then `write` it."""
+        state = self._partial[layer]
+        numbers = state.layout.share(start, stop)
+        if state.numbers == numbers:
+            return state.storage
+        return state.storage.new_empty(state.storage.shape[0], sum(map(len, numbers)))
+
+    def write(self, layer: int, start: Fraction, stop: Fraction, values: Tensor) -> None:
+        """Put the `values` of that share into an allocated layer."""
+        state = self._partial[layer]
+        if values.data_ptr() == state.storage.data_ptr():
+            return
+        offset = 0
+        for numbers in state.layout.share(start, stop):
+            piece = values[:, offset : offset + len(numbers)]
+            state.storage[:, state.columns(numbers)] = piece
+            offset += len(numbers)
+
+    def write_own(self, layer: int) -> None:
+        """Put what is held of an allocated layer already into its place."""
+        state = self._partial[layer]
+        for held in (self.layers, self.former):
+            if layer in held:
+                _copy(held[layer], state.numbers, state.storage)
+
     def module(self, layer: int) -> Layer:
-        """The module of `layer`, which must be whole."""
+        """The module of `layer`, which must be whole or gathered."""
+        return self._held(layer).module
+
+    def _held(self, layer: int) -> LayerState:
         state = self.layers.get(layer)
-        if state is None or not state.whole:
+        if state is None:
             raise StateError(f"layer {layer} is not held; held are {self.held()}")
-        return state.module
+        return state
 
     def drop(self, layer: int) -> None:
         """Forget `layer`; one that is not there is no error."""
         self.layers.pop(layer, None)
+        self._partial.pop(layer, None)
 
     def drop_partial(self) -> None:
         """Forget every layer whose transfer broke off."""
-        for layer in [i for i, state in self.layers.items() if not state.whole]:
-            self.drop(layer)
+        self._partial.clear()
 
     def held(self) -> dict[int, int]:
-        """Layer to version, of every layer whose state is whole."""
-        return {layer: state.version for layer, state in sorted(self.layers.items()) if state.whole}
+        """Layer to version, of every layer of which all is there that it should be."""
+        return {layer: state.version for layer, state in sorted(self.layers.items())}
 
     def zero_gradients(self, *, keeping: Container[int] = ()) -> None:
         """Begin a step: backward adds to what is there. The layers `keeping` keep what they have
@@ -216,24 +244,16 @@ class ModelState:
     def gradient_part(self, part: LayerPart) -> Tensor:
         """The slice of a layer's own gradient that is summed over one set of workers: a view."""
         state = self.layers[part.layer]
-        cut = state.layout.tied
-        return state.gradient[:cut] if part.part == "tied" else state.gradient[cut:]
+        return state.gradient[state.columns(state.layout.part(part))]
 
     def reduced_part(self, part: LayerPart) -> Tensor:
         """What the update will apply of it."""
-        reduced = self.layers[part.layer].reduced.get(part.part)
+        reduced = self.layers[part.layer].reduced.get(part)
         return self.gradient_part(part) if reduced is None else reduced
 
     def set_reduced(self, part: LayerPart, reduced: Tensor) -> None:
         """Have the update apply `reduced`, flat, instead of the own sum of `part`."""
-        self.layers[part.layer].reduced[part.part] = reduced
-
-    def _reduced_parts(self, state: LayerState) -> tuple[Tensor, Tensor]:
-        """The tied part, which may be empty, and the own one."""
-        tied, own = (
-            self.reduced_part(LayerPart(layer=state.layer, part=part)) for part in ("tied", "own")
-        )
-        return tied, own
+        self.layers[part.layer].reduced[part] = reduced
 
     def squared_norm(self, parts: Iterable[LayerPart]) -> float:
         """Sum of the squares of the reduced gradients of `parts`, in float64."""
@@ -251,9 +271,11 @@ class ModelState:
         """
         due = self._due(step)
         # Two places of the tied weight on one worker have one reduced gradient.
-        reduced = {part.data_ptr(): part for state in due for part in self._reduced_parts(state)}
-        for part in reduced.values():
-            part.mul_(scale)
+        reduced = {
+            gradient.data_ptr(): gradient for state in due for _, gradient in _reduced(state)
+        }
+        for gradient in reduced.values():
+            gradient.mul_(scale)
         update(self._slices(due), self._job.training, step)
         for state in due:
             state.version = step
@@ -270,19 +292,54 @@ class ModelState:
         return [self.layers[i] for i, version in self.held().items() if version == step - 1]
 
     def _slices(self, due: list[LayerState]) -> Iterator[Slice]:
-        """The tied part is a tensor of its own: vectorised kernels round the ends of a tensor
-        unlike its middle, and all copies of the tied weight must stay equal to the last bit.
-        """
+        """Each part, and each piece of it that others hold in other cuts, is a tensor of its own:
+        vectorised kernels round the ends of a tensor unlike its middle, and all copies of a weight
+        must stay equal to the last bit (see `CUT_NUMBERS`)."""
         for state in due:
             flat = state.layout
-            tied, own = self._reduced_parts(state)
-            cut = flat.decayed - flat.tied
-            for start, end, gradient, decayed in (
-                (0, flat.tied, tied, True),
-                (flat.tied, flat.decayed, own[:cut], True),
-                (flat.decayed, flat.size, own[cut:], False),
-            ):
-                if start < end:
-                    yield Slice(
-                        storage=state.storage[:, start:end], gradient=gradient, decayed=decayed
-                    )
+            for numbers, gradient in _reduced(state):
+                for start, end, decayed in (
+                    (0, flat.tied, True),
+                    (flat.tied, flat.decayed, True),
+                    (flat.decayed, flat.size, False),
+                ):
+                    both = range(max(start, numbers.start), min(end, numbers.stop))
+                    if both:
+                        offset = both.start - numbers.start
+                        yield Slice(
+                            storage=state.storage[:, state.columns(both)],
+                            gradient=gradient[offset : offset + len(both)],
+                            decayed=decayed,
+                        )
+
+
+def _copy(state: LayerState, numbers: tuple[range, range], into: Tensor) -> None:
+    """What `state` has of `numbers` to where it stands in `into`, which has all of these."""
+    offset = 0
+    for wanted, held in zip(numbers, state.numbers, strict=True):
+        both = range(max(wanted.start, held.start), min(wanted.stop, held.stop))
+        if both:
+            begin = offset + both.start - wanted.start
+            into[:, begin : begin + len(both)] = state.storage[:, state.columns(both)]
+        offset += len(wanted)
+
+
+def _reduced(state: LayerState) -> Iterator[tuple[range, Tensor]]:
+    """Which numbers the update applies which gradient to, piece by piece."""
+    pieces = sorted(
+        ((state.layout.part(part), reduced) for part, reduced in state.reduced.items()),
+        key=lambda piece: piece[0].start,
+    )
+    for held in state.numbers:
+        reached = held.start
+        for numbers, reduced in pieces:
+            if numbers.start not in held:
+                continue
+            if reached < numbers.start:
+                before = range(reached, numbers.start)
+                yield before, state.gradient[state.columns(before)]
+            yield numbers, reduced
+            reached = numbers.stop
+        if reached < held.stop:
+            rest = range(reached, held.stop)
+            yield rest, state.gradient[state.columns(rest)]

@@ -19,8 +19,8 @@ from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.measurement import Measurement, assemble_profile
 from oobleck.worker.errors import Superseded
+from oobleck.worker.layout import layout
 from oobleck.worker.measure import measure_layers
-from oobleck.worker.state import layout
 from support.director import Director, WarmWorkers, make_plan
 
 MakeJob = Callable[..., JobSpec]

@@ -1,10 +1,13 @@
 """Where training goes on after a loss: every combination of standings that can occur."""
 
+from dataclasses import replace
+
 import pytest
 
 from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.transfer import Shard
 from oobleck.worker.errors import InvariantViolation
-from oobleck.worker.rejoin import Standing, agree
+from oobleck.worker.rejoin import Held, Standing, agree
 
 A, B, C = (WorkerId(NodeName(name), 0) for name in "abc")
 
@@ -32,8 +35,13 @@ def standing(
         reduced_layers=reduced_layers,
         voted=voted[0],
         voted_generation=voted[1],
-        versions=tuple(held if layer in layers else -1 for layer in range(3)),
+        layers=tuple(Held(held) if layer in layers else Held() for layer in range(3)),
+        former=(Held(),) * 3,
     )
+
+
+def whole(*layers: int) -> frozenset[Shard]:
+    return frozenset(Shard(layer) for layer in layers)
 
 
 FRESH = standing(0, layers=())
@@ -50,7 +58,7 @@ def test_nobody_has_committed_the_step_so_it_is_done_again() -> None:
     assert agreement.step == 4
     assert agreement.roll_forward == frozenset()
     assert agreement.vote_holder is None
-    assert agreement.held == {A: frozenset({0, 1}), B: frozenset({0, 1})}
+    assert agreement.held == {A: whole(0, 1), B: whole(0, 1)}
 
 
 def test_one_has_committed_so_the_others_roll_forward() -> None:
@@ -60,7 +68,7 @@ def test_one_has_committed_so_the_others_roll_forward() -> None:
     assert agreement.step == 5
     assert agreement.roll_forward == {A}
     assert agreement.vote_holder == B
-    assert agreement.held == {A: frozenset({0, 1}), B: frozenset({2})}
+    assert agreement.held == {A: whole(0, 1), B: whole(2)}
 
 
 def test_layer_without_reduced_gradients_cannot_roll_forward() -> None:
@@ -69,12 +77,12 @@ def test_layer_without_reduced_gradients_cannot_roll_forward() -> None:
     behind = standing(4, reduced=(5, 1), layers=(0, 1, 2), reduced_layers=range(2))
     agreement = agree({A: behind, B: ahead})
     assert agreement.roll_forward == {A}
-    assert agreement.held == {A: frozenset({0, 1}), B: frozenset({2})}
+    assert agreement.held == {A: whole(0, 1), B: whole(2)}
 
 
 def test_layer_without_reduced_gradients_counts_when_the_step_is_done_again() -> None:
     behind = standing(4, reduced=(5, 1), layers=(0, 1, 2), reduced_layers=range(2))
-    assert agree({A: behind}).held == {A: frozenset({0, 1, 2})}
+    assert agree({A: behind}).held == {A: whole(0, 1, 2)}
 
 
 def test_standing_survives_the_exchange() -> None:
@@ -138,5 +146,27 @@ def test_who_did_not_go_back_to_the_checkpoint_has_nothing_that_counts() -> None
         }
     )
     assert (agreement.lineage, agreement.step) == (4, 6)
-    assert agreement.held == {A: {0, 1}, B: frozenset(), C: {2}}
+    assert agreement.held == {A: whole(0, 1), B: frozenset(), C: whole(2)}
     assert not agreement.roll_forward
+
+
+def test_shares_count_as_they_are_and_those_of_before_the_last_plan_too() -> None:
+    half, third = Held(5, 1, 2), Held(5, 0, 3)
+    standings = {
+        A: replace(standing(5), layers=(half, Held(), Held()), former=(Held(5), third, Held())),
+        B: standing(5),
+    }
+    rows = {worker: Standing.from_row(one.to_row()) for worker, one in standings.items()}
+    assert rows == standings
+    agreement = agree(rows)
+    assert agreement.held == {A: {Shard(0, 1, 2), Shard(0), Shard(1, 0, 3)}, B: whole(0, 1)}
+
+
+def test_who_rolls_forward_has_gradients_of_its_newest_shares_alone() -> None:
+    behind = replace(
+        standing(4, reduced=(5, 1)),
+        layers=(Held(4, 0, 2), Held(4), Held()),
+        former=(Held(4), Held(4, 1, 2), Held()),
+    )
+    agreement = agree({A: behind, B: standing(5, reduced=(5, 1), layers=(2,))})
+    assert agreement.held[A] == {Shard(0, 0, 2), Shard(1)}

@@ -7,9 +7,10 @@ import torch
 
 from oobleck.planner.optimization import OptimizerSpec
 from oobleck.planner.program import LayerPart
+from oobleck.worker.layout import layout
 from oobleck.worker.random import RowKeys
 from oobleck.worker.stage import StageRunner
-from oobleck.worker.state import ModelState, StateError, layout
+from oobleck.worker.state import ModelState, StateError
 
 CPU = torch.device("cpu")
 HEAD = 4
