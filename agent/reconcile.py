@@ -14,8 +14,9 @@ from oobleck.planner.ids import Incarnation, WorkerId
 STOP_GRACE_S = 2.0
 #: From a closed channel to SIGKILL, for a worker that does not end by itself.
 CLOSED_GRACE_S = 1.0
-#: The warm process answers a fork in milliseconds; one that does not in this time is stuck.
-FORK_TIMEOUT_S = 10.0
+#: The warm process answers a fork in milliseconds, the first of a job whose model needs further
+#: libraries in seconds, on a slow, busy machine many; one that does not in this time is stuck.
+FORK_TIMEOUT_S = 60.0
 #: Importing the libraries on a slow, busy machine.
 WARM_TIMEOUT_S = 180.0
 #: From the fork to Ready (it opens the data and serves its store).

@@ -311,7 +311,8 @@ class Supervisor:
         assert self._warm is not None
         process = WorkerProcess(slot, new_incarnation(), self)
         self._processes[process.incarnation] = process
-        self._warm.fork(Fork(slot=slot, incarnation=process.incarnation), process)
+        kind = desired.job.model.kind
+        self._warm.fork(Fork(slot=slot, incarnation=process.incarnation, kind=kind), process)
         launch = Launch(
             worker=WorkerId(self._config.name, slot),
             job_id=desired.job_id,

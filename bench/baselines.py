@@ -29,7 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.turns import Turn
 from oobleck.planner.job import JobSpec
-from oobleck.worker.models import build_layer, initialise_parameters, loss
+from oobleck.worker.models import build_layer, initialise_parameters
+from oobleck.worker.objective import loss
 from oobleck.worker.random import RowKeys
 
 Kind = Literal["1f1b", "interleaved zero-bubble", "zbv zero-bubble", "data parallel", "one process"]

@@ -293,6 +293,8 @@ FromWorker = (
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag="fork"):
     slot: int
     incarnation: Incarnation
+    #: The job's kind of model: what it needs is loaded before, once for all workers.
+    kind: str = "gpt"
 
 
 class Warm(msgspec.Struct, frozen=True, kw_only=True, tag="warm"):

@@ -37,6 +37,7 @@ from oobleck.worker.control import Control
 from oobleck.worker.faults import FaultInjector
 from oobleck.worker.gradientsums import GradientSums
 from oobleck.worker.mailbox import Mailbox
+from oobleck.worker.objective import inputs_and_targets
 from oobleck.worker.prefetch import Prefetcher
 from oobleck.worker.random import RowKeys
 from oobleck.worker.saver import Saver
@@ -232,27 +233,27 @@ class Executor:
         if gradient is not None:
             self._input_gradients[microbatch] = gradient
 
-    def _positions(self, microbatch: int) -> range:
-        size = self._job.training.microbatch
-        return range(microbatch * size, (microbatch + 1) * size)
+    def _keys(self, microbatch: int) -> RowKeys:
+        size, seed = self._job.training.microbatch, self._job.training.seed
+        positions = tuple(range(microbatch * size, (microbatch + 1) * size))
+        return RowKeys(seed=seed, step=self._step, positions=positions)
 
     def _load(self, instruction: LoadTokens) -> None:
         loaded = self._prefetcher.take(self._step, instruction.microbatch)
-        tokens = torch.from_numpy(loaded.rows)
+        keys = self._keys(instruction.microbatch)
+        inputs, targets = inputs_and_targets(self._job.model, torch.from_numpy(loaded.rows), keys)
         if instruction.stage == 0:
-            self._tokens[instruction.microbatch] = tokens[:, :-1]
+            self._tokens[instruction.microbatch] = inputs
             self._progress.row_digests.update(zip(loaded.positions, loaded.digests, strict=True))
         if self._is_last(instruction):
-            self._targets[instruction.microbatch] = tokens[:, 1:]
+            self._targets[instruction.microbatch] = targets
 
     def _is_last(self, action: Action) -> bool:
         return action.stage == self._stage_count[action.pipeline] - 1
 
     def _forward(self, instruction: Forward) -> None:
         m = instruction.microbatch
-        keys = RowKeys(
-            seed=self._job.training.seed, step=self._step, positions=tuple(self._positions(m))
-        )
+        keys = self._keys(m)
         source = self._tokens if instruction.stage == 0 else self._inputs
         output = self._stage.forward(
             m, source.pop(m), keys, self._targets.pop(m, None), split=m in self._split

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from oobleck.planner.job import JobSpec
 from oobleck.worker.linear import DeferredGradients, deferring
-from oobleck.worker.models import loss
+from oobleck.worker.objective import loss
 from oobleck.worker.random import RowKeys
 from oobleck.worker.state import ModelState, state_dtype
 from oobleck.worker.timeline import Timeline

@@ -32,15 +32,27 @@ from oobleck.host.messages import (
 from oobleck.host.process import die_with_parent
 from oobleck.worker import session, stacks
 from oobleck.worker.control import Control
+from oobleck.worker.models import registry
 
 log = logging.getLogger(__name__)
 
 
-def warm_up() -> None:
-    """Everything that a training step loads is imported by now: keep the collector from touching,
-    and so copying, its pages."""
+def keep_pages() -> None:
+    """What is imported by now stays: keep the collector from touching, and so copying, it."""
     gc.collect()
     gc.freeze()
+
+
+def load_for(kind: str) -> None:
+    """Import what models of that kind need, once. Where it is missing, the worker says so."""
+    try:
+        new = registry.load(kind)
+    except ImportError as error:
+        log.warning("model's libraries are missing", extra={"kind": kind, "error": str(error)})
+        return
+    if new:
+        log.info("loaded the model's libraries", extra={"kind": kind})
+        keep_pages()
 
 
 def run_worker(channel_fd: int, output_fd: int, warm_pid: int) -> NoReturn:
@@ -102,6 +114,7 @@ class WarmProcess:
     def _fork(self, fork: Fork) -> None:
         channel_fd, output_fd = self._agent.take_descriptors()
         warm_pid = os.getpid()
+        load_for(fork.kind)
         answer: Forked | ForkFailed
         try:
             pid = os.fork()
@@ -140,7 +153,7 @@ def main() -> None:
     # The agent decides when this ends; a Ctrl-C in its terminal is the agent's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     agent = socket.socket(fileno=os.dup(0))
-    warm_up()
+    keep_pages()
     with contextlib.suppress(BrokenPipeError):  # the agent ended while it was being told something
         WarmProcess(agent).serve()
 

@@ -106,8 +106,8 @@ class WarmWorkers:
         self.channel.close()
         self._process.wait(timeout=10)
 
-    def fork(self, incarnation: Incarnation, channel: socket.socket) -> None:
-        body = msgspec.json.encode(Fork(slot=0, incarnation=incarnation))
+    def fork(self, incarnation: Incarnation, channel: socket.socket, kind: str) -> None:
+        body = msgspec.json.encode(Fork(slot=0, incarnation=incarnation, kind=kind))
         frame = len(body).to_bytes(4, "big") + body
         socket.send_fds(self.socket, [frame], [channel.fileno(), 2])
 
@@ -147,7 +147,7 @@ class Director:
             worker = WorkerId(NodeName(node), 0)
             incarnation = Incarnation(os.urandom(4).hex())
             mine, theirs = socket.socketpair()
-            self._warm.fork(incarnation, theirs)
+            self._warm.fork(incarnation, theirs, self.job.model.kind)
             theirs.close()
             if worker in self.workers:
                 self.workers[worker].channel.close()

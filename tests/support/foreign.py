@@ -1,6 +1,7 @@
 """Unsplit models of transformers, to compare ours with: the same config, the same weights."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import transformers
@@ -97,6 +98,29 @@ def gradients(spec: ModelSpec, layers: Sequence[Layer]) -> dict[str, Tensor]:
             key = full or _name(spec, layer, name)
             found[key] = found[key] + gradient if key in found else gradient
     return found
+
+
+def names(spec: ModelSpec, layers: Sequence[Layer]) -> dict[str, str]:
+    """transformers' names by ours, `<layer>.<parameter>`."""
+    return {
+        f"{layer.layer}.{name}": _name(spec, layer, name)
+        for layer in layers
+        for name, _ in layer.named_parameters()
+    }
+
+
+def freeze_key_biases(model: nn.Module) -> None:
+    """Keep the rounding noise of key biases, whose true gradient is zero, out of the training."""
+
+    def keep(gradient: Tensor, name: str) -> Tensor:
+        third = len(gradient) // 3
+        kept = gradient.clone()
+        kept[slice(None) if name.endswith("key.bias") else slice(third, 2 * third)] = 0.0
+        return kept
+
+    for name, parameter in model.named_parameters():
+        if name.endswith(("attention.self.key.bias", "attn.c_attn.bias")):
+            parameter.register_hook(partial(keep, name=name))
 
 
 def _name(spec: ModelSpec, layer: Layer, name: str | None) -> str:

@@ -1,9 +1,10 @@
 """The oracle: the same job trained by plain PyTorch in one process, with the unsplit model.
 
-It shares the layers' code, their initial weights and the reading of data with the worker, and
-nothing else: no flat state, no stages, no sums over workers, a truly shared tied weight, and
-torch's own clipping and scheduling. Call it in a test or, since its arguments and results can be
-pickled, in a process of its own.
+It shares the built-in layers' code, initial weights and the choice of inputs and targets with the
+worker, and nothing else: no flat state, no stages, no sums over workers, a truly shared tied
+weight, and torch's own clipping and scheduling. Of the Hugging Face kinds it trains transformers'
+own model, which draws dropout elsewhere: leave that out. Call it in a test or, since its arguments
+and results can be pickled, in a process of its own.
 """
 
 import math
@@ -13,11 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.optim import lr_scheduler
 
-from oobleck.planner.job import JobSpec
+from oobleck.planner.job import JobSpec, ModelSpec
 from oobleck.worker.data import Dataset, row_digest, samples_digest
-from oobleck.worker.models import Layer, build_layer, initialise_parameters, loss
+from oobleck.worker.models import Layer, build_layer, initialise_parameters
+from oobleck.worker.objective import inputs_and_targets, loss
 from oobleck.worker.random import RowKeys
 
 
@@ -38,14 +41,58 @@ class ReferenceRun:
     weights: dict[str, NDArray[np.floating]]
 
 
-def _build(job: JobSpec) -> list[Layer]:
+class _Layers(torch.nn.Module):
+    """The built-in model."""
+
+    def __init__(self, layers: list[Layer], *, tied: bool) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+        if tied:
+            self.layers[-1].token.weight = self.layers[0].token.weight
+
+    def forward(self, x: Tensor, keys: RowKeys) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, keys)
+        return x
+
+    def weights(self) -> dict[str, Tensor]:
+        return {
+            f"{layer.layer}.{name}": parameter
+            for layer in self.layers
+            for name, parameter in layer.named_parameters()
+        }
+
+
+class _Foreign(torch.nn.Module):
+    """transformers' model, whole; weights under the names of `layers`."""
+
+    def __init__(self, spec: ModelSpec, layers: list[Layer]) -> None:
+        super().__init__()
+        from support import foreign
+
+        assert spec.dropout == 0.0
+        dtype = next(layers[0].parameters()).dtype
+        self.whole = foreign.unsplit(spec, layers).to(dtype)
+        self._names = foreign.names(spec, layers)
+        foreign.freeze_key_biases(self.whole)
+
+    def forward(self, x: Tensor, keys: RowKeys) -> Tensor:
+        logits: Tensor = self.whole(x).logits
+        return logits
+
+    def weights(self) -> dict[str, Tensor]:
+        found = self.whole.state_dict()
+        return {ours: found[theirs] for ours, theirs in self._names.items()}
+
+
+def _build(job: JobSpec) -> _Layers | _Foreign:
     dtype = torch.float64 if job.training.precision == "fp64" else torch.float32
     layers = [build_layer(job.model, i).to(dtype) for i in range(job.model.layers + 2)]
     for layer in layers:
         initialise_parameters(layer, job.model, job.training.seed)
-    if job.model.tied:
-        layers[-1].token.weight = layers[0].token.weight
-    return layers
+    if job.model.kind == "gpt":
+        return _Layers(layers, tied=job.model.tied)
+    return _Foreign(job.model, layers)
 
 
 def _optimizer(job: JobSpec, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -81,8 +128,8 @@ def torch_schedule(job: JobSpec, optimizer: torch.optim.Optimizer) -> lr_schedul
 def train_reference(job: JobSpec) -> ReferenceRun:
     training, _spec = job.training, job.training.optimizer
     data = Dataset(job.data, job.model.sequence_length, job.model.vocabulary)
-    layers = _build(job)
-    parameters = list(torch.nn.ModuleList(layers).parameters())  # a shared one comes once
+    model = _build(job)
+    parameters = list(model.parameters())  # a shared one comes once
     optimizer = _optimizer(job, parameters)
     schedule = torch_schedule(job, optimizer)
     count = training.global_batch // training.microbatch
@@ -97,12 +144,9 @@ def train_reference(job: JobSpec) -> ReferenceRun:
             rows = data.rows(training.seed, step, positions, training.global_batch)
             digests += [row_digest(row) for row in rows]
             keys = RowKeys(seed=training.seed, step=step, positions=positions)
-            tokens = torch.from_numpy(rows)
+            inputs, targets = inputs_and_targets(job.model, torch.from_numpy(rows), keys)
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=training.precision == "bf16"):
-                x = tokens[:, :-1]
-                for layer in layers:
-                    x = layer(x, keys)
-                value = loss(x, tokens[:, 1:])
+                value = loss(model(inputs, keys), targets)
             (value / count).backward()
             total += value.item() / count
         norm = torch.nn.utils.clip_grad_norm_(parameters, training.clip or math.inf)
@@ -118,9 +162,7 @@ def train_reference(job: JobSpec) -> ReferenceRun:
             )
         )
     weights = {
-        f"{layer.layer}.{name}": parameter.detach().numpy().copy()
-        for layer in layers
-        for name, parameter in layer.named_parameters()
+        name: parameter.detach().numpy().copy() for name, parameter in model.weights().items()
     }
     return ReferenceRun(steps=records, weights=weights)
 

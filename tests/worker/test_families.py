@@ -11,8 +11,9 @@ from oobleck.planner.familytables import FAMILIES
 from oobleck.planner.job import DataSpec, JobSpec, TrainingSpec
 from oobleck.worker.errors import ModelError
 from oobleck.worker.linear import DeferredGradients, deferring
-from oobleck.worker.models import build_layer, initialise_parameters, loss, tied_parameter
+from oobleck.worker.models import build_layer, initialise_parameters, tied_parameter
 from oobleck.worker.models.keyed import attend, keyed
+from oobleck.worker.objective import loss
 from oobleck.worker.random import RowKeys
 from support import foreign
 

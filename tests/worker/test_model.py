@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from oobleck.planner.job import ModelSpec
-from oobleck.worker.models import build_layer, initialise_parameters, loss
+from oobleck.worker.models import build_layer, initialise_parameters
+from oobleck.worker.objective import loss
 from oobleck.worker.random import RowKeys, keep_mask
 
 SPEC = ModelSpec(layers=2, hidden=16, heads=4, sequence_length=12, vocabulary=50)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oobleck.planner.job import JobSpec
-from oobleck.worker.models import loss
+from oobleck.worker.objective import loss
 from oobleck.worker.random import RowKeys
 from oobleck.worker.stage import StageRunner
 from oobleck.worker.state import ModelState

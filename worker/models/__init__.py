@@ -5,7 +5,7 @@ computes and how it begins, one module per family; knows nothing of stages, flat
 others or plans.
 """
 
-from oobleck.worker.models.base import Layer, loss
+from oobleck.worker.models.base import Layer
 from oobleck.worker.models.registry import build_layer, initialise_parameters, tied_parameter
 
-__all__ = ["Layer", "build_layer", "initialise_parameters", "loss", "tied_parameter"]
+__all__ = ["Layer", "build_layer", "initialise_parameters", "tied_parameter"]

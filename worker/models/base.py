@@ -6,7 +6,6 @@ Knows no family, and nothing of stages, flat state, devices of others or plans.
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oobleck.worker.random import RowKeys, Site, generator, keep_mask
@@ -48,12 +47,3 @@ def draw_parameters(
         source = generator(seed, "initial", 0) if name == tied and module.layer else draws
         values = torch.randn(parameter.shape, generator=source, dtype=torch.float64)
         parameter.copy_(values.mul_(deviation(name)))
-
-
-def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy over the micro-batch's tokens that count, in float32 at least.
-
-    Targets of -100 do not count.
-    """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide.flatten(0, 1), targets.flatten())

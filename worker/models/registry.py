@@ -4,8 +4,11 @@ A family is a module with the functions of `Family`. Those of Hugging Face are l
 asked for: transformers is optional, and takes two seconds to import.
 """
 
+import importlib
+import sys
 from typing import Protocol
 
+from oobleck.planner.familytables import FAMILIES
 from oobleck.planner.job import ModelSpec
 from oobleck.worker.errors import ModelError
 from oobleck.worker.models import gpt
@@ -24,35 +27,38 @@ class Family(Protocol):
     def foreign_name(self, spec: ModelSpec, layer: int, name: str) -> str: ...
 
 
+def load(kind: str) -> bool:
+    """Import what `kind` needs; whether that was new. Raises ImportError where it is missing."""
+    name = f"{__package__}.{kind}"
+    if kind not in FAMILIES or name in sys.modules:
+        return False
+    importlib.import_module(name)
+    return True
+
+
 def family(spec: ModelSpec) -> Family:
-    """The module for the kind of `spec`."""
-    if spec.kind == "gpt":
-        return gpt
+    """The module for the kind of `spec`; raises ModelError where it cannot be imported."""
     try:
-        return _foreign(spec)
+        match spec.kind:
+            case "gpt":
+                return gpt
+            case "gpt2":
+                from oobleck.worker.models import gpt2
+
+                return gpt2
+            case "llama":
+                from oobleck.worker.models import llama
+
+                return llama
+            case "bert":
+                from oobleck.worker.models import bert
+
+                return bert
     except ImportError as error:
         raise ModelError(
             f"model.kind: {spec.kind} needs the package transformers, which this node cannot "
             f"import ({error}); on every node: pip install 'oobleck[huggingface]'"
         ) from error
-
-
-def _foreign(spec: ModelSpec) -> Family:
-    match spec.kind:
-        case "gpt2":
-            from oobleck.worker.models import gpt2
-
-            return gpt2
-        case "llama":
-            from oobleck.worker.models import llama
-
-            return llama
-        case "bert":
-            from oobleck.worker.models import bert
-
-            return bert
-        case "gpt":
-            raise AssertionError("the built-in model is not foreign")
 
 
 def build_layer(spec: ModelSpec, layer: int) -> Layer:
