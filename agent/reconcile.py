@@ -54,6 +54,14 @@ class SendMeasure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SendSave:
+    """Hand it the number of the newest wish for a checkpoint."""
+
+    incarnation: Incarnation
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopWorker:
     incarnation: Incarnation
     reason: str
@@ -65,7 +73,9 @@ class KillWorker:
     reason: str
 
 
-Action = StartWarm | KillWarm | ForkWorker | SendPlan | SendMeasure | StopWorker | KillWorker
+Action = (
+    StartWarm | KillWarm | ForkWorker | SendPlan | SendMeasure | SendSave | StopWorker | KillWorker
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +163,9 @@ def _worker(state: NodeState, worker: Worker, agenda: _Agenda) -> None:
     wish = state.desired.measure if state.desired else None
     if wish is not None and _can_measure(wish, worker):
         agenda.add(SendMeasure(incarnation=worker.incarnation, wish=wish))
+    number = state.desired.save if state.desired else 0
+    if worker.sent > NO_GENERATION and worker.closed_at is None and worker.save_sent < number:
+        agenda.add(SendSave(incarnation=worker.incarnation, number=number))
 
 
 def _why_stop(state: NodeState, worker: Worker) -> str | None:

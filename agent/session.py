@@ -251,12 +251,14 @@ def _desired(assignment: Assignment) -> Desired | None:
             rendezvous=assignment.rendezvous,
             boundary=assignment.boundary,
             worker_incarnations=assignment.worker_incarnations,
+            restore=assignment.restore,
         )
     return Desired(
         job_id=assignment.job_id,
         job=_job(assignment.job),
         part=part,
         measure=assignment.measure,
+        save=assignment.save,
     )
 
 

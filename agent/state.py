@@ -48,6 +48,8 @@ class PlanPart:
     rendezvous: Rendezvous
     boundary: bool
     worker_incarnations: tuple[Incarnation, ...]
+    #: See `Assign`.
+    restore: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,8 @@ class Desired:
     part: PlanPart | None
     #: While they wait for their first plan: what they shall measure.
     measure: Measure | None = None
+    #: Number of the newest wish for a checkpoint; 0: none.
+    save: int = 0
 
 
 # ---- events
@@ -122,6 +126,12 @@ class MeasureSent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSent:
+    incarnation: Incarnation
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopSent:
     incarnation: Incarnation
 
@@ -162,6 +172,7 @@ Event = (
     | WorkerForked
     | PlanSent
     | MeasureSent
+    | SaveSent
     | StopSent
     | WorkerKilled
     | WorkerSaid
@@ -195,6 +206,8 @@ class Worker:
     #: Newest attempt at a measurement that was handed to it, and what came of it; until its plan.
     measure_sent: int = 0
     measured: tuple[Measured | LinkMeasured, ...] = ()
+    #: Number of the newest wish for a checkpoint that was handed to it.
+    save_sent: int = 0
     #: The last of each kind that it said of checkpoints.
     checkpoints: tuple[CheckpointSaved | SaveFailed | Restored, ...] = ()
     failure: Failed | None = None
@@ -304,6 +317,7 @@ class NodeState:
         event: WorkerForked
         | PlanSent
         | MeasureSent
+        | SaveSent
         | StopSent
         | WorkerKilled
         | WorkerSaid
@@ -319,6 +333,8 @@ class NodeState:
                 worker.measured = ()
             case MeasureSent(attempt=attempt):
                 worker.measure_sent, worker.measured = attempt, ()
+            case SaveSent(number=number):
+                worker.save_sent = number
             case StopSent():
                 worker.stop_sent_at = now
             case WorkerKilled():

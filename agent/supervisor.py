@@ -23,6 +23,7 @@ from oobleck.agent.reconcile import (
     KillWorker,
     SendMeasure,
     SendPlan,
+    SendSave,
     StartWarm,
     StopWorker,
     decide,
@@ -36,6 +37,7 @@ from oobleck.agent.state import (
     MeasureSent,
     NodeState,
     PlanSent,
+    SaveSent,
     ShutDown,
     StopSent,
     WarmExited,
@@ -64,6 +66,7 @@ from oobleck.host.messages import (
     Ready,
     Recorded,
     Restored,
+    Save,
     SaveFailed,
     Stop,
 )
@@ -129,12 +132,17 @@ class Supervisor:
         self._handle(ShutDown())
 
     def standing_reports(self) -> list[types.WorkerReport]:
-        """What a new session must hear again: failures, and losses and measurements not yet
-        answered by a plan."""
+        """What a new session must hear again: failures, losses and measurements not yet answered by
+        a plan, and the last word on checkpoints."""
         return [
             self._report(worker, what)
             for worker in self._state.workers.values()
-            for what in (worker.failure, worker.peer_lost, *worker.measured)
+            for what in (
+                worker.failure,
+                worker.peer_lost,
+                *worker.measured,
+                *worker.checkpoints,
+            )
             if what is not None
         ]
 
@@ -178,14 +186,20 @@ class Supervisor:
         match message:
             case Committed(record=record):
                 self._outbox.record(worker.job_id, record, time.monotonic())
-            case PhaseReached() | PeerLost() | Measured() | LinkMeasured():
+            case (
+                PhaseReached()
+                | PeerLost()
+                | Measured()
+                | LinkMeasured()
+                | CheckpointSaved()
+                | SaveFailed()
+                | Restored()
+            ):
                 self._outbox.report(self._report(worker, message))
             case Failed():
                 fields = {"slot": worker.slot, "kind": message.kind, "reason": message.message}
                 logger.error("worker failed", extra=fields)
                 self._outbox.report(self._report(worker, message))
-            case CheckpointSaved() | SaveFailed() | Restored():
-                pass
             case Ready() | Finished() | Recorded():
                 pass  # in the status
         self._handle(WorkerSaid(incarnation=incarnation, message=message))
@@ -237,10 +251,10 @@ class Supervisor:
     def _report(
         self,
         worker: Worker,
-        what: types.WorkerExited | PhaseReached | PeerLost | Failed | Measured | LinkMeasured,
+        what: types.Happening,
     ) -> types.WorkerReport:
         generation = worker.sent
-        if isinstance(what, PhaseReached | PeerLost):
+        if isinstance(what, PhaseReached | PeerLost | Restored):
             generation = what.generation
         return types.WorkerReport(
             job_id=worker.job_id,
@@ -291,12 +305,20 @@ class Supervisor:
             case ForkWorker(slot=slot, desired=desired):
                 return self._fork(slot, desired)
             case SendPlan(incarnation=incarnation, part=part):
-                assign = Assign(plan=part.plan, rendezvous=part.rendezvous, boundary=part.boundary)
+                assign = Assign(
+                    plan=part.plan,
+                    rendezvous=part.rendezvous,
+                    boundary=part.boundary,
+                    restore=part.restore,
+                )
                 self._processes[incarnation].send(assign)
                 return PlanSent(incarnation=incarnation, generation=part.plan.generation)
             case SendMeasure(incarnation=incarnation, wish=wish):
                 self._processes[incarnation].send(wish)
                 return MeasureSent(incarnation=incarnation, attempt=wish.attempt)
+            case SendSave(incarnation=incarnation, number=number):
+                self._processes[incarnation].send(Save(number=number))
+                return SaveSent(incarnation=incarnation, number=number)
             case StopWorker(incarnation=incarnation, reason=reason):
                 self._processes[incarnation].send(Stop(reason=reason))
                 return StopSent(incarnation=incarnation)

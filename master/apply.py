@@ -19,11 +19,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from oobleck.master.events import (
+    CheckpointPublished,
+    CheckpointRequested,
     Event,
     FirstStepCommitted,
     JobCancelled,
     JobCancelRequested,
     JobFailed,
+    JobRestored,
     JobStarted,
     JobSubmitted,
     JobSucceeded,
@@ -39,6 +42,7 @@ from oobleck.master.events import (
     Observed,
     PlanMade,
     ProfileChosen,
+    SaveProblem,
     WorkerLost,
 )
 from oobleck.master.observe import observe
@@ -121,7 +125,7 @@ def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> Non
             for node in state.nodes.values():
                 node.seen = NodeSeen(last_heard=now)
             for job in state.jobs.values():
-                job.seen = JobSeen()
+                job.seen = JobSeen(committed_step=job.resumed_step)
                 if job.measuring is not None:
                     job.seen.measuring_since = now
                 if job.losses:
@@ -141,6 +145,10 @@ def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> Non
             state.jobs[event.job_id].cancel_requested = True
         case NodeLeftOut():
             _leave_out(state.jobs[event.job_id], event, now)
+        case CheckpointRequested():
+            state.jobs[event.job_id].save_request = event.number
+        case CheckpointPublished() | SaveProblem() | JobRestored():
+            _note_save(state.jobs[event.job_id], event, now)
         case NodeReset():
             _reset(state.nodes[event.node], state.jobs[event.job_id], event, now)
         case _:
@@ -222,6 +230,27 @@ def _reset(node: Node, job: Job, event: NodeReset, now: float) -> None:
     _note_loss(job, 0.0, now)
     job.seen.stalls += 1
     node.stale_workers = True
+
+
+def _note_save(
+    job: Job, event: CheckpointPublished | SaveProblem | JobRestored, now: float
+) -> None:
+    match event:
+        case CheckpointPublished():
+            job.checkpoint, job.save_failure = event.saved, ""
+            job.known_reports.append(event.saved)
+        case SaveProblem():
+            job.save_failure = event.failed.reason
+            job.known_reports.append(event.failed)
+        case JobRestored():
+            job.restored = event.restored
+            step = event.restored.step
+            if event.resumed:
+                job.resumed_step = step
+                job.seen.committed_step = max(job.seen.committed_step, step)
+            job.seen.furthest_step = step
+            job.seen.progressed_at = now
+    job.seen.save_reports = tuple(r for r in job.seen.save_reports if not job.knows(r))
 
 
 def _note_loss(job: Job, detect_s: float, now: float) -> None:
@@ -349,7 +378,10 @@ def _set_desired(state: ClusterState, now: float, unix: float) -> None:
         attempt = 0
         if job and job_id and generation is None and job.measuring is not None:
             attempt = job.measuring.wish.attempt
-        desired = replace(node.desired, job_id=job_id, generation=generation, attempt=attempt)
+        save = job.save_request if job and generation is not None else 0
+        desired = replace(
+            node.desired, job_id=job_id, generation=generation, attempt=attempt, save=save
+        )
         if desired != node.desired:
             if desired.job_id != node.desired.job_id:
                 node.seen.ready_at = None

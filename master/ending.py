@@ -43,13 +43,14 @@ def first_step(look: Look) -> Decision | None:
     job = look.state.job
     if job is None or not job.on_the_way:
         return None
-    first = next((r for r in job.seen.recent if r.generation >= job.generation), None)
+    step = next((r.step for r in job.seen.recent if r.generation >= job.generation), None)
+    if step is None and job.seen.redone is not None:
+        generation, first, last = job.seen.redone
+        step = last if generation == job.generation and last > first else None
     way = transition(look, job)
-    if first is None or way is None:
+    if step is None or way is None:
         return None
-    event = FirstStepCommitted(
-        job_id=job.id, generation=job.generation, step=first.step, transition=way
-    )
+    event = FirstStepCommitted(job_id=job.id, generation=job.generation, step=step, transition=way)
     return Decision(actions=(event,), reason=f"generation {job.generation} has committed a step")
 
 

@@ -19,12 +19,15 @@ from typing import Any, Literal
 import msgspec
 
 from oobleck.host.messages import (
+    CheckpointSaved,
     LinkMeasured,
     Measure,
     Measured,
     PeerLost,
     PhaseReached,
     Rendezvous,
+    Restored,
+    SaveFailed,
     StepRecord,
 )
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
@@ -190,6 +193,8 @@ class PlanMade(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     detect_s: float
     #: Fingerprint of the data that all workers of the job read.
     data: str = ""
+    #: A part of the model is with nobody: all go back to the newest checkpoint.
+    restore: bool = False
     #: Of the generation before, where it did not come to its first step.
     overtaken: Transition | None = None
 
@@ -201,6 +206,38 @@ class FirstStepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     generation: Generation
     step: int
     transition: Transition
+
+
+class CheckpointRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An operator wants a checkpoint; requests of a job are numbered from 1."""
+
+    job_id: JobId
+    number: int
+
+
+class CheckpointPublished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The job can go on from this checkpoint."""
+
+    job_id: JobId
+    saved: CheckpointSaved
+
+
+class SaveProblem(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A checkpoint, or the output, could not be written so far."""
+
+    job_id: JobId
+    failed: SaveFailed
+
+
+class JobRestored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The workers go on from a checkpoint."""
+
+    job_id: JobId
+    restored: Restored
+    #: The job began with it, instead of with initial weights.
+    resumed: bool
+    #: Committed steps that are done again.
+    lost_steps: int
 
 
 class JobSucceeded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -239,6 +276,10 @@ Journaled = (
     | JobWaiting
     | PlanMade
     | FirstStepCommitted
+    | CheckpointRequested
+    | CheckpointPublished
+    | SaveProblem
+    | JobRestored
     | JobSucceeded
     | JobFailed
     | JobCancelled
@@ -300,6 +341,13 @@ class MeasurementReported(msgspec.Struct, frozen=True, kw_only=True):
     measured: Measured | LinkMeasured
 
 
+class SaveReported(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's word on checkpoints; repeated with every session of its agent."""
+
+    job_id: JobId
+    what: CheckpointSaved | SaveFailed | Restored
+
+
 class ProfilesFound(msgspec.Struct, frozen=True, kw_only=True):
     """All profiles that are stored, by key; of those that cannot be read, why."""
 
@@ -329,6 +377,7 @@ Observed = (
     | PeerLostReported
     | WorkerFailedReported
     | MeasurementReported
+    | SaveReported
     | ProfilesFound
     | RecordsReceived
     | Tick

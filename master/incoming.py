@@ -3,11 +3,14 @@
 import msgspec
 
 from oobleck.host.messages import (
+    CheckpointSaved,
     Failed,
     LinkMeasured,
     Measured,
     PeerLost,
     PhaseReached,
+    Restored,
+    SaveFailed,
     StepRecord,
 )
 from oobleck.master.events import (
@@ -15,6 +18,7 @@ from oobleck.master.events import (
     Observed,
     PeerLostReported,
     PhaseReported,
+    SaveReported,
     WorkerExitReported,
     WorkerFailedReported,
 )
@@ -63,3 +67,5 @@ def event_of(worker: WorkerId, report: WorkerReport) -> Observed:
             return MeasurementReported(
                 worker=worker, job_id=job_id, incarnation=report.incarnation, measured=measured
             )
+        case CheckpointSaved() | SaveFailed() | Restored() as what:
+            return SaveReported(job_id=job_id, what=what)

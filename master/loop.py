@@ -21,9 +21,11 @@ from oobleck.master.decision import Decision
 from oobleck.master.dispatch import Acknowledger, AgentSession
 from oobleck.master.eventlog import EventLog
 from oobleck.master.events import (
+    CheckpointRequested,
     JobCancelRequested,
     JobEnded,
     JobFailed,
+    JobRestored,
     JobSubmitted,
     Journaled,
     MasterStarted,
@@ -144,6 +146,8 @@ class Master:
         for job_id, record in records_of(self.state, event):
             self.events.add(job_id, record, unix)
         self._dirty |= apply(self.state, event, now=now, unix=unix)
+        if isinstance(event, JobRestored) and event.resumed:
+            self._metrics_of(event.job_id).start_after(event.restored.step)
 
     def _observe(self, event: Observed, at: float) -> None:
         self._dirty |= apply(self.state, event, now=at, unix=time.time())
@@ -264,6 +268,16 @@ class Master:
             )
             self._record(submitted)
             return job_id
+
+        return await self._inbox.ask(answer)
+
+    async def save(self, job_id: JobId) -> int:
+        """The number of a new request for a checkpoint of the job, which is known."""
+
+        def answer(_: float) -> int:
+            number = self.state.jobs[job_id].save_request + 1
+            self._record(CheckpointRequested(job_id=job_id, number=number))
+            return number
 
         return await self._inbox.ask(answer)
 

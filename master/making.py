@@ -30,7 +30,10 @@ def plan_made(
     rule: str,
     reason: str,
     detect_s: float | None = None,
+    restore: bool = False,
 ) -> PlanMade:
+    """`restore`: workers shall go back to the newest checkpoint. So they shall, too, where they
+    were to and have not come to a step since: who of them has is not known."""
     if detect_s is None:
         evidence_at, declared_at = job.seen.evidence_at, job.seen.declared_at
         known = evidence_at is not None and declared_at is not None
@@ -52,6 +55,7 @@ def plan_made(
         worker_slots=_slots(look.state, plan),
         detect_s=detect_s,
         data=look.state.data_of(look.state.nodes[plan.nodes[0]]),
+        restore=restore or (job.on_the_way and job.made is not None and job.made.restore),
         overtaken=transition(look, job),
     )
 

@@ -55,6 +55,10 @@ class MetricsLog:
                 os.fsync(file.fileno())
         return tuple(_read(line) for line in lines[-RECENT_RECORDS:])
 
+    def start_after(self, step: int) -> None:
+        """The job began at a checkpoint: records of steps up to this one never come."""
+        self.through_step = max(self.through_step, step)
+
     def append(self, records: tuple[StepRecord, ...]) -> tuple[StepRecord, ...]:
         """Take `records`; returns those that are newly on disk, in step order."""
         for record in records:

@@ -1,6 +1,6 @@
 """How observed events change the `seen` part of the state. Nothing here outlives the process."""
 
-from oobleck.host.messages import Measured, PhaseReached, StepRecord
+from oobleck.host.messages import Measured, PhaseReached, SaveFailed, StepRecord
 from oobleck.master.events import (
     MeasurementReported,
     Observed,
@@ -8,6 +8,7 @@ from oobleck.master.events import (
     PhaseReported,
     ProfilesFound,
     RecordsReceived,
+    SaveReported,
     StatusReceived,
     StreamClosed,
     StreamOpened,
@@ -72,6 +73,14 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
         case MeasurementReported():
             _take_measurement(state.jobs[event.job_id], event)
             return _hear(state, event.worker, now)
+        case SaveReported():
+            job = state.jobs[event.job_id]
+            if isinstance(event.what, SaveFailed):
+                job.seen.progressed_at = now  # it is tried again and again
+            if job.knows(event.what) or event.what in job.seen.save_reports:
+                return False
+            job.seen.save_reports = (*job.seen.save_reports, event.what)
+            return True
         case ProfilesFound():
             state.profiles = dict(event.profiles)
             state.unusable_profiles = dict(event.unusable)
@@ -126,7 +135,7 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
         changed = True
     if job is not None and status.job_id == job.id:
         for worker in status.workers:
-            _take_progress(job, worker, now)
+            changed |= _take_progress(job, worker, now)
     return changed
 
 
@@ -136,12 +145,28 @@ def _without_progress(status: NodeStatus) -> tuple[object, ...]:
     return (status.job_id, status.generation, *workers)
 
 
-def _take_progress(job: Job, worker: WorkerStatus, now: float) -> None:
+def _take_progress(job: Job, worker: WorkerStatus, now: float) -> bool:
+    """Returns whether it shows the first step of a generation that does known steps again."""
     seen = job.seen
+    if job.restored is not None and worker.generation < job.restored.generation:
+        return False  # how far it came before the others went back says nothing any more
     if worker.finished and seen.finished.get(worker.incarnation) != worker.generation:
         seen.finished[worker.incarnation] = worker.generation
         _note_progress(job, worker.generation, now)
     _note_step(job, worker.committed_step, worker.generation, now)
+    return job.on_the_way and worker.generation == job.generation and _redoes(job, worker)
+
+
+def _redoes(job: Job, worker: WorkerStatus) -> bool:
+    """Records of steps that were recorded before do not come again: statuses must tell of them."""
+    step, seen = worker.committed_step, job.seen
+    if not 0 <= step <= seen.committed_step:
+        return False
+    first = step
+    if seen.redone is not None and seen.redone[0] == worker.generation:
+        first = seen.redone[1]
+    seen.redone = worker.generation, first, step
+    return step > first
 
 
 def _note_step(job: Job, step: int, generation: Generation, now: float) -> None:

@@ -174,7 +174,7 @@ def next_plan(
     state: ClusterState, job: Job, live: Sequence[Node], generation: Generation
 ) -> Reconfiguration:
     """The plan after `job`'s newest one, on `live`. Raises PlanInfeasible, also where a layer
-    of a model that has been trained has no holder in the new plan."""
+    of a model that has been trained has no holder in the new plan, and there is no checkpoint."""
     if job.made is None:
         raise ValueError(f"job {job.id} has no plan to reconfigure")
     machines = Machines.of(job, live)
@@ -188,8 +188,11 @@ def next_plan(
     )
     if isinstance(answer, tuple):
         raise PlanInfeasible(*answer)
-    if _committed_step(state, job) > 0:
-        _check_holders(state, job, answer.plan)
+    if not job.has_checkpoint and (lost := lost_layers(state, job, answer.plan)) is not None:
+        away = ", ".join(sorted(job.lost_nodes))
+        hope = f"only {away} with the workers of before can bring it back; or " if away else ""
+        fix = "cancel the job and submit it again, since there is no checkpoint"
+        raise PlanInfeasible(*lost.causes, hope + fix) from lost
     return answer
 
 
@@ -199,15 +202,15 @@ def _base(job: Job, newest: Plan) -> Plan:
     return job.trained.plan if undone and job.trained is not None else newest
 
 
-def _check_holders(state: ClusterState, job: Job, plan: Plan) -> None:
-    """Raises PlanInfeasible where the state of a layer is with nobody in `plan`."""
+def lost_layers(state: ClusterState, job: Job, plan: Plan) -> LayerLost | None:
+    """The layers of a model that has been trained whose state is with nobody in `plan`."""
+    if _committed_step(state, job) == 0:
+        return None
     try:
         require_holders(_held_layers(state, job, plan), plan.layer_count)
     except LayerLost as lost:
-        away = ", ".join(sorted(job.lost_nodes))
-        hope = f"only {away} with the workers of before can bring it back; or " if away else ""
-        fix = "cancel the job and submit it again, since there is no checkpoint"
-        raise PlanInfeasible(*lost.causes, hope + fix) from lost
+        return lost
+    return None
 
 
 def _committed_step(state: ClusterState, job: Job) -> int:

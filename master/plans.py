@@ -143,6 +143,9 @@ def replan(look: Look) -> Decision | None:
         if look.now < due:
             return Decision(wake_at=due, reason="enough nodes are here; more may follow")
     reason = found.reason
+    lost = planning.lost_layers(state, job, found.plan)
+    if lost is not None:
+        reason += f"; {lost}, so that all go back to the newest checkpoint"
     if unready:
         reason += f"; no replacement was ready in time on {_names(unready)}"
     cause = _cause(job, found.plan)
@@ -156,6 +159,7 @@ def replan(look: Look) -> Decision | None:
         cause=cause,
         rule=found.rule,
         reason=reason,
+        restore=lost is not None,
     )
     return Decision(actions=(event,), reason=reason)
 

@@ -7,7 +7,7 @@ left. Telling the agents needs no action: their assignments follow from the stat
 sends whichever has changed. Must not know the clock, I/O, or how messages travel.
 """
 
-from oobleck.master import ending, fitness, plans, stalls
+from oobleck.master import ending, fitness, plans, saves, stalls
 from oobleck.master.config import Timing
 from oobleck.master.decision import Decision, Look, Rule
 from oobleck.master.events import NodeCleared
@@ -52,6 +52,7 @@ def _clear_nodes(look: Look) -> Decision | None:
 _RULES: tuple[Rule, ...] = (
     _lose_nodes,
     _clear_nodes,
+    saves.note,
     ending.first_step,
     ending.end_jobs,
     ending.next_job,

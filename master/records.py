@@ -7,9 +7,11 @@ file lacks. Must not know files; `oobleck.master.eventlog` numbers and writes th
 from collections.abc import Mapping
 
 from oobleck.master.events import (
+    CheckpointPublished,
     FirstStepCommitted,
     JobCancelled,
     JobFailed,
+    JobRestored,
     JobSubmitted,
     JobSucceeded,
     JobWaiting,
@@ -21,6 +23,7 @@ from oobleck.master.events import (
     NodeReset,
     PlanMade,
     ProfileChosen,
+    SaveProblem,
     Transition,
     WorkerLost,
 )
@@ -56,6 +59,8 @@ def records_of(state: ClusterState, event: Journaled) -> list[tuple[JobId, Recor
         case NodeReset():
             reset = {"event": "node_reset", "node": event.node, "reason": event.reason}
             return [(event.job_id, reset)]
+        case CheckpointPublished() | SaveProblem() | JobRestored():
+            return [(event.job_id, _save_record(event))]
         case JobWaiting():
             reason = "; ".join(event.causes)
             record: Record = {"event": "waiting", "reason": reason, "causes": event.causes}
@@ -94,6 +99,35 @@ def _worker_record(event: WorkerLost) -> Record:
         "slot": event.worker.slot,
         "reason": event.reason,
     }
+
+
+def _save_record(event: CheckpointPublished | SaveProblem | JobRestored) -> Record:
+    match event:
+        case CheckpointPublished(saved=saved):
+            return {
+                "event": "checkpoint_saved",
+                "step": saved.step,
+                "path": saved.path,
+                "bytes": saved.bytes,
+                "seconds": saved.seconds,
+                "request": saved.request,
+            }
+        case SaveProblem(failed=failed):
+            return {
+                "event": f"{failed.what}_failed",
+                "step": failed.step,
+                "reason": failed.reason,
+                "request": failed.request,
+            }
+        case JobRestored(restored=restored):
+            return {
+                "event": "resumed" if event.resumed else "restored",
+                "step": restored.step,
+                "path": restored.path,
+                "passed_over": restored.passed_over,
+                "lost_steps": event.lost_steps,
+                "generation": restored.generation,
+            }
 
 
 def _plan_records(state: ClusterState, event: PlanMade) -> list[Record]:

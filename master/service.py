@@ -86,6 +86,20 @@ class OperatorService(rpc.OperatorServicer):
         await self._master.cancel(job.id)
         return self._status(job)
 
+    async def SaveCheckpoint(
+        self, request: pb.JobRequest, context: Context
+    ) -> pb.SaveCheckpointReply:
+        job = await self._job(request.job_id, context)
+        why = ""
+        if job.spec.checkpoint is None:
+            why = "takes no checkpoints: submit it with checkpoint.path in its job file"
+        elif job.state in ENDED:
+            why = f"has {job.state}: it trains no more"
+        if why:
+            text = f"job {job.id} {why}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+        return pb.SaveCheckpointReply(number=await self._master.save(job.id))
+
     async def GetProfile(self, request: pb.JobRequest, context: Context) -> pb.ProfileReply:
         job = await self._job(request.job_id, context)
         chosen = job.profile

@@ -10,7 +10,15 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from oobleck.host.messages import LinkMeasured, Measured, PeerLost, StepRecord
+from oobleck.host.messages import (
+    CheckpointSaved,
+    LinkMeasured,
+    Measured,
+    PeerLost,
+    Restored,
+    SaveFailed,
+    StepRecord,
+)
 from oobleck.master.events import (
     MeasuringStarted,
     NodeLeftOut,
@@ -28,6 +36,9 @@ from oobleck.planner.plan import Plan
 from oobleck.planner.profile import Profile
 from oobleck.proto.types import Assignment, NodeFacts, NodeStatus, WorkerExited
 
+#: What workers say of checkpoints, and how many of their last words are known again.
+SaveReport = CheckpointSaved | SaveFailed | Restored
+_KNOWN_REPORTS = 64
 #: Step records that rates are taken from.
 RECENT_RECORDS = 10
 NO_GENERATION = Generation(0)
@@ -72,6 +83,8 @@ class Desired:
     generation: Generation | None = None
     #: Without a generation: the attempt at measuring that the workers shall make; 0: none.
     attempt: int = 0
+    #: Number of the newest request for a checkpoint.
+    save: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -181,6 +194,11 @@ class JobSeen:
     measuring_since: float | None = None
     measured: dict[Incarnation, Measured] = field(default_factory=dict)
     links_measured: dict[Scope, LinkMeasured] = field(default_factory=dict)
+    #: What workers said of checkpoints and nothing was made of yet.
+    save_reports: tuple[SaveReport, ...] = ()
+    #: Of steps that are done again: the first and the last committed one that a status told of in
+    #: this generation.
+    redone: tuple[Generation, int, int] | None = None
     #: Of processes that have had no part in a step, while others have: why they cannot have one,
     #: and the ends of those that a plan counted on.
     unfit: dict[NodeName, str] = field(default_factory=dict)
@@ -227,6 +245,15 @@ class Job:
     #: Losses of the newest plan's nodes and workers that no plan has answered yet.
     losses: tuple[NodeLost | WorkerLost | NodeLeftOut | NodeReset, ...] = ()
     reconfigurations: int = 0
+    #: Number of the newest request for a checkpoint, and the newest checkpoint.
+    save_request: int = 0
+    checkpoint: CheckpointSaved | None = None
+    #: Why the last save came to nothing; empty: it did not.
+    save_failure: str = ""
+    #: The checkpoint that the workers' state goes back to, and the step that the job began at.
+    restored: Restored | None = None
+    resumed_step: int = 0
+    known_reports: deque[SaveReport] = field(default_factory=lambda: deque(maxlen=_KNOWN_REPORTS))
     #: The last transitions, for the report of one that is not allowed.
     history: deque[str] = field(default_factory=lambda: deque(maxlen=20))
     seen: JobSeen = field(default_factory=JobSeen)
@@ -255,6 +282,17 @@ class Job:
     @property
     def lost_workers(self) -> frozenset[WorkerId]:
         return frozenset(loss.worker for loss in self.losses if isinstance(loss, WorkerLost))
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is a checkpoint, as far as is known, that the job can go back to."""
+        return self.checkpoint is not None or self.restored is not None
+
+    def knows(self, report: SaveReport) -> bool:
+        """Whether it was told before, by this or, of a restore, by another worker."""
+        if isinstance(report, Restored):
+            return self.restored is not None and self.restored.generation >= report.generation
+        return report in self.known_reports
 
     def unanswered(self) -> tuple[WorkerId, ...]:
         """Workers that shall enter the newest generation at once, and have not left the one
@@ -368,6 +406,8 @@ class ClusterState:
             plan=made.plan,
             rendezvous=made.rendezvous,
             boundary=made.boundary,
+            restore=made.restore,
+            save=desired.save,
             worker_incarnations=tuple(
                 processes[worker] for worker in sorted(processes) if worker.node == name
             ),

@@ -43,6 +43,12 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         reconfigurations=job.reconfigurations,
         directory=str(config.job_directory(job.id)),
     )
+    if job.spec.checkpoint is not None:
+        message.checkpoint_path = job.spec.checkpoint.path
+    if job.checkpoint is not None:
+        message.checkpoint = job.checkpoint.path
+        message.checkpoint_step = job.checkpoint.step
+    message.save_failure = job.save_failure
     if job.profile is not None:
         message.profile = job.profile.source
     elif job.spec.profile == "estimate":

@@ -138,6 +138,11 @@ class OperatorStub:
                 request_serializer=oobleck_dot_proto_dot_control__pb2.JobRequest.SerializeToString,
                 response_deserializer=oobleck_dot_proto_dot_control__pb2.JobStatus.FromString,
                 _registered_method=True)
+        self.SaveCheckpoint = channel.unary_unary(
+                '/oobleck.Operator/SaveCheckpoint',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.JobRequest.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.SaveCheckpointReply.FromString,
+                _registered_method=True)
         self.GetProfile = channel.unary_unary(
                 '/oobleck.Operator/GetProfile',
                 request_serializer=oobleck_dot_proto_dot_control__pb2.JobRequest.SerializeToString,
@@ -197,6 +202,15 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SaveCheckpoint(self, request, context):
+        """Have a checkpoint taken as soon as a step ends; FAILED_PRECONDITION where the job takes none.
+        Its events checkpoint_saved and checkpoint_failed tell what came of it, with the number of the
+        newest request that they answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetProfile(self, request, context):
         """The profile that the job's plans are made by; FAILED_PRECONDITION while there is none.
         """
@@ -251,6 +265,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.CancelJob,
                     request_deserializer=oobleck_dot_proto_dot_control__pb2.JobRequest.FromString,
                     response_serializer=oobleck_dot_proto_dot_control__pb2.JobStatus.SerializeToString,
+            ),
+            'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.SaveCheckpoint,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.JobRequest.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.SaveCheckpointReply.SerializeToString,
             ),
             'GetProfile': grpc.unary_unary_rpc_method_handler(
                     servicer.GetProfile,
@@ -409,6 +428,33 @@ class Operator:
             '/oobleck.Operator/CancelJob',
             oobleck_dot_proto_dot_control__pb2.JobRequest.SerializeToString,
             oobleck_dot_proto_dot_control__pb2.JobStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SaveCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/oobleck.Operator/SaveCheckpoint',
+            oobleck_dot_proto_dot_control__pb2.JobRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.SaveCheckpointReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Literal, cast, get_args
 
 from oobleck.host.messages import (
+    CheckpointSaved,
     Failed,
     LinkMeasured,
     Measure,
@@ -18,6 +19,8 @@ from oobleck.host.messages import (
     PeerLost,
     PhaseReached,
     Rendezvous,
+    Restored,
+    SaveFailed,
     StepRecord,
 )
 from oobleck.planner.codec import decode, encode
@@ -27,6 +30,7 @@ from oobleck.planner.plan import Pipeline, Plan, Schedule, Stage
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.types import (
     Assignment,
+    Happening,
     NodeFacts,
     NodeStatus,
     Registration,
@@ -304,6 +308,33 @@ def report_message(report: WorkerReport) -> pb.WorkerReport:
             )
         case LinkMeasured() as measured:
             message.link_measured.CopyFrom(_link_message(measured))
+        case CheckpointSaved() as saved:
+            message.checkpoint_saved.CopyFrom(
+                pb.CheckpointSaved(
+                    step=saved.step,
+                    path=saved.path,
+                    bytes=saved.bytes,
+                    seconds=saved.seconds,
+                    request=saved.request,
+                )
+            )
+        case SaveFailed() as unsaved:
+            message.save_failed.CopyFrom(
+                pb.SaveFailed(
+                    what=unsaved.what,
+                    step=unsaved.step,
+                    reason=unsaved.reason,
+                    request=unsaved.request,
+                )
+            )
+        case Restored() as restored:
+            message.restored.CopyFrom(
+                pb.Restored(
+                    step=restored.step,
+                    path=restored.path,
+                    passed_over=list(restored.passed_over),
+                )
+            )
     return message
 
 
@@ -364,9 +395,15 @@ def _read_kind(text: str) -> Literal["user", "internal"]:
             raise ValueError(f"failed.kind: {text!r} is not user or internal")
 
 
-def _read_what(
-    message: pb.WorkerReport,
-) -> WorkerExited | PhaseReached | PeerLost | Failed | Measured | LinkMeasured:
+def _read_saved_thing(text: str) -> Literal["checkpoint", "output"]:
+    match text:
+        case "checkpoint" | "output":
+            return text
+        case _:
+            raise ValueError(f"save_failed.what: {text!r} is not checkpoint or output")
+
+
+def _read_what(message: pb.WorkerReport) -> Happening:
     generation = Generation(message.generation)
     match message.WhichOneof("what"):
         case "exited":
@@ -397,6 +434,31 @@ def _read_what(
             return _read_measured(message.measured)
         case "link_measured":
             return _read_link(message.link_measured)
+        case "checkpoint_saved":
+            saved = message.checkpoint_saved
+            return CheckpointSaved(
+                step=saved.step,
+                path=saved.path,
+                bytes=saved.bytes,
+                seconds=saved.seconds,
+                request=saved.request,
+            )
+        case "save_failed":
+            failed = message.save_failed
+            return SaveFailed(
+                what=_read_saved_thing(failed.what),
+                step=failed.step,
+                reason=failed.reason,
+                request=failed.request,
+            )
+        case "restored":
+            restored = message.restored
+            return Restored(
+                generation=generation,
+                step=restored.step,
+                path=restored.path,
+                passed_over=tuple(restored.passed_over),
+            )
         case _:
             raise ValueError("what: is missing")
 
@@ -470,6 +532,8 @@ def assignment_message(assignment: Assignment) -> pb.Assignment:
         job=assignment.job,
         boundary=assignment.boundary,
         worker_incarnations=list(assignment.worker_incarnations),
+        restore=assignment.restore,
+        save=assignment.save,
     )
     if assignment.plan is not None:
         message.plan.CopyFrom(plan_message(assignment.plan))
@@ -528,4 +592,6 @@ def read_assignment(message: pb.Assignment) -> Assignment:
                 read_incarnation(incarnation) for incarnation in message.worker_incarnations
             ),
             measure=read_measure(message.measure) if message.HasField("measure") else None,
+            restore=message.restore,
+            save=message.save,
         )

@@ -7,6 +7,7 @@ protobuf.
 import msgspec
 
 from oobleck.host.messages import (
+    CheckpointSaved,
     Failed,
     LinkMeasured,
     Measure,
@@ -14,6 +15,8 @@ from oobleck.host.messages import (
     PeerLost,
     PhaseReached,
     Rendezvous,
+    Restored,
+    SaveFailed,
 )
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.planner.plan import Plan
@@ -82,14 +85,26 @@ class WorkerExited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
     log_tail: str = ""
 
 
-class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened to one worker, once."""
+#: Something that happened to one worker, once.
+Happening = (
+    WorkerExited
+    | PhaseReached
+    | PeerLost
+    | Failed
+    | Measured
+    | LinkMeasured
+    | CheckpointSaved
+    | SaveFailed
+    | Restored
+)
 
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     job_id: JobId
     slot: int
     incarnation: Incarnation
     generation: Generation
-    what: WorkerExited | PhaseReached | PeerLost | Failed | Measured | LinkMeasured
+    what: Happening
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,3 +123,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     worker_incarnations: tuple[Incarnation, ...] = ()
     #: Before the first plan: what the workers shall measure.
     measure: Measure | None = None
+    #: A part of the model is with nobody: all go back to the newest checkpoint.
+    restore: bool = False
+    #: Number of the newest wish for a checkpoint; 0: none.
+    save: int = 0

@@ -14,6 +14,7 @@ from oobleck.agent.reconcile import (
     KillWorker,
     SendMeasure,
     SendPlan,
+    SendSave,
     StartWarm,
     StopWorker,
     decide,
@@ -28,6 +29,7 @@ from oobleck.agent.state import (
     NodeState,
     PlanPart,
     PlanSent,
+    SaveSent,
     ShutDown,
     StopSent,
     WarmExited,
@@ -40,6 +42,7 @@ from oobleck.agent.state import (
     WorkerSaid,
 )
 from oobleck.host.messages import (
+    CheckpointSaved,
     Failed,
     FaultRule,
     Measure,
@@ -47,6 +50,7 @@ from oobleck.host.messages import (
     PhaseReached,
     Ready,
     Rendezvous,
+    SaveFailed,
 )
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from support.scripted_master import job, plan
@@ -118,6 +122,33 @@ def test_a_plan_goes_to_exactly_the_process_that_it_counts_on() -> None:
 
 def measuring(attempt: int) -> Desired:
     return dataclasses.replace(desired(), measure=Measure(attempt=attempt))
+
+
+def test_a_wish_for_a_checkpoint_goes_once_to_a_worker_that_has_a_plan() -> None:
+    node = Node()
+    wish = dataclasses.replace(desired(), save=1)
+    node.after(WarmStarted(), WarmReady(), Assigned(desired=wish))
+    node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
+    ready = WorkerSaid(incarnation=A, message=Ready(pid=100, store="127.0.0.1:1"))
+    assert node.after(ready) == (), "it does not train"
+    both = dataclasses.replace(desired(generation=1), save=1)
+    assert kinds(node.after(Assigned(desired=both))) == [SendPlan]
+    sent = node.after(PlanSent(incarnation=A, generation=Generation(1)))
+    assert sent == (SendSave(incarnation=A, number=1),)
+    assert node.after(SaveSent(incarnation=A, number=1), Assigned(desired=both)) == ()
+    newer = dataclasses.replace(both, save=2)
+    assert node.after(Assigned(desired=newer)) == (SendSave(incarnation=A, number=2),)
+
+
+def test_the_last_words_on_checkpoints_are_kept() -> None:
+    node = Node()
+    node.after(WarmStarted(), WarmReady(), Assigned(desired=desired(generation=1)))
+    node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
+    failed = SaveFailed(what="checkpoint", step=10, reason="no space")
+    saved = [CheckpointSaved(step=s, path=f"/c/{s}", bytes=1, seconds=0.1) for s in (10, 20)]
+    for message in (saved[0], failed, saved[1]):
+        node.after(WorkerSaid(incarnation=A, message=message))
+    assert node.state.workers[A].checkpoints == (failed, saved[1])
 
 
 def test_each_attempt_at_measuring_goes_to_a_ready_worker_once() -> None:

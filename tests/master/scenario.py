@@ -16,14 +16,26 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from oobleck.host.messages import LinkMeasured, Measured, PeerLost, PhaseReached, StepRecord
+from oobleck.host.messages import (
+    CheckpointSaved,
+    LinkMeasured,
+    Measured,
+    PeerLost,
+    PhaseReached,
+    Restored,
+    SaveFailed,
+    StepRecord,
+)
 from oobleck.master.admit import Refusal, admit
 from oobleck.master.apply import apply
 from oobleck.master.config import Timing
 from oobleck.master.events import (
+    CheckpointPublished,
+    CheckpointRequested,
     FirstStepCommitted,
     JobCancelRequested,
     JobFailed,
+    JobRestored,
     JobSubmitted,
     JobWaiting,
     Journaled,
@@ -42,6 +54,8 @@ from oobleck.master.events import (
     ProfileChosen,
     ProfilesFound,
     RecordsReceived,
+    SaveProblem,
+    SaveReported,
     StatusReceived,
     StreamClosed,
     StreamOpened,
@@ -55,7 +69,14 @@ from oobleck.master.records import records_of
 from oobleck.master.state import ClusterState, JobSeen, NodeSeen
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
-from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, ResourceSpec, TrainingSpec
+from oobleck.planner.job import (
+    CheckpointSpec,
+    DataSpec,
+    JobSpec,
+    ModelSpec,
+    ResourceSpec,
+    TrainingSpec,
+)
 from oobleck.planner.measurement import LinkMeasurement, Measurement
 from oobleck.planner.plan import Plan
 from oobleck.planner.profile import LayerProfile, Profile
@@ -72,7 +93,13 @@ UNIX = 1_700_000_000.0
 
 
 def job_spec(
-    name: str, *, steps: int = 100, f: int = 1, min_nodes: int = 2, measure: int = 0
+    name: str,
+    *,
+    steps: int = 100,
+    f: int = 1,
+    min_nodes: int = 2,
+    measure: int = 0,
+    checkpoint: int = 0,
 ) -> JobSpec:
     return JobSpec(
         name=name,
@@ -82,6 +109,7 @@ def job_spec(
         fault_tolerance=f,
         resources=ResourceSpec(min_nodes_per_pipeline=min_nodes),
         profile="measure" if measure else "estimate",
+        checkpoint=CheckpointSpec(path="/saved") if checkpoint else None,
     )
 
 
@@ -481,6 +509,56 @@ class Player:
         self.profiles = {}
         self._observe(ProfilesFound(profiles={}, unusable={chosen.key: "it is not JSON text"}))
 
+    def do_checkpoint(self) -> None:
+        """An operator wants one of the active job."""
+        job = self.state.job
+        assert job is not None
+        self._record(CheckpointRequested(job_id=job.id, number=job.save_request + 1))
+
+    def do_saved(self, step: str, request: str = "0") -> None:
+        saved = CheckpointSaved(
+            step=int(step), path=f"/saved/{step}", bytes=1000, seconds=0.5, request=int(request)
+        )
+        self._report_save(saved)
+
+    def do_save_failed(self, what: str, step: str, reason: str) -> None:
+        self._report_save(SaveFailed(what=what, step=int(step), reason=reason))  # type: ignore[arg-type]
+
+    def do_restored(self, step: str, generation: str, *names: str) -> None:
+        """The workers have loaded the checkpoint of the step, and go on into the generation."""
+        for name in names:
+            path = f"/saved/{step}"
+            restored = Restored(generation=Generation(int(generation)), step=int(step), path=path)
+            self._report_save(restored)
+            for phase in ("aborted", "joined", "transferred"):
+                reached = PhaseReached(
+                    generation=Generation(int(generation)),
+                    phase=phase,  # type: ignore[arg-type]
+                    committed_step=int(step) if phase == "joined" else None,
+                )
+                job = self.state.job
+                assert job is not None
+                worker = WorkerId(NodeName(name), 0)
+                self._observe(PhaseReported(worker=worker, job_id=job.id, phase=reached))
+            agent = self.agents[name]
+            agent._status(generation=Generation(int(generation)))
+            self.do_progress(step, generation, name)
+
+    def do_progress(self, step: str, generation: str, *names: str) -> None:
+        """A status tells of a committed step."""
+        for name in names:
+            agent = self.agents[name]
+            for worker in agent.status.workers:
+                agent.worker(
+                    worker.slot, generation=Generation(int(generation)), committed_step=int(step)
+                )
+            self._tell(agent)
+
+    def _report_save(self, what: CheckpointSaved | SaveFailed | Restored) -> None:
+        job = self.state.job
+        assert job is not None
+        self._observe(SaveReported(job_id=job.id, what=what))
+
     def do_finish(self, *names: str) -> None:
         for name in names:
             for worker in self.agents[name].status.workers:
@@ -508,7 +586,8 @@ class Player:
         for name in names:
             desired = self.state.nodes[NodeName(name)].desired
             plan = f" generation {desired.generation}" if desired.generation else ""
-            self.written.append(f"> {name}: {desired.job_id or 'no job'}{plan}")
+            save = f" save {desired.save}" if desired.save else ""
+            self.written.append(f"> {name}: {desired.job_id or 'no job'}{plan}{save}")
 
 
 def worker_id(text: str) -> WorkerId:
@@ -542,6 +621,7 @@ def told(event: Journaled) -> str:
         case PlanMade():
             how = "at a boundary" if event.boundary else "at once"
             lost = [*event.nodes_lost, *map(str, event.workers_lost)]
+            how += ", from a checkpoint" if event.restore else ""
             return (
                 f"{name} generation {event.plan.generation} {how}, {event.rule} ({event.cause}), "
                 f"lost [{' '.join(lost)}] joined [{' '.join(event.nodes_joined)}], "
@@ -579,6 +659,13 @@ def told(event: Journaled) -> str:
             return f"{name} {event.source} ({event.reason}): {times}"
         case JobFailed():
             return f"{name} {event.job_id}: {event.reason}"
+        case CheckpointPublished():
+            return f"{name} step {event.saved.step} request {event.saved.request}"
+        case SaveProblem():
+            return f"{name} {event.failed.what} step {event.failed.step}: {event.failed.reason}"
+        case JobRestored():
+            how = "resumed" if event.resumed else f"lost {event.lost_steps} steps"
+            return f"{name} step {event.restored.step}, {how}"
         case _:
             return f"{name} {getattr(event, 'job_id', '')}".strip()
 
