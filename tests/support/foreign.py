@@ -7,11 +7,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from oobleck.planner.export import foreign_name
 from oobleck.planner.families import decode_config
 from oobleck.planner.job import ModelSpec
 from oobleck.planner.modelfile import family_model
 from oobleck.worker.models import Layer, tied_parameter
-from oobleck.worker.models.registry import family
 
 TINY = {
     "gpt2": {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4},
@@ -125,4 +125,4 @@ def freeze_key_biases(model: nn.Module) -> None:
 
 def _name(spec: ModelSpec, layer: Layer, name: str | None) -> str:
     assert name is not None
-    return family(spec).foreign_name(spec, layer.layer, name)
+    return foreign_name(spec, layer.layer, name)

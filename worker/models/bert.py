@@ -11,8 +11,6 @@ from oobleck.worker.models.foreign import adapt, configuration, draw, table
 from oobleck.worker.models.keyed import Dropout, keyed
 from oobleck.worker.random import RowKeys
 
-ARCHITECTURE = "BertForMaskedLM"
-
 
 class Embedding(Layer):
     """Token, position and type embedding, normed: int64 ids (b, T) to (b, T, hidden)."""
@@ -91,14 +89,3 @@ def tied_parameter(spec: ModelSpec, layer: int) -> str | None:
 
 def initialise_parameters(module: Layer, spec: ModelSpec, seed: int) -> None:
     draw(module, spec, seed, tied=tied_parameter(spec, module.layer))
-
-
-def foreign_name(spec: ModelSpec, layer: int, name: str) -> str:
-    """transformers' name of parameter `name` of `layer`."""
-    if name.startswith("block."):
-        return f"bert.encoder.layer.{layer - 1}.{name.removeprefix('block.')}"
-    if layer == 0:
-        return f"bert.embeddings.{name}"
-    # transformers ties the decoder's bias too, to a parameter that has no other use.
-    own = spec.tied and name == "decoder.bias"
-    return "cls.predictions.bias" if own else f"cls.predictions.{name}"

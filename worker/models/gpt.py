@@ -116,23 +116,3 @@ def initialise_parameters(module: Layer, spec: ModelSpec, seed: int) -> None:
         deviation=lambda name: residual if name in scaled else INITIAL_DEVIATION,
         tied=tied_parameter(spec, module.layer),
     )
-
-
-def foreign_name(spec: ModelSpec, layer: int, name: str) -> str:
-    """The name that parameter `name` of `layer` has in transformers' GPT-2."""
-    owner, _, kind = name.rpartition(".")
-    if layer == 0:
-        return f"transformer.{'wte' if owner == 'token' else 'wpe'}.weight"
-    if layer == spec.layer_count - 1:
-        return "lm_head.weight" if owner == "token" else f"transformer.ln_f.{kind}"
-    return f"transformer.h.{layer - 1}.{_GPT2_NAMES[owner]}.{kind}"
-
-
-_GPT2_NAMES = {
-    "attention_norm": "ln_1",
-    "qkv": "attn.c_attn",
-    "attention_out": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp_in": "mlp.c_fc",
-    "mlp_out": "mlp.c_proj",
-}

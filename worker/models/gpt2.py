@@ -14,8 +14,6 @@ from oobleck.worker.models.foreign import adapt, configuration, draw, table
 from oobleck.worker.models.keyed import Dropout, keyed
 from oobleck.worker.random import RowKeys
 
-ARCHITECTURE = "GPT2LMHeadModel"
-
 
 class Embedding(Layer):
     """Token plus learned position embedding: int64 ids (b, T) to (b, T, hidden)."""
@@ -98,12 +96,3 @@ def initialise_parameters(module: Layer, spec: ModelSpec, seed: int) -> None:
         scaled=("c_proj.weight",),
         scale=1.0 / math.sqrt(2 * spec.layers),
     )
-
-
-def foreign_name(spec: ModelSpec, layer: int, name: str) -> str:
-    """transformers' name of parameter `name` of `layer`."""
-    if name.startswith("lm_head."):
-        return name
-    if name.startswith("block."):
-        return f"transformer.h.{layer - 1}.{name.removeprefix('block.')}"
-    return f"transformer.{name}"

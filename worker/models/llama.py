@@ -18,8 +18,6 @@ from oobleck.worker.models.foreign import adapt, configuration, draw, table
 from oobleck.worker.models.keyed import keyed
 from oobleck.worker.random import RowKeys
 
-ARCHITECTURE = "LlamaForCausalLM"
-
 
 class Embedding(Layer):
     """Token embedding: int64 ids (b, T) to (b, T, hidden)."""
@@ -106,12 +104,3 @@ def tied_parameter(spec: ModelSpec, layer: int) -> str | None:
 
 def initialise_parameters(module: Layer, spec: ModelSpec, seed: int) -> None:
     draw(module, spec, seed, tied=tied_parameter(spec, module.layer))
-
-
-def foreign_name(spec: ModelSpec, layer: int, name: str) -> str:
-    """transformers' name of parameter `name` of `layer`."""
-    if name.startswith("lm_head."):
-        return name
-    if name.startswith("block."):
-        return f"model.layers.{layer - 1}.{name.removeprefix('block.')}"
-    return f"model.{name}"

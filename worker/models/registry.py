@@ -24,8 +24,6 @@ class Family(Protocol):
 
     def initialise_parameters(self, module: Layer, spec: ModelSpec, seed: int) -> None: ...
 
-    def foreign_name(self, spec: ModelSpec, layer: int, name: str) -> str: ...
-
 
 def load(kind: str) -> bool:
     """Import what `kind` needs; whether that was new. Raises ImportError where it is missing."""
