@@ -13,6 +13,7 @@ from oobleck.planner.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.plan import Schedule
 
 Precision = Literal["fp32", "bf16", "fp64"]
+Recompute = Literal["none", "layer"]
 TransportName = Literal["auto", "gloo"]
 
 
@@ -139,6 +140,8 @@ class TrainingSpec:
     microbatch: int = 1
     seed: int = 0
     precision: Precision = "fp32"
+    #: layer: keep each layer's input alone between forward and backward, and compute it twice.
+    recompute: Recompute = "none"
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     #: The order of compute in a pipeline; auto: the fastest whose memory fits.

@@ -1,16 +1,18 @@
 """Running a stage: forward and backward of contiguous layers, micro-batch by micro-batch.
 
 Every layer is a piece of its own for autograd, so that its gradient is complete, and what it kept
-is free, as soon as its own backward is over. Owns what a micro-batch keeps between its forward and
-its backward, and notes in the state which micro-batches a layer's gradient has. Knows nothing of
-peers, orders or steps: the executor says which micro-batch and hands tensors in and out. Any order
-of forwards and backwards is right, as long as a micro-batch's forward comes first and, where its
-backward is split, the input's gradient before the weights'.
+is free, as soon as its own backward is over. With recomputation a layer keeps its input alone, and
+is computed again, with the graph this time, when its backward comes. Owns what a micro-batch keeps
+between its forward and its backward, and notes in the state which micro-batches a layer's gradient
+has. Knows nothing of peers, orders or steps: the executor says which micro-batch and hands tensors
+in and out. Any order of forwards and backwards is right, as long as a micro-batch's forward comes
+first and, where its backward is split, the input's gradient before the weights'.
 """
 
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,7 +42,8 @@ class _Segment:
     layer: int
     #: What the gradient is wanted of: the layer's input; None where nobody wants it.
     leaf: Tensor | None
-    output: Tensor
+    #: With its graph, or what makes it with its graph.
+    output: Tensor | Callable[[], Tensor]
     #: Whether the layer's gradient is to get the micro-batch's.
     adds: bool
     #: Where its backward is split, what collects the weight gradients that are left for later.
@@ -48,12 +51,14 @@ class _Segment:
 
     def backward(self, gradient: Tensor | None) -> Tensor | None:
         """From the gradient of the output to that of the input, adding the weights' or not."""
-        if self.adds:
-            torch.autograd.backward(self.output, gradient)
-            return None if self.leaf is None else self.leaf.grad
-        if self.leaf is None:
+        leaf = self.leaf
+        if leaf is None and not self.adds:
             return None
-        return torch.autograd.grad(self.output, self.leaf, gradient)[0]
+        output = self.output if isinstance(self.output, Tensor) else self.output()
+        if self.adds or leaf is None:
+            torch.autograd.backward(output, gradient)
+            return None if leaf is None else leaf.grad
+        return torch.autograd.grad(output, leaf, gradient)[0]
 
 
 class StageRunner:
@@ -122,30 +127,43 @@ class StageRunner:
         if self.last and targets is None:
             raise ValueError("the last stage needs targets")
         segments: list[_Segment] = []
-        autocast = torch.autocast(
-            self._device.type,
-            dtype=torch.bfloat16,
-            enabled=self._job.training.precision == "bf16",
-        )
-        with autocast:
-            for layer in self._layers:
-                final = layer == self._layers[-1]
-                wanted = layer >= lowest
-                adds = wanted and layer in adding
-                deferred = DeferredGradients() if split and adds else None
-                leaf = x.detach().requires_grad_() if layer > lowest else None
-                graph = torch.set_grad_enabled(wanted)
-                with self._timeline.span("layer", layer), graph, deferring(deferred):
-                    x = self._state.module(layer)(x if leaf is None else leaf, rows)
-                    if final:
-                        x = (x if targets is None else loss(x, targets)).to(self.activation_dtype)
-                if wanted:
-                    segments.append(
-                        _Segment(layer=layer, leaf=leaf, output=x, adds=adds, deferred=deferred)
-                    )
+        recompute = self._job.training.recompute == "layer"
+        for layer in self._layers:
+            wanted = layer >= lowest
+            adds = wanted and layer in adding
+            deferred = DeferredGradients() if split and adds else None
+            leaf = x.detach().requires_grad_() if layer > lowest else None
+            graph = wanted and not recompute
+            run = partial(self._run, layer, x if leaf is None else leaf, rows, targets, deferred)
+            with self._timeline.span("layer", layer), torch.set_grad_enabled(graph):
+                x = run()
+            if wanted:
+                output = run if recompute else x
+                segments.append(
+                    _Segment(layer=layer, leaf=leaf, output=output, adds=adds, deferred=deferred)
+                )
         if segments:
             self._in_flight[microbatch] = segments
         return x.detach()
+
+    def _run(
+        self,
+        layer: int,
+        x: Tensor,
+        rows: RowKeys,
+        targets: Tensor | None,
+        deferred: DeferredGradients | None,
+    ) -> Tensor:
+        """The layer's output; again the same, bit for bit: what is random follows from `rows`."""
+        precision = self._job.training.precision
+        with (
+            torch.autocast(self._device.type, torch.bfloat16, enabled=precision == "bf16"),
+            deferring(deferred),
+        ):
+            x = self._state.module(layer)(x, rows)
+            if layer != self._layers[-1]:
+                return x
+            return (x if targets is None else loss(x, targets)).to(self.activation_dtype)
 
     def backward(self, microbatch: int, gradient: Tensor | None = None) -> Tensor | None:
         """Add the micro-batch's gradients to the layers' and return that of the stage's input.

@@ -68,7 +68,7 @@ def refusal(text: str, *overrides: str) -> str:
             "  steps: 200\n",
             "  qqqq: 200\n",
             "job.yaml:5: unknown key 'qqqq' in training; known keys: steps, global_batch, "
-            "microbatch, seed, precision, optimizer, schedule, "
+            "microbatch, seed, precision, recompute, optimizer, schedule, "
             "pipeline_schedule, clip",
         ),
         (

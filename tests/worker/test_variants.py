@@ -35,6 +35,7 @@ def job(**training: object) -> JobSpec:
             True,
             id="momentum that moves with its layer, through staging buffers",
         ),
+        pytest.param({"recompute": "layer"}, False, id="recomputation"),
     ],
 )
 def test_losses_are_those_of_one_process(
