@@ -98,7 +98,7 @@ def _has_room(plan: Plan, pipeline: Pipeline, number: int, profile: Profile) -> 
         stage=number,
         microbatches=pipeline.microbatches,
     )
-    return cost.worker_bytes(kept) <= profile.gpu_memory_bytes
+    return cost.worker_bytes(kept, replicas=len(plan.pipelines)) <= profile.gpu_memory_bytes
 
 
 def keep_schedule(plan: Plan, profile: Profile) -> Plan:

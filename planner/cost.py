@@ -37,8 +37,9 @@ class StageCosts:
             sorted({d for layer in layers for d in layer.forward_s if d <= profile.gpus_per_node})
         )
         self._memory = profile.gpu_memory_bytes
-        self._state = _prefix([layer.state_bytes for layer in layers])
+        self._state = _prefix([layer.state_bytes + layer.sum_bytes for layer in layers])
         self._activation = _prefix([layer.activation_bytes for layer in layers])
+        self._working = [layer.working_bytes for layer in layers]
         self._exchange = [layer.exchange_bytes for layer in layers]
         self._forward: dict[int, list[int]] = {}
         self._backward: dict[int, list[int]] = {}
@@ -64,8 +65,9 @@ class StageCosts:
             return False
         state = self._state[stop] - self._state[first]
         activation = self._activation[stop] - self._activation[first]
+        working = max(self._working[first:stop])
         exchange = max(self._exchange[first:stop]) if gpus > 1 else 0
-        return state + in_flight * activation <= (self._memory - exchange) * gpus
+        return state + in_flight * activation + working <= (self._memory - exchange) * gpus
 
 
 def _prefix(values: Sequence[int]) -> list[int]:

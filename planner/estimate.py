@@ -143,12 +143,21 @@ def _layer(
 ) -> LayerProfile:
     precision = job.training.precision
     forward_s = _rows(job) * counted.flops / FLOPS_PER_S
+    # The widest that operations hand to each other are gradients, of half of what is kept.
+    working_bytes = activation_bytes // 2
+    again = job.training.recompute == "layer"
+    if again:
+        input_bytes = min(activation_bytes, _output_bytes(job))
+        working_bytes += activation_bytes - input_bytes
+        activation_bytes = input_bytes
     return LayerProfile(
         name=name,
         forward_s={1: forward_s},
-        backward_s={1: 2 * forward_s},
+        backward_s={1: (2 + again) * forward_s},
         parameter_bytes=counted.parameters * STATE_ITEM_BYTES[precision],
         state_bytes=state_bytes(counted.parameters, job.training),
+        sum_bytes=counted.parameters * STATE_ITEM_BYTES[precision],
         activation_bytes=activation_bytes,
+        working_bytes=working_bytes,
         output_bytes=output_bytes,
     )

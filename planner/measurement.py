@@ -25,7 +25,7 @@ from oobleck.planner.units import count
 Scope = Literal["intra_node", "inter_node"]
 
 #: Part of the key: measurements of another way of measuring do not stand for one of this.
-_METHOD = 2
+_METHOD = 3
 _TIMES = ("forward_s", "backward_s", "backward_input_s", "update_s")
 #: What follows from the model alone, and how far off a profile may be.
 _COMPARED = ("parameter_bytes", "output_bytes")
@@ -76,6 +76,7 @@ def profile_key(
         "model": replace(job.model, weights=None),
         "microbatch": training.microbatch,
         "precision": training.precision,
+        "recompute": training.recompute,
         "optimizer": (training.optimizer.name, training.optimizer.moments),
         "devices": sorted(set(devices)),
         "worker_slots": worker_slots,

@@ -12,7 +12,8 @@ MOST_BYTES, MOST_BYTES_IN_ALL = 2**60 - 1, 2**62 - 1
 LEAST_RATE, MOST_RATE = 1.0, 1e18
 MOST_LAYERS = 1024
 #: Fields of a layer in bytes.
-BYTES = ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes", "exchange_bytes")
+OPTIONAL_BYTES = ("sum_bytes", "working_bytes", "exchange_bytes")
+BYTES = ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes", *OPTIONAL_BYTES)
 _MOST = {"microbatch": 2**31 - 1, "gpus_per_node": 1024, "gpu_memory_bytes": MOST_BYTES}
 
 
@@ -50,6 +51,11 @@ class LayerProfile:
     activation_bytes: int
     #: Sent to the next stage per micro-batch.
     output_bytes: int
+    #: The sum of the layer's gradients over all workers that hold the layer, where several do.
+    sum_bytes: int = 0
+    #: The most that computing one micro-batch takes beside all that and what is kept: what its
+    #: operations hand to each other, and the messages at the stage's borders.
+    working_bytes: int = 0
     #: What a worker that shares the layer with others of its node has, beside its share, while it
     #: computes the layer (`oobleck.planner.sharing`).
     exchange_bytes: int = 0

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from oobleck.planner.profile import InvalidProfile, LayerProfile, Links, Profile
+from oobleck.planner.profile import OPTIONAL_BYTES, InvalidProfile, LayerProfile, Links, Profile
 
 _GPUS = re.compile(r"[0-9]{1,9}")
 #: Of numbers and texts in messages.
@@ -22,7 +22,6 @@ _SHOWN = 40
 #: A whole number of as many may be beyond every float.
 _MOST_DIGITS = 309
 _OPTIONAL_TIMES = ("backward_input_s", "update_s")
-_OPTIONAL_BYTES = "exchange_bytes"
 
 
 def parse_profile(text: str | bytes) -> Profile:
@@ -53,7 +52,7 @@ def format_profile(profile: Profile, notes: Mapping[str, object] | None = None) 
     """
     tree = msgspec.to_builtins(profile, str_keys=True)
     for layer in tree["layers"]:
-        for name in (*_OPTIONAL_TIMES, _OPTIONAL_BYTES):
+        for name in (*_OPTIONAL_TIMES, *OPTIONAL_BYTES):
             if not layer[name]:
                 del layer[name]
     if notes:
@@ -179,7 +178,8 @@ def _layer(reader: _Reader) -> LayerProfile:
         fields[name] = reader.take_optional_times(name)
     for name in ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes"):
         fields[name] = reader.take_integer(name)
-    fields[_OPTIONAL_BYTES] = reader.take_optional_integer(_OPTIONAL_BYTES)
+    for name in OPTIONAL_BYTES:
+        fields[name] = reader.take_optional_integer(name)
     try:
         return LayerProfile(name=reader.take_text("name"), **fields)
     except InvalidProfile as error:

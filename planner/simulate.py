@@ -141,7 +141,9 @@ class _Run:
             busy_s={worker.id: worker.busy_s for worker in workers},
             computed_s={worker.id: worker.computed_s for worker in workers},
             peak_bytes={
-                worker.id: self._cost(*self._stage_of[worker.id]).worker_bytes(worker.peak_kept)
+                worker.id: self._cost(*self._stage_of[worker.id]).worker_bytes(
+                    worker.peak_kept, replicas=len(self._plan.pipelines)
+                )
                 for worker in workers
             },
         )

@@ -128,7 +128,13 @@ def _least_memory(profile: Profile, min_nodes: int, most_nodes: int) -> int | No
         sizes = _sizes_with(profile, memory, most) if most > 0 else ()
         return max(sizes, default=0) >= min_nodes
 
-    everything = sum(layer.state_bytes + len(layers) * layer.activation_bytes for layer in layers)
+    everything = sum(
+        layer.state_bytes
+        + layer.sum_bytes
+        + layer.working_bytes
+        + len(layers) * layer.activation_bytes
+        for layer in layers
+    )
     low = profile.gpu_memory_bytes
     # With everything, one GPU holds the whole model.
     high = min(max(low, everything), MOST_BYTES)

@@ -34,18 +34,24 @@ class StageCost:
     update_s: float
     #: Of the whole stage, as all bytes here; its workers share them evenly.
     state_bytes: int
+    #: Sums over all workers that hold a layer, where several do.
+    sum_bytes: int
     #: Kept per micro-batch from its forward to the end of its backward. Nothing is counted as freed
     #: between the gradient of the input and those of the weights: the latter still need each linear
     #: layer's input and its output's gradient, which are 16 hidden widths per token of a
     #: transformer block, as many as the block keeps before.
     activation_bytes: int
+    #: What the layer that takes most has beside, while it is computed.
+    working_bytes: int
     #: What each worker has beside its share of these while it computes.
     exchange_bytes: int
 
-    def worker_bytes(self, kept: int) -> int:
-        """Of each worker, with the activations of `kept` micro-batches; rounded up but once, so
-        that what a template's memory allows is allowed here."""
-        shared = self.state_bytes + kept * self.activation_bytes
+    def worker_bytes(self, kept: int, *, replicas: int) -> int:
+        """Of each worker, with the activations of `kept` micro-batches, in a plan of so many
+        pipelines; rounded up but once, so that what a template's memory allows is allowed here."""
+        shared = self.state_bytes + kept * self.activation_bytes + self.working_bytes
+        if replicas > 1:
+            shared += self.sum_bytes
         return -(-shared // self.gpus) + self.exchange_bytes
 
 
@@ -81,6 +87,8 @@ def _stage_cost(layers: tuple[LayerProfile, ...], gpus: int, resident: bool) -> 
         update_s=sum(layer.update_s.get(gpus, 0.0) for layer in layers),
         state_bytes=sum(layer.state_bytes for layer in layers),
         activation_bytes=sum(layer.activation_bytes for layer in layers),
+        sum_bytes=sum(layer.sum_bytes for layer in layers),
+        working_bytes=max(layer.working_bytes for layer in layers),
         exchange_bytes=exchange_bytes(layers, gpus, resident=resident),
     )
 

@@ -105,9 +105,7 @@ def _estimate(
     tied: bool,
     memory: Memory,
 ) -> StepEstimate:
-    kinds = tuple(
-        _kind(plan.pipelines[numbers[0]], numbers, profile, schedule, memory) for numbers in alike
-    )
+    kinds = tuple(_kind(plan, numbers, profile, schedule, memory) for numbers in alike)
     workers = sum(kind.count * len(s.workers) for kind in kinds for s in kind.pipeline.stages)
     costs = [[_cost(kind.pipeline, s, profile) for s in _stages(kind.pipeline)] for kind in kinds]
     ended = [_computed(kind, row) for kind, row in zip(kinds, costs, strict=True)]
@@ -181,12 +179,13 @@ def _cost(pipeline: Pipeline, stage: int, profile: Profile) -> StageCost:
 
 
 def _kind(
-    pipeline: Pipeline,
+    plan: Plan,
     numbers: tuple[int, ...],
     profile: Profile,
     schedule: Schedule,
     memory: Memory,
 ) -> KindEstimate:
+    pipeline = plan.pipelines[numbers[0]]
     key = schedule, _cut_and_share(pipeline)
     if key not in memory:
         memory[key] = _computed_s(pipeline, profile, schedule)
@@ -197,16 +196,17 @@ def _kind(
         pipeline=pipeline,
         busy_s=tuple(microbatches * (cost.forward_s + cost.backward_s) for cost in costs),
         computed_s=memory[key],
-        peak_bytes=_peak_bytes(costs, schedule, microbatches),
+        peak_bytes=_peak_bytes(costs, schedule, microbatches, replicas=len(plan.pipelines)),
     )
 
 
 def _peak_bytes(
-    costs: Sequence[StageCost], schedule: Schedule, microbatches: int
+    costs: Sequence[StageCost], schedule: Schedule, microbatches: int, *, replicas: int
 ) -> tuple[int, ...]:
     return tuple(
         cost.worker_bytes(
-            in_flight(schedule, stages=len(costs), stage=stage, microbatches=microbatches)
+            in_flight(schedule, stages=len(costs), stage=stage, microbatches=microbatches),
+            replicas=replicas,
         )
         for stage, cost in enumerate(costs)
     )
@@ -218,7 +218,10 @@ def peak_bytes(plan: Plan, profile: Profile) -> int:
     for numbers in pipeline_kinds(plan):
         pipeline = plan.pipelines[numbers[0]]
         costs = [_cost(pipeline, stage, profile) for stage in _stages(pipeline)]
-        peak = max(peak, *_peak_bytes(costs, plan.schedule, pipeline.microbatches))
+        peaks = _peak_bytes(
+            costs, plan.schedule, pipeline.microbatches, replicas=len(plan.pipelines)
+        )
+        peak = max(peak, *peaks)
     return peak
 
 

@@ -17,6 +17,8 @@ from oobleck.planner.job import JobSpec
 from oobleck.planner.measurement import Measurement
 from oobleck.planner.profile import LayerProfile
 from oobleck.planner.program import LayerPart
+from oobleck.worker.footprint import peak_bytes
+from oobleck.worker.mailbox import AHEAD
 from oobleck.worker.random import RowKeys
 from oobleck.worker.stage import StageRunner
 from oobleck.worker.state import ModelState
@@ -115,6 +117,7 @@ def _measure(
     that one of `size` workers has of a micro-batch."""
     bench = _Bench(job, layers, device, job.training.microbatch // size)
     kept_bytes = bench.kept_bytes()
+    working_bytes = bench.working_bytes(kept_bytes)
     for _ in range(WARM_UP):
         check()
         bench.repeat()
@@ -137,7 +140,9 @@ def _measure(
         update_s={1: median(seconds.update)},
         parameter_bytes=state.gradient.nbytes,
         state_bytes=state.storage.nbytes + state.gradient.nbytes,
+        sum_bytes=state.gradient.nbytes,
         activation_bytes=kept_bytes,
+        working_bytes=working_bytes,
         output_bytes=bench.output_bytes,
     )
 
@@ -195,6 +200,21 @@ class _Bench:
         kept.pop(self.state.storage(layer).untyped_storage().data_ptr(), None)
         runner.settle()
         return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+    def working_bytes(self, kept_bytes: int) -> int:
+        """The most that one micro-batch takes at a moment of its forward or backward beside its
+        `kept_bytes` and the state; with the gradient that comes in, and the messages of a stage
+        that ends with this layer on both sides, posted ahead of their use."""
+        runner = self._runners[0]
+        messages: int = self._input.nbytes + self.output_bytes
+
+        def run() -> None:
+            runner.forward(0, self._input, self._rows, self._targets)
+            runner.backward(0, self._gradient)
+
+        made = peak_bytes(run, self._device) + self._input.nbytes + self.output_bytes
+        self.state.zero_gradients()
+        return max(0, made - kept_bytes) + AHEAD * messages
 
     def repeat(self) -> None:
         """Forward of all, backward of all in the other order, and the update of all.
