@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
     """The most that `run` has at a time of what it makes on `device`."""
     if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
+        before: int = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         run()
         peak: int = torch.cuda.max_memory_allocated(device)
