@@ -22,7 +22,8 @@ def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
         run()
         peak: int = torch.cuda.max_memory_allocated(device)
         return peak - before
-    with Footprint() as footprint:
+    footprint = Footprint()
+    with footprint:
         run()
     return footprint.peak_bytes
 
