@@ -276,7 +276,10 @@ def _reconfigured(record: dict[str, Any]) -> str:
         f"in {seconds(record['total_s'])} ({phases})",
     ]
     if record.get("redo_step") is not None:
-        parts.append(f"step {record['redo_step']} done again")
+        again = f"step {record['redo_step']} done again"
+        if salvaged := record.get("salvaged_microbatches"):
+            again += f" but for {salvaged} of its micro-batches"
+        parts.append(again)
     if record.get("rolled_forward"):
         parts.append("rolled forward")
     if record.get("received_bytes"):

@@ -155,8 +155,10 @@ class PhaseReached(msgspec.Struct, frozen=True, kw_only=True, tag="phase"):
     committed_step: int | None = None
     #: With `joined`: whether this worker applied a step whose vote it had not seen.
     rolled_forward: bool = False
-    #: With `joined`: whether a step that was begun is done again from its start.
+    #: With `joined`: whether a step that was begun is done again, and how many of its micro-batches
+    #: are not, since all that they gave is still there.
     redo: bool = False
+    salvaged_microbatches: int = 0
     #: With `transferred`: bytes this worker received.
     received_bytes: int = 0
 

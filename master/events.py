@@ -167,6 +167,8 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
     redo_step: int | None
     rolled_forward: bool
     received_bytes: int
+    #: Micro-batches of the step that is done again which did not have to be.
+    salvaged_microbatches: int = 0
     #: Where it did not come to a step: who had not left the generation before.
     unanswered: tuple[WorkerId, ...] = ()
     #: The phases inside were not observed because the master restarted meanwhile.

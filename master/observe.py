@@ -198,6 +198,7 @@ def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -
             way.committed_step = reached.committed_step
             way.redo = way.redo or reached.redo
             way.rolled_forward = way.rolled_forward or reached.rolled_forward
+            way.salvaged_microbatches = reached.salvaged_microbatches
         case "transferred":
             way.transferred_at = now
             way.entered.add(worker)

@@ -188,6 +188,7 @@ def _reconfigured(
         "total_s": transition.total_s,
         "redo_step": transition.redo_step,
         "rolled_forward": transition.rolled_forward,
+        "salvaged_microbatches": transition.salvaged_microbatches,
         "received_bytes": transition.received_bytes,
         "pipelines_before": pipelines(before),
         "pipelines_after": pipelines(made.plan),

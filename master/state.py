@@ -119,6 +119,7 @@ class Way:
     redo: bool = False
     rolled_forward: bool = False
     received_bytes: int = 0
+    salvaged_microbatches: int = 0
     #: Who has left the generation before, met the others, and come to hold its layers.
     answered: set[WorkerId] = field(default_factory=set)
     joined: set[WorkerId] = field(default_factory=set)
@@ -150,6 +151,7 @@ class Way:
             redo_step=redo_step,
             rolled_forward=self.rolled_forward,
             received_bytes=self.received_bytes,
+            salvaged_microbatches=self.salvaged_microbatches,
             unanswered=unanswered,
             master_restarted=False,
         )

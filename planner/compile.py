@@ -33,21 +33,38 @@ from oobleck.planner.program import (
     Vote,
 )
 from oobleck.planner.schedule import compute_order
+from oobleck.planner.work import Work
 
 
 def compile_programs(
-    plan: Plan, *, tied: bool, layer_bytes: Sequence[int] | None = None
+    plan: Plan,
+    *,
+    tied: bool,
+    layer_bytes: Sequence[int] | None = None,
+    work: Work | None = None,
 ) -> Mapping[WorkerId, Program]:
-    """The program of every worker of `plan`, in rank order; `tied`: the head shares layer 0's
-    token embedding; `layer_bytes`: of each layer's gradient, to have sums of large ones split."""
+    """The program of every worker of `plan`, in rank order, for the plan's shares or for `work`.
+
+    `tied`: the head shares layer 0's token embedding; `layer_bytes`: of each layer's gradient, to
+    have sums of large ones split.
+    """
     bodies: dict[WorkerId, list[Instruction]] = {}
+    lowest = {} if work is None else work.lowest
     for number, pipeline in enumerate(plan.pipelines):
+        first = pipeline.first_microbatch
+        share: Sequence[int] = range(first, first + pipeline.microbatches)
+        if work is not None:
+            share = work.microbatches[number]
         for position, stage in enumerate(pipeline.stages):
-            compute = list(stage_compute(plan.schedule, number, pipeline, position))
+            compute = [
+                step
+                for step in stage_compute(plan.schedule, number, pipeline, position, share)
+                if isinstance(step, Forward) or lowest.get(step.microbatch, 0) <= stage.last_layer
+            ]
             for member, worker in enumerate(stage.workers):
                 if worker in bodies:
                     raise ValueError(f"worker {worker} stands in more than one stage")
-                bodies[worker] = list(add_communication(compute, pipeline, member))
+                bodies[worker] = list(add_communication(compute, pipeline, member, lowest))
     syncs = syncs_by_worker(gradient_buckets(plan, tied=tied, layer_bytes=layer_bytes), plan)
     return {worker: add_sync(worker, bodies[worker], syncs[worker]) for worker in sorted(bodies)}
 
@@ -56,27 +73,28 @@ def compile_programs(
 
 
 def stage_compute(
-    schedule: Schedule, number: int, pipeline: Pipeline, stage: int
+    schedule: Schedule, number: int, pipeline: Pipeline, stage: int, share: Sequence[int]
 ) -> Iterator[Compute]:
-    """The compute of one stage, the same on all its workers, over the pipeline's micro-batches."""
+    """The compute of one stage, the same on all its workers, over the micro-batches `share`."""
     order = compute_order(
-        schedule, stages=len(pipeline.stages), stage=stage, microbatches=pipeline.microbatches
+        schedule, stages=len(pipeline.stages), stage=stage, microbatches=len(share)
     )
-    for kind, microbatch in order:
-        yield kind(pipeline=number, stage=stage, microbatch=pipeline.first_microbatch + microbatch)
+    for kind, index in order:
+        yield kind(pipeline=number, stage=stage, microbatch=share[index])
 
 
 # ---- pass 2: tokens, sends and receives
 
 
 def add_communication(
-    compute: Iterable[Compute], pipeline: Pipeline, member: int
+    compute: Iterable[Compute], pipeline: Pipeline, member: int, lowest: Mapping[int, int]
 ) -> Iterator[Instruction]:
     """Receives stand right before their use, sends right after what they send.
 
     So wherever both neighbours would send first, each one's send and receive are one exchange.
     `member`: which worker of the stage it is; between stages of different numbers of workers each
-    talks to those that hold the same rows.
+    talks to those that hold the same rows. Gradients go no further than to the stage of layer
+    `lowest` of their micro-batch, by default layer 0.
     """
     last = len(pipeline.stages) - 1
     peers: dict[tuple[int, int], list[tuple[WorkerId, Share]]] = {}
@@ -104,6 +122,8 @@ def add_communication(
                     pipeline=number, stage=stage, microbatch=microbatch, peer=peer, share=share
                 )
             yield step
+            if pipeline.stages[stage].first_layer <= lowest.get(microbatch, 0):
+                continue
             for peer, share in before:
                 yield SendGradient(
                     pipeline=number, stage=stage, microbatch=microbatch, peer=peer, share=share

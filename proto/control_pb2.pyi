@@ -229,18 +229,20 @@ class WorkerExited(_message.Message):
     def __init__(self, pid: _Optional[int] = ..., exit_code: _Optional[int] = ..., signal: _Optional[int] = ..., log_tail: _Optional[str] = ...) -> None: ...
 
 class PhaseReached(_message.Message):
-    __slots__ = ("phase", "committed_step", "rolled_forward", "redo", "received_bytes")
+    __slots__ = ("phase", "committed_step", "rolled_forward", "redo", "received_bytes", "salvaged_microbatches")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
     ROLLED_FORWARD_FIELD_NUMBER: _ClassVar[int]
     REDO_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SALVAGED_MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
     phase: str
     committed_step: int
     rolled_forward: bool
     redo: bool
     received_bytes: int
-    def __init__(self, phase: _Optional[str] = ..., committed_step: _Optional[int] = ..., rolled_forward: _Optional[bool] = ..., redo: _Optional[bool] = ..., received_bytes: _Optional[int] = ...) -> None: ...
+    salvaged_microbatches: int
+    def __init__(self, phase: _Optional[str] = ..., committed_step: _Optional[int] = ..., rolled_forward: _Optional[bool] = ..., redo: _Optional[bool] = ..., received_bytes: _Optional[int] = ..., salvaged_microbatches: _Optional[int] = ...) -> None: ...
 
 class PeerLost(_message.Message):
     __slots__ = ("step", "detail")

@@ -289,6 +289,7 @@ def report_message(report: WorkerReport) -> pb.WorkerReport:
                     committed_step=reached.committed_step,
                     rolled_forward=reached.rolled_forward,
                     redo=reached.redo,
+                    salvaged_microbatches=reached.salvaged_microbatches,
                     received_bytes=reached.received_bytes,
                 )
             )
@@ -423,6 +424,7 @@ def _read_what(message: pb.WorkerReport) -> Happening:
                 committed_step=committed,
                 rolled_forward=reached.rolled_forward,
                 redo=reached.redo,
+                salvaged_microbatches=reached.salvaged_microbatches,
                 received_bytes=reached.received_bytes,
             )
         case "peer_lost":

@@ -6,6 +6,7 @@ which commits what others have voted on. Must not know peers or programs.
 
 import math
 import time
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import torch
@@ -52,11 +53,15 @@ class Progress:
         self.row_digests.clear()
         self.lineage = lineage
 
-    def begin(self, step: int) -> None:
+    def begin(
+        self, step: int, *, losses: Container[int] = (), positions: Container[int] = ()
+    ) -> None:
+        """Begin `step`. Of what is known of an earlier attempt at it, this worker answers for the
+        losses of the micro-batches `losses` and the digests of the rows at `positions`."""
         self.begun, self.begun_at = step, time.monotonic()
         self.reduced = 0
-        self.losses.clear()
-        self.row_digests.clear()
+        self.losses = {m: loss for m, loss in self.losses.items() if m in losses}
+        self.row_digests = {p: digest for p, digest in self.row_digests.items() if p in positions}
 
 
 def count_votes(job: JobSpec, vector: torch.Tensor, *, workers: int) -> vote.Result:

@@ -31,6 +31,7 @@ from oobleck.worker.faults import FaultInjector
 from oobleck.worker.layout import layer_sizes
 from oobleck.worker.rejoin import Agreement, Held, Standing, agree
 from oobleck.worker.restore import Restorer
+from oobleck.worker.salvage import Contribution, Salvage, plan_salvage
 from oobleck.worker.state import LayerState, ModelState
 from oobleck.worker.timeline import Timeline
 from oobleck.worker.transport import Pending, Transport
@@ -79,30 +80,33 @@ class Entry:
         )
         self._layer_sizes = layer_sizes(job.model)
 
-    def run(self, assign: Assign, transport: Transport) -> None:
+    def run(self, assign: Assign, transport: Transport) -> Salvage | None:
         """Agree where training stands, roll forward or back to it, and fetch missing layers.
 
-        Raises TransportError when a peer is lost on the way, DataError when nodes read different
-        data, CheckpointError when there is no fit checkpoint though one is needed, and
-        InvariantViolation when nobody holds a layer of the plan and the job has no checkpoints.
+        Returns what there is of the next step already, if anything. Raises TransportError when a
+        peer is lost on the way, DataError when nodes read different data, CheckpointError when
+        there is no fit checkpoint though one is needed, and InvariantViolation when nobody holds a
+        layer of the plan and the job has no checkpoints.
         """
         plan, progress = assign.plan, self._progress
         with self._timeline.phase("agree"):
             agreement = self._agree(assign, transport)
         if self._restore(assign, agreement, transport):
-            return
+            return None
         rolled_forward = self._worker in agreement.roll_forward
         if agreement.vote_holder is not None:
             with self._timeline.phase("roll forward"):
                 self._learn_vote(assign, agreement, transport)
-        redo = progress.begun == agreement.step + 1
+        with self._timeline.phase("salvage"):
+            salvage = self._salvage(plan, agreement, transport)
         self._control.report(
             PhaseReached(
                 generation=plan.generation,
                 phase="joined",
                 committed_step=agreement.step,
                 rolled_forward=rolled_forward,
-                redo=redo,
+                redo=progress.begun == agreement.step + 1,
+                salvaged_microbatches=0 if salvage is None else salvage.microbatches,
             )
         )
         with self._timeline.phase("transfer"):
@@ -111,6 +115,7 @@ class Entry:
         self._control.report(
             PhaseReached(generation=plan.generation, phase="transferred", received_bytes=received)
         )
+        return salvage
 
     def _restore(self, assign: Assign, agreement: Agreement, transport: Transport) -> bool:
         """Go on from a checkpoint where nobody has what is needed; whether that was done."""
@@ -151,6 +156,7 @@ class Entry:
             voted=progress.voted,
             voted_generation=progress.voted_generation,
             lineage=progress.lineage,
+            begun=progress.begun,
             layers=_told(self._state.layers, count),
             former=_told(self._state.former, count),
         )
@@ -170,6 +176,34 @@ class Entry:
                 for member, other in zip(assign.plan.workers, rows, strict=True)
             }
         )
+
+    def _salvage(self, plan: Plan, agreement: Agreement, transport: Transport) -> Salvage | None:
+        """Learn what everyone has of the step that was cut off, if there is one, and what of it
+        counts; None where nothing does."""
+        if not agreement.begun:
+            return None
+        layers, microbatches = plan.layer_count, self._job.training.microbatches
+        own = Contribution.nothing(layers, microbatches)
+        if self._worker in agreement.begun:
+            size = self._job.training.microbatch
+            wanted = plan_shards(plan)[self._worker] & agreement.held[self._worker]
+            for layer, state in self._state.layers.items():
+                if state.shard in wanted:
+                    own.added[layer, list(state.added)] = True
+            own.losses[list(self._progress.losses)] = True
+            own.digests[[position // size for position in self._progress.row_digests]] = True
+        rows = transport.all_gather(torch.from_numpy(own.to_row()))
+        salvage = plan_salvage(
+            {
+                member: Contribution.from_row(row.numpy(), layers, microbatches)
+                for member, row in zip(plan.workers, rows, strict=True)
+            },
+            plan,
+        )
+        if not any(salvage.counted.values()):
+            return None
+        log.info("salvaged", extra={"step": agreement.step + 1, "count": salvage.microbatches})
+        return salvage
 
     def _learn_vote(self, assign: Assign, agreement: Agreement, transport: Transport) -> None:
         """Spread the vote of the newest committed step, and apply it where that is still due."""

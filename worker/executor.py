@@ -34,12 +34,14 @@ from oobleck.planner.program import (
 from oobleck.worker import vote
 from oobleck.worker.commit import Progress, commit, count_votes, make_record
 from oobleck.worker.control import Control
+from oobleck.worker.course import Course, Redo
 from oobleck.worker.faults import FaultInjector
 from oobleck.worker.gradientsums import GradientSums
 from oobleck.worker.mailbox import Mailbox
 from oobleck.worker.objective import inputs_and_targets
 from oobleck.worker.prefetch import Prefetcher
 from oobleck.worker.random import RowKeys
+from oobleck.worker.salvage import Salvage
 from oobleck.worker.saver import Saver
 from oobleck.worker.stage import StageRunner
 from oobleck.worker.state import ModelState
@@ -113,11 +115,11 @@ class Executor:
         device: torch.device,
         timeline: Timeline,
     ) -> None:
-        """`programs`: of all workers of `plan`."""
+        """`programs`: of all workers of `plan`, for whole steps."""
         self._job = job
         self._saver = saver
         self._plan = plan
-        self._program = programs[worker]
+        self._worker = worker
         self._transport = transport
         self._state = state
         self._prefetcher = prefetcher
@@ -127,27 +129,29 @@ class Executor:
         self._timeline = timeline
         self._layers = plan.holdings()[worker]
         self._stage_count = [len(pipeline.stages) for pipeline in plan.pipelines]
-        #: Micro-batches whose tokens it needs, in this order.
-        self._loads = [s.microbatch for s in self._program if isinstance(s, LoadTokens)]
-        #: Micro-batches whose backward comes in two parts.
-        self._split = {s.microbatch for s in self._program if isinstance(s, BackwardWeight)}
-        rank = {member: index for index, member in enumerate(plan.workers)}
-        self._sums = GradientSums(self._program, rank, state, transport, timeline)
+        self._rank = {member: index for index, member in enumerate(plan.workers)}
+        self._sums = GradientSums(programs[worker], self._rank, state, transport, timeline)
         self._stage = StageRunner(
             state, self._layers, job, device, self._sums.added, timeline=timeline
         )
-        self._mailbox = Mailbox(
-            worker,
+        self._whole = self._course_of(programs)
+
+    def _course_of(
+        self, programs: Mapping[WorkerId, Program], salvage: Salvage | None = None
+    ) -> Course:
+        mailbox = Mailbox(
+            self._worker,
             programs,
-            transport,
-            rank=rank,
+            self._transport,
+            rank=self._rank,
             stages=max(self._stage_count),
             shape=self._stage.activation_shape,
             dtype=self._stage.activation_dtype,
         )
+        return Course(self._worker, self._layers, programs[self._worker], mailbox, salvage)
 
-    def run_step(self, step: int) -> tuple[StepRecord, Generation | None]:
-        """Train step `step` to its commit.
+    def run_step(self, step: int, redo: Redo | None = None) -> tuple[StepRecord, Generation | None]:
+        """Train step `step` to its commit, or what `redo` has left of it to do.
 
         Returns its record and the generation that all workers switch to now, if any. Raises
         TransportError when a peer is lost, Superseded when a newer generation is wanted; in both
@@ -156,8 +160,8 @@ class Executor:
         timeline, wanted = self._timeline, self._control.record
         timeline.begin_step(step, wanted)
         with timeline.span("step", step):
-            self._begin(step)
-            for instruction in self._program:
+            self._begin(step, redo)
+            for instruction in self._course.program:
                 self._control.check_wanted(self._plan.generation)
                 self._probe("before", instruction)
                 microbatch = instruction.microbatch if isinstance(instruction, Action) else None
@@ -175,10 +179,19 @@ class Executor:
         and nothing is kept of micro-batches that were on their way."""
         self._stage.settle()
 
-    def _begin(self, step: int) -> None:
-        self._progress.begin(step)
-        self._prefetcher.begin(step, self._loads)
-        self._state.zero_gradients()
+    def _begin(self, step: int, redo: Redo | None) -> None:
+        course = self._whole
+        if redo is not None:
+            course = self._course_of(redo.programs, redo.salvage)
+        self._course = course
+        size = self._job.training.microbatch
+        self._progress.begin(
+            step,
+            losses=course.losses,
+            positions={m * size + row for m in course.digests for row in range(size)},
+        )
+        self._prefetcher.begin(step, course.loads, self._whole.loads)
+        self._state.zero_gradients(keeping=course.counted)
         self._step = step
         self._tokens: dict[int, torch.Tensor] = {}
         self._targets: dict[int, torch.Tensor] = {}
@@ -187,9 +200,8 @@ class Executor:
         self._gradients: dict[int, torch.Tensor] = {}
         self._input_gradients: dict[int, torch.Tensor] = {}
         self._result: vote.Result | None = None
-        backwards = sum(isinstance(s, Backward | BackwardInput) for s in self._program)
-        self._sums.begin(dict.fromkeys(self._layers, backwards))
-        self._mailbox.begin()
+        course.mailbox.begin()
+        self._sums.begin(course.due)
 
     def _probe(self, when: str, instruction: Instruction) -> None:
         microbatch = instruction.microbatch if isinstance(instruction, Action) else None
@@ -205,13 +217,13 @@ class Executor:
             case LoadTokens():
                 self._load(instruction)
             case ReceiveActivation(microbatch=m):
-                self._inputs[m] = self._mailbox.receive(instruction)
+                self._inputs[m] = self._course.mailbox.receive(instruction)
             case Forward():
                 self._forward(instruction)
             case SendActivation(microbatch=m):
-                self._mailbox.send(instruction, self._outputs.pop(m))
+                self._course.mailbox.send(instruction, self._outputs.pop(m))
             case ReceiveGradient(microbatch=m):
-                self._gradients[m] = self._mailbox.receive(instruction)
+                self._gradients[m] = self._course.mailbox.receive(instruction)
             case Backward(microbatch=m):
                 self._keep(m, self._stage.backward(m, self._gradients.pop(m, None)))
             case BackwardInput(microbatch=m):
@@ -219,7 +231,7 @@ class Executor:
             case BackwardWeight(microbatch=m):
                 self._stage.backward_weight(m)
             case SendGradient(microbatch=m):
-                self._mailbox.send(instruction, self._input_gradients.pop(m).contiguous())
+                self._course.mailbox.send(instruction, self._input_gradients.pop(m).contiguous())
             case SyncGradient():
                 self._sums.check_started(instruction)
             case Vote():
@@ -256,7 +268,13 @@ class Executor:
         keys = self._keys(m)
         source = self._tokens if instruction.stage == 0 else self._inputs
         output = self._stage.forward(
-            m, source.pop(m), keys, self._targets.pop(m, None), split=m in self._split
+            m,
+            source.pop(m),
+            keys,
+            self._targets.pop(m, None),
+            split=m in self._course.split,
+            adding=self._course.adding(m),
+            lowest=self._course.lowest(m),
         )
         if self._is_last(instruction):
             self._progress.losses[m] = output.item()
@@ -265,7 +283,7 @@ class Executor:
 
     def _vote(self, norm_parts: tuple[LayerPart, ...]) -> None:
         with self._timeline.span("wait for sends"):
-            self._mailbox.finish()
+            self._course.mailbox.finish()
         with self._timeline.span("wait for sums"):
             self._sums.wait()
         progress, generation = self._progress, self._plan.generation

@@ -84,10 +84,14 @@ class GradientSums:
         self._due: dict[int, int] = {}
 
     def begin(self, due: Mapping[int, int]) -> None:
-        """Begin a step in which each layer of `due` gets so many micro-batches from now on."""
+        """Begin a step in which each layer of `due` gets so many micro-batches from now on.
+
+        Where that is none, since its gradient has all that it will get, its sum starts at once.
+        """
         self._due = dict(due)
         for bucket in self._buckets:
             bucket.begin()
+        self._start_ready()
 
     def added(self, layer: int) -> None:
         """The layer has got a micro-batch; start every sum that has waited for it alone.
@@ -96,9 +100,9 @@ class GradientSums:
         """
         self._due[layer] -= 1
         if not self._due[layer]:
-            self.start_ready()
+            self._start_ready()
 
-    def start_ready(self) -> None:
+    def _start_ready(self) -> None:
         """Start the sums that are ready. All owners of a bucket start those that they own in
         common in the order of the program, so that nobody sums different things."""
         waiting: set[Group] = set()

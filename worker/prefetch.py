@@ -35,11 +35,15 @@ class Prefetcher:
         #: By step and micro-batch.
         self._loads: dict[tuple[int, int], Future[Loaded]] = {}
 
-    def begin(self, step: int, microbatches: Iterable[int]) -> None:
-        """Read `microbatches` of `step`, in this order, and then those of the step after it."""
+    def begin(
+        self, step: int, microbatches: Iterable[int], following: Iterable[int] | None = None
+    ) -> None:
+        """Read `microbatches` of `step`, in this order, and then `following` of the step after it,
+        by default the same."""
         wanted = [(step, m) for m in microbatches]
         if step < self._training.steps:
-            wanted += [(step + 1, m) for _, m in wanted]
+            ahead = [m for _, m in wanted] if following is None else following
+            wanted += [(step + 1, m) for m in ahead]
         for key in self._loads.keys() - set(wanted):
             self._loads.pop(key).cancel()
         for key in wanted:

@@ -46,6 +46,8 @@ class Standing:
     #: Newest step whose vote it has the result of, 0 for none; and the generation of that vote.
     voted: int
     voted_generation: int
+    #: Newest step that it has begun, of which it may have gradients.
+    begun: int
     #: What it holds of each layer, and what another share has taken the place of since the last
     #: commit, whose gradients are not those of `reduced`.
     layers: tuple[Held, ...]
@@ -61,6 +63,7 @@ class Standing:
             self.reduced_layers.stop,
             self.voted,
             self.voted_generation,
+            self.begun,
             *(
                 number
                 for held in (*self.layers, *self.former)
@@ -71,7 +74,7 @@ class Standing:
     @classmethod
     def from_row(cls, row: Sequence[int]) -> "Standing":
         lineage, committed, reduced, reduced_generation, first, end, *rest = row
-        voted, voted_generation, *rest = rest
+        voted, voted_generation, begun, *rest = rest
         held = [Held(*rest[i : i + _NUMBERS]) for i in range(0, len(rest), _NUMBERS)]
         return cls(
             lineage=lineage,
@@ -81,6 +84,7 @@ class Standing:
             reduced_layers=range(first, end),
             voted=voted,
             voted_generation=voted_generation,
+            begun=begun,
             layers=tuple(held[: len(held) // 2]),
             former=tuple(held[len(held) // 2 :]),
         )
@@ -100,6 +104,8 @@ class Agreement:
     vote_holder: WorkerId | None
     #: What each worker holds at version `step` (after the roll-forward).
     held: ShardTable
+    #: Workers that have begun the step after `step`, which is done again: they may have some of it.
+    begun: frozenset[WorkerId]
 
 
 def agree(standings: Mapping[WorkerId, Standing]) -> Agreement:
@@ -137,6 +143,7 @@ def agree(standings: Mapping[WorkerId, Standing]) -> Agreement:
         roll_forward=frozenset(roll_forward),
         vote_holder=holders[0] if holders and roll_forward else None,
         held={worker: held.get(worker, frozenset()) for worker in members},
+        begun=frozenset(w for w, standing in standings.items() if standing.begun == step + 1),
     )
 
 

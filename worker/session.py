@@ -5,7 +5,7 @@ libraries and every layer that it keeps live on through all generations.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -23,11 +23,15 @@ from oobleck.host.messages import (
 )
 from oobleck.host.tokenfile import DataError
 from oobleck.planner.compile import compile_programs
-from oobleck.planner.ids import Generation
+from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.plan import Plan
+from oobleck.planner.program import Program
+from oobleck.planner.work import Work
 from oobleck.worker import stacks
 from oobleck.worker.commit import Progress
 from oobleck.worker.connect import Connector, links_of
 from oobleck.worker.control import Control
+from oobleck.worker.course import Redo
 from oobleck.worker.data import Dataset
 from oobleck.worker.device import DeviceError
 from oobleck.worker.entry import Entry
@@ -47,6 +51,7 @@ from oobleck.worker.output import OutputError, check_writable, write_layers, wri
 from oobleck.worker.prefetch import Prefetcher
 from oobleck.worker.rendezvous import StoreServer
 from oobleck.worker.restore import check_folder
+from oobleck.worker.salvage import Salvage
 from oobleck.worker.saver import Saver
 from oobleck.worker.state import ModelState, state_dtype
 from oobleck.worker.timeline import Timeline
@@ -137,8 +142,8 @@ class Session:
             self._control.report(PhaseReached(generation=generation, phase="aborted"))
             with self._timeline.phase("rendezvous"):
                 membership = self._join(assign)
-            self._entry.run(assign, membership.transport)
-            following = self._train(assign, membership)
+            salvage = self._entry.run(assign, membership.transport)
+            following = self._train(assign, membership, salvage)
         except TransportError as error:
             self._lost(generation, str(error))
             self._leave(membership, orderly=False)
@@ -170,9 +175,7 @@ class Session:
 
     def _join(self, assign: Assign) -> Membership:
         plan = assign.plan
-        width = state_dtype(self._job.training.precision).itemsize
-        layer_bytes = [size * width for size in layer_sizes(self._job.model)]
-        self._programs = compile_programs(plan, tied=self._job.model.tied, layer_bytes=layer_bytes)
+        self._programs = self._compile(plan)
         self._faults.reached(
             "before:rendezvous", generation=plan.generation, step=self._progress.begun
         )
@@ -187,9 +190,16 @@ class Session:
             on_lost=lambda detail: self._lost(plan.generation, detail),
         )
 
-    def _train(self, assign: Assign, membership: Membership) -> Assign:
-        """Run the remaining steps; returns the assignment that all go to at a step boundary, or
-        after the last step, if one comes: a loss at the very end, or a node that joined too late.
+    def _compile(self, plan: Plan, work: Work | None = None) -> Mapping[WorkerId, Program]:
+        width = state_dtype(self._job.training.precision).itemsize
+        layer_bytes = [size * width for size in layer_sizes(self._job.model)]
+        return compile_programs(plan, tied=self._job.model.tied, layer_bytes=layer_bytes, work=work)
+
+    def _train(self, assign: Assign, membership: Membership, salvage: Salvage | None) -> Assign:
+        """Run the remaining steps, the first one as far as `salvage` leaves it to do.
+
+        Returns the assignment that all go to at a step boundary, or after the last step, if one
+        comes: a loss at the very end, or a node that joined too late.
         """
         transport = membership.transport
         self._saver.enter(assign)
@@ -208,9 +218,13 @@ class Session:
             device=self._device,
             timeline=self._timeline,
         )
+        redo: Redo | None = None
+        if salvage is not None:
+            redo = Redo(salvage=salvage, programs=self._compile(assign.plan, salvage.work))
         while self._progress.committed < self._job.training.steps:
             with self._timeline.first_step():
-                record, switch_to = executor.run_step(self._progress.committed + 1)
+                record, switch_to = executor.run_step(self._progress.committed + 1, redo)
+            redo = None
             self._control.report(Committed(record=record))
             if switch_to is not None:
                 return self._control.boundary(switch_to)

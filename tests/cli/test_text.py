@@ -155,10 +155,12 @@ def test_elsewhere_a_line_comes_each_second_or_with_a_change_of_state() -> None:
                 "total_s": 0.25,
                 "phases": {"detect": 0.05, "plan": 0.2},
                 "redo_step": 9,
+                "salvaged_microbatches": 6,
                 "received_bytes": 2048,
             },
             "reconfigured to generation 2 by borrow (node lost n3), in 0.250 s "
-            "(detect 0.050, plan 0.200), step 9 done again, 2.0 KiB of state moved",
+            "(detect 0.050, plan 0.200), step 9 done again but for 6 of its micro-batches, "
+            "2.0 KiB of state moved",
         ),
     ],
     ids=lambda value: value["event"] if isinstance(value, dict) else "",

@@ -19,6 +19,7 @@ def standing(
     voted: tuple[int, int] | None = None,
     layers: tuple[int, ...] = (0, 1),
     version: int | None = None,
+    begun: int | None = None,
     reduced_layers: range | None = None,
     lineage: int = 0,
 ) -> Standing:
@@ -35,6 +36,7 @@ def standing(
         reduced_layers=reduced_layers,
         voted=voted[0],
         voted_generation=voted[1],
+        begun=committed if begun is None else begun,
         layers=tuple(Held(held) if layer in layers else Held() for layer in range(3)),
         former=(Held(),) * 3,
     )
@@ -129,6 +131,12 @@ def test_layers_kept_from_an_older_plan_are_worth_nothing_after_a_commit() -> No
 def test_one_step_voted_in_two_generations_is_a_bug() -> None:
     with pytest.raises(InvariantViolation, match="generations"):
         agree({A: standing(5, voted=(5, 1)), B: standing(5, voted=(5, 2))})
+
+
+def test_who_has_begun_the_step_that_is_done_again_may_have_some_of_it() -> None:
+    two = {A: standing(4, begun=5), B: standing(4, begun=4)}
+    assert agree(two).begun == {A}
+    assert agree({**two, C: standing(5, begun=5)}).begun == frozenset()
 
 
 def test_rows_carry_a_standing_whole() -> None:
