@@ -47,6 +47,7 @@ async def serve(config: AgentConfig) -> int:
         outbox,
         on_address=supervisor.reached_from,
         on_assigned=supervisor.assigned,
+        on_record=supervisor.record,
         standing_reports=supervisor.standing_reports,
     )
     loop = asyncio.get_running_loop()

@@ -6,6 +6,7 @@ reports and log lines are events in bounded queues. Must not know processes or s
 
 import asyncio
 import logging
+import time
 from collections import deque
 
 import msgspec
@@ -13,6 +14,7 @@ import msgspec
 from oobleck.agent.output import LogQueue
 from oobleck.agent.records import RecordBuffer
 from oobleck.host.messages import StepRecord
+from oobleck.host.timeline import Recording, boot_id
 from oobleck.planner.ids import Incarnation, JobId
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import convert
@@ -21,6 +23,8 @@ from oobleck.proto.types import NodeStatus, WorkerReport
 logger = logging.getLogger(__name__)
 
 REPORT_LIMIT = 1024
+#: Answers to operators' questions; whoever asked gives up, so old ones are of no use.
+ANSWER_LIMIT = 64
 LINES_PER_MESSAGE = 100
 
 
@@ -31,6 +35,7 @@ class Outbox:
         self._status_due = False
         self._reports: deque[WorkerReport] = deque()
         self._records = RecordBuffer()
+        self._answers: deque[pb.AgentMessage] = deque(maxlen=ANSWER_LIMIT)
         self._logs = LogQueue()
         self._log_job = JobId("")
         self._has_rank_0 = False
@@ -71,6 +76,18 @@ class Outbox:
     def acknowledge(self, job_id: JobId, through_step: int) -> None:
         self._records.acknowledge(job_id, through_step)
 
+    def recorded(self, job_id: JobId, slot: int, recording: Recording) -> None:
+        text = msgspec.json.encode(recording).decode()
+        recorded = pb.Recorded(job_id=job_id, slot=slot, recording=text)
+        self._answers.append(pb.AgentMessage(recorded=recorded))
+        self.wake.set()
+
+    def clock(self, number: int) -> None:
+        """Tell what the clock shows by which this node's workers record."""
+        read = pb.ClockRead(number=number, monotonic_ns=time.monotonic_ns(), boot=boot_id())
+        self._answers.append(pb.AgentMessage(clock=read))
+        self.wake.set()
+
     def log(self, job_id: JobId, slot: int, lines: list[str]) -> None:
         if job_id != self._log_job:
             self._logs, self._log_job = LogQueue(), job_id
@@ -99,6 +116,8 @@ class Outbox:
         if self._status_due:
             self._status_due = False
             found.append(pb.AgentMessage(status=convert.status_message(self._status)))
+        found += self._answers
+        self._answers.clear()
         while (taken := self._logs.take(LINES_PER_MESSAGE)) is not None:
             slot, lines, dropped = taken
             log = pb.LogLines(job_id=self._log_job, slot=slot, lines=lines, dropped=dropped)

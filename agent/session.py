@@ -19,6 +19,7 @@ from oobleck.agent.address import local_address
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.outbox import Outbox
 from oobleck.agent.state import Desired, PlanPart
+from oobleck.host.messages import Record
 from oobleck.planner.ids import Incarnation, JobId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.jobfile import parse_job
@@ -70,6 +71,7 @@ class Session:
         *,
         on_address: Callable[[str], None],
         on_assigned: Callable[[Desired | None], None],
+        on_record: Callable[[JobId, Record], None],
         standing_reports: Callable[[], list[WorkerReport]],
     ) -> None:
         self._config = config
@@ -77,6 +79,7 @@ class Session:
         self._outbox = outbox
         self._on_address = on_address
         self._on_assigned = on_assigned
+        self._on_record = on_record
         self._standing_reports = standing_reports
         self._address = config.address
         self._closing = False
@@ -225,6 +228,18 @@ class Session:
                 case "ack":
                     ack = message.ack
                     self._outbox.acknowledge(JobId(ack.job_id), ack.through_step)
+                case "record":
+                    wish = message.record
+                    self._on_record(
+                        JobId(wish.job_id),
+                        Record(
+                            number=wish.number,
+                            first_step=wish.first_step,
+                            last_step=wish.last_step,
+                        ),
+                    )
+                case "clock":
+                    self._outbox.clock(message.clock.number)
                 case "refused":
                     raise _Refused(message.refused.reason, temporary=message.refused.temporary)
                 case _:

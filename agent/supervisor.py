@@ -64,6 +64,7 @@ from oobleck.host.messages import (
     PeerLost,
     PhaseReached,
     Ready,
+    Record,
     Recorded,
     Restored,
     Save,
@@ -71,7 +72,7 @@ from oobleck.host.messages import (
     Stop,
 )
 from oobleck.host.process import signal_name
-from oobleck.planner.ids import Generation, Incarnation, WorkerId
+from oobleck.planner.ids import Generation, Incarnation, JobId, WorkerId
 from oobleck.proto import types
 
 logger = logging.getLogger(__name__)
@@ -125,6 +126,12 @@ class Supervisor:
             job_id = desired.job_id if desired else None
             logger.info("assigned", extra={"job": job_id, "generation": generation})
         self._handle(Assigned(desired=desired))
+
+    def record(self, job_id: JobId, wish: Record) -> None:
+        """Have the workers of that job record; what they do not hear of is asked for again."""
+        for incarnation, worker in self._state.workers.items():
+            if worker.job_id == job_id and incarnation in self._processes:
+                self._processes[incarnation].send(wish)
 
     def shut_down(self) -> None:
         if not self._state.shutting_down:
@@ -200,7 +207,9 @@ class Supervisor:
                 fields = {"slot": worker.slot, "kind": message.kind, "reason": message.message}
                 logger.error("worker failed", extra=fields)
                 self._outbox.report(self._report(worker, message))
-            case Ready() | Finished() | Recorded():
+            case Recorded(recording=recording):
+                self._outbox.recorded(worker.job_id, worker.slot, recording)
+            case Ready() | Finished():
                 pass  # in the status
         self._handle(WorkerSaid(incarnation=incarnation, message=message))
 

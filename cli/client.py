@@ -16,6 +16,8 @@ from oobleck.proto import control_pb2 as pb
 from oobleck.proto.control_pb2_grpc import OperatorStub
 
 DEADLINE_S = 5.0
+#: For a timeline: its steps are waited for.
+TIMELINE_S = 3600.0
 
 #: The connection gets no longer than a question; a frozen master ends a stream that is followed.
 CHANNEL_OPTIONS = (
@@ -90,6 +92,11 @@ class Master:
     def profile(self, job_id: str) -> pb.ProfileReply:
         reply: pb.ProfileReply = self._ask(self._stub.GetProfile, pb.JobRequest(job_id=job_id))
         return reply
+
+    def timeline(self, job_id: str, steps: int) -> str:
+        """Text of a Chrome trace of `steps` steps to come; takes as long as they do."""
+        request = pb.TimelineRequest(job_id=job_id, steps=steps)
+        return str(self._ask(self._stub.GetTimeline, request, TIMELINE_S).trace)
 
     def cancel(self, job_id: str) -> pb.JobStatus:
         status: pb.JobStatus = self._ask(self._stub.CancelJob, pb.JobRequest(job_id=job_id))

@@ -1,4 +1,5 @@
-"""`oobleck profile`: measure a job's model on the real devices, and write the profile file.
+"""`oobleck profile`: measure a job's model on the real devices, and write the profile file; or
+record a timeline of a running job.
 
 Owns where it is measured (by the agents of a master, or by a cluster on this machine that lives
 as long as the command) and what is shown. What is measured is the workers' to know.
@@ -21,8 +22,9 @@ import click
 from oobleck.cli.children import stop
 from oobleck.cli.job import check_data, read_job
 from oobleck.cli.local import Cluster, check_room, interrupts
-from oobleck.cli.options import FAILED, USAGE, check_address, json_option
+from oobleck.cli.options import DEFAULT_MASTER, FAILED, USAGE, check_address, json_option
 from oobleck.cli.submit import is_here
+from oobleck.cli.timeline import check_usage, record
 from oobleck.host.command import CommandFailed
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 #: Two, so that there is a link to measure.
 _LOCAL_NODES = 2
+#: Of a timeline: more make a file that no viewer likes.
+_MOST_STEPS = 100
 #: Between two attempts to reach a master that is away.
 _AGAIN_S = 0.5
 
@@ -47,7 +51,12 @@ def _check_master(ctx: click.Context, parameter: click.Parameter, value: str | N
 
 
 @click.command(epilog=EPILOG)
-@click.argument("job_file", metavar="JOB.yaml", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument(
+    "job_file",
+    metavar="[JOB.yaml]",
+    required=False,
+    type=click.Path(dir_okay=False, path_type=Path),
+)
 @click.option(
     "--set",
     "overrides",
@@ -72,23 +81,49 @@ def _check_master(ctx: click.Context, parameter: click.Parameter, value: str | N
 @click.option(
     "--local", "here", is_flag=True, help="Measure on this machine, with two workers, no master."
 )
+@click.option(
+    "--timeline",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="OUT.json",
+    help="Measure nothing, but record where the time of a running job's next steps goes: a Chrome "
+    "trace with one track per worker, for ui.perfetto.dev or chrome://tracing.",
+)
+@click.option("--job", "job_id", metavar="ID", help="The running job of the timeline.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1, max=_MOST_STEPS),
+    metavar="K",
+    help="Steps in the timeline.  [default: 1]",
+)
 @json_option("The profile as one JSON object.")
 def profile(
-    job_file: Path,
+    job_file: Path | None,
     overrides: tuple[str, ...],
     output: Path | None,
     master: str | None,
     here: bool,
+    timeline: Path | None,
+    job_id: str | None,
+    steps: int | None,
     as_json: bool,
 ) -> int:
     """Measure seconds and bytes per layer of the model of JOB.yaml, and the links.
 
     With a master all its free nodes measure, once the jobs before are done, and it keeps the
     profile for jobs of that model. Without one two workers on this machine measure.
+
+    With --timeline and --job: record steps of a running job instead.
     """
+    check_usage(job_file, job_id, timeline, steps)
+    if timeline is not None and job_id is not None:
+        _check_output("--timeline", timeline)
+        _say(record(master or DEFAULT_MASTER, job_id, steps or 1, timeline))
+        _say(f"written to {timeline}; open it at ui.perfetto.dev")
+        return 0
+    assert job_file is not None, "the usage is checked"
     job = dataclasses.replace(read_job(job_file, overrides), profile="measure")
     if output is not None:
-        _check_output(output)
+        _check_output("--output", output)
     if here:
         master = None
     if master is None or is_here(master):
@@ -127,10 +162,10 @@ def _measuring_master(master: str | None) -> Iterator[str]:
             stop(cluster.master, cluster.agents)
 
 
-def _check_output(output: Path) -> None:
+def _check_output(option: str, output: Path) -> None:
     """Before anything is measured: whether the file can be written."""
     if not output.absolute().parent.is_dir():
-        raise CommandFailed(f"--output {output}: there is no such folder; make it first", USAGE)
+        raise CommandFailed(f"{option} {output}: there is no such folder; make it first", USAGE)
     there = os.path.lexists(output)
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -139,7 +174,7 @@ def _check_output(output: Path) -> None:
             output.unlink()
     except OSError as error:
         raise CommandFailed(
-            f"--output {output}: {error.strerror}; name a file that can be written", USAGE
+            f"{option} {output}: {error.strerror}; name a file that can be written", USAGE
         ) from error
 
 

@@ -6,11 +6,14 @@ open. Must not know where a recording comes from.
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from oobleck.planner.ids import Generation, WorkerId
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 #: What a span is part of. Those of one worker's `step` and `recovery` lie side by side or one
 #: inside the other, since one thread does them all; `sum`s are under way beside them.
@@ -29,6 +32,12 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     @property
     def end_ns(self) -> int:
         return self.start_ns + self.duration_ns
+
+
+def boot_id() -> str:
+    """Of this start of this machine: processes that see the same have one monotonic clock. Empty
+    where the kernel does not tell."""
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):

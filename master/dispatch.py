@@ -1,8 +1,8 @@
 """One session of an agent, what is to be told to it, and when records are acknowledged.
 
 An outbox holds at most one message of each kind: a newer assignment replaces an older one, a
-higher acknowledgement a lower one. So nothing piles up for an agent that reads slowly, and nobody
-waits for it.
+higher acknowledgement a lower one; beside these only what operators ask. So nothing piles up for
+an agent that reads slowly, and nobody waits for it.
 """
 
 import asyncio
@@ -32,6 +32,8 @@ class AgentSession:
     told_version: int = -1
     _assignment: Assignment | None = None
     _acks: dict[JobId, int] = field(default_factory=dict)
+    #: Questions that no answer of the master's loop waits for; few, since operators ask them.
+    _questions: list[pb.MasterMessage] = field(default_factory=list)
     _refusal: Refusal | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -42,6 +44,11 @@ class AgentSession:
 
     def acknowledge(self, job_id: JobId, through_step: int) -> None:
         self._acks[job_id] = through_step
+        self._changed.set()
+
+    def ask(self, question: pb.MasterMessage) -> None:
+        """Tell it at the next opportunity; the answer may never come."""
+        self._questions.append(question)
         self._changed.set()
 
     def end(self, refusal: Refusal) -> None:
@@ -60,6 +67,8 @@ class AgentSession:
         for job_id, step in self._acks.items():
             messages.append(pb.MasterMessage(ack=pb.Ack(job_id=job_id, through_step=step)))
         self._acks.clear()
+        messages += self._questions
+        self._questions.clear()
         if self._refusal is not None:
             messages.append(refused_message(self._refusal))
         return messages

@@ -48,6 +48,7 @@ from oobleck.master.reconcile import reconcile
 from oobleck.master.records import records_of
 from oobleck.master.state import ENDED, ClusterState
 from oobleck.master.storage import storing
+from oobleck.master.timelines import Timelines
 from oobleck.planner.ids import JobId, WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.jobfile import format_job
@@ -80,6 +81,7 @@ class Master:
         self._metrics: dict[JobId, MetricsLog] = {}
         self._acknowledger = Acknowledger()
         self._sessions: dict[int, AgentSession] = {}
+        self.timelines = Timelines(lambda: list(self._sessions.values()))
         self._last_session = 0
         self._inbox = Inbox(clock)
         self._wake_at: float | None = None

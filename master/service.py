@@ -14,6 +14,7 @@ import grpc
 from oobleck.master.logs import Line
 from oobleck.master.loop import Master
 from oobleck.master.state import ENDED, Job
+from oobleck.master.timelines import NotRecorded
 from oobleck.master.view import job_status, node_info
 from oobleck.planner.ids import JobId, WorkerId
 from oobleck.planner.job import JobSpec
@@ -109,6 +110,14 @@ class OperatorService(rpc.OperatorServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         text = format_profile(chosen.profile, {**chosen.notes, "key": chosen.key})
         return pb.ProfileReply(profile=text, key=chosen.key)
+
+    async def GetTimeline(self, request: pb.TimelineRequest, context: Context) -> pb.TimelineReply:
+        job = await self._job(request.job_id, context)
+        try:
+            trace = await self._master.timelines.trace(job, max(1, request.steps))
+        except NotRecorded as reason:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(reason))
+        return pb.TimelineReply(trace=trace.decode())
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesReply:
         state, now = self._master.state, self._master.now()

@@ -80,6 +80,15 @@ class ControlService(rpc.ControlServicer):
             if message.incarnation != session.incarnation:
                 self._master.refused["message of another incarnation"] += 1
                 continue
+            match message.WhichOneof("body"):
+                case "recorded":
+                    self._master.timelines.recorded(session.node, message.recorded)
+                    continue
+                case "clock":
+                    self._master.timelines.clock_read(session.node, message.clock)
+                    continue
+                case _:
+                    pass
             for incoming in _incoming(message):
                 await self._master.receive(session, incoming)
 

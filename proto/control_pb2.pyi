@@ -57,20 +57,24 @@ class Rendezvous(_message.Message):
     def __init__(self, store: _Optional[str] = ..., prefix: _Optional[str] = ...) -> None: ...
 
 class AgentMessage(_message.Message):
-    __slots__ = ("incarnation", "register", "status", "report", "records", "log")
+    __slots__ = ("incarnation", "register", "status", "report", "records", "log", "recorded", "clock")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     LOG_FIELD_NUMBER: _ClassVar[int]
+    RECORDED_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     register: Register
     status: NodeStatus
     report: WorkerReport
     records: StepRecords
     log: LogLines
-    def __init__(self, incarnation: _Optional[str] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., records: _Optional[_Union[StepRecords, _Mapping]] = ..., log: _Optional[_Union[LogLines, _Mapping]] = ...) -> None: ...
+    recorded: Recorded
+    clock: ClockRead
+    def __init__(self, incarnation: _Optional[str] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., records: _Optional[_Union[StepRecords, _Mapping]] = ..., log: _Optional[_Union[LogLines, _Mapping]] = ..., recorded: _Optional[_Union[Recorded, _Mapping]] = ..., clock: _Optional[_Union[ClockRead, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("protocol", "node", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "status", "device_kind")
@@ -260,6 +264,26 @@ class WorkerFailed(_message.Message):
     message: str
     def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
+class Recorded(_message.Message):
+    __slots__ = ("job_id", "slot", "recording")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    RECORDING_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    slot: int
+    recording: str
+    def __init__(self, job_id: _Optional[str] = ..., slot: _Optional[int] = ..., recording: _Optional[str] = ...) -> None: ...
+
+class ClockRead(_message.Message):
+    __slots__ = ("number", "monotonic_ns", "boot")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    MONOTONIC_NS_FIELD_NUMBER: _ClassVar[int]
+    BOOT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    monotonic_ns: int
+    boot: str
+    def __init__(self, number: _Optional[int] = ..., monotonic_ns: _Optional[int] = ..., boot: _Optional[str] = ...) -> None: ...
+
 class StepRecords(_message.Message):
     __slots__ = ("job_id", "records")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
@@ -303,16 +327,20 @@ class LogLines(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., slot: _Optional[int] = ..., lines: _Optional[_Iterable[str]] = ..., dropped: _Optional[int] = ...) -> None: ...
 
 class MasterMessage(_message.Message):
-    __slots__ = ("welcome", "refused", "assignment", "ack")
+    __slots__ = ("welcome", "refused", "assignment", "ack", "record", "clock")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     ACK_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refused: Refused
     assignment: Assignment
     ack: Ack
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ...) -> None: ...
+    record: Record
+    clock: ReadClock
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., record: _Optional[_Union[Record, _Mapping]] = ..., clock: _Optional[_Union[ReadClock, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("heartbeat_s", "lease_s")
@@ -384,6 +412,24 @@ class Ack(_message.Message):
     through_step: int
     def __init__(self, job_id: _Optional[str] = ..., through_step: _Optional[int] = ...) -> None: ...
 
+class Record(_message.Message):
+    __slots__ = ("job_id", "number", "first_step", "last_step")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STEP_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    number: int
+    first_step: int
+    last_step: int
+    def __init__(self, job_id: _Optional[str] = ..., number: _Optional[int] = ..., first_step: _Optional[int] = ..., last_step: _Optional[int] = ...) -> None: ...
+
+class ReadClock(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
 class SubmitRequest(_message.Message):
     __slots__ = ("request_id", "job", "profile", "profile_only")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -421,6 +467,20 @@ class SaveCheckpointReply(_message.Message):
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     number: int
     def __init__(self, number: _Optional[int] = ...) -> None: ...
+
+class TimelineRequest(_message.Message):
+    __slots__ = ("job_id", "steps")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    steps: int
+    def __init__(self, job_id: _Optional[str] = ..., steps: _Optional[int] = ...) -> None: ...
+
+class TimelineReply(_message.Message):
+    __slots__ = ("trace",)
+    TRACE_FIELD_NUMBER: _ClassVar[int]
+    trace: str
+    def __init__(self, trace: _Optional[str] = ...) -> None: ...
 
 class ListJobsRequest(_message.Message):
     __slots__ = ()

@@ -158,6 +158,11 @@ class OperatorStub:
                 request_serializer=oobleck_dot_proto_dot_control__pb2.EventsRequest.SerializeToString,
                 response_deserializer=oobleck_dot_proto_dot_control__pb2.EventRecord.FromString,
                 _registered_method=True)
+        self.GetTimeline = channel.unary_unary(
+                '/oobleck.Operator/GetTimeline',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.TimelineRequest.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.TimelineReply.FromString,
+                _registered_method=True)
         self.Logs = channel.unary_stream(
                 '/oobleck.Operator/Logs',
                 request_serializer=oobleck_dot_proto_dot_control__pb2.LogsRequest.SerializeToString,
@@ -231,6 +236,13 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTimeline(self, request, context):
+        """One track per worker of some steps to come; FAILED_PRECONDITION when the job trains no more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Logs(self, request, context):
         """Lines of the workers' output, oldest first; with follow: and those to come.
         """
@@ -285,6 +297,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.Events,
                     request_deserializer=oobleck_dot_proto_dot_control__pb2.EventsRequest.FromString,
                     response_serializer=oobleck_dot_proto_dot_control__pb2.EventRecord.SerializeToString,
+            ),
+            'GetTimeline': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTimeline,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.TimelineRequest.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.TimelineReply.SerializeToString,
             ),
             'Logs': grpc.unary_stream_rpc_method_handler(
                     servicer.Logs,
@@ -536,6 +553,33 @@ class Operator:
             '/oobleck.Operator/Events',
             oobleck_dot_proto_dot_control__pb2.EventsRequest.SerializeToString,
             oobleck_dot_proto_dot_control__pb2.EventRecord.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTimeline(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/oobleck.Operator/GetTimeline',
+            oobleck_dot_proto_dot_control__pb2.TimelineRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.TimelineReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,61 @@
+"""`oobleck profile --timeline` of a job that trains, before and after a node is lost."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.cluster import LocalCluster
+
+pytestmark = pytest.mark.cluster
+
+
+def timeline(cluster: LocalCluster, job_id: str, path: Path) -> list[dict[str, Any]]:
+    cluster.oobleck("profile", "--timeline", str(path), "--job", job_id, "--steps", "2")
+    trace = json.loads(path.read_text())
+    assert {c["within_us"] for c in trace["otherData"]["clocks"].values()} == {0.0}
+    events: list[dict[str, Any]] = trace["traceEvents"]
+    return events
+
+
+def threads(events: list[dict[str, Any]]) -> set[tuple[int, int]]:
+    return {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+
+
+def test_timeline_of_a_running_job(small_cluster: LocalCluster, text: str, tmp_path: Path) -> None:
+    cluster = small_cluster
+    job_id = cluster.submit(
+        {
+            "name": "timed",
+            "model": {"layers": 4, "hidden": 32, "heads": 2, "sequence_length": 32},
+            "data": {"text": [text]},
+            "training": {"steps": 100_000, "global_batch": 8, "microbatch": 1},
+            "fault_tolerance": 1,
+            "profile": "estimate",
+        }
+    )
+    cluster.wait_step(job_id, 5)
+    before = timeline(cluster, job_id, tmp_path / "before.json")
+    assert len(threads(before)) == 3
+    steps = {e["name"] for e in before if e["name"].startswith("step ")}
+    assert len(steps) == 2
+    for name in steps:  # the same on every worker, and at the same time
+        same = [e for e in before if e["name"] == name]
+        assert {(e["pid"], e["tid"]) for e in same} == threads(before)
+        assert max(e["ts"] for e in same) < min(e["ts"] + e["dur"] for e in same)
+    cluster.kill_node("n3")
+    cluster.wait(lambda: bool(cluster.events(job_id, "reconfigured")), "the recovery")
+    cluster.wait_step(job_id, int(cluster.metrics(job_id)[-1]["step"]) + 3)
+    after = timeline(cluster, job_id, tmp_path / "after.json")
+    assert len(threads(after)) == 2
+    recovery = {e["name"] for e in after if e.get("cat") == "recovery"}
+    assert {"leave", "rendezvous", "agree", "transfer", "first step"} <= recovery
+    cluster.oobleck("cancel", job_id)
+    cluster.wait_end(job_id)
+    refused = cluster.oobleck(
+        "profile", "--timeline", str(tmp_path / "no.json"), "--job", job_id, check=False
+    )
+    assert refused.returncode == 2
+    assert f"job {job_id} is cancelled" in refused.stderr
+    assert not (tmp_path / "no.json").exists()
