@@ -98,6 +98,11 @@ class Master:
         request = pb.TimelineRequest(job_id=job_id, steps=steps)
         return str(self._ask(self._stub.GetTimeline, request, TIMELINE_S).trace)
 
+    def save_checkpoint(self, job_id: str) -> int:
+        """The number of the request."""
+        reply = self._ask(self._stub.SaveCheckpoint, pb.JobRequest(job_id=job_id))
+        return int(reply.number)
+
     def cancel(self, job_id: str) -> pb.JobStatus:
         status: pb.JobStatus = self._ask(self._stub.CancelJob, pb.JobRequest(job_id=job_id))
         return status

@@ -67,8 +67,15 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
         job.model, weights=None if weights is None else str(base / os.path.expanduser(weights))
     )
     output = None if job.output is None else str(base / job.output)
+    checkpoint = job.checkpoint
+    if checkpoint is not None and "://" not in checkpoint.path:
+        checkpoint = dataclasses.replace(
+            checkpoint, path=str(base / os.path.expanduser(checkpoint.path))
+        )
     profile = job.profile if job.profile_path is None else str(base / job.profile_path)
-    return dataclasses.replace(job, model=model, data=data, output=output, profile=profile)
+    return dataclasses.replace(
+        job, model=model, data=data, output=output, checkpoint=checkpoint, profile=profile
+    )
 
 
 def _absolute_data(data: "DataSpec", base: Path) -> "DataSpec":

@@ -19,6 +19,10 @@ COMMANDS = {
     "jobs": ("oobleck.cli.show:jobs", "List the jobs."),
     "events": ("oobleck.cli.show:events", "Show what happened to a job."),
     "logs": ("oobleck.cli.show:logs", "Show what a job's workers print."),
+    "checkpoint": (
+        "oobleck.cli.checkpoint:checkpoint",
+        "Take a checkpoint; list, verify or export them.",
+    ),
     "cancel": ("oobleck.cli.submit:cancel", "End a job."),
     "data": ("oobleck.cli.data:data", "Make and inspect files of training tokens."),
     "profile": ("oobleck.cli.profile:profile", "Measure a job's model on the real devices."),

@@ -182,6 +182,11 @@ def job_text(job: pb.JobStatus) -> str:
     if job.finished_at:
         span = f" (after {seconds(job.finished_at - job.started_at)})" if job.started_at else ""
         lines.append(f"finished    {moment(job.finished_at)}{span}")
+    if job.checkpoint_path:
+        newest = f"step {job.checkpoint_step}, {job.checkpoint}" if job.checkpoint else "none yet"
+        lines.append(f"checkpoint  {newest}")
+    if job.save_failure:
+        lines.append(f"not saved   {job.save_failure}")
     if job.profile:
         lines.append(f"profile     {job.profile}")
     if job.directory:
@@ -253,6 +258,15 @@ def _sentence(record: dict[str, Any]) -> str:
             return f"profiling: {count(len(workers), 'worker')} measure the model{over}"
         case {"event": "profile", "source": source, "reason": reason}:
             return f"profile: {source} ({reason})"
+        case {"event": "checkpoint_saved", "step": step, "path": path}:
+            size, span = format_bytes(record["bytes"]), seconds(record["seconds"])
+            return f"checkpoint of step {step}: {path} ({size} in {span})"
+        case {"event": "checkpoint_failed", "step": step, "reason": reason}:
+            return f"no checkpoint of step {step}: {reason}; training goes on"
+        case {"event": "output_failed", "reason": reason}:
+            return f"the result is kept and tried again to be written: {reason}"
+        case {"event": "resumed" | "restored"}:
+            return _restored(record)
         case {"event": "failed", "reason": reason}:
             return f"failed: {reason}"
         case {"event": "submitted" | "succeeded" | "cancelled" as event}:
@@ -261,6 +275,16 @@ def _sentence(record: dict[str, Any]) -> str:
             left_out = ("event", "id", "time")
             rest = " ".join(f"{k}={v}" for k, v in record.items() if k not in left_out)
             return f"{record.get('event')} {rest}"
+
+
+def _restored(record: dict[str, Any]) -> str:
+    if record["event"] == "resumed":
+        parts = [f"resumed after step {record['step']} from {record['path']}"]
+    else:
+        again = count(record["lost_steps"], "step")
+        parts = [f"all went back to step {record['step']} ({again} again): {record['path']}"]
+    parts += [f"passed over: {why}" for why in record.get("passed_over", ())]
+    return "; ".join(parts)
 
 
 def _reconfigured(record: dict[str, Any]) -> str:

@@ -239,9 +239,11 @@ def _note_save(
         case CheckpointPublished():
             job.checkpoint, job.save_failure = event.saved, ""
             job.known_reports.append(event.saved)
+            job.save_answered = max(job.save_answered, event.saved.request)
         case SaveProblem():
             job.save_failure = event.failed.reason
             job.known_reports.append(event.failed)
+            job.save_answered = max(job.save_answered, event.failed.request)
         case JobRestored():
             job.restored = event.restored
             step = event.restored.step
@@ -378,7 +380,8 @@ def _set_desired(state: ClusterState, now: float, unix: float) -> None:
         attempt = 0
         if job and job_id and generation is None and job.measuring is not None:
             attempt = job.measuring.wish.attempt
-        save = job.save_request if job and generation is not None else 0
+        waits = job is not None and job.save_answered < job.save_request
+        save = job.save_request if job and waits and generation is not None else 0
         desired = replace(
             node.desired, job_id=job_id, generation=generation, attempt=attempt, save=save
         )

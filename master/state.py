@@ -247,8 +247,10 @@ class Job:
     #: Losses of the newest plan's nodes and workers that no plan has answered yet.
     losses: tuple[NodeLost | WorkerLost | NodeLeftOut | NodeReset, ...] = ()
     reconfigurations: int = 0
-    #: Number of the newest request for a checkpoint, and the newest checkpoint.
+    #: Number of the newest request for a checkpoint, and of the newest that was answered.
     save_request: int = 0
+    save_answered: int = 0
+    #: The newest checkpoint.
     checkpoint: CheckpointSaved | None = None
     #: Why the last save came to nothing; empty: it did not.
     save_failure: str = ""

@@ -87,9 +87,10 @@ class Saver:
         if self._spec is None:
             return vote.Saving()
         wish = self._control.save_wish
+        under_way = self._last.order.wish if self._open and self._last is not None else 0
         return vote.Saving(
             due=self._overdue or step % self._spec.every == 0,
-            wish=wish if wish > self._served else 0,
+            wish=wish if wish > max(self._served, under_way) else 0,
             busy=self._last is not None and self._last.busy,
             failed=self._open and self._last is not None and self._last.failed,
         )

@@ -160,6 +160,8 @@ def test_a_wish_is_served_by_all_at_one_step(warm, tmp_path):
         cluster.wait(lambda: len(all_said(cluster, CheckpointSaved)) == 1, "the checkpoint")
         cluster.wish_checkpoint(THREE, 2)
         cluster.wait(lambda: len(all_said(cluster, CheckpointSaved)) == 2, "another one")
+        last = all_said(cluster, CheckpointSaved)[-1].step
+        cluster.wait(lambda: last + 5 in cluster.records, "steps after it")
         cluster.stop()
     saved = all_said(cluster, CheckpointSaved)
     assert [m.request for m in saved] == [1, 2]

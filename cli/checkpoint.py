@@ -1,0 +1,207 @@
+"""`oobleck checkpoint`: have one taken, and look at those that there are.
+
+Listing and verifying read the files themselves, on this machine; only taking one asks the master.
+"""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from oobleck.cli.options import FAILED, NO_SUCH_THING, USAGE, json_option, master_option
+from oobleck.host.command import CommandFailed
+
+if TYPE_CHECKING:
+    from oobleck.cli.client import Master
+    from oobleck.host.checkpoints import Found
+    from oobleck.host.folder import Folder
+
+_EPILOG = """\b
+Examples:
+  oobleck checkpoint demo-1                     take one now
+  oobleck checkpoint list demo-1                those of a job
+  oobleck checkpoint verify /shared/checkpoints
+  oobleck checkpoint export /shared/checkpoints -o model
+
+Exit codes: see 'oobleck --help'."""
+
+
+class _JobFirst(click.Group):
+    """What is no command's name is the job that a checkpoint is taken of."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            args = ["save", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_JobFirst, epilog=_EPILOG, subcommand_metavar="JOB | COMMAND [ARGS]...")
+def checkpoint() -> None:
+    """Take a checkpoint of JOB, or list, verify or export checkpoints.
+
+    With JOB: waits until the checkpoint of the step under way is published, and prints its step
+    and path. The job's file must say where checkpoints go (checkpoint.path).
+    """
+
+
+@checkpoint.command(hidden=True)
+@click.argument("job_id", metavar="JOB")
+@click.option("--no-wait", is_flag=True, help="Do not wait until it is published.")
+@master_option
+def save(job_id: str, no_wait: bool, master: str) -> None:
+    """Take a checkpoint of JOB as soon as a step ends; print its step and path."""
+    from oobleck.cli.client import Master
+
+    with Master(master) as connection:
+        number = connection.save_checkpoint(job_id)
+        if no_wait:
+            click.echo(f"{job_id} will take a checkpoint after the next step")
+            return
+        record = _await_answer(connection, job_id, number)
+    if record["event"] == "checkpoint_failed":
+        raise CommandFailed(f"{job_id} at step {record['step']}: {record['reason']}", FAILED)
+    click.echo(f"step {record['step']}  {record['path']}")
+
+
+def _await_answer(connection: "Master", job_id: str, number: int) -> dict[str, Any]:
+    for line in connection.events(job_id, follow=True):
+        record: dict[str, Any] = json.loads(line.json)
+        answers = record["event"] in ("checkpoint_saved", "checkpoint_failed")
+        if answers and int(record["request"]) >= number:
+            return record
+    job = connection.job(job_id)
+    newest = f"; its newest one is {job.checkpoint}" if job.checkpoint else ""
+    raise CommandFailed(f"{job_id} has {job.state} without taking the checkpoint{newest}", FAILED)
+
+
+@checkpoint.command("list")
+@click.argument("target", metavar="PATH|JOB")
+@master_option
+@json_option("A JSON array of checkpoints, newest first.")
+def list_(target: str, master: str, as_json: bool) -> None:
+    """List the checkpoints in PATH (a directory or URL), or those of JOB, newest first.
+
+    Also what is damaged, and what saves under way or broken off have left; 'verify' looks into
+    the files.
+    """
+    from oobleck.cli import text
+    from oobleck.host.checkpoints import list_checkpoints
+
+    folder = _open(_path(target, master))
+    try:
+        listing = list_checkpoints(folder)
+    except OSError as error:
+        raise _unreadable(folder.url, error) from error
+    if as_json:
+        found = [_plain(item, folder) for item in listing.checkpoints]
+        bad = [{"name": n, "state": "damaged", "problem": p} for n, p in listing.damaged.items()]
+        torn = [{"name": name, "state": "torn", "problem": ""} for name in listing.torn]
+        click.echo(text.dump([*found, *bad, *torn]))
+        return
+    rows = [
+        (item.manifest.step, text.moment(item.manifest.created), _size(item), item.name)
+        for item in listing.checkpoints
+    ]
+    click.echo(text.table(("STEP", "SAVED", "SIZE", "NAME"), rows) if rows else "no checkpoints")
+    for problem in listing.damaged.values():
+        click.echo(f"damaged: {problem}")
+    for name in listing.torn:
+        click.echo(f"not complete: {name}")
+
+
+@checkpoint.command()
+@click.argument("path", metavar="PATH")
+@json_option("A JSON array of the files that are damaged.")
+def verify(path: str, as_json: bool) -> int:
+    """Check every file of a checkpoint, or of all checkpoints in PATH, against its SHA-256.
+
+    Exit code 1 when one is damaged or lacks, with its name.
+    """
+    from oobleck.cli import text
+    from oobleck.host.checkpoints import verify as verify_files
+
+    bad = []
+    for folder, found in _checkpoints(path):
+        problems = verify_files(folder, found.manifest)
+        bad += [{"checkpoint": found.name, "file": f, "problem": p} for f, p in problems.items()]
+        if not as_json:
+            files = len(found.manifest.files)
+            state = f"{len(problems)} of {files} files damaged" if problems else "ok"
+            click.echo(f"{found.name}  step {found.manifest.step}  {files} files  {state}")
+            for name, problem in problems.items():
+                click.echo(f"  {name}: {problem}")
+    if as_json:
+        click.echo(text.dump(bad))
+    return FAILED if bad else 0
+
+
+def _path(target: str, master: str) -> str:
+    """The place that `target` names: a path, or the job that writes there."""
+    from pathlib import Path
+
+    if "/" in target or Path(target).exists():
+        return target
+    from oobleck.cli.client import Master
+
+    with Master(master) as connection:
+        job = connection.job(target)
+    if not job.checkpoint_path:
+        raise CommandFailed(f"job {target} takes no checkpoints", NO_SUCH_THING)
+    return str(job.checkpoint_path)
+
+
+def _open(path: str) -> "Folder":
+    from oobleck.host.folder import open_folder
+
+    try:
+        return open_folder(path)
+    except ValueError as error:
+        raise CommandFailed(str(error), USAGE) from error
+
+
+def _checkpoints(path: str) -> "list[tuple[Folder, Found]]":
+    """The one checkpoint that `path` is, or all that are in it, newest first, with their folders.
+    Ends the command where there is none, or one is damaged beyond being read."""
+    from oobleck.host.checkpoints import list_checkpoints, read_checkpoint
+    from oobleck.planner.checkpoint import InvalidCheckpoint
+
+    folder = _open(path)
+    try:
+        one = read_checkpoint(folder, path.rstrip("/").rpartition("/")[2])
+        if one is not None:
+            return [(folder, one)]
+        listing = list_checkpoints(folder)
+    except InvalidCheckpoint as error:
+        raise CommandFailed(str(error), FAILED) from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    for problem in listing.damaged.values():
+        raise CommandFailed(problem, FAILED)
+    if not listing.checkpoints:
+        raise CommandFailed(f"there is no checkpoint in {path}", NO_SUCH_THING)
+    return [(folder.below(found.name), found) for found in listing.checkpoints]
+
+
+def _unreadable(path: str, error: OSError) -> CommandFailed:
+    return CommandFailed(f"cannot read {path}: {error.strerror or error}", NO_SUCH_THING)
+
+
+def _plain(found: "Found", folder: "Folder") -> dict[str, object]:
+    manifest = found.manifest
+    return {
+        "name": found.name,
+        "state": "complete",
+        "step": manifest.step,
+        "path": f"{folder.url.rstrip('/')}/{found.name}",
+        "created": manifest.created,
+        "bytes": manifest.bytes,
+        "job": manifest.job,
+        "model": manifest.model.kind,
+        "layers": len(manifest.files),
+    }
+
+
+def _size(found: "Found") -> str:
+    from oobleck.planner.units import format_bytes
+
+    return format_bytes(found.manifest.bytes)
