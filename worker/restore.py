@@ -154,6 +154,12 @@ class Restorer:
                 f"checkpoint.path: no checkpoint in {path} can be used: {what}; name the path that "
                 "holds them, or set checkpoint.resume to auto in an empty one to begin anew"
             )
+        steps = self._job.training.steps
+        if resume and found and found[0].manifest.step > steps:
+            raise CheckpointError(
+                f"checkpoint.path: {path}/{found[0].name} is of a later step than the job's last "
+                f"one ({steps}); raise training.steps, or name another path"
+            )
         if found and (other := misfit(found[0].manifest, self._job, self._data)):
             raise CheckpointError(
                 f"checkpoint.path: {path}/{found[0].name} is of another training: {other}; name "

@@ -19,6 +19,7 @@ from oobleck.planner.ids import WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.reconfigure import can_lose
 from oobleck.worker import vote
+from oobleck.worker.commit import Progress
 from oobleck.worker.control import Control
 from oobleck.worker.faults import FaultInjector
 from oobleck.worker.layout import layer_sizes
@@ -68,7 +69,7 @@ class Saver:
         self._served = 0
         self._saved_step = 0
 
-    def enter(self, assign: Assign) -> None:
+    def enter(self, assign: Assign, progress: Progress) -> None:
         """Training goes on in another generation. Without a loss a save goes on as well; with one
         its writers may be gone, so it is given up, and the next step's is taken instead."""
         if self._spec is None:
@@ -78,6 +79,8 @@ class Saver:
             self._last.abandon(disturbed=True)
             self._open, self._overdue = False, True
         self._assign = assign
+        if progress.lineage == assign.plan.generation:  # the checkpoint that it begins with
+            self._saved_step = progress.committed
         at_risk = can_lose(assign.plan) < self._job.fault_tolerance
         self._overdue = self._overdue or (at_risk and not self._at_risk)
         self._at_risk = at_risk

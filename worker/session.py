@@ -202,7 +202,7 @@ class Session:
         comes: a loss at the very end, or a node that joined too late.
         """
         transport = membership.transport
-        self._saver.enter(assign)
+        self._saver.enter(assign, self._progress)
         executor = self._executor = Executor(
             job=self._job,
             plan=assign.plan,

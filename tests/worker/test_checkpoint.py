@@ -243,6 +243,10 @@ def test_what_is_of_another_training_is_refused_with_the_key(warm, tmp_path):
     assert "model.hidden is 16 there and 32 here" in refusal(warm, other)
     never = replace(fits, checkpoint=replace(fits.checkpoint, resume="never"))
     assert "is never, and" in refusal(warm, never)
+    short = replace(fits, training=replace(fits.training, steps=1))
+    done = train(warm, short, TWO)
+    assert not done.records
+    assert not all_said(done, CheckpointSaved), "it is what the job began with"
     empty = replace(fits, checkpoint=replace(fits.checkpoint, path=str(tmp_path / "empty")))
     required = replace(empty, checkpoint=replace(empty.checkpoint, resume="require"))
     assert "there is none" in refusal(warm, required)
