@@ -126,6 +126,18 @@ def check_data(job: "JobSpec") -> None:
         )
 
 
+def check_weights(job: "JobSpec") -> None:
+    """For a cluster on this machine: whether the initial weights are there, and whole files."""
+    from oobleck.host.weightfiles import WeightsError, open_weights
+
+    if job.model.weights is None:
+        return
+    try:
+        open_weights(job.model.weights)
+    except WeightsError as error:
+        raise CommandFailed(f"model.weights: {error}", options.USAGE) from error
+
+
 def _count_tokens(data: "DataSpec", files: set[str], vocabulary: int) -> int | None:
     """Tokens in `files`; None: they are not known yet. Raises DataError."""
     from oobleck.host.documents import is_plain

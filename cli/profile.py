@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from oobleck.cli.children import stop
-from oobleck.cli.job import check_data, read_job
+from oobleck.cli.job import check_data, check_weights, read_job
 from oobleck.cli.local import Cluster, check_room, interrupts
 from oobleck.cli.options import DEFAULT_MASTER, FAILED, USAGE, check_address, json_option
 from oobleck.cli.submit import is_here
@@ -128,6 +128,7 @@ def profile(
         master = None
     if master is None or is_here(master):
         check_data(job)
+        check_weights(job)
     with interrupts(), _measuring_master(master) as address:
         # gRPC comes after the daemons have been started: a fork beside its threads is not safe.
         from oobleck.cli.client import Master

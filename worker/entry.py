@@ -39,7 +39,7 @@ from oobleck.worker.vote import ballot_length
 
 log = logging.getLogger(__name__)
 
-#: 64-bit numbers of a data fingerprint (SHA-256) in the exchange of standings.
+#: 64-bit numbers of a fingerprint (SHA-256) in the exchange of standings.
 _FINGERPRINT_WORDS = 4
 
 
@@ -54,16 +54,18 @@ class Entry:
         state: ModelState,
         progress: Progress,
         fingerprint: bytes,
+        inputs: bytes,
         control: Control,
         faults: FaultInjector,
         timeline: Timeline,
     ) -> None:
-        """`fingerprint`: of the data that this worker reads, 32 bytes."""
+        """`fingerprint`: of the data that this worker reads; `inputs`: of all that must be the same
+        on every node; 32 bytes each."""
         self._worker = worker
         self._job = job
         self._state = state
         self._progress = progress
-        self._fingerprint = fingerprint
+        self._inputs = inputs
         self._control = control
         self._faults = faults
         self._timeline = timeline
@@ -160,7 +162,7 @@ class Entry:
             layers=_told(self._state.layers, count),
             former=_told(self._state.former, count),
         )
-        fingerprint = torch.frombuffer(bytearray(self._fingerprint), dtype=torch.int64)
+        fingerprint = torch.frombuffer(bytearray(self._inputs), dtype=torch.int64)
         row = torch.cat([torch.tensor(standing.to_row(), dtype=torch.int64), fingerprint])
         rows = transport.all_gather(row)
         others = [other[-_FINGERPRINT_WORDS:] for other in rows]
@@ -168,7 +170,7 @@ class Entry:
             if not torch.equal(other, others[0]):
                 raise DataError(
                     f"data: {member.node} and {assign.plan.workers[0].node} see different files "
-                    "under the same paths; give every node the same data"
+                    "under the same paths; give every node the same data (and model.weights)"
                 )
         return agree(
             {

@@ -4,6 +4,7 @@ Owns what becomes of each way out of a generation and the end of training. The p
 libraries and every layer that it keeps live on through all generations.
 """
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping
 
@@ -47,6 +48,7 @@ from oobleck.worker.faults import FaultInjector
 from oobleck.worker.layout import layer_sizes
 from oobleck.worker.measuring import Measuring
 from oobleck.worker.membership import Membership
+from oobleck.worker.models import check_weights
 from oobleck.worker.output import OutputError, check_writable, write_layers, write_manifest
 from oobleck.worker.prefetch import Prefetcher
 from oobleck.worker.rendezvous import StoreServer
@@ -67,8 +69,8 @@ class Session:
     """One worker process, from its launch to its stop."""
 
     def __init__(self, launch: Launch, control: Control) -> None:
-        """Raises DataError, DeviceError or OutputError when this node cannot read the data, has
-        not the device, or cannot save weights."""
+        """Raises DataError, DeviceError, ModelError or OutputError when this node cannot read the
+        data, has not the device, cannot build or begin the model, or cannot save weights."""
         self._worker = launch.worker
         self._job = launch.job
         self._job_id = launch.job_id
@@ -83,6 +85,8 @@ class Session:
         if launch.job.checkpoint is not None:
             check_folder(launch.job.checkpoint)
         self._dataset = Dataset(launch.job.data, model.sequence_length, model.vocabulary)
+        #: Of all that must be the same on every node.
+        self._inputs = _inputs(self._dataset.fingerprint, check_weights(model))
         self._prefetcher = Prefetcher(self._dataset, launch.job.training)
         self._state = ModelState(launch.job, self._device)
         self._progress = Progress()
@@ -93,6 +97,7 @@ class Session:
             state=self._state,
             progress=self._progress,
             fingerprint=self._dataset.fingerprint,
+            inputs=self._inputs,
             control=control,
             faults=self._faults,
             timeline=self._timeline,
@@ -112,8 +117,8 @@ class Session:
 
     def run(self, pid: int) -> None:
         """Report ready and follow the assignments; only a Stop or a dead agent ends it."""
-        fingerprint = self._dataset.fingerprint.hex()
-        self._control.report(Ready(pid=pid, store=self._store.endpoint, data=fingerprint))
+        inputs = self._inputs.hex()
+        self._control.report(Ready(pid=pid, store=self._store.endpoint, data=inputs))
         while isinstance(wish := self._control.wait_begin(), Measure):
             self._measuring().run(wish)
         while True:
@@ -261,6 +266,11 @@ class Session:
                 step = self._progress.committed
                 self._control.report(SaveFailed(what="output", step=step, reason=str(error)))
                 self._control.pause(assign.plan.generation, _OUTPUT_RETRY_S)
+
+
+def _inputs(data: bytes, weights: bytes) -> bytes:
+    """One fingerprint, 32 bytes, for the data and the initial weights, if these are files."""
+    return hashlib.sha256(data + weights).digest() if weights else data
 
 
 def run(launch: Launch, control: Control, pid: int) -> int:

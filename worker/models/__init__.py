@@ -5,7 +5,19 @@ computes and how it begins, one module per family; knows nothing of stages, flat
 others or plans.
 """
 
+from oobleck.planner.job import ModelSpec
+from oobleck.worker.models import registry
 from oobleck.worker.models.base import Layer
-from oobleck.worker.models.registry import build_layer, initialise_parameters, tied_parameter
+from oobleck.worker.models.initial import check_weights, load_parameters
+from oobleck.worker.models.registry import build_layer, tied_parameter
 
-__all__ = ["Layer", "build_layer", "initialise_parameters", "tied_parameter"]
+__all__ = ["Layer", "build_layer", "check_weights", "initialise_parameters", "tied_parameter"]
+
+
+def initialise_parameters(module: Layer, spec: ModelSpec, seed: int) -> None:
+    """Give `module` its initial weights: those of the files that `spec` names, else a function of
+    (spec, seed, layer) alone."""
+    if spec.weights is None:
+        registry.initialise_parameters(module, spec, seed)
+    else:
+        load_parameters(module, spec)

@@ -1,0 +1,102 @@
+"""Initial weights from a directory of safetensors: each layer takes its own tensors, memory-mapped.
+
+Owns under which names a checkpoint may have a parameter; what files are there is
+`oobleck.host.weightfiles`' to say.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from oobleck.host.weightfiles import Tensor, WeightFiles, WeightsError, open_weights
+from oobleck.planner.export import foreign_name
+from oobleck.planner.job import ModelSpec
+from oobleck.worker.errors import ModelError
+from oobleck.worker.models.base import Layer
+from oobleck.worker.models.registry import build_layer, tied_parameter
+
+#: What a base model's checkpoint leaves off in front.
+_PREFIXES = ("transformer.", "model.", "bert.")
+#: What norms were called in the first BERT checkpoints.
+_FORMER = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+
+
+@lru_cache(maxsize=2)
+def weight_files(directory: str) -> WeightFiles:
+    """As `open_weights`, once. Raises ModelError."""
+    try:
+        return open_weights(directory)
+    except WeightsError as error:
+        raise ModelError(f"model.weights: {error}") from error
+
+
+def check_weights(spec: ModelSpec) -> bytes:
+    """Whether the files have every parameter of the model in its shape; their fingerprint.
+
+    Empty where the model has no files. Raises ModelError with the tensor and the fix.
+    """
+    if spec.weights is None:
+        return b""
+    files = weight_files(spec.weights)
+    for number in range(spec.layer_count):
+        with torch.device("meta"):
+            layer = build_layer(spec, number)
+        for name, parameter in layer.named_parameters():
+            _find(files, spec, number, name, tuple(parameter.shape))
+    return files.fingerprint
+
+
+@torch.no_grad()
+def load_parameters(module: Layer, spec: ModelSpec) -> None:
+    """Fill `module` from the files, in its own precision. Raises ModelError."""
+    assert spec.weights is not None
+    files = weight_files(spec.weights)
+    for name, parameter in module.named_parameters():
+        key, tensor = _find(files, spec, module.layer, name, tuple(parameter.shape))
+        try:
+            with safe_open(tensor.path, framework="pt") as file:
+                parameter.copy_(file.get_tensor(key))
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"model.weights: {tensor.path}: cannot read {key}: {error}; copy it anew"
+            ) from error
+
+
+def _find(
+    files: WeightFiles, spec: ModelSpec, layer: int, name: str, shape: tuple[int, ...]
+) -> tuple[str, Tensor]:
+    """The key in the files of a parameter of that shape, and where it is."""
+    names = list(_names(spec, layer, name))
+    key = next((key for key in names if key in files.tensors), None)
+    if key is None:
+        raise ModelError(
+            f"model.weights: {files.directory} has no tensor {names[0]}; give weights of the "
+            f"same kind as the model ({spec.kind}), or correct the config"
+        )
+    tensor = files.tensors[key]
+    if tensor.shape != shape:
+        raise ModelError(
+            f"model.weights: {tensor.path} has {key} as {list(tensor.shape)}, and the model "
+            f"needs {list(shape)}; correct the config, or leave it out for that of the directory"
+        )
+    return key, tensor
+
+
+def _names(spec: ModelSpec, layer: int, name: str) -> Iterator[str]:
+    """Under which a checkpoint may have the parameter, the usual one first."""
+    chosen = [foreign_name(spec, layer, name)]
+    tied = tied_parameter(spec, 0)
+    if layer and tied is not None and name == tied_parameter(spec, layer):
+        chosen.append(foreign_name(spec, 0, tied))
+    if chosen[0] == "cls.predictions.decoder.bias":
+        chosen.append("cls.predictions.bias")
+    for full in chosen:
+        yield full
+        for prefix in _PREFIXES:
+            if full.startswith(prefix):
+                yield full.removeprefix(prefix)
+        for new, old in _FORMER.items():
+            if full.endswith(new):
+                yield full.removesuffix(new) + old
