@@ -11,6 +11,7 @@ gone. Desired and observed are separate: only `Assigned` and `ShutDown` change w
 all other events tell what was seen or done.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from oobleck.agent.backoff import StartBudget
 from oobleck.host.messages import (
     CheckpointSaved,
     Committed,
+    Evaluated,
     Failed,
     FaultRule,
     Finished,
@@ -38,6 +40,9 @@ from oobleck.planner.job import JobSpec
 from oobleck.planner.plan import Plan
 
 NO_GENERATION = Generation(0)
+
+#: Evaluations of a worker that a new session of the master is told of.
+KEPT_EVALUATIONS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +215,8 @@ class Worker:
     save_sent: int = 0
     #: The last of each kind that it said of checkpoints.
     checkpoints: tuple[CheckpointSaved | SaveFailed | Restored, ...] = ()
+    #: The last ones, oldest first: the master may be away while they are made.
+    evaluated: deque[Evaluated] = field(default_factory=lambda: deque(maxlen=KEPT_EVALUATIONS))
     failure: Failed | None = None
     failed_at: float | None = None
     #: What it lost; None again as soon as it has a newer plan.
@@ -362,6 +369,8 @@ class NodeState:
                 worker.committed_step = step
             case Committed(record=record):
                 worker.committed_step = record.step
+            case Evaluated():
+                worker.evaluated.append(message)
             case Failed():
                 worker.failure, worker.failed_at = message, now
                 if self._is_current_job(worker):

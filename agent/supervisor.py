@@ -54,6 +54,7 @@ from oobleck.host.messages import (
     Assign,
     CheckpointSaved,
     Committed,
+    Evaluated,
     Failed,
     Finished,
     Fork,
@@ -140,7 +141,7 @@ class Supervisor:
 
     def standing_reports(self) -> list[types.WorkerReport]:
         """What a new session must hear again: failures, losses and measurements not yet answered by
-        a plan, and the last word on checkpoints."""
+        a plan, and the last words on checkpoints and evaluations."""
         return [
             self._report(worker, what)
             for worker in self._state.workers.values()
@@ -149,6 +150,7 @@ class Supervisor:
                 worker.peer_lost,
                 *worker.measured,
                 *worker.checkpoints,
+                *worker.evaluated,
             )
             if what is not None
         ]
@@ -201,6 +203,7 @@ class Supervisor:
                 | CheckpointSaved()
                 | SaveFailed()
                 | Restored()
+                | Evaluated()
             ):
                 self._outbox.report(self._report(worker, message))
             case Failed():
@@ -265,6 +268,8 @@ class Supervisor:
         generation = worker.sent
         if isinstance(what, PhaseReached | PeerLost | Restored):
             generation = what.generation
+        if isinstance(what, Evaluated):
+            generation = what.record.generation
         return types.WorkerReport(
             job_id=worker.job_id,
             slot=worker.slot,

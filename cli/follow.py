@@ -92,6 +92,8 @@ def progress_line(status: pb.JobStatus) -> str:
     parts = [status.state, f"step {status.committed_step}/{status.steps}"]
     if status.HasField("loss"):
         parts.append(f"loss {status.loss:.4f}")
+    if status.HasField("evaluation"):
+        parts.append(f"held out {text.evaluation(status.evaluation)}")
     if status.tokens_per_s:
         parts.append(f"{status.tokens_per_s:,.0f} tokens/s")
     if status.HasField("plan"):

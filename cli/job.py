@@ -73,8 +73,18 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
             checkpoint, path=str(base / os.path.expanduser(checkpoint.path))
         )
     profile = job.profile if job.profile_path is None else str(base / job.profile_path)
+    evaluation = job.evaluation
+    if evaluation is not None and evaluation.data is not None:
+        own = _absolute_data(evaluation.data, base)
+        evaluation = dataclasses.replace(evaluation, data=own)
     return dataclasses.replace(
-        job, model=model, data=data, output=output, checkpoint=checkpoint, profile=profile
+        job,
+        model=model,
+        data=data,
+        evaluation=evaluation,
+        output=output,
+        checkpoint=checkpoint,
+        profile=profile,
     )
 
 
@@ -111,16 +121,22 @@ def check_data(job: "JobSpec") -> None:
 
     Text that is still to be tokenised is only looked at as far as that takes no time.
     """
+    _check("data", job.data, job)
+    if job.evaluation is not None and job.evaluation.data is not None:
+        _check("evaluation.data", job.evaluation.data, job)
+
+
+def _check(key: str, data: "DataSpec", job: "JobSpec") -> None:
     from oobleck.host.tokenfile import DataError
 
     try:
-        tokens = _count_tokens(job.data, _data_files(job.data), job.model.vocabulary)
+        tokens = _count_tokens(data, _data_files(data, key), job.model.vocabulary)
     except DataError as error:
-        raise CommandFailed(f"data: {error}", options.USAGE) from error
+        raise CommandFailed(f"{key}: {error}", options.USAGE) from error
     needed = job.model.sequence_length + 1
     if tokens is not None and tokens < needed:
         raise CommandFailed(
-            f"data: {job.data.tokens or ', '.join(job.data.text)} holds {tokens} tokens, too few "
+            f"{key}: {data.tokens or ', '.join(data.text)} holds {tokens} tokens, too few "
             f"for one row of {needed}; give more text or lower model.sequence_length",
             options.USAGE,
         )
@@ -159,22 +175,22 @@ def _count_tokens(data: "DataSpec", files: set[str], vocabulary: int) -> int | N
     return sum(os.path.getsize(path) for path in files)
 
 
-def _data_files(data: "DataSpec") -> set[str]:
+def _data_files(data: "DataSpec", key: str) -> set[str]:
     if data.tokens is not None:
-        _check_is_file("data.tokens", data.tokens)
+        _check_is_file(f"{key}.tokens", data.tokens)
         return {data.tokens}
     found: set[str] = set()
     for pattern in data.text:
         matches = glob.glob(pattern, recursive=True)
         if not matches:
             raise CommandFailed(
-                f"data.text: no file matches {pattern}; give paths or globs of existing text "
+                f"{key}.text: no file matches {pattern}; give paths or globs of existing text "
                 "files (relative ones are relative to the job file)",
                 options.USAGE,
             )
         files = {path for path in matches if os.path.isfile(path)}
         if not files:
-            _check_is_file("data.text", matches[0])
+            _check_is_file(f"{key}.text", matches[0])
         found |= files
     return found
 

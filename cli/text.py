@@ -173,6 +173,8 @@ def job_text(job: pb.JobStatus) -> str:
     ]
     if job.HasField("loss"):
         lines.append(f"loss        {job.loss:.6f}")
+    if job.HasField("evaluation"):
+        lines.append(f"held out    {evaluation(job.evaluation)}")
     if job.tokens_per_s:
         eta = f", about {about(job.eta_s)} to go" if job.eta_s else ""
         lines.append(f"speed       {job.tokens_per_s:,.0f} tokens/s{eta}")
@@ -200,6 +202,12 @@ def job_text(job: pb.JobStatus) -> str:
             lines.append(f"can lose    {more}, whichever, without losing a layer")
         lines += ["", draw(job.plan)]
     return "\n".join(lines)
+
+
+def evaluation(found: pb.Evaluation) -> str:
+    """The loss on samples that are not trained on, and when it was that."""
+    loss = f"{found.loss:.4f}" if found.HasField("loss") else "not finite"
+    return f"{loss} (step {found.step})"
 
 
 def draw(plan: pb.Plan) -> str:

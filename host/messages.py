@@ -29,8 +29,9 @@ class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
 
     A point is the text of an instruction kind, with `before:` or `after:` in front
     (`before:Forward`, `after:Vote`), a moment inside the vote (`reduced`: all gradients in hand,
-    `voting`: its own share is out), or a recovery phase (`before:rendezvous`, `before:transfer`,
-    `after:transfer`), or `before:measure`.
+    `voting`: its own share is out), `evaluating` (before each instruction of an evaluation after
+    `step`, with `microbatch` of its samples), or a recovery phase (`before:rendezvous`,
+    `before:transfer`, `after:transfer`), or `before:measure`.
     """
 
     worker: WorkerId
@@ -185,6 +186,24 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True, tag="committed"):
     record: StepRecord
 
 
+class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation, a line of evaluations.jsonl. Every worker makes the same one."""
+
+    #: Step after which the state was evaluated.
+    step: int
+    #: Mean over all tokens of the samples; None: not finite.
+    loss: float | None
+    samples: int
+    generation: Generation
+    seconds: float
+    #: Unix time of its end.
+    time: float
+
+
+class Evaluated(msgspec.Struct, frozen=True, kw_only=True, tag="evaluated"):
+    record: EvaluationRecord
+
+
 class PeerLost(msgspec.Struct, frozen=True, kw_only=True, tag="peer_lost"):
     """A peer's socket closed or an operation with it failed; the worker waits for an `Assign`."""
 
@@ -277,6 +296,7 @@ FromWorker = (
     | CheckpointSaved
     | SaveFailed
     | Restored
+    | Evaluated
     | PeerLost
     | Failed
     | Finished

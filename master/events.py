@@ -20,6 +20,7 @@ import msgspec
 
 from oobleck.host.messages import (
     CheckpointSaved,
+    EvaluationRecord,
     LinkMeasured,
     Measure,
     Measured,
@@ -364,6 +365,13 @@ class RecordsReceived(msgspec.Struct, frozen=True, kw_only=True):
     records: tuple[StepRecord, ...]
 
 
+class EvaluationReceived(msgspec.Struct, frozen=True, kw_only=True):
+    """A new line of evaluations.jsonl, now on disk."""
+
+    job_id: JobId
+    record: EvaluationRecord
+
+
 class Tick(msgspec.Struct, frozen=True, kw_only=True):
     """Time has passed; `late_s` is how much later than planned the master looks."""
 
@@ -382,6 +390,7 @@ Observed = (
     | SaveReported
     | ProfilesFound
     | RecordsReceived
+    | EvaluationReceived
     | Tick
 )
 Event = Journaled | Observed

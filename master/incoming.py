@@ -4,6 +4,7 @@ import msgspec
 
 from oobleck.host.messages import (
     CheckpointSaved,
+    Evaluated,
     Failed,
     LinkMeasured,
     Measured,
@@ -14,6 +15,7 @@ from oobleck.host.messages import (
     StepRecord,
 )
 from oobleck.master.events import (
+    EvaluationReceived,
     MeasurementReported,
     Observed,
     PeerLostReported,
@@ -45,6 +47,7 @@ Incoming = NodeStatus | WorkerReport | Records | Output
 
 
 def event_of(worker: WorkerId, report: WorkerReport) -> Observed:
+    """What a report tells; evaluations, which come from all workers, go to the disk first."""
     job_id = report.job_id
     match report.what:
         case WorkerExited() as exited:
@@ -69,3 +72,5 @@ def event_of(worker: WorkerId, report: WorkerReport) -> Observed:
             )
         case CheckpointSaved() | SaveFailed() | Restored() as what:
             return SaveReported(job_id=job_id, what=what)
+        case Evaluated(record=record):
+            return EvaluationReceived(job_id=job_id, record=record)

@@ -19,9 +19,11 @@ from oobleck.master.apply import apply
 from oobleck.master.config import MasterConfig
 from oobleck.master.decision import Decision
 from oobleck.master.dispatch import Acknowledger, AgentSession
+from oobleck.master.evaluations import EvaluationLog
 from oobleck.master.eventlog import EventLog
 from oobleck.master.events import (
     CheckpointRequested,
+    EvaluationReceived,
     JobCancelRequested,
     JobEnded,
     JobFailed,
@@ -79,6 +81,7 @@ class Master:
         self.refused: Counter[str] = Counter()
         self._journal = journal
         self._metrics: dict[JobId, MetricsLog] = {}
+        self._evaluations: dict[JobId, EvaluationLog] = {}
         self._acknowledger = Acknowledger()
         self._sessions: dict[int, AgentSession] = {}
         self.timelines = Timelines(lambda: list(self._sessions.values()))
@@ -99,6 +102,8 @@ class Master:
         for job in self.state.jobs.values():
             records = self._metrics_of(job.id).recent
             self._observe(RecordsReceived(job_id=job.id, records=records), now)
+            if (last := self._evaluations_of(job.id).last) is not None:
+                self._observe(EvaluationReceived(job_id=job.id, record=last), now)
         self._find_profiles()
         self._journal.commit()
         self._write_events()
@@ -117,6 +122,13 @@ class Master:
             with storing(path):
                 self._metrics[job_id] = MetricsLog(path)
         return self._metrics[job_id]
+
+    def _evaluations_of(self, job_id: JobId) -> EvaluationLog:
+        if job_id not in self._evaluations:
+            path = self.config.job_directory(job_id) / "evaluations.jsonl"
+            with storing(path):
+                self._evaluations[job_id] = EvaluationLog(path)
+        return self._evaluations[job_id]
 
     def close(self) -> None:
         self._inbox.close()
@@ -349,8 +361,9 @@ class Master:
             case NodeStatus():
                 self._observe(StatusReceived(node=session.node, status=message), arrived_at)
             case WorkerReport():
-                worker = WorkerId(session.node, message.slot)
-                self._observe(event_of(worker, message), arrived_at)
+                event = event_of(WorkerId(session.node, message.slot), message)
+                if not isinstance(event, EvaluationReceived) or self._store_evaluation(event):
+                    self._observe(event, arrived_at)
             case Output():
                 worker = WorkerId(session.node, message.slot)
                 with storing(self.config.job_directory(message.job_id) / "logs"):
@@ -358,6 +371,12 @@ class Master:
                 self.changes.happened()
             case Records():
                 self._take_records(message, arrived_at)
+
+    def _store_evaluation(self, event: EvaluationReceived) -> bool:
+        """Returns whether it is a new one."""
+        evaluations = self._evaluations_of(event.job_id)
+        with storing(self.config.job_directory(event.job_id) / "evaluations.jsonl"):
+            return evaluations.append(event.record)
 
     def _take_records(self, message: Records, arrived_at: float) -> None:
         metrics = self._metrics_of(message.job_id)

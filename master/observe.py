@@ -2,6 +2,7 @@
 
 from oobleck.host.messages import Measured, PhaseReached, SaveFailed, StepRecord
 from oobleck.master.events import (
+    EvaluationReceived,
     MeasurementReported,
     Observed,
     PeerLostReported,
@@ -87,6 +88,11 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
             return True
         case RecordsReceived():
             _take_records(state.jobs[event.job_id], event.records, now)
+            return True
+        case EvaluationReceived():
+            job = state.jobs[event.job_id]
+            job.seen.evaluation = event.record
+            _note_progress(job, event.record.generation, now)
             return True
         case Tick():
             if event.late_s > _LATE_S:

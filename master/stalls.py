@@ -79,7 +79,7 @@ def _patience_s(look: Look, job: Job) -> float:
     timing, seen = look.timing, job.seen
     known = len(seen.recent) >= _KNOWN_STEPS
     usual_s = median(record.step_seconds for record in seen.recent) if known else 0.0
-    patience_s = max(timing.stall_s, _STALLED_STEPS * usual_s)
+    patience_s = max(timing.stall_s, _STALLED_STEPS * usual_s * (1 + _evaluation_steps(job)))
     made, way = job.made, seen.way
     assert made is not None, "only asked of a job with a plan"
     met = way is None or len(way.entered) == len(made.plan.workers)
@@ -88,6 +88,17 @@ def _patience_s(look: Look, job: Job) -> float:
     elif not known:
         patience_s = max(patience_s, timing.first_step_s)
     return patience_s * float(2 ** max(0, seen.stalls - 1))
+
+
+def _evaluation_steps(job: Job) -> float:
+    """At most so many steps' time goes into an evaluation that may be under way."""
+    evaluation, training = job.spec.evaluation, job.spec.training
+    if evaluation is None or not evaluation.due(job.seen.furthest_step, training.steps):
+        return 0.0
+    done = job.seen.evaluation
+    if done is not None and done.step >= job.seen.furthest_step:
+        return 0.0
+    return evaluation.samples / training.global_batch
 
 
 @lru_cache(maxsize=32)

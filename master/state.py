@@ -12,6 +12,7 @@ from typing import Literal
 
 from oobleck.host.messages import (
     CheckpointSaved,
+    EvaluationRecord,
     LinkMeasured,
     Measured,
     PeerLost,
@@ -165,6 +166,8 @@ class JobSeen:
     recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=RECENT_RECORDS))
     #: When the last of them came.
     recorded_at: float | None = None
+    #: The newest one.
+    evaluation: EvaluationRecord | None = None
     #: The last committed step that a record or an agent's status has told of.
     furthest_step: int = 0
     #: When the newest generation last came any further on its way, in its steps or to its end.

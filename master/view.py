@@ -13,7 +13,7 @@ from oobleck.master.config import MasterConfig, Timing
 from oobleck.master.state import ENDED, ClusterState, Job, Node
 from oobleck.planner.units import count
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.convert import plan_message, worker_status_message
+from oobleck.proto.convert import evaluation_message, plan_message, worker_status_message
 
 #: A worker that does not leave its generation within this time is worth a word.
 _SLOW_ANSWER_S = 5.0
@@ -55,6 +55,8 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         message.profile = "estimate"
     if seen.recent and (loss := seen.recent[-1].loss) is not None:
         message.loss = loss
+    if seen.evaluation is not None:
+        message.evaluation.CopyFrom(evaluation_message(seen.evaluation))
     if job.made is not None:
         message.plan.CopyFrom(plan_message(job.made.plan))
         if job.state not in ENDED and not job.losses:

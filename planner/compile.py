@@ -35,6 +35,9 @@ from oobleck.planner.program import (
 from oobleck.planner.schedule import compute_order
 from oobleck.planner.work import Work
 
+#: Micro-batches of a pipeline in one round of an evaluation.
+EVALUATION_ROUND = 8
+
 
 def compile_programs(
     plan: Plan,
@@ -67,6 +70,39 @@ def compile_programs(
                 bodies[worker] = list(add_communication(compute, pipeline, member, lowest))
     syncs = syncs_by_worker(gradient_buckets(plan, tied=tied, layer_bytes=layer_bytes), plan)
     return {worker: add_sync(worker, bodies[worker], syncs[worker]) for worker in sorted(bodies)}
+
+
+def compile_evaluation(plan: Plan, microbatches: int) -> Mapping[WorkerId, tuple[Program, ...]]:
+    """What every worker of `plan` does to have micro-batches 0 to `microbatches` - 1 evaluated.
+
+    Only forward; each pipeline takes a share like that of the batch. In rounds: at the end of each
+    a worker waits until its sends have arrived, so that no stage runs far ahead of the next one.
+    """
+    whole = sum(pipeline.microbatches for pipeline in plan.pipelines)
+    rounds: dict[WorkerId, tuple[Program, ...]] = {}
+    for number, pipeline in enumerate(plan.pipelines):
+        first = pipeline.first_microbatch
+        share = range(
+            microbatches * first // whole,
+            microbatches * (first + pipeline.microbatches) // whole,
+        )
+        pieces = [
+            share[at : at + EVALUATION_ROUND] for at in range(0, len(share), EVALUATION_ROUND)
+        ]
+        for position, stage in enumerate(pipeline.stages):
+            for member, worker in enumerate(stage.workers):
+                rounds[worker] = tuple(
+                    tuple(
+                        add_communication(
+                            [Forward(pipeline=number, stage=position, microbatch=m) for m in piece],
+                            pipeline,
+                            member,
+                            lowest={},
+                        )
+                    )
+                    for piece in pieces
+                )
+    return rounds
 
 
 # ---- pass 1: compute

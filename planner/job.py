@@ -178,6 +178,36 @@ class TrainingSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSpec:
+    """The loss on samples that are not trained on, now and then."""
+
+    #: After every so many steps, and after the last one.
+    every: int
+    #: The share of the job's data that is kept out of training for it.
+    fraction: float | None = None
+    #: Or data of its own.
+    data: DataSpec | None = None
+    #: Samples of each evaluation at most, always the same; a multiple of the micro-batch is used.
+    samples: int = 1024
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "every", "samples")
+        _at_most(self, samples=1 << 20)
+        if (self.fraction is None) == (self.data is None):
+            raise ValueError(
+                "evaluation: give exactly one of fraction (of the data) and data (of its own)"
+            )
+        if self.fraction is not None and not 0.0 < self.fraction < 1.0:
+            raise ValueError(
+                f"fraction: {self.fraction} is not between 0 and 1; 0.01 keeps 1% out of training"
+            )
+
+    def due(self, step: int, steps: int) -> bool:
+        """Whether the state after `step` of `steps` is evaluated."""
+        return step > 0 and (step % self.every == 0 or step == steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ResourceSpec:
     """What the plan may use of each worker, and how pipelines may be shaped."""
 
@@ -224,6 +254,8 @@ class JobSpec:
     model: ModelSpec
     data: DataSpec
     training: TrainingSpec
+    #: None: no evaluation.
+    evaluation: EvaluationSpec | None = None
     #: Node losses at a time that must not cost more than the step in flight.
     fault_tolerance: int = 1
     resources: ResourceSpec = field(default_factory=ResourceSpec)
@@ -245,6 +277,12 @@ class JobSpec:
                 f"min_nodes_per_pipeline: {self.resources.min_nodes_per_pipeline} nodes are more "
                 f"than the {self.model.layer_count} layers (embedding, blocks and head) that a "
                 "pipeline spreads over them; lower it"
+            )
+        evaluation = self.evaluation
+        if evaluation is not None and evaluation.samples < self.training.microbatch:
+            raise ValueError(
+                f"samples: {evaluation.samples} are fewer than a micro-batch "
+                f"({self.training.microbatch}), in which they are evaluated; give that many or more"
             )
         if self.training.microbatches < self.fault_tolerance + 1:
             raise ValueError(

@@ -131,7 +131,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., store: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., finished: _Optional[bool] = ..., data: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("job_id", "slot", "incarnation", "generation", "exited", "phase", "peer_lost", "failed", "measured", "link_measured", "checkpoint_saved", "save_failed", "restored")
+    __slots__ = ("job_id", "slot", "incarnation", "generation", "exited", "phase", "peer_lost", "failed", "measured", "link_measured", "checkpoint_saved", "save_failed", "restored", "evaluated")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,7 @@ class WorkerReport(_message.Message):
     CHECKPOINT_SAVED_FIELD_NUMBER: _ClassVar[int]
     SAVE_FAILED_FIELD_NUMBER: _ClassVar[int]
     RESTORED_FIELD_NUMBER: _ClassVar[int]
+    EVALUATED_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     slot: int
     incarnation: str
@@ -158,7 +159,8 @@ class WorkerReport(_message.Message):
     checkpoint_saved: CheckpointSaved
     save_failed: SaveFailed
     restored: Restored
-    def __init__(self, job_id: _Optional[str] = ..., slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., generation: _Optional[int] = ..., exited: _Optional[_Union[WorkerExited, _Mapping]] = ..., phase: _Optional[_Union[PhaseReached, _Mapping]] = ..., peer_lost: _Optional[_Union[PeerLost, _Mapping]] = ..., failed: _Optional[_Union[WorkerFailed, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., link_measured: _Optional[_Union[LinkMeasured, _Mapping]] = ..., checkpoint_saved: _Optional[_Union[CheckpointSaved, _Mapping]] = ..., save_failed: _Optional[_Union[SaveFailed, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ...) -> None: ...
+    evaluated: Evaluation
+    def __init__(self, job_id: _Optional[str] = ..., slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., generation: _Optional[int] = ..., exited: _Optional[_Union[WorkerExited, _Mapping]] = ..., phase: _Optional[_Union[PhaseReached, _Mapping]] = ..., peer_lost: _Optional[_Union[PeerLost, _Mapping]] = ..., failed: _Optional[_Union[WorkerFailed, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., link_measured: _Optional[_Union[LinkMeasured, _Mapping]] = ..., checkpoint_saved: _Optional[_Union[CheckpointSaved, _Mapping]] = ..., save_failed: _Optional[_Union[SaveFailed, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ..., evaluated: _Optional[_Union[Evaluation, _Mapping]] = ...) -> None: ...
 
 class CheckpointSaved(_message.Message):
     __slots__ = ("step", "path", "bytes", "seconds", "request")
@@ -195,6 +197,20 @@ class Restored(_message.Message):
     path: str
     passed_over: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, step: _Optional[int] = ..., path: _Optional[str] = ..., passed_over: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Evaluation(_message.Message):
+    __slots__ = ("step", "loss", "samples", "seconds", "time")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    loss: float
+    samples: int
+    seconds: float
+    time: float
+    def __init__(self, step: _Optional[int] = ..., loss: _Optional[float] = ..., samples: _Optional[int] = ..., seconds: _Optional[float] = ..., time: _Optional[float] = ...) -> None: ...
 
 class Measured(_message.Message):
     __slots__ = ("attempt", "measurement", "problem")
@@ -493,7 +509,7 @@ class ListJobsReply(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job_id", "name", "state", "reason", "generation", "committed_step", "steps", "loss", "tokens_per_s", "submitted_at", "started_at", "finished_at", "plan", "can_lose", "eta_s", "reconfigurations", "directory", "profile", "checkpoint", "checkpoint_step", "checkpoint_path", "save_failure")
+    __slots__ = ("job_id", "name", "state", "reason", "generation", "committed_step", "steps", "loss", "tokens_per_s", "submitted_at", "started_at", "finished_at", "plan", "can_lose", "eta_s", "reconfigurations", "directory", "profile", "checkpoint", "checkpoint_step", "checkpoint_path", "save_failure", "evaluation")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -516,6 +532,7 @@ class JobStatus(_message.Message):
     CHECKPOINT_STEP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_PATH_FIELD_NUMBER: _ClassVar[int]
     SAVE_FAILURE_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     name: str
     state: str
@@ -538,7 +555,8 @@ class JobStatus(_message.Message):
     checkpoint_step: int
     checkpoint_path: str
     save_failure: str
-    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., submitted_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., can_lose: _Optional[int] = ..., eta_s: _Optional[float] = ..., reconfigurations: _Optional[int] = ..., directory: _Optional[str] = ..., profile: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., save_failure: _Optional[str] = ...) -> None: ...
+    evaluation: Evaluation
+    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., submitted_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., can_lose: _Optional[int] = ..., eta_s: _Optional[float] = ..., reconfigurations: _Optional[int] = ..., directory: _Optional[str] = ..., profile: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., save_failure: _Optional[str] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ...) -> None: ...
 
 class ListNodesRequest(_message.Message):
     __slots__ = ()

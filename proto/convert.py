@@ -11,6 +11,8 @@ from typing import Literal, cast, get_args
 
 from oobleck.host.messages import (
     CheckpointSaved,
+    Evaluated,
+    EvaluationRecord,
     Failed,
     LinkMeasured,
     Measure,
@@ -336,7 +338,19 @@ def report_message(report: WorkerReport) -> pb.WorkerReport:
                     passed_over=list(restored.passed_over),
                 )
             )
+        case Evaluated(record=record):
+            message.evaluated.CopyFrom(evaluation_message(record))
     return message
+
+
+def evaluation_message(record: EvaluationRecord) -> pb.Evaluation:
+    return pb.Evaluation(
+        step=record.step,
+        loss=record.loss,
+        samples=record.samples,
+        seconds=record.seconds,
+        time=record.time,
+    )
 
 
 def _link_message(measured: LinkMeasured) -> pb.LinkMeasured:
@@ -461,8 +475,22 @@ def _read_what(message: pb.WorkerReport) -> Happening:
                 path=restored.path,
                 passed_over=tuple(restored.passed_over),
             )
+        case "evaluated":
+            return Evaluated(record=_read_evaluation(message.evaluated, generation))
         case _:
             raise ValueError("what: is missing")
+
+
+def _read_evaluation(message: pb.Evaluation, generation: Generation) -> EvaluationRecord:
+    with _field("evaluated"):
+        return EvaluationRecord(
+            step=_at_least(message.step, 1, "step"),
+            loss=message.loss if message.HasField("loss") else None,
+            samples=message.samples,
+            generation=generation,
+            seconds=message.seconds,
+            time=message.time,
+        )
 
 
 def read_report(message: pb.WorkerReport) -> WorkerReport:

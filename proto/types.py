@@ -8,6 +8,7 @@ import msgspec
 
 from oobleck.host.messages import (
     CheckpointSaved,
+    Evaluated,
     Failed,
     LinkMeasured,
     Measure,
@@ -96,6 +97,7 @@ Happening = (
     | CheckpointSaved
     | SaveFailed
     | Restored
+    | Evaluated
 )
 
 

@@ -5,7 +5,8 @@ such windows, one token overlapping, and every epoch goes through all of them in
 stateless permutation of (seed, epoch), so that any worker finds any sample of any step by itself.
 
 Documents are packed: a window may hold the end of one and the beginning of others, with what
-separates them in between, and attention goes over all of it, as is usual for GPT.
+separates them in between, and attention goes over all of it, as is usual for GPT. Windows that are
+held out are chosen from all over the corpus; neighbours share the one token that overlaps.
 """
 
 import hashlib
@@ -22,6 +23,8 @@ from oobleck.worker.random import derive
 Tokens = NDArray[np.int64]
 
 _FEISTEL_ROUNDS = 6
+#: No epoch: the order of windows of which the last ones are held out, whatever the job's seed.
+_SPLIT = -1
 
 
 def row_digest(row: Tokens) -> bytes:
@@ -65,9 +68,16 @@ class Dataset:
     """The corpus of a job in windows, as every worker sees it."""
 
     def __init__(
-        self, spec: DataSpec, sequence_length: int, vocabulary: int, key: str = "data"
+        self,
+        spec: DataSpec,
+        sequence_length: int,
+        vocabulary: int,
+        *,
+        held_out: float = 0.0,
+        key: str = "data",
     ) -> None:
-        """`key`: what the job file calls `spec`. Raises DataError."""
+        """`held_out`: share of the windows, one at least, that are not for training; `key`: what
+        the job file calls `spec`. Raises DataError."""
         self._length = sequence_length
         self._corpus = Corpus(spec, vocabulary, key)
         tokens = self._corpus.tokens
@@ -78,21 +88,44 @@ class Dataset:
                 f"{sequence_length + 1}; give more text or lower model.sequence_length"
             )
         self.windows = (tokens - 1) // sequence_length
+        #: Of these; the others are trained on.
+        self.held_out = max(1, round(held_out * self.windows)) if held_out else 0
+        self._trained = self.windows - self.held_out
+        if held_out < 1.0 and not self._trained:
+            raise DataError(
+                f"{key}: has {self.windows} rows of {sequence_length + 1} tokens, too few to hold "
+                f"out a share of {held_out} and train on the others; give more text or lower "
+                "model.sequence_length"
+            )
         #: 32 bytes, equal on nodes with equal data.
         self.fingerprint = self._corpus.fingerprint
 
     def rows(self, seed: int, step: int, positions: Sequence[int], global_batch: int) -> Tokens:
         """The rows (n, sequence_length + 1) of step `step` (from 1) at `positions` of its batch."""
         samples = (step - 1) * global_batch + np.asarray(positions, dtype=np.int64)
-        windows = np.empty(len(samples), dtype=np.uint64)
-        epochs, order = np.divmod(samples, self.windows)
+        order = np.empty(len(samples), dtype=np.uint64)
+        epochs, places = np.divmod(samples, self._trained)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            windows[chosen] = permute(
-                order[chosen].astype(np.uint64), self.windows, seed=seed, epoch=int(epoch)
+            order[chosen] = permute(
+                places[chosen].astype(np.uint64), self._trained, seed=seed, epoch=int(epoch)
             )
-        rows = [self._window(int(window)) for window in windows]
-        return np.stack(rows) if rows else np.empty((0, self._length + 1), dtype=np.int64)
+        return self._windows(order)
 
-    def _window(self, window: int) -> Tokens:
-        return self._corpus.read(window * self._length, self._length + 1).astype(np.int64)
+    def held_out_rows(self, positions: Sequence[int]) -> Tokens:
+        """The rows (n, sequence_length + 1) at `positions` of those held out, below `held_out`.
+
+        Which windows they are is a function of the corpus and the share alone.
+        """
+        return self._windows(np.asarray(positions, dtype=np.uint64) + np.uint64(self._trained))
+
+    def _windows(self, places: NDArray[np.uint64]) -> Tokens:
+        """The rows at `places` of the order of all windows: first those that are trained on."""
+        if self.held_out:
+            places = permute(places, self.windows, seed=0, epoch=_SPLIT)
+        rows = [
+            self._corpus.read(int(window) * self._length, self._length + 1) for window in places
+        ]
+        if not rows:
+            return np.empty((0, self._length + 1), dtype=np.int64)
+        return np.stack(rows).astype(np.int64)

@@ -34,6 +34,8 @@ class RowKeys:
     step: int
     #: Positions in the global batch, one per row.
     positions: tuple[int, ...]
+    #: Without it there is no dropout.
+    training: bool = True
 
 
 def _signed(word: int) -> int:

@@ -43,8 +43,10 @@ from oobleck.worker.errors import (
     Superseded,
     TransportError,
 )
+from oobleck.worker.evaluator import Evaluator
 from oobleck.worker.executor import Executor, owner_groups
 from oobleck.worker.faults import FaultInjector
+from oobleck.worker.heldout import HeldOut
 from oobleck.worker.layout import layer_sizes
 from oobleck.worker.measuring import Measuring
 from oobleck.worker.membership import Membership
@@ -84,13 +86,33 @@ class Session:
             check_writable(launch.job.output)
         if launch.job.checkpoint is not None:
             check_folder(launch.job.checkpoint)
-        self._dataset = Dataset(launch.job.data, model.sequence_length, model.vocabulary)
+        evaluation = launch.job.evaluation
+        self._dataset = Dataset(
+            launch.job.data,
+            model.sequence_length,
+            model.vocabulary,
+            held_out=(evaluation.fraction or 0.0) if evaluation else 0.0,
+        )
+        held_out = HeldOut(launch.job, evaluation, self._dataset) if evaluation else None
+        data = held_out.fingerprint if held_out else self._dataset.fingerprint
         #: Of all that must be the same on every node.
-        self._inputs = _inputs(self._dataset.fingerprint, check_weights(model))
+        self._inputs = _inputs(data, check_weights(model))
         self._prefetcher = Prefetcher(self._dataset, launch.job.training)
         self._state = ModelState(launch.job, self._device)
         self._progress = Progress()
         self._timeline = Timeline()
+        self._evaluator: Evaluator | None = None
+        if held_out is not None:
+            self._evaluator = Evaluator(
+                job=launch.job,
+                worker=launch.worker,
+                state=self._state,
+                held_out=held_out,
+                control=control,
+                faults=self._faults,
+                device=self._device,
+                timeline=self._timeline,
+            )
         self._entry = Entry(
             worker=launch.worker,
             job=launch.job,
@@ -226,7 +248,12 @@ class Session:
         redo: Redo | None = None
         if salvage is not None:
             redo = Redo(salvage=salvage, programs=self._compile(assign.plan, salvage.work))
-        while self._progress.committed < self._job.training.steps:
+        while True:
+            if self._evaluator is not None:
+                # Also at the entry into a generation: the last one may have ended in the middle.
+                self._evaluator.run(self._progress.committed, assign.plan, transport)
+            if self._progress.committed >= self._job.training.steps:
+                break
             with self._timeline.first_step():
                 record, switch_to = executor.run_step(self._progress.committed + 1, redo)
             redo = None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import LocalCluster
+from bench.cluster import LocalCluster, read_lines
 from oobleck.planner.jobfile import parse_job
 from oobleck.worker.output import read_output
 from support.reference import ReferenceRun, assert_same_weights, train_reference
@@ -104,6 +104,7 @@ def job_text(
             "optimizer": {"name": "adamw", "lr": 1.0e-3},  # at 3e-3 rounding alone grows a 1e4-fold
             "schedule": {"name": "cosine", "warmup": 5},
         },
+        "evaluation": {"every": 10, "fraction": 0.1, "samples": 16},
         "fault_tolerance": 1,
         "resources": {"min_nodes_per_pipeline": min_nodes},
         "profile": "estimate",  # the same plans in every run
@@ -221,6 +222,13 @@ def test_training_is_the_same(
     tolerance = LOSS_TOLERANCE[precision]
     assert [line["loss"] for line in metrics] == pytest.approx(
         [step.loss for step in expected.steps], rel=tolerance, abs=0
+    )
+    evaluations = read_lines(cluster.state_dir / "jobs" / job_id / "evaluations.jsonl")
+    assert [(line["step"], line["samples"]) for line in evaluations] == [
+        (step, 16) for step in range(10, case.steps + 1, 10)
+    ]
+    assert [line["loss"] for line in evaluations] == pytest.approx(
+        list(expected.evaluations.values()), rel=tolerance, abs=0
     )
     assert_same_weights(
         read_output(output),

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from scenario import record
 
+from oobleck.host.messages import EvaluationRecord
+from oobleck.master.evaluations import EvaluationLog
 from oobleck.master.eventlog import EventLog
 from oobleck.master.logs import LogStore
 from oobleck.master.metrics import MetricsLog
-from oobleck.planner.ids import JobId, NodeName, WorkerId
+from oobleck.planner.ids import Generation, JobId, NodeName, WorkerId
 
 JOB = JobId("demo-1")
 Opener = Callable[[Path], MetricsLog]
@@ -191,3 +193,31 @@ def test_a_follower_gets_each_line_after_the_snapshot_once(tmp_path: Path) -> No
         new = [follower.queue.get_nowait().text for _ in range(follower.queue.qsize())]
     assert new == ["after"]
     assert list(itertools.islice(logs.snapshot(JobId("none"), lambda w: True), 1)) == []
+
+
+def evaluation(step: int, loss: float | None = 2.0) -> EvaluationRecord:
+    return EvaluationRecord(
+        step=step, loss=loss, samples=8, generation=Generation(1), seconds=0.5, time=1.0
+    )
+
+
+def test_evaluations_come_once_each_and_survive_a_line_that_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "jobs" / "demo-1" / "evaluations.jsonl"
+    log = EvaluationLog(path)
+    assert log.last is None
+    assert not path.exists()
+    new = [log.append(evaluation(step)) for step in (2, 2, 4, 2, 4)]
+    assert new == [True, False, True, False, False]
+    with open(path, "a") as file:
+        file.write('{"step": 6, "lo')
+    again = EvaluationLog(path)
+    assert again.last == evaluation(4)
+    assert not again.append(evaluation(4))
+    assert again.append(evaluation(6, None))
+    assert steps_in(path) == [2, 4, 6]
+    first, _, last = map(json.loads, path.read_text().splitlines())
+    assert list(first) == [
+        *("step", "loss", "perplexity", "samples", "generation", "seconds", "time")
+    ]
+    assert first["perplexity"] == pytest.approx(7.389056098930650)
+    assert (last["loss"], last["perplexity"]) == (None, None)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from oobleck.planner.compile import compile_programs
+from oobleck.planner.compile import EVALUATION_ROUND, compile_evaluation, compile_programs
 from oobleck.planner.gradients import BUCKET_BYTES, gradient_buckets
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.program import (
@@ -17,6 +17,8 @@ from oobleck.planner.program import (
     LoadTokens,
     OptimizerStep,
     Program,
+    ReceiveActivation,
+    SendActivation,
     SyncGradient,
     Vote,
 )
@@ -232,3 +234,26 @@ def test_full_buckets_are_in_the_order_of_the_backward_and_hold_the_same_parts(s
 def random_cut(draw: random.Random, layers: int) -> list[int]:
     ends = sorted(draw.sample(range(1, layers), draw.randint(0, min(3, layers - 1))))
     return [stop - start for start, stop in pairwise([0, *ends, layers])]
+
+
+def test_an_evaluation_forwards_every_microbatch_once_through_every_layer() -> None:
+    seed = random.randrange(1 << 32)
+    rng = random.Random(seed)
+    for _ in range(30):
+        shapes = []
+        for _ in range(rng.randint(1, 3)):
+            cuts = rng.choice([[4], [1, 3], [2, 1, 1], [1, 1, 1, 1]])
+            shapes.append((cuts, rng.randint(1, 5)))
+        plan = plan_of_cuts(*shapes)
+        count = rng.randint(1, 60)
+        rounds = compile_evaluation(plan, count)
+        assert set(rounds) == set(plan.workers)
+        forwarded = Counter()
+        for member, programs in rounds.items():
+            for program in programs:
+                kinds = {type(step) for step in program}
+                assert kinds <= {LoadTokens, ReceiveActivation, Forward, SendActivation}, seed
+                steps = [step.microbatch for step in program if isinstance(step, Forward)]
+                assert 0 < len(steps) <= EVALUATION_ROUND, seed
+                forwarded.update((m, layer) for m in steps for layer in plan.holdings()[member])
+        assert forwarded == Counter((m, layer) for m in range(count) for layer in range(4)), seed

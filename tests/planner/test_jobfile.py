@@ -120,6 +120,26 @@ def refusal(text: str, *overrides: str) -> str:
             "job.yaml:9: training.schedule.min_lr: is where linear and cosine end; remove it",
         ),
         ("microbatch: 2", "microbatch: 5", "job.yaml:7: training.microbatch: 5 does not divide"),
+        (
+            "fault_tolerance",
+            "evaluation: {every: 5}\nfault_tolerance",
+            "job.yaml:10: evaluation: give exactly one of fraction (of the data) and data",
+        ),
+        (
+            "fault_tolerance",
+            "evaluation: {every: 5, fraction: 1.5}\nfault_tolerance",
+            "job.yaml:10: evaluation.fraction: 1.5 is not between 0 and 1; 0.01 keeps 1%",
+        ),
+        (
+            "fault_tolerance",
+            "evaluation: {every: 5, fraction: 0.1, samples: 1}\nfault_tolerance",
+            "job.yaml:10: evaluation.samples: 1 are fewer than a micro-batch (2)",
+        ),
+        (
+            "fault_tolerance",
+            "evaluation: {every: 0, fraction: 0.1}\nfault_tolerance",
+            "job.yaml:10: evaluation.every: 0 is too small",
+        ),
         ("name: demo", "name: My Job", "job.yaml:1: name: job name 'My Job' is not allowed"),
         ("name: demo", "name: 5", "job.yaml:1: name must be a text, not 5"),
         ("heads: 8", "heads: 7", "job.yaml:2: model.heads: 7 does not divide hidden (256)"),

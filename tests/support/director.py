@@ -23,6 +23,8 @@ from oobleck.host.messages import (
     CheckpointSaved,
     ChildExited,
     Committed,
+    Evaluated,
+    EvaluationRecord,
     Failed,
     FaultRule,
     Finished,
@@ -127,6 +129,7 @@ class Director:
         self._stage_everything = stage_everything
         self.faults = tuple(faults)
         self.records: dict[int, list[StepRecord]] = {}
+        self.evaluations: dict[int, list[EvaluationRecord]] = {}
         self.workers: dict[WorkerId, LiveWorker] = {}
         self.exits: dict[int, ChildExited] = {}
         self._meetings = 0
@@ -267,6 +270,8 @@ class Director:
                 live.store = store
             case Committed(record=record):
                 self.records.setdefault(record.step, []).append(record)
+            case Evaluated(record=record):
+                self.evaluations.setdefault(record.step, []).append(record)
             case Failed(message=text):
                 raise AssertionError(f"{live.worker} failed: {text}")
             case CheckpointSaved() | SaveFailed() | Restored():

@@ -37,6 +37,8 @@ class ReferenceStep:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceRun:
     steps: list[ReferenceStep]
+    #: Loss on the held-out samples by step.
+    evaluations: dict[int, float]
     #: By `<layer>.<parameter>`, as `oobleck.worker.output.read_output` names them.
     weights: dict[str, NDArray[np.floating]]
 
@@ -125,15 +127,37 @@ def torch_schedule(job: JobSpec, optimizer: torch.optim.Optimizer) -> lr_schedul
     return lr_scheduler.SequentialLR(optimizer, [first, after], milestones=[spec.warmup])
 
 
+def _evaluate(job: JobSpec, model: _Layers | _Foreign, data: Dataset) -> float:
+    """The mean loss over all tokens of the held-out samples, without dropout."""
+    assert job.evaluation is not None
+    if job.evaluation.data is not None:
+        data = Dataset(
+            job.evaluation.data, job.model.sequence_length, job.model.vocabulary, held_out=1.0
+        )
+    size = job.training.microbatch
+    samples = min(job.evaluation.samples, data.held_out) // size * size
+    total = 0.0
+    for position in range(samples):
+        rows = torch.from_numpy(data.held_out_rows([position]))
+        keys = RowKeys(seed=job.training.seed, step=0, positions=(position,), training=False)
+        inputs, targets = inputs_and_targets(job.model, rows, keys)
+        with torch.no_grad():
+            total += loss(model(inputs, keys), targets).item()
+    return total / samples
+
+
 def train_reference(job: JobSpec) -> ReferenceRun:
     training, _spec = job.training, job.training.optimizer
-    data = Dataset(job.data, job.model.sequence_length, job.model.vocabulary)
+    evaluation = job.evaluation
+    held_out = (evaluation.fraction or 0.0) if evaluation else 0.0
+    data = Dataset(job.data, job.model.sequence_length, job.model.vocabulary, held_out=held_out)
     model = _build(job)
     parameters = list(model.parameters())  # a shared one comes once
     optimizer = _optimizer(job, parameters)
     schedule = torch_schedule(job, optimizer)
     count = training.global_batch // training.microbatch
     records = []
+    evaluations = {}
     for step in range(1, training.steps + 1):
         optimizer.zero_grad()
         total = 0.0
@@ -161,10 +185,12 @@ def train_reference(job: JobSpec) -> ReferenceRun:
                 samples_digest=samples_digest(digests),
             )
         )
+        if evaluation is not None and evaluation.due(step, training.steps):
+            evaluations[step] = _evaluate(job, model, data)
     weights = {
         name: parameter.detach().numpy().copy() for name, parameter in model.weights().items()
     }
-    return ReferenceRun(steps=records, weights=weights)
+    return ReferenceRun(steps=records, evaluations=evaluations, weights=weights)
 
 
 def assert_same_weights(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oobleck.host.tokenfile import DataError
@@ -182,3 +182,37 @@ def test_a_file_that_shrinks_is_an_error_and_no_crash(tmp_path):
     path.unlink()
     with pytest.raises(DataError, match="cannot read"):
         whole(dataset)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    windows=st.integers(10, 400),
+    share=st.floats(0.001, 0.9),
+    seed=st.integers(0, 9),
+    batch=st.integers(1, 17),
+)
+def test_held_out_windows_are_never_trained_on(tmp_path, windows, share, seed, batch):
+    ids = np.arange(2 * windows + 1, dtype=np.uint16)
+    ids.tofile(tmp_path / "a.bin")
+    dataset = Dataset(DataSpec(tokens=f"{tmp_path}/a.bin"), 2, 1 << 16, held_out=share)
+    held_out = [int(row[0]) for row in dataset.held_out_rows(range(dataset.held_out))]
+    assert len(set(held_out)) == len(held_out) == max(1, round(share * windows))
+    trained: list[int] = []
+    epoch = windows - len(held_out)
+    for step in range(1, 2 * epoch // batch + 2):
+        trained += dataset.rows(seed, step, range(batch), batch)[:, 0].tolist()
+    assert not set(trained) & set(held_out)
+    assert sorted(trained[:epoch] + held_out) == list(range(0, 2 * windows, 2))
+
+
+def test_the_split_does_not_depend_on_the_seed_and_is_spread(tmp_path):
+    np.arange(2001, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    spec = DataSpec(tokens=f"{tmp_path}/a.bin")
+    rows = Dataset(spec, 2, 1 << 16, held_out=0.2).held_out_rows(range(200))
+    quarters = np.bincount(rows[:, 0] // 500, minlength=4)
+    assert quarters.min() > 25
+    own = Dataset(spec, 2, 1 << 16, held_out=1.0)
+    assert own.held_out == own.windows == 1000
+    assert sorted(own.held_out_rows(range(1000))[:, 0].tolist()) == list(range(0, 2000, 2))
+    with pytest.raises(DataError, match="too few to hold out a share of"):
+        Dataset(spec, 1500, 1 << 16, held_out=0.5)

@@ -24,6 +24,8 @@ class Layer(nn.Module):
 
 def drop(x: Tensor, rows: RowKeys, layer: int, site: Site, share: float) -> Tensor:
     """x (b, ...) without `share` of its values, the rest scaled up: a function of the samples."""
+    if not rows.training:
+        return x
     keep = keep_mask(rows, layer, site, width=x[0].numel(), dropout=share, device=x.device)
     return x * keep.view(x.shape) / (1.0 - share)
 

@@ -66,7 +66,7 @@ def attend(
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     causal = bool(module.is_causal)
-    if dropout == 0.0:
+    if dropout == 0.0 or not _rows.get().training:
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling)
         return mixed.transpose(1, 2), None
     scores = query.mul(query.shape[-1] ** -0.5 if scaling is None else scaling) @ key.mT

@@ -1,0 +1,68 @@
+"""evaluations.jsonl: one line per evaluation, in step order, exactly once, whatever fails.
+
+Every worker tells of every evaluation before it goes on, so that those of earlier steps are here
+before those of later ones; what comes again is dropped. The file's last whole line says how far it
+goes. It exists from the first evaluation on.
+"""
+
+import math
+import os
+from pathlib import Path
+
+import msgspec
+
+from oobleck.host.messages import EvaluationRecord
+from oobleck.planner.codec import decode
+
+
+class EvaluationLog:
+    def __init__(self, path: Path) -> None:
+        """Cut what is not a whole line off the end of the file, if there is one."""
+        self._path = path
+        #: The newest evaluation on disk.
+        self.last: EvaluationRecord | None = None
+        if path.exists():
+            self._recover()
+
+    def _recover(self) -> None:
+        content = self._path.read_bytes()
+        end = content.rfind(b"\n") + 1
+        if end != len(content):
+            os.truncate(self._path, end)
+        if lines := content[:end].splitlines():
+            self.last = decode(EvaluationRecord, lines[-1])
+
+    def append(self, record: EvaluationRecord) -> bool:
+        """Take `record`; returns whether it is new, and then on disk."""
+        if self.last is not None and record.step <= self.last.step:
+            return False
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._path, "ab", buffering=0) as file:
+            text = line(record)
+            while text:  # a disk that is nearly full takes a part and refuses the rest
+                text = text[file.write(text) :]
+            os.fdatasync(file.fileno())
+        self.last = record
+        return True
+
+
+def line(record: EvaluationRecord) -> bytes:
+    """The text of a record, with what follows from it."""
+    values = {
+        "step": record.step,
+        "loss": record.loss,
+        "perplexity": perplexity(record.loss),
+        "samples": record.samples,
+        "generation": record.generation,
+        "seconds": record.seconds,
+        "time": record.time,
+    }
+    return msgspec.json.encode(values) + b"\n"
+
+
+def perplexity(loss: float | None) -> float | None:
+    """None: not finite."""
+    try:
+        return None if loss is None else math.exp(loss)
+    except OverflowError:
+        return None
