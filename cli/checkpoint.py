@@ -4,6 +4,7 @@ Listing and verifying read the files themselves, on this machine; only taking on
 """
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -79,10 +80,10 @@ def _await_answer(connection: "Master", job_id: str, number: int) -> dict[str, A
 @master_option
 @json_option("A JSON array of checkpoints, newest first.")
 def list_(target: str, master: str, as_json: bool) -> None:
-    """List the checkpoints in PATH (a directory or URL), or those of JOB, newest first.
+    """List the checkpoints in PATH, or of JOB.
 
-    Also what is damaged, and what saves under way or broken off have left; 'verify' looks into
-    the files.
+    PATH is a directory or URL. Newest first; also what is damaged, and what saves under way or
+    broken off have left. 'verify' looks into the files.
     """
     from oobleck.cli import text
     from oobleck.host.checkpoints import list_checkpoints
@@ -113,9 +114,10 @@ def list_(target: str, master: str, as_json: bool) -> None:
 @click.argument("path", metavar="PATH")
 @json_option("A JSON array of the files that are damaged.")
 def verify(path: str, as_json: bool) -> int:
-    """Check every file of a checkpoint, or of all checkpoints in PATH, against its SHA-256.
+    """Check the files against their SHA-256.
 
-    Exit code 1 when one is damaged or lacks, with its name.
+    PATH is a checkpoint, or a place with several, which are all checked. Exit code 1 when a file
+    is damaged or lacks; its name is printed.
     """
     from oobleck.cli import text
     from oobleck.host.checkpoints import verify as verify_files
@@ -135,10 +137,46 @@ def verify(path: str, as_json: bool) -> int:
     return FAILED if bad else 0
 
 
+@checkpoint.command()
+@click.argument("path", metavar="PATH")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="A new directory for config.json and model.safetensors.",
+)
+def export(path: str, output: Path) -> None:
+    """Make a Hugging Face model of a checkpoint.
+
+    transformers' from_pretrained loads it: config.json and safetensors.
+
+    PATH is a checkpoint, or a place with several, of which the newest one counts. Every file is
+    checked against its SHA-256 on the way.
+    """
+    from tqdm import tqdm
+
+    from oobleck.host.export import export as write_model
+    from oobleck.planner.checkpoint import InvalidCheckpoint
+
+    folder, found = _checkpoints(path)[0]
+    layers = len(found.manifest.files)
+    try:
+        with tqdm(total=layers, unit="layer", disable=None, leave=False) as bar:
+            write_model(folder, found, output, on_layer=bar.update)
+    except InvalidCheckpoint as error:
+        raise CommandFailed(f"{found.name}: {error}", FAILED) from error
+    except ValueError as error:
+        raise CommandFailed(f"--output: {error}", USAGE) from error
+    except OSError as error:
+        text = f"cannot write to {output}: {error.strerror or error}"
+        raise CommandFailed(text, FAILED) from error
+    click.echo(f"step {found.manifest.step}  {output}")
+
+
 def _path(target: str, master: str) -> str:
     """The place that `target` names: a path, or the job that writes there."""
-    from pathlib import Path
-
     if "/" in target or Path(target).exists():
         return target
     from oobleck.cli.client import Master
@@ -151,8 +189,10 @@ def _path(target: str, master: str) -> str:
 
 
 def _open(path: str) -> "Folder":
-    from oobleck.host.folder import open_folder
+    from oobleck.host.folder import is_remote, open_folder
 
+    if not is_remote(path) and not Path(path.removeprefix("file://")).is_dir():
+        raise CommandFailed(f"there is no directory {path}", NO_SUCH_THING)
     try:
         return open_folder(path)
     except ValueError as error:

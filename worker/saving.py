@@ -258,11 +258,11 @@ class Saving:
         After a loss nobody tells when that is; the next save sweeps the folder away.
         """
         until = time.monotonic() + _LINGER_S
-        while self._others_done_at is None and time.monotonic() < until:
-            if self._disturbed:
-                return
+        while self._others_done_at is None and time.monotonic() < until and not self._disturbed:
             self._changed.wait(_LONGEST_POLL_S)
             self._changed.clear()
+        if self._disturbed:
+            return
         try:
             self._folder.remove(self.order.name)
         except OSError:

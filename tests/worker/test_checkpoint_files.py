@@ -1,0 +1,263 @@
+"""A checkpoint's files, written in this process, on disk and elsewhere; what is made of them."""
+
+import json
+import secrets
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oobleck.cli.main import oobleck
+from oobleck.host.checkpoints import list_checkpoints, prune, read_layer, sweep, verify
+from oobleck.host.export import export
+from oobleck.host.folder import Folder, open_folder
+from oobleck.host.messages import CheckpointSaved, SaveFailed
+from oobleck.planner.checkpoint import InvalidCheckpoint, folder_name, misfit, step_of, writers
+from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.job import CheckpointSpec, JobSpec
+from oobleck.planner.optimization import OptimizerSpec
+from oobleck.worker.layerfile import moment_names, pack, unpack
+from oobleck.worker.layout import layout
+from oobleck.worker.saving import Order, Saving
+from oobleck.worker.state import ModelState
+from support.plans import plan_of_cuts
+
+A, B = (WorkerId(NodeName(name), 0) for name in "ab")
+
+
+@pytest.fixture(params=["disk", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A local directory, and an fsspec file system that has no rename to speak of."""
+    return str(tmp_path) if request.param == "disk" else f"memory://{secrets.token_hex(4)}/saved"
+
+
+def trained(job: JobSpec) -> ModelState:
+    """All layers, with moments that are no zeros."""
+    state = ModelState(job, torch.device("cpu"))
+    for layer in range(job.model.layer_count):
+        source = torch.Generator().manual_seed(layer)
+        storage = state.initialise(layer).storage
+        storage.add_(torch.rand(storage.shape, generator=source, dtype=storage.dtype))
+    return state
+
+
+def save(job: JobSpec, state: ModelState, step: int, *, absent: tuple[int, ...] = ()) -> list:
+    """What two writers report; of those `absent` only the plan knows."""
+    count = job.model.layer_count
+    shares = ((A, tuple(range(1, count))), (B, (0,)))
+    assert job.checkpoint is not None
+    folder = open_folder(job.checkpoint.path)
+    reports: list[CheckpointSaved | SaveFailed] = []
+    name = folder_name(step, f"meeting {step}")
+    saves = [
+        Saving(
+            Order(
+                job=job,
+                job_id="small-1",
+                step=step,
+                name=name,
+                data="da7a",
+                wish=0,
+                writers=shares,
+                rank=rank,
+            ),
+            folder,
+            {layer: state.snapshot(layer) for layer in shares[rank][1]},
+            report=reports.append,
+            reached=lambda: None,
+        )
+        for rank in range(2)
+        if rank not in absent
+    ]
+    for saving in saves:
+        assert saving.written.wait(20)
+    if absent:
+        saves[0].abandon(disturbed=True)
+    for saving in saves:
+        saving.others_are_done()
+        while saving.busy:
+            pass
+    return reports
+
+
+@pytest.fixture
+def job(make_job, place):
+    return replace(make_job(steps=9), checkpoint=CheckpointSpec(path=place, keep=2))
+
+
+def names(folder: Folder) -> list[str]:
+    return [found.name for found in list_checkpoints(folder).checkpoints]
+
+
+def test_what_two_workers_write_is_one_checkpoint_that_reads_back(job, place):
+    state = trained(job)
+    (saved,) = save(job, state, 3)
+    assert isinstance(saved, CheckpointSaved)
+    assert (saved.step, saved.path) == (3, f"{place}/{folder_name(3, 'meeting 3')}")
+    folder = open_folder(place)
+    (found,) = list_checkpoints(folder).checkpoints
+    here = folder.below(found.name)
+    assert verify(here, found.manifest) == {}
+    assert saved.bytes == found.manifest.bytes
+    assert misfit(found.manifest, job, "da7a") == ""
+    moments = moment_names(job.training.optimizer)
+    for layer, file in enumerate(found.manifest.files):
+        content = read_layer(here, file)
+        back = unpack(content, layout(job.model, layer), moments, torch.float64)
+        assert torch.equal(back, state.storage(layer))
+    assert [name for name in here.names() if name.startswith(("part-", "."))] == []
+
+
+def test_old_checkpoints_go_and_what_is_torn_is_swept_away(job, place):
+    state, folder = trained(job), open_folder(place)
+    for step in (1, 2, 3):
+        save(job, state, step)
+    assert names(folder) == [folder_name(step, f"meeting {step}") for step in (3, 2)]
+    assert save(job, state, 4, absent=(1,)) == [], "a lost writer is no failure of the disk"
+    torn = folder_name(4, "meeting 4")
+    assert list_checkpoints(folder).torn == (torn,)
+    # After a restore the newest is not of the highest step.
+    save(job, state, 1)
+    assert folder_name(1, "meeting 1") in names(folder)
+    assert list_checkpoints(folder).torn == ()
+    prune(folder, keep=1, newest=folder_name(1, "meeting 1"))
+    sweep(folder, under_way="none")
+    assert names(folder) == [folder_name(1, "meeting 1")]
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "lack"])
+def test_a_damaged_file_is_found_and_named(job, place, harm):
+    save(job, trained(job), 3)
+    folder = open_folder(place)
+    (found,) = list_checkpoints(folder).checkpoints
+    here, file = folder.below(found.name), found.manifest.files[2]
+    content = bytearray(here.read(file.name))
+    content[len(content) // 2] ^= 1
+    here.remove(file.name)
+    if harm != "lack":
+        here.write(file.name, [bytes(content if harm == "flip" else content[:-1])])
+    assert list(verify(here, found.manifest)) == [file.name]
+    with pytest.raises(InvalidCheckpoint, match=file.name):
+        read_layer(here, file)
+
+
+def test_a_folder_that_not_all_see_fails_the_save_with_the_node(job, monkeypatch):
+    monkeypatch.setattr("oobleck.worker.saving._SEEN_AFTER_S", 0.05)
+    state = trained(job)
+    shares = ((A, (1, 2, 3, 4)), (B, (0,)))
+    order = Order(
+        job=job,
+        job_id="small-1",
+        step=3,
+        name=folder_name(3, "m"),
+        data="",
+        wish=2,
+        writers=shares,
+        rank=0,
+    )
+    reports: list = []
+    snapshots = {layer: state.snapshot(layer) for layer in shares[0][1]}
+    folder = open_folder(job.checkpoint.path)
+    saving = Saving(order, folder, snapshots, report=reports.append, reached=lambda: None)
+    assert saving.written.wait(20)
+    saving.others_are_done()
+    while saving.busy:
+        pass
+    (failed,) = reports
+    assert "what b/0 wrote there does not appear on a; checkpoint.path must be" in failed.reason
+    assert failed.request == 2
+    assert list_checkpoints(folder).torn == (), "nothing half stays"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [OptimizerSpec(), OptimizerSpec(name="sgd", lr=0.1), OptimizerSpec(name="sgd", momentum=0.9)],
+    ids=["adamw", "sgd", "momentum"],
+)
+def test_a_layer_reads_back_whatever_the_optimizer(make_job, spec):
+    job = make_job(optimizer=spec)
+    state = trained(job)
+    flat, moments = layout(job.model, 1), moment_names(spec)
+    content = b"".join(map(bytes, pack(state.snapshot(1), flat, moments, {"layer": "1"})))
+    assert torch.equal(unpack(content, flat, moments, torch.float64), state.storage(1))
+    with pytest.raises(InvalidCheckpoint, match="holds no"):
+        unpack(content, layout(job.model, 0), moments, torch.float64)
+    with pytest.raises(InvalidCheckpoint, match="no safetensors file"):
+        unpack(content[:20], flat, moments, torch.float64)
+
+
+@given(
+    cuts=st.lists(st.sampled_from([[5], [1, 4], [2, 1, 2], [3, 2]]), min_size=1, max_size=4),
+    sizes=st.lists(st.integers(1, 100), min_size=5, max_size=5),
+)
+def test_each_layer_is_written_once_by_a_holder(cuts, sizes):
+    plan = plan_of_cuts(*((cut, 1) for cut in cuts))
+    chosen = writers(plan, sizes)
+    assert sorted(layer for layers in chosen.values() for layer in layers) == list(range(5))
+    for worker, layers in chosen.items():
+        assert set(layers) <= set(plan.holdings()[worker])
+    if len(cuts) > 1 and all(cut == [5] for cut in cuts):
+        most = max(sum(sizes[layer] for layer in layers) for layers in chosen.values())
+        assert most <= max(max(sizes), -(-sum(sizes) // len(cuts)) + max(sizes))
+
+
+def test_names_of_attempts_at_one_step_differ_and_say_the_step():
+    first, second = folder_name(7, "a"), folder_name(7, "b")
+    assert first != second
+    assert step_of(first) == step_of(second) == 7
+    assert step_of("step-7") is None
+
+
+@pytest.mark.parametrize("file_bytes", [1 << 30, 6000])
+def test_an_export_loads_in_transformers_and_has_the_weights(make_job, tmp_path, file_bytes):
+    path = tmp_path / "saved"
+    spec = CheckpointSpec(path=str(path))
+    job = replace(make_job(steps=9, precision="fp32"), checkpoint=spec)
+    state = trained(job)
+    save(job, state, 3)
+    (found,) = list_checkpoints(open_folder(str(path))).checkpoints
+    written = export(
+        open_folder(f"{path}/{found.name}"), found, tmp_path / "model", file_bytes=file_bytes
+    )
+    assert ("model.safetensors" in written) == (file_bytes > 6000)
+    assert sorted(p.name for p in (tmp_path / "model").iterdir()) == sorted(written)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    token = state.module(0).token.weight.detach().numpy()
+    np.testing.assert_array_equal(model.transformer.wte.weight.detach().numpy(), token)
+
+
+def test_the_command_lists_verifies_and_exports(make_job, tmp_path):
+    path = tmp_path / "saved"
+    job = replace(make_job(steps=9), checkpoint=CheckpointSpec(path=str(path)))
+    for step in (3, 5):
+        save(job, trained(job), step)
+
+    def run(*arguments: str):
+        return CliRunner().invoke(oobleck, ["checkpoint", *arguments], standalone_mode=False)
+
+    listed = json.loads(run("list", str(path), "--json").output)
+    assert [(item["step"], item["state"], item["layers"]) for item in listed] == [
+        (5, "complete", 5),
+        (3, "complete", 5),
+    ]
+    heads, *rows = run("list", str(path)).output.splitlines()
+    assert heads.split() == ["STEP", "SAVED", "SIZE", "NAME"]
+    assert [row.split()[0] for row in rows] == ["5", "3"]
+    assert run("verify", str(path)).return_value == 0
+    victim = Path(listed[0]["path"], "layer-00002.safetensors")
+    victim.write_bytes(victim.read_bytes()[1:])
+    bad = run("verify", listed[0]["path"], "--json")
+    assert bad.return_value == 1
+    assert [item["file"] for item in json.loads(bad.output)] == [victim.name]
+    refused = run("export", str(path), "-o", str(tmp_path / "model"))
+    assert f"{victim.name}: has" in str(refused.exception)
+    assert not (tmp_path / "model").exists(), "nothing half stays"
+    done = run("export", listed[1]["path"], "-o", str(tmp_path / "model"))
+    assert done.output == f"step 3  {tmp_path}/model\n"
+    assert "there is no" in str(run("list", str(tmp_path / "nothing")).exception)
