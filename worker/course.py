@@ -38,6 +38,9 @@ class Course:
         self.mailbox = mailbox
         #: Micro-batches whose tokens are needed, in this order.
         self.loads = [step.microbatch for step in program if isinstance(step, LoadTokens)]
+        backwards = [s.microbatch for s in program if isinstance(s, Backward | BackwardInput)]
+        #: The micro-batch whose backward is the last one; None: there is none.
+        self.last = backwards[-1] if backwards else None
         #: Micro-batches whose backward comes in two parts.
         self.split = frozenset(s.microbatch for s in program if isinstance(s, BackwardWeight))
         self._worker = worker

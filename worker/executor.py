@@ -275,6 +275,7 @@ class Executor:
             split=m in self._course.split,
             adding=self._course.adding(m),
             lowest=self._course.lowest(m),
+            by_layer=m == self._course.last and self._sums.several,
         )
         if self._is_last(instruction):
             self._progress.losses[m] = output.item()

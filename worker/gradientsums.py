@@ -83,6 +83,11 @@ class GradientSums:
         ]
         self._due: dict[int, int] = {}
 
+    @property
+    def several(self) -> bool:
+        """Whether some may start while the backward of others' layers goes on."""
+        return sum(len(bucket.group) > 1 for bucket in self._buckets) > 1
+
     def begin(self, due: Mapping[int, int]) -> None:
         """Begin a step in which each layer of `due` gets so many micro-batches from now on.
 

@@ -1,17 +1,18 @@
 """Running a stage: forward and backward of contiguous layers, micro-batch by micro-batch.
 
-Every layer is a piece of its own for autograd, so that its gradient is complete, and what it kept
-is free, as soon as its own backward is over. With recomputation a layer keeps its input alone, and
-is computed again, with the graph this time, when its backward comes. Owns what a micro-batch keeps
-between its forward and its backward, and notes in the state which micro-batches a layer's gradient
-has. Knows nothing of peers, orders or steps: the executor says which micro-batch and hands tensors
-in and out. Any order of forwards and backwards is right, as long as a micro-batch's forward comes
-first and, where its backward is split, the input's gradient before the weights'.
+Where a layer's gradient is wanted before those of the layers below it, every layer is a piece of
+its own for autograd; otherwise layers in a row are one piece. With recomputation a layer keeps its
+input alone, and is computed again, with the graph this time, when its backward comes. Owns what a
+micro-batch keeps between its forward and its backward, and notes in the state which micro-batches
+a layer's gradient has. Knows nothing of peers, orders or steps: the executor says which micro-batch
+and hands tensors in and out. Any order of forwards and backwards is right, as long as a
+micro-batch's forward comes first and, where its backward is split, the input's gradient before the
+weights'.
 """
 
 from collections import deque
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -35,26 +36,39 @@ class _Every:
 EVERY_LAYER: Container[int] = _Every()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Segment:
-    """One layer of a micro-batch between forward and backward."""
+    """A layer of a micro-batch, or several in a row, between forward and backward."""
 
-    layer: int
-    #: What the gradient is wanted of: the layer's input; None where nobody wants it.
-    leaf: Tensor | None
-    #: With its graph, or what makes it with its graph.
-    output: Tensor | Callable[[], Tensor]
-    #: Whether the layer's gradient is to get the micro-batch's.
-    adds: bool
-    #: Where its backward is split, what collects the weight gradients that are left for later.
-    deferred: DeferredGradients | None
+    def __init__(self, *, leaf: Tensor | None, adds: bool) -> None:
+        """`leaf`: what the gradient is wanted of, the input; None where nobody wants it. `adds`:
+        whether the layers' gradients are to get the micro-batch's."""
+        self._leaf = leaf
+        self.adds = adds
+        self.layers: list[int] = []
+        #: Where its backward is split: what collects each layer's weight gradients for later.
+        self.deferred: list[DeferredGradients] = []
+        #: With its graph, or what makes it with its graph.
+        self._output: Tensor | Callable[[], Tensor] | None = None
+
+    def append(
+        self,
+        layer: int,
+        output: Tensor | Callable[[], Tensor],
+        deferred: DeferredGradients | None,
+    ) -> None:
+        self.layers.append(layer)
+        self._output = output
+        if deferred is not None:
+            self.deferred.append(deferred)
 
     def backward(self, gradient: Tensor | None) -> Tensor | None:
         """From the gradient of the output to that of the input, adding the weights' or not."""
-        leaf = self.leaf
+        leaf, output = self._leaf, self._output
+        assert output is not None, "a segment has a layer"
         if leaf is None and not self.adds:
             return None
-        output = self.output if isinstance(self.output, Tensor) else self.output()
+        if not isinstance(output, Tensor):
+            output = output()
         if self.adds or leaf is None:
             torch.autograd.backward(output, gradient)
             return None if leaf is None else leaf.grad
@@ -115,6 +129,7 @@ class StageRunner:
         split: bool = False,
         adding: Container[int] = EVERY_LAYER,
         lowest: int = 0,
+        by_layer: bool = True,
     ) -> Tensor:
         """The stage's output for `x`; on the last stage, which needs `targets`, the mean loss.
 
@@ -122,26 +137,31 @@ class StageRunner:
         The result is cut off from autograd: it may be sent as it is. `split`: its backward will
         come as `backward_input` and `backward_weight`, and not as `backward`. `adding`: the layers
         whose gradients are to get the micro-batch's; `lowest`: the lowest of those in the whole
-        model, below which there is no backward.
+        model, below which there is no backward. `by_layer`: each layer's gradient is complete, and
+        told of, right after its own backward; otherwise all are after that of the stage, which is
+        faster by what autograd spends between layers.
         """
         if self.last and targets is None:
             raise ValueError("the last stage needs targets")
         segments: list[_Segment] = []
         recompute = self._job.training.recompute == "layer"
+        by_layer = by_layer or recompute
         for layer in self._layers:
             wanted = layer >= lowest
             adds = wanted and layer in adding
             deferred = DeferredGradients() if split and adds else None
-            leaf = x.detach().requires_grad_() if layer > lowest else None
+            before = segments[-1] if segments and not by_layer else None
+            joins = before is not None and before.adds == adds
+            leaf = x.detach().requires_grad_() if layer > lowest and not joins else None
             graph = wanted and not recompute
             run = partial(self._run, layer, x if leaf is None else leaf, rows, targets, deferred)
             with self._timeline.span("layer", layer), torch.set_grad_enabled(graph):
                 x = run()
-            if wanted:
-                output = run if recompute else x
-                segments.append(
-                    _Segment(layer=layer, leaf=leaf, output=output, adds=adds, deferred=deferred)
-                )
+            if not wanted:
+                continue
+            if before is None or not joins:
+                segments.append(_Segment(leaf=leaf, adds=adds))
+            segments[-1].append(layer, run if recompute else x, deferred)
         if segments:
             self._in_flight[microbatch] = segments
         return x.detach()
@@ -172,17 +192,22 @@ class StageRunner:
         where nobody wants it, as on the first stage.
         """
         segments = self._in_flight.pop(microbatch)
-        assert all(s.deferred is None for s in segments), (
+        assert not any(s.deferred for s in segments), (
             "its forward was told that the backward would be split"
         )
         while segments:
             segment = segments.pop()
-            with self._timeline.span("layer", segment.layer):
+            with self._span(segment):
                 gradient = segment.backward(gradient)
-            if segment.adds:
-                self._state.note_added(segment.layer, microbatch)
-                self._on_added(segment.layer)
+            for layer in reversed(segment.layers if segment.adds else []):
+                self._state.note_added(layer, microbatch)
+                self._on_added(layer)
         return gradient
+
+    def _span(self, segment: _Segment) -> AbstractContextManager[None]:
+        first, last = segment.layers[0], segment.layers[-1]
+        name = "layer" if first == last else f"layers {first} to"
+        return self._timeline.span(name, last)
 
     def backward_input(self, microbatch: int, gradient: Tensor | None = None) -> Tensor | None:
         """As `backward`, but most of the weights' gradients are left to `backward_weight`.
@@ -190,16 +215,17 @@ class StageRunner:
         Until then the inputs of the linear layers and the gradients of their outputs are kept.
         """
         segments = self._in_flight.pop(microbatch)
-        assert all(s.deferred is not None for s in segments if s.adds), (
+        assert all(s.deferred for s in segments if s.adds), (
             "its forward was not told that the backward is split"
         )
         self._deferred[microbatch] = deque()
         while segments:
             segment = segments.pop()
-            with self._timeline.span("layer", segment.layer):
+            with self._span(segment):
                 gradient = segment.backward(gradient)
-            if segment.deferred is not None:
-                self._deferred[microbatch].append((segment.layer, segment.deferred))
+            if segment.deferred:
+                pairs = zip(segment.layers, segment.deferred, strict=True)
+                self._deferred[microbatch].extend(reversed(list(pairs)))
         return gradient
 
     def backward_weight(self, microbatch: int) -> None:

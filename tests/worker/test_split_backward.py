@@ -38,13 +38,14 @@ class Bench:
             for _ in MICROBATCHES
         ]
 
-    def forward(self, m: int, *, split: bool) -> torch.Tensor:
+    def forward(self, m: int, *, split: bool, by_layer: bool = True) -> torch.Tensor:
         return self.stage.forward(
             m,
             self.tokens[m] if self.stage.first else self.hidden[m],
             RowKeys(seed=0, step=1, positions=(2 * m, 2 * m + 1)),
             self.tokens[m].flip(1) if self.stage.last else None,
             split=split,
+            by_layer=by_layer,
         )
 
     def gradient(self, m: int) -> torch.Tensor | None:
@@ -99,6 +100,31 @@ def test_both_parts_make_what_the_fused_backward_makes(make_job, layers, tied, p
     assert expected.keys() == made.keys()
     for name, gradient in expected.items():
         assert gradient.abs().max() > 0
+        assert torch.equal(gradient, made[name]), name
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("layers", [range(3), range(1, 4), range(2, 5), range(5)])
+def test_layers_in_one_piece_make_what_single_ones_make(make_job, layers, split):
+    job = make_job(dropout=0.1)
+    single, joined = Bench(job, layers), Bench(job, layers)
+    added: list[int] = []
+    joined.stage = StageRunner(joined.state, layers, job, CPU, added.append)
+    for m in MICROBATCHES:
+        found = joined.forward(m, split=split, by_layer=False)
+        assert torch.equal(single.forward(m, split=split), found)
+    for m in MICROBATCHES:
+        inputs = []
+        for bench in (single, joined):
+            run = bench.stage.backward_input if split else bench.stage.backward
+            inputs.append(run(m, bench.gradient(m)))
+            if split:
+                bench.stage.backward_weight(m)
+        assert (inputs[0] is None) == (inputs[1] is None) == single.stage.first
+        assert inputs[0] is None or torch.equal(*inputs)
+        assert added == [*reversed(layers)] * (m + 1)
+    expected, made = single.gradients(), joined.gradients()
+    for name, gradient in expected.items():
         assert torch.equal(gradient, made[name]), name
 
 
