@@ -1,0 +1,26 @@
+"""The C library's heap, set to keep what is freed.
+
+A training step takes and frees the same memory again and again. By default glibc gives freed
+memory back to the kernel as soon as the top of the heap, or a single large block, is free, and the
+next micro-batch pays for every page of it again: tens of thousands of page faults in a step of a
+small model. What a worker has needed once, it needs in the next step.
+"""
+
+import ctypes
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+#: The most that glibc takes; larger blocks are mapped and unmapped one by one.
+_LARGEST_KEPT = 32 << 20
+_NEVER_TRIM = (1 << 31) - 1
+
+
+def keep_freed_memory() -> bool:
+    """For this process and its forks; False where the C library has no such setting."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT) and mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIM)
+    )
