@@ -1,6 +1,10 @@
 """`oobleck data`, and what `oobleck submit` says of data that does not fit."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +61,24 @@ def test_prepare_and_inspect(folder):
     assert sorted(path.name for path in folder.iterdir()) == [
         *("a.txt", "out.bin", "out.bin.json", "t.json")
     ]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_prepare_that_is_interrupted_leaves_nothing(tmp_path, signum):
+    with open(tmp_path / "endless.txt", "wb") as file:
+        file.truncate(1 << 40)
+    command = [sys.executable, "-m", "oobleck.cli.main", "data", "prepare"]
+    child = subprocess.Popen(
+        [*command, str(tmp_path / "endless.txt"), "-o", str(tmp_path / "out.bin")]
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".out.bin*")):
+        assert time.monotonic() < deadline
+        assert child.poll() is None
+        time.sleep(0.01)
+    child.send_signal(signum)
+    assert child.wait(60) == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["endless.txt"]
 
 
 def submitted(folder: Path, data: str, vocabulary: int) -> str:
