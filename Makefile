@@ -24,6 +24,7 @@ test: setup
 bench: setup
 	$(BIN)/python -m bench.recovery
 	$(BIN)/python -m bench.throughput
+	$(BIN)/python -m bench.overhead
 
 # mypy reads the packages through a tree of links, since it does not follow editable installs.
 build/links:

@@ -137,14 +137,23 @@ class LocalCluster:
 
     # ---- the operator's verbs
 
-    def oobleck(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def timeline(self, job_id: str, path: Path, steps: int) -> list[Record]:
+        """The events of a timeline of that many steps to come, written to `path`."""
+        arguments = ("--timeline", str(path), "--job", job_id, "--steps", str(steps))
+        self.oobleck("profile", *arguments, timeout_s=600)
+        events: list[Record] = json.loads(path.read_text())["traceEvents"]
+        return events
+
+    def oobleck(
+        self, *arguments: str, check: bool = True, timeout_s: float = 60
+    ) -> subprocess.CompletedProcess[str]:
         """Run `oobleck VERB ...` against this cluster."""
         done = subprocess.run(
             [str(BIN / "oobleck"), *arguments],
             env={**os.environ, "OOBLECK_MASTER": self.address},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=timeout_s,
         )
         if check and done.returncode != 0:
             raise ClusterError(f"oobleck {' '.join(arguments)}: {done.stderr.strip()}")
