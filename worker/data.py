@@ -97,8 +97,11 @@ class Dataset:
                 f"out a share of {held_out} and train on the others; give more text or lower "
                 "model.sequence_length"
             )
-        #: 32 bytes, equal on nodes with equal data.
+        #: 32 bytes, equal on nodes with equal data, of which they train on the same windows.
         self.fingerprint = self._corpus.fingerprint
+        if self.held_out:
+            split = self.fingerprint + self.held_out.to_bytes(8, "little")
+            self.fingerprint = hashlib.sha256(split).digest()
 
     def rows(self, seed: int, step: int, positions: Sequence[int], global_batch: int) -> Tokens:
         """The rows (n, sequence_length + 1) of step `step` (from 1) at `positions` of its batch."""

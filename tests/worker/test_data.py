@@ -211,6 +211,8 @@ def test_the_split_does_not_depend_on_the_seed_and_is_spread(tmp_path):
     rows = Dataset(spec, 2, 1 << 16, held_out=0.2).held_out_rows(range(200))
     quarters = np.bincount(rows[:, 0] // 500, minlength=4)
     assert quarters.min() > 25
+    prints = [Dataset(spec, 2, 1 << 16, held_out=share).fingerprint for share in (0, 0.1, 0.2)]
+    assert len(set(prints)) == 3  # a checkpoint of one split does not fit another one
     own = Dataset(spec, 2, 1 << 16, held_out=1.0)
     assert own.held_out == own.windows == 1000
     assert sorted(own.held_out_rows(range(1000))[:, 0].tolist()) == list(range(0, 2000, 2))

@@ -7,7 +7,7 @@ import pytest
 
 from oobleck.host.messages import FaultRule
 from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job import DataSpec, EvaluationSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.optimization import OptimizerSpec
 from oobleck.planner.plan import Schedule
 from oobleck.worker.output import read_output
@@ -30,6 +30,7 @@ def make_job(model: ModelSpec, output: Path, precision: str = "fp64") -> JobSpec
             precision=precision,  # type: ignore[arg-type]
             optimizer=OptimizerSpec(lr=1e-2),
         ),
+        evaluation=EvaluationSpec(every=2, fraction=0.05, samples=5),
         output=str(output),
     )
 
@@ -76,6 +77,10 @@ def test_trains_as_the_whole_model_does(
     assert list(cluster.losses().values()) == pytest.approx(
         [step.loss for step in reference.steps], rel=within
     )
+    assert reference.evaluations == {
+        step: pytest.approx(records[0].loss, rel=within)
+        for step, records in cluster.evaluations.items()
+    }
     digests = {step.step: step.samples_digest for step in reference.steps}
     found = {step: records[0].samples_digest for step, records in cluster.records.items()}
     assert found == digests
