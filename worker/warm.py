@@ -17,6 +17,9 @@ import socket
 import sys
 from typing import NoReturn
 
+# The first backward from a given gradient imports this, at half a second of each worker's time.
+import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
 from oobleck.host import log as host_log
 from oobleck.host.channel import Channel
 from oobleck.host.messages import (
