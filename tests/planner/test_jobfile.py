@@ -84,6 +84,22 @@ def refusal(text: str, *overrides: str) -> str:
         ("steps: 200", "steps:", "job.yaml:5: training.steps must be an integer, not empty"),
         ("steps: 200", "steps: [1]", "job.yaml:5: training.steps must be an integer, not a list"),
         ("steps: 200", "steps: 9223372036854775808", "job.yaml:5: training.steps is too large"),
+        (
+            "fault_tolerance: 1",
+            "checkpoint: {path: saved, every: 0}",
+            "checkpoint.every: 0 is too small; it must be at least 1",
+        ),
+        (
+            "fault_tolerance: 1",
+            "checkpoint: {path: saved, resume: maybe}",
+            "checkpoint.resume must be auto or never or require, not the text",
+        ),
+        (
+            "fault_tolerance: 1",
+            "checkpoint: {pth: saved}",
+            "unknown key 'pth' in checkpoint; did you mean 'path'?",
+        ),
+        ("fault_tolerance: 1", "checkpoint: {path: ' '}", "checkpoint.path: is empty; give a dir"),
         ("steps: 200", "steps: 0", "job.yaml:5: training.steps: 0 is too small"),
         ("lr: 3e-4", "lr: fast", "job.yaml:8: training.optimizer.lr must be a number, not the"),
         ("lr: 3e-4", "lr: 1e999", "job.yaml:8: 1e999 is too large"),
