@@ -27,6 +27,7 @@ from oobleck.host.messages import (
     LinkMeasured,
     Measure,
     Measured,
+    MemoryUse,
     PeerLost,
     PhaseReached,
     Ready,
@@ -207,6 +208,7 @@ class Worker:
     #: Newest generation that it has entered, its transfers done.
     entered: Generation = NO_GENERATION
     committed_step: int | None = None
+    memory: MemoryUse | None = None
     finished: bool = False
     #: Newest attempt at a measurement that was handed to it, and what came of it; until its plan.
     measure_sent: int = 0
@@ -367,8 +369,9 @@ class NodeState:
                 worker.entered, worker.finished = generation, False
             case PhaseReached(committed_step=int(step)):
                 worker.committed_step = step
-            case Committed(record=record):
+            case Committed(record=record, memory=memory):
                 worker.committed_step = record.step
+                worker.memory = memory or worker.memory
             case Evaluated():
                 worker.evaluated.append(message)
             case Failed():

@@ -381,6 +381,8 @@ class Supervisor:
                     generation=worker.entered,
                     committed_step=-1 if worker.committed_step is None else worker.committed_step,
                     finished=worker.finished,
+                    peak_memory_bytes=worker.memory.peak_bytes if worker.memory else 0,
+                    base_memory_bytes=worker.memory.base_bytes if worker.memory else 0,
                 )
                 for worker in self._state.serving()
             ),

@@ -182,8 +182,18 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     skipped: bool = False
 
 
+class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one worker on its device."""
+
+    #: Most at a time since its generation began.
+    peak_bytes: int
+    #: Of that, what it had before it held any layer.
+    base_bytes: int
+
+
 class Committed(msgspec.Struct, frozen=True, kw_only=True, tag="committed"):
     record: StepRecord
+    memory: MemoryUse | None = None
 
 
 class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):

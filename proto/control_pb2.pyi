@@ -111,7 +111,7 @@ class NodeStatus(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("slot", "incarnation", "pid", "store", "generation", "committed_step", "finished", "data")
+    __slots__ = ("slot", "incarnation", "pid", "store", "generation", "committed_step", "finished", "data", "peak_memory_bytes", "base_memory_bytes")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +120,8 @@ class WorkerStatus(_message.Message):
     COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BASE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     slot: int
     incarnation: str
     pid: int
@@ -128,7 +130,9 @@ class WorkerStatus(_message.Message):
     committed_step: int
     finished: bool
     data: str
-    def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., store: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., finished: _Optional[bool] = ..., data: _Optional[str] = ...) -> None: ...
+    peak_memory_bytes: int
+    base_memory_bytes: int
+    def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., store: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., finished: _Optional[bool] = ..., data: _Optional[str] = ..., peak_memory_bytes: _Optional[int] = ..., base_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
     __slots__ = ("job_id", "slot", "incarnation", "generation", "exited", "phase", "peer_lost", "failed", "measured", "link_measured", "checkpoint_saved", "save_failed", "restored", "evaluated")

@@ -193,6 +193,8 @@ def worker_status_message(worker: WorkerStatus) -> pb.WorkerStatus:
         generation=worker.generation,
         committed_step=worker.committed_step,
         finished=worker.finished,
+        peak_memory_bytes=worker.peak_memory_bytes,
+        base_memory_bytes=worker.base_memory_bytes,
     )
 
 
@@ -206,6 +208,8 @@ def _read_worker_status(message: pb.WorkerStatus) -> WorkerStatus:
         generation=Generation(message.generation),
         committed_step=_at_least(message.committed_step, -1, "committed_step"),
         finished=message.finished,
+        peak_memory_bytes=message.peak_memory_bytes,
+        base_memory_bytes=message.base_memory_bytes,
     )
 
 

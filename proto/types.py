@@ -56,6 +56,10 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     #: -1: none.
     committed_step: int = -1
     finished: bool = False
+    #: Most memory of its device since its generation began, and what of it was there before it
+    #: held any layer; 0: not known.
+    peak_memory_bytes: int = 0
+    base_memory_bytes: int = 0
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):

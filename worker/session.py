@@ -50,6 +50,7 @@ from oobleck.worker.heldout import HeldOut
 from oobleck.worker.layout import layer_sizes
 from oobleck.worker.measuring import Measuring
 from oobleck.worker.membership import Membership
+from oobleck.worker.memory import MemoryMeter
 from oobleck.worker.models import check_weights
 from oobleck.worker.output import OutputError, check_writable, write_layers, write_manifest
 from oobleck.worker.prefetch import Prefetcher
@@ -98,6 +99,7 @@ class Session:
         #: Of all that must be the same on every node.
         self._inputs = _inputs(data, check_weights(model))
         self._prefetcher = Prefetcher(self._dataset, launch.job.training)
+        self._memory = MemoryMeter(self._device)
         self._state = ModelState(launch.job, self._device)
         self._progress = Progress()
         self._timeline = Timeline()
@@ -230,6 +232,7 @@ class Session:
         """
         transport = membership.transport
         self._saver.enter(assign, self._progress)
+        self._memory.restart()
         executor = self._executor = Executor(
             job=self._job,
             plan=assign.plan,
@@ -257,7 +260,7 @@ class Session:
             with self._timeline.first_step():
                 record, switch_to = executor.run_step(self._progress.committed + 1, redo)
             redo = None
-            self._control.report(Committed(record=record))
+            self._control.report(Committed(record=record, memory=self._memory.read()))
             if switch_to is not None:
                 return self._control.boundary(switch_to)
         self._finish(assign, transport)

@@ -23,6 +23,9 @@ from oobleck.worker.layout import Layout, empty_module, layout, point_parameters
 from oobleck.worker.models import Layer, initialise_parameters
 from oobleck.worker.optimizer import Slice, update
 
+#: Numbers of a gradient whose norm is taken at once.
+_NORM_PIECE = 1 << 18
+
 
 class StateError(InvariantViolation):
     """A layer is not in the state that the caller relies on."""
@@ -256,9 +259,14 @@ class ModelState:
         self.layers[part.layer].reduced[part] = reduced
 
     def squared_norm(self, parts: Iterable[LayerPart]) -> float:
-        """Sum of the squares of the reduced gradients of `parts`, in float64."""
+        """Sum of the squares of the reduced gradients of `parts`, in float64.
+
+        In pieces: a norm in another type than its tensor's makes a copy in that type first.
+        """
         norms = [
-            torch.linalg.vector_norm(self.reduced_part(part), dtype=torch.float64) for part in parts
+            torch.linalg.vector_norm(piece, dtype=torch.float64)
+            for part in parts
+            for piece in torch.split(self.reduced_part(part), _NORM_PIECE)
         ]
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 

@@ -9,6 +9,7 @@ it.
 
 import contextlib
 import gc
+import importlib
 import logging
 import os
 import select
@@ -39,6 +40,11 @@ from oobleck.worker.heap import keep_freed_memory
 from oobleck.worker.models import registry
 
 log = logging.getLogger(__name__)
+
+
+def load_backward() -> None:
+    """Import what torch's first backward imports: half a second and 40 MB in every worker else."""
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
 def keep_pages() -> None:
@@ -158,6 +164,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     agent = socket.socket(fileno=os.dup(0))
     keep_freed_memory()
+    load_backward()
     keep_pages()
     with contextlib.suppress(BrokenPipeError):  # the agent ended while it was being told something
         WarmProcess(agent).serve()

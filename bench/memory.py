@@ -1,0 +1,166 @@
+"""Predicted and measured peak memory of workers, on several shapes.
+
+    python -m bench.memory [--only NAME;...] [--steps N] [--json FILE]
+
+Predicted: what `oobleck plan` says of each stage, by a profile measured as before a job, and by the
+estimate. Measured: what real workers report after some steps: the most memory of their
+own (pages without a file behind them), less what they had before the first layer. Only proportions
+to the state tell something, so the models are large enough for state of 100 to 400 MB per worker.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.engine import ENDLESS, engine, plan_of
+from oobleck.host.messages import Committed, MemoryUse
+from oobleck.planner.compile import compile_programs
+from oobleck.planner.estimate import estimate_profile
+from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.measurement import assemble_profile
+from oobleck.planner.optimization import OptimizerSpec
+from oobleck.planner.plan import Plan
+from oobleck.planner.profile import Profile
+from oobleck.planner.simulate import simulate
+from oobleck.worker.measure import measure_layers
+
+TEXT = str(Path(__file__).resolve().parents[1] / "LICENSE")
+#: Far above what any of the plans takes: the profile's limit plays no part here.
+_MEMORY = 1 << 40
+MOMENTUM = OptimizerSpec(name="sgd", lr=0.01, momentum=0.9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    name: str
+    job: JobSpec
+    #: Layers per stage, pipeline by pipeline, and micro-batches of each pipeline.
+    cuts: list[list[int]]
+    shares: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One worker; bytes."""
+
+    case: str
+    worker: str
+    predicted: int
+    estimated: int
+    measured: int
+    base: int
+
+
+def job(**training: Any) -> JobSpec:
+    values = {"steps": ENDLESS, "global_batch": 4, "microbatch": 1, **training}
+    return JobSpec(
+        name="memory",
+        model=ModelSpec(layers=4, hidden=512, heads=8, sequence_length=256, vocabulary=8192),
+        data=DataSpec(text=(TEXT,)),
+        training=TrainingSpec(**values),
+        fault_tolerance=0,
+    )
+
+
+CASES = [
+    Case(name="1 worker", job=job(), cuts=[[6]], shares=[4]),
+    Case(name="1 worker, recompute", job=job(recompute="layer"), cuts=[[6]], shares=[4]),
+    Case(name="1 worker, bf16", job=job(precision="bf16"), cuts=[[6]], shares=[4]),
+    Case(name="1 worker, momentum", job=job(optimizer=MOMENTUM), cuts=[[6]], shares=[4]),
+    Case(name="2 replicas", job=job(), cuts=[[6], [6]], shares=[2, 2]),
+    Case(name="2 stages", job=job(), cuts=[[3, 3]], shares=[4]),
+    Case(name="2 stages, recompute", job=job(recompute="layer"), cuts=[[3, 3]], shares=[4]),
+    Case(name="2 stages x 2", job=job(), cuts=[[3, 3], [3, 3]], shares=[2, 2]),
+    Case(
+        name="2 stages x 2, bf16, recompute",
+        job=job(precision="bf16", recompute="layer"),
+        cuts=[[3, 3], [3, 3]],
+        shares=[2, 2],
+    ),
+]
+
+
+def predicted(plan: Plan, profile: Profile) -> dict[str, int]:
+    programs = compile_programs(plan, tied=True)
+    peaks = simulate(programs, profile, plan=plan).peak_bytes
+    return {str(worker): peak for worker, peak in peaks.items()}
+
+
+def measured_profile(job: JobSpec) -> Profile:
+    found = measure_layers(job, torch.device("cpu"), "cpu", lambda: None)
+    return assemble_profile(job, [found], [], gpus_per_node=1, memory_bytes=_MEMORY)[0]
+
+
+def run(case: Case, steps: int, warm: Any) -> dict[str, MemoryUse]:
+    plan = plan_of(case.cuts, case.shares)
+    with engine().Director(warm, case.job) as cluster:
+        cluster.start(*(worker.node for worker in plan.workers))
+        cluster.assign(plan)
+        for step in range(1, steps + 1):  # each wait has its own limit of time
+            cluster.wait(lambda step=step: step in cluster.records, f"step {step}")
+        found = {}
+        for worker in plan.workers:
+            said = cluster.said(worker, Committed)
+            assert said, f"{worker} has committed nothing"
+            found[str(worker)] = said[-1].memory
+        return found
+
+
+def rows(case: Case, steps: int, warm: Any) -> Iterator[Row]:
+    plan = plan_of(case.cuts, case.shares)
+    guess = estimate_profile(case.job, gpus_per_node=1, memory_per_worker_bytes=_MEMORY)
+    expected, estimated = predicted(plan, measured_profile(case.job)), predicted(plan, guess)
+    for worker, memory in run(case, steps, warm).items():
+        yield Row(
+            case=case.name,
+            worker=worker,
+            predicted=expected[worker],
+            estimated=estimated[worker],
+            measured=memory.peak_bytes - memory.base_bytes,
+            base=memory.base_bytes,
+        )
+
+
+def show(row: Row) -> str:
+    sizes = (row.measured, row.predicted, row.estimated, row.base)
+    measured, expected, estimated, base = (f"{size / 1e6:>9.0f}" for size in sizes)
+    off, guess_off = (
+        f"{value / row.measured - 1:>+7.1%}" for value in (row.predicted, row.estimated)
+    )
+    return f"{row.case:<30} {row.worker:<6}{measured}{expected} {off}{estimated} {guess_off}{base}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", help="names of cases, separated by semicolons")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    wanted = arguments.only.split(";") if arguments.only else [case.name for case in CASES]
+    if unknown := set(wanted) - {case.name for case in CASES}:
+        sys.exit(f"no case is called {', '.join(unknown)}; there are {[c.name for c in CASES]}")
+    torch.set_num_threads(1)
+    found = []
+    print(
+        f"{'MB':<30} {'worker':<6}{'measured':>9}{'predicted':>9} {'':>7}{'estimate':>9} {'':>7}"
+        f"{'base':>9}"
+    )
+    with engine().WarmWorkers() as warm:
+        for case in CASES:
+            if case.name in wanted:
+                for row in rows(case, arguments.steps, warm):
+                    print(show(row), flush=True)
+                    found.append(row)
+    if arguments.json:
+        content = [{name: getattr(row, name) for name in Row.__dataclass_fields__} for row in found]
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
