@@ -20,6 +20,7 @@ from oobleck.agent.reconcile import (
     decide,
 )
 from oobleck.agent.state import (
+    KEPT_EVALUATIONS,
     Assigned,
     ChannelClosed,
     Desired,
@@ -43,6 +44,8 @@ from oobleck.agent.state import (
 )
 from oobleck.host.messages import (
     CheckpointSaved,
+    Evaluated,
+    EvaluationRecord,
     Failed,
     FaultRule,
     Measure,
@@ -149,6 +152,21 @@ def test_the_last_words_on_checkpoints_are_kept() -> None:
     for message in (saved[0], failed, saved[1]):
         node.after(WorkerSaid(incarnation=A, message=message))
     assert node.state.workers[A].checkpoints == (failed, saved[1])
+
+
+def test_the_last_evaluations_are_kept_for_sessions_to_come() -> None:
+    node = Node().with_worker()
+    told = [
+        Evaluated(
+            record=EvaluationRecord(
+                step=step, loss=1.0, samples=8, generation=Generation(1), seconds=0.1, time=1.0
+            )
+        )
+        for step in range(1, KEPT_EVALUATIONS + 3)
+    ]
+    for message in told:
+        assert node.after(WorkerSaid(incarnation=A, message=message)) == ()
+    assert list(node.state.workers[A].evaluated) == told[2:]
 
 
 def test_each_attempt_at_measuring_goes_to_a_ready_worker_once() -> None:

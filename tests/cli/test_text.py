@@ -91,6 +91,14 @@ def test_status_of_a_job_draws_its_pipelines() -> None:
     assert "can lose" not in text.job_text(job(state="succeeded"))
 
 
+def test_the_newest_evaluation_is_shown() -> None:
+    evaluation = pb.Evaluation(step=50, loss=2.5, samples=8)
+    assert "held out    2.5000 (step 50)" in text.job_text(job(evaluation=evaluation))
+    assert "  held out 2.5000 (step 50)  " in progress_line(job(evaluation=evaluation))
+    evaluation.ClearField("loss")
+    assert "held out    not finite (step 50)" in text.job_text(job(evaluation=evaluation))
+
+
 def test_progress_line() -> None:
     assert progress_line(job()) == (
         "running  step 57/200  loss 2.3457  12,346 tokens/s  2 nodes (2)  generation 3  "

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import grpc
 
-from oobleck.host.messages import PeerLost, PhaseReached, StepRecord
+from oobleck.host.messages import Evaluated, PeerLost, PhaseReached, StepRecord
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
@@ -207,7 +207,7 @@ class FakeAgent:
         )
         self.tell()
 
-    def report(self, generation: int, what: PhaseReached | PeerLost) -> None:
+    def report(self, generation: int, what: PhaseReached | PeerLost | Evaluated) -> None:
         job_id = self.status.job_id
         assert job_id is not None
         report = WorkerReport(

@@ -13,9 +13,21 @@ import pytest
 from fake_agent import FakeAgent, MasterProcess, master, operator
 from scenario import job_spec, record
 
+from oobleck.host.messages import Evaluated, EvaluationRecord
+from oobleck.planner.ids import Generation
 from oobleck.planner.jobfile import format_job
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
+
+
+def evaluated(step: int, loss: float | None) -> Evaluated:
+    """The generation goes with the report."""
+    nobody = Generation(0)
+    return Evaluated(
+        record=EvaluationRecord(
+            step=step, loss=loss, samples=8, generation=nobody, seconds=0.1, time=1.0
+        )
+    )
 
 
 def job_text(steps: int = 20) -> str:
@@ -88,10 +100,12 @@ def test_a_node_is_lost_and_the_master_killed_and_the_job_ends_well(tmp_path: Pa
         assert rendezvous.store == "127.0.0.1:4001"
         assert rendezvous == agents[0].assignments[-1].rendezvous
 
+        agents[0].report(1, evaluated(2, 3.5))
         agents[0].records(job_id, record(1, 1, 1.0), record(2, 1, 2.0))
         await all_of(agents, lambda a: a.acks.get(job_id) == 2)
         status = await state_of(control, job_id, "running")
         assert (status.committed_step, status.generation, status.can_lose) == (2, 1, 1)
+        assert (status.evaluation.step, status.evaluation.loss) == (2, 3.5)
 
         await agents[2].disconnect()
         agents[3].lost_peer(1)
@@ -119,6 +133,11 @@ def test_a_node_is_lost_and_the_master_killed_and_the_job_ends_well(tmp_path: Pa
             await agent.connect(address)
         async with operator(address) as control:
             await all_of(survivors, lambda a: a.acks.get(job_id) == 3)
+            status = await state_of(control, job_id, "running")
+            assert status.evaluation.step == 2  # from the file
+            for agent in survivors:  # and told again, as to every new session
+                agent.report(1, evaluated(2, 3.5))
+                agent.report(2, evaluated(4, None))
             # All agents tell all records, in no order, and again.
             told = [(agent, step) for agent in survivors for step in range(2, 21)]
             random.shuffle(told)
@@ -129,7 +148,8 @@ def test_a_node_is_lost_and_the_master_killed_and_the_job_ends_well(tmp_path: Pa
             assert [agent.planned for agent in survivors] == [2, 2, 2]
             for agent in survivors:
                 agent.workers(2, finished=True)
-            await state_of(control, job_id, "succeeded")
+            status = await state_of(control, job_id, "succeeded")
+            assert (status.evaluation.step, status.evaluation.HasField("loss")) == (4, False)
             await all_of(survivors, lambda a: a.assignments[-1].job_id is None)
 
     async def test() -> None:
@@ -149,6 +169,11 @@ def test_a_node_is_lost_and_the_master_killed_and_the_job_ends_well(tmp_path: Pa
                 "node_lost",
                 "reconfigured",
                 "succeeded",
+            ]
+            evaluations = lines(state, job_id, "evaluations.jsonl")
+            assert [(line["step"], line["loss"], line["generation"]) for line in evaluations] == [
+                (2, 3.5, 1),
+                (4, None, 2),
             ]
             metrics = lines(state, job_id, "metrics.jsonl")
             assert [line["step"] for line in metrics] == list(range(1, 21))
