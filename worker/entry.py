@@ -277,6 +277,7 @@ class Entry:
             operation.wait()
         for transfer, room in received:
             state.write(transfer.layer, transfer.start, transfer.stop, room)
+        transport.complete()
         return sum(room.nbytes for _, room in received)
 
     def _plan_transfers(self, agreement: Agreement, plan: Plan) -> tuple[Transfer, ...]:

@@ -127,6 +127,7 @@ class Evaluator:
                 stages=max(len(pipeline.stages) for pipeline in plan.pipelines),
                 shape=stage.activation_shape,
                 dtype=stage.activation_dtype,
+                device=stage.device,
             )
             total += self._run_round(step, plan, programs, stage, mailbox)
         losses = torch.tensor([total], dtype=torch.float64)

@@ -147,6 +147,7 @@ class Executor:
             stages=max(self._stage_count),
             shape=self._stage.activation_shape,
             dtype=self._stage.activation_dtype,
+            device=self._stage.device,
         )
         return Course(self._worker, self._layers, programs[self._worker], mailbox, salvage)
 
@@ -287,6 +288,7 @@ class Executor:
             self._course.mailbox.finish()
         with self._timeline.span("wait for sums"):
             self._sums.wait()
+            self._transport.complete()
         progress, generation = self._progress, self._plan.generation
         progress.reduced, progress.reduced_generation = self._step, generation
         progress.reduced_layers = self._layers

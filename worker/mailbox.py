@@ -44,13 +44,15 @@ class Mailbox:
         stages: int,
         shape: tuple[int, ...],
         dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        """`shape` and `dtype`: of every message; `stages`: of the longest pipeline."""
+        """`shape`, `dtype` and `device`: of every message; `stages`: of the longest pipeline."""
         self._transport = transport
         self._rank = rank
         self._stages = stages
         self._shape = shape
         self._dtype = dtype
+        self._device = device
         self._receives = [step for step in programs[worker] if isinstance(step, Receive)]
         peers = {step.peer for step in self._receives}
         self._arrived_by = {
@@ -93,7 +95,7 @@ class Mailbox:
         if not due:
             return
         step = due.popleft()
-        tensor = torch.empty(self._shape, dtype=self._dtype)
+        tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         sender_stage = step.stage + (1 if isinstance(step, ReceiveGradient) else -1)
         tag = self._tag(step, sender_stage)
         pending = self._transport.receive(tensor, self._rank[step.peer], tag)

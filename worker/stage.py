@@ -92,7 +92,7 @@ class StageRunner:
         self._state = state
         self._layers = layers
         self._job = job
-        self._device = device
+        self.device = device
         self._on_added = on_added
         #: By micro-batch, lowest layer first.
         self._in_flight: dict[int, list[_Segment]] = {}
@@ -133,7 +133,8 @@ class StageRunner:
     ) -> Tensor:
         """The stage's output for `x`; on the last stage, which needs `targets`, the mean loss.
 
-        `x` is int64 tokens (b, T) on the first stage and the previous stage's output elsewhere.
+        `x` is int64 tokens (b, T) on the first stage and the previous stage's output elsewhere;
+        tokens and targets may still lie in host memory.
         The result is cut off from autograd: it may be sent as it is. `split`: its backward will
         come as `backward_input` and `backward_weight`, and not as `backward`. `adding`: the layers
         whose gradients are to get the micro-batch's; `lowest`: the lowest of those in the whole
@@ -143,6 +144,8 @@ class StageRunner:
         """
         if self.last and targets is None:
             raise ValueError("the last stage needs targets")
+        x = x.to(self.device)
+        targets = None if targets is None else targets.to(self.device)
         segments: list[_Segment] = []
         recompute = self._job.training.recompute == "layer"
         by_layer = by_layer or recompute
@@ -177,7 +180,7 @@ class StageRunner:
         """The layer's output; again the same, bit for bit: what is random follows from `rows`."""
         precision = self._job.training.precision
         with (
-            torch.autocast(self._device.type, torch.bfloat16, enabled=precision == "bf16"),
+            torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16"),
             deferring(deferred),
         ):
             x = self._state.module(layer)(x, rows)
