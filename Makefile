@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/python -m bench.demo
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 bench: setup
 	$(BIN)/python -m bench.recovery

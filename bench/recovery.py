@@ -35,14 +35,9 @@ def job(steps: int) -> dict[str, object]:
     }
 
 
-def last_step(cluster: LocalCluster, job_id: str) -> int:
-    metrics = cluster.metrics(job_id)
-    return int(metrics[-1]["step"]) if metrics else 0
-
-
 def one_kill(cluster: LocalCluster, job_id: str, victim: str) -> dict[str, float]:
     """Kill `victim`, let it come back; returns the seconds of each phase and the totals."""
-    cluster.wait_step(job_id, last_step(cluster, job_id) + SETTLE_STEPS)
+    cluster.wait_step(job_id, cluster.last_step(job_id) + SETTLE_STEPS)
     before = len(cluster.events(job_id, "reconfigured"))
     steps = [float(r["step_seconds"]) for r in cluster.metrics(job_id)[-SETTLE_STEPS:]]
     killed_at = time.time()

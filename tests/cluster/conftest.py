@@ -1,12 +1,22 @@
 """Real clusters for the tests: started once per shape, given back whole by every test."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from bench.cluster import ENDED, LocalCluster
+from bench.cluster import LocalCluster
+from support.clusters import PATIENT, end_jobs, make_whole
+
+#: Faults in jobs of these names alone, since agents learn of faults when they start.
+FAULTS = [
+    {
+        "worker": {"node": "n2", "slot": 0},
+        "point": "before:measure",
+        "job": "bereaved",
+        "action": "kill_node",
+    }
+]
 
 
 @pytest.fixture
@@ -17,28 +27,32 @@ def text() -> str:
 
 @pytest.fixture(scope="session")
 def standing_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with LocalCluster(3, state_dir=tmp_path_factory.mktemp("standing") / "state") as cluster:
+    state_dir = tmp_path_factory.mktemp("standing") / "state"
+    with LocalCluster(3, state_dir=state_dir, fault_plan=FAULTS, options=PATIENT) as cluster:
         yield cluster
 
 
 @pytest.fixture
-def small_cluster(standing_cluster: LocalCluster) -> LocalCluster:
+def small_cluster(standing_cluster: LocalCluster) -> Iterator[LocalCluster]:
     """Three nodes without a job, whatever the test before has left."""
-    cluster = standing_cluster
-    for job in json.loads(cluster.oobleck("jobs", "--json").stdout):
-        if job["state"] not in ENDED:
-            cluster.oobleck("cancel", job["job_id"])
-    wanted = {"n1", "n2", "n3"}
-    for name in sorted(set(cluster.agents) - wanted):
-        cluster.kill_node(name)
-    for name in sorted(wanted - set(cluster.agents)):
-        cluster.start_node(name)
+    make_whole(standing_cluster, {"n1", "n2", "n3"})
+    yield standing_cluster
+    end_jobs(standing_cluster)
 
-    def live() -> set[str]:
-        return {name for name, node in cluster.nodes().items() if node["state"] == "live"}
 
-    cluster.wait(lambda: live() == wanted, "three live nodes", poll_s=0.3)
-    return cluster
+@pytest.fixture(scope="session")
+def standing_wide_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    state_dir = tmp_path_factory.mktemp("wide") / "state"
+    with LocalCluster(2, state_dir=state_dir, workers_per_node=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def wide_cluster(standing_wide_cluster: LocalCluster) -> Iterator[LocalCluster]:
+    """Two nodes of two workers each, without a job."""
+    make_whole(standing_wide_cluster, {"n1", "n2"}, "--workers", "2")
+    yield standing_wide_cluster
+    end_jobs(standing_wide_cluster)
 
 
 @pytest.fixture

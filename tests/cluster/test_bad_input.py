@@ -1,6 +1,5 @@
 """Mistakes of operators and strangers: each gets an answer, and the running job none of it."""
 
-import json
 import socket
 import subprocess
 from pathlib import Path
@@ -41,7 +40,7 @@ def test_mistakes_are_answered_and_do_not_disturb_a_running_job(
     cluster = small_cluster
     master = ("--master", cluster.address)
 
-    others = {job["job_id"] for job in _jobs(cluster)}
+    others = {job["job_id"] for job in cluster.jobs()}
     defaults = {"microbatch": "1", "more": ""}
     good = tmp_path / "good.yaml"
     good.write_text(JOB.format(name="good", text=text, **defaults))
@@ -78,15 +77,10 @@ def test_mistakes_are_answered_and_do_not_disturb_a_running_job(
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(range(256)) * 64)
 
-    cluster.wait_step(job_id, cluster.metrics(job_id)[-1]["step"] + 5)
+    cluster.wait_step(job_id, cluster.last_step(job_id) + 5)
     assert cluster.worker_pids() == workers
     assert cluster.status(job_id)["generation"] == 1
-    assert {job["job_id"] for job in _jobs(cluster)} - others == {job_id}
-
-
-def _jobs(cluster: LocalCluster) -> list[dict[str, object]]:
-    listed: list[dict[str, object]] = json.loads(cluster.oobleck("jobs", "--json").stdout)
-    return listed
+    assert {job["job_id"] for job in cluster.jobs()} - others == {job_id}
 
 
 def test_master_that_does_not_answer() -> None:

@@ -3,12 +3,16 @@
 Every case trains the same job on a real cluster (master, agents, workers, the operator's command)
 and is held against the unsplit model trained by a plain loop in one process. Kills are real and
 happen at exact points of a step; each case proves that its fault has happened.
+
+Four nodes are equal pipelines, five are not. Each case runs on both, in one precision each, such
+that both numbers of nodes and all cases see both precisions. One cluster serves all: the nodes that
+a case has lost start again before the next.
 """
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,14 +20,13 @@ import pytest
 from bench.cluster import LocalCluster, read_lines
 from oobleck.planner.jobfile import parse_job
 from oobleck.worker.output import read_output
+from support.clusters import PATIENT, bring_into, make_whole
 from support.reference import ReferenceRun, assert_same_weights, train_reference
 
 # Longer than any wait in vain, which ends with a report.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 TEXT = str(Path(__file__).parents[2] / "LICENSE")
-#: While training is held up for a node that starts, nobody shall take it for a hang.
-PATIENT = ("--master-flag=--stall-s=100",)
 #: Relative difference that another order of sums explains.
 LOSS_TOLERANCE = {"fp32": 1e-6, "fp64": 1e-12}
 WEIGHT_TOLERANCE = {"fp32": 1e-4, "fp64": 1e-10}
@@ -38,11 +41,11 @@ class Case:
     faults: tuple[tuple[str, str, int, str], ...] = ()
     #: Rules of the expected reconfigurations, in order.
     rules: tuple[str, ...] = ()
-    steps: int = 30
+    steps: int = 20
     #: With 4 nodes, a second loss is only survived by pipelines that fit on one node.
     min_nodes_of_4: int = 2
-    #: Nodes that are started again once the job has come to a step, and join it there.
-    returns: Mapping[str, int] = field(default_factory=dict)
+    #: A node that is started again once the job has come to a step, and joins it there.
+    returns: tuple[str, int] | None = None
 
 
 LOCAL_RULE = "takeover|reinstantiate|borrow|merge|reshape"
@@ -67,7 +70,7 @@ CASES = [
         name="twice",
         faults=(
             ("n3", "before:Backward", 8, "kill_node"),
-            ("n2", "before:Backward", 20, "kill_node"),
+            ("n2", "before:Backward", 16, "kill_node"),
         ),
         rules=(LOCAL_RULE, LOCAL_RULE),
         min_nodes_of_4=1,
@@ -81,8 +84,8 @@ CASES = [
         name="rejoin",
         faults=(("n4", "after:Forward", 8, "kill_node"),),
         rules=(LOCAL_RULE, "join"),
-        returns={"n4": 9},
-        steps=60,
+        returns=("n4", 9),
+        steps=40,
     ),
 ]
 
@@ -117,91 +120,49 @@ def reference(precision: str, steps: int) -> ReferenceRun:
     return train_reference(parse_job(json.dumps(job_text("reference", precision, steps))))
 
 
-def job_name(case: Case, precision: str) -> str:
-    return f"{case.name}-{precision}"
-
-
 def fault_plan() -> list[dict[str, object]]:
     return [
         {
             "worker": {"node": victim, "slot": 0},
             "point": point,
-            "job": job_name(case, precision),
+            "job": case.name,
             "step": step,
             "action": action,
         }
         for case in CASES
-        for precision in LOSS_TOLERANCE
         for victim, point, step, action in case.faults
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Drilled:
-    """A cluster whose agents all know the script."""
-
-    cluster: LocalCluster
-    plan_file: Path
-
-    def bring_back(self, name: str) -> None:
-        self.cluster.start_node(name, "--fault-plan", str(self.plan_file))
-
-    def bring_into(self, job_id: str, name: str) -> None:
-        """Start the node while training is held up, until the plan with it is made: whatever the
-        machine's speed, the node is neither late nor does it cost many steps."""
-        with self.cluster.frozen("n1"):
-            before = self.cluster.status(job_id)["generation"]
-            self.bring_back(name)
-            self.cluster.wait(
-                lambda: self.cluster.status(job_id)["generation"] > before,
-                f"a plan with {name}",
-                poll_s=0.5,
-            )
-
-    def heal(self, nodes: int) -> None:
-        """Start again whatever the last case has killed, and wait until all nodes are live."""
-
-        def live() -> set[str]:
-            return {n for n, node in self.cluster.nodes().items() if node["state"] == "live"}
-
-        wanted = {f"n{number + 1}" for number in range(nodes)}
-        for name in sorted(wanted - live()):
-            self.bring_back(name)
-        self.cluster.wait(lambda: live() == wanted, "all nodes live", poll_s=0.3)
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    state_dir = tmp_path_factory.mktemp("equality") / "state"
+    with LocalCluster(4, state_dir=state_dir, fault_plan=fault_plan(), options=PATIENT) as cluster:
+        yield cluster
 
 
-@pytest.fixture(scope="module", params=[4, 5], ids=["4nodes", "5nodes"])
-def drilled(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[int, Drilled]]:
-    directory = tmp_path_factory.mktemp("equality")
-    plan_file = directory / "faults.json"
-    plan_file.write_text(json.dumps(fault_plan()))
-    nodes: int = request.param
-    with LocalCluster(
-        nodes, state_dir=directory / "state", options=["--fault-plan", str(plan_file), *PATIENT]
-    ) as cluster:
-        yield nodes, Drilled(cluster=cluster, plan_file=plan_file)
+RUNS = [
+    pytest.param(case, nodes, precision, id=f"{nodes}nodes-{case.name}-{precision}")
+    for nodes in (4, 5)
+    for number, case in enumerate(CASES)
+    for precision in [("fp64", "fp32")[(number + nodes) % 2]]
+]
 
 
-@pytest.mark.parametrize("precision", sorted(LOSS_TOLERANCE))
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "nodes", "precision"), RUNS)
 def test_training_is_the_same(
-    drilled: tuple[int, Drilled], case: Case, precision: str, tmp_path: Path
+    cluster: LocalCluster, case: Case, nodes: int, precision: str, tmp_path: Path
 ) -> None:
-    nodes, drill = drilled
-    cluster = drill.cluster
-    drill.heal(nodes)
+    make_whole(cluster, {f"n{number}" for number in range(1, nodes + 1)})
     output = tmp_path / "weights"
     min_nodes = case.min_nodes_of_4 if nodes == 4 else 2
     job_id = cluster.submit(
-        job_text(
-            job_name(case, precision), precision, case.steps, min_nodes=min_nodes, output=output
-        )
+        job_text(case.name, precision, case.steps, min_nodes=min_nodes, output=output)
     )
-    for name, step in case.returns.items():
+    if case.returns is not None:
+        name, step = case.returns
         cluster.wait_step(job_id, step)
-        drill.bring_into(job_id, name)
+        bring_into(cluster, job_id, name)
     assert cluster.wait_end(job_id) == "succeeded", cluster.end_of(job_id)
 
     told = cluster.events(job_id, "reconfigured")

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from bench.cluster import BIN, LocalCluster
+from support.clusters import bring_into
 
 # Longer than any wait in vain, which ends with a report.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -26,13 +27,8 @@ def job(text: str, name: str = "job", **changes: object) -> dict[str, object]:
     }
 
 
-def last_step(cluster: LocalCluster, job_id: str) -> int:
-    metrics = cluster.metrics(job_id)
-    return int(metrics[-1]["step"]) if metrics else 0
-
-
 def go_on(cluster: LocalCluster, job_id: str, steps: int = 3) -> None:
-    cluster.wait_step(job_id, last_step(cluster, job_id) + steps)
+    cluster.wait_step(job_id, cluster.last_step(job_id) + steps)
 
 
 def wait_for_waiting(cluster: LocalCluster, job_id: str) -> None:
@@ -59,7 +55,7 @@ def test_lost_node_and_its_return(small_cluster: LocalCluster, text: str) -> Non
     assert record["nodes_lost"] == ["n2"]
     assert sum(record["phases"].values()) == pytest.approx(record["total_s"], abs=1e-6)
 
-    cluster.start_node("n2")
+    bring_into(cluster, job_id, "n2")
     cluster.wait(lambda: len(cluster.events(job_id, "reconfigured")) == 2, "the return")
     record = cluster.events(job_id, "reconfigured")[1]
     assert (record["rule"], record["nodes_joined"], record["redo_step"]) == ("join", ["n2"], None)
@@ -149,14 +145,14 @@ def test_job_waits_for_enough_nodes_to_start(small_cluster: LocalCluster, text: 
     cluster.wait_step(job_id, 2)
 
 
-def test_two_workers_on_each_node(tmp_path: Path, text: str) -> None:
-    with LocalCluster(2, state_dir=tmp_path / "state", workers_per_node=2) as cluster:
-        job_id = cluster.submit(job(text, fault_tolerance=1))
-        cluster.wait_step(job_id, 3)
-        assert set(cluster.worker_pids()) == {"n1/0", "n1/1", "n2/0", "n2/1"}
-        cluster.kill_node("n1")
-        cluster.wait(lambda: len(cluster.events(job_id, "reconfigured")) == 1, "the recovery")
-        go_on(cluster, job_id)
+def test_two_workers_on_each_node(wide_cluster: LocalCluster, text: str) -> None:
+    cluster = wide_cluster
+    job_id = cluster.submit(job(text, fault_tolerance=1))
+    cluster.wait_step(job_id, 3)
+    assert set(cluster.worker_pids()) == {"n1/0", "n1/1", "n2/0", "n2/1"}
+    cluster.kill_node("n1")
+    cluster.wait(lambda: len(cluster.events(job_id, "reconfigured")) == 1, "the recovery")
+    go_on(cluster, job_id)
 
 
 def test_master_killed_and_restarted_adopts_the_job(tmp_path: Path, text: str) -> None:
@@ -177,7 +173,7 @@ def test_master_killed_and_restarted_adopts_the_job(tmp_path: Path, text: str) -
             stderr=subprocess.DEVNULL,
         )
         try:
-            step = last_step(cluster, job_id)
+            step = cluster.last_step(job_id)
             cluster.wait_step(job_id, step + 20)
             cluster.wait(lambda: cluster.worker_pids() == pids, "all agents back", poll_s=0.3)
             assert cluster.status(job_id)["generation"] == 1
@@ -193,7 +189,7 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_end_of_local_leaves_nothing_behind(
     own_cluster: LocalCluster, text: str, signum: signal.Signals
 ) -> None:

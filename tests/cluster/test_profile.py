@@ -24,49 +24,48 @@ def job(text: str, name: str) -> dict[str, object]:
     }
 
 
-def test_a_job_is_measured_once_and_the_next_one_uses_that(text: str) -> None:
-    with LocalCluster(2, workers_per_node=2) as cluster:
-        first = cluster.submit(job(text, "first"))
-        assert cluster.wait_end(first) == "succeeded"
-        kinds = [event["event"] for event in cluster.events(first)]
-        assert kinds[:4] == ["submitted", "profiling", "profile", "started"]
-        (profiling,) = cluster.events(first, "profiling")
-        assert profiling["workers"] == ["n1/0", "n1/1", "n2/0", "n2/1"]
-        (chosen,) = cluster.events(first, "profile")
-        assert chosen["source"] == "measured"
-        stored = cluster.state_dir / "profiles" / f"{chosen['key']}.json"
-        assert len(parse_profile(stored.read_bytes()).layers) == 5
-        notes = json.loads(stored.read_text())["measured"]
-        assert (notes["workers"], notes["intra_node_link"], notes["inter_node_link"]) == (
-            4,
-            "measured",
-            "measured",
-        )
-        second = cluster.submit(job(text, "second"))
-        assert cluster.wait_end(second) == "succeeded"
-        assert cluster.events(second, "profiling") == []
-        (again,) = cluster.events(second, "profile")
-        assert (again["source"], again["key"]) == ("stored", chosen["key"])
-        assert cluster.status(second)["profile"] == "stored"
+def test_a_job_is_measured_once_and_the_next_one_uses_that(
+    wide_cluster: LocalCluster, text: str
+) -> None:
+    cluster = wide_cluster
+    first = cluster.submit(job(text, "first"))
+    assert cluster.wait_end(first) == "succeeded", cluster.end_of(first)
+    kinds = [event["event"] for event in cluster.events(first)]
+    assert kinds[:4] == ["submitted", "profiling", "profile", "started"]
+    (profiling,) = cluster.events(first, "profiling")
+    assert profiling["workers"] == ["n1/0", "n1/1", "n2/0", "n2/1"]
+    (chosen,) = cluster.events(first, "profile")
+    assert chosen["source"] == "measured"
+    stored = cluster.state_dir / "profiles" / f"{chosen['key']}.json"
+    assert len(parse_profile(stored.read_bytes()).layers) == 5
+    notes = json.loads(stored.read_text())["measured"]
+    assert (notes["workers"], notes["intra_node_link"], notes["inter_node_link"]) == (
+        4,
+        "measured",
+        "measured",
+    )
+    second = cluster.submit(job(text, "second"))
+    assert cluster.wait_end(second) == "succeeded", cluster.end_of(second)
+    assert cluster.events(second, "profiling") == []
+    (again,) = cluster.events(second, "profile")
+    assert (again["source"], again["key"]) == ("stored", chosen["key"])
+    assert cluster.status(second)["profile"] == "stored"
 
 
-def test_a_node_that_dies_while_it_measures_is_done_without(text: str) -> None:
-    fault = {
-        "worker": {"node": "n2", "slot": 0},
-        "point": "before:measure",
-        "action": "kill_node",
-    }
-    with LocalCluster(3, fault_plan=[fault]) as cluster:
-        job_id = cluster.submit(job(text, "bereaved"))
-        assert cluster.wait_end(job_id) == "succeeded"
-        asked = [event["workers"] for event in cluster.events(job_id, "profiling")]
-        # n2 was to measure the link, so the others begin anew.
-        assert asked == [["n1/0", "n2/0", "n3/0"], ["n1/0", "n3/0"]]
-        (chosen,) = cluster.events(job_id, "profile")
-        assert (chosen["source"], chosen["reason"]) == ("measured", "measured by 2 workers")
-        (started,) = cluster.events(job_id, "started")
-        nodes = {stage["node"] for pipeline in started["pipelines"] for stage in pipeline}
-        assert nodes == {"n1", "n3"}
+def test_a_node_that_dies_while_it_measures_is_done_without(
+    small_cluster: LocalCluster, text: str
+) -> None:
+    cluster = small_cluster
+    job_id = cluster.submit(job(text, "bereaved"))
+    assert cluster.wait_end(job_id) == "succeeded", cluster.end_of(job_id)
+    asked = [event["workers"] for event in cluster.events(job_id, "profiling")]
+    # n2 was to measure the link, so the others begin anew.
+    assert asked == [["n1/0", "n2/0", "n3/0"], ["n1/0", "n3/0"]]
+    (chosen,) = cluster.events(job_id, "profile")
+    assert (chosen["source"], chosen["reason"]) == ("measured", "measured by 2 workers")
+    (started,) = cluster.events(job_id, "started")
+    nodes = {stage["node"] for pipeline in started["pipelines"] for stage in pipeline}
+    assert nodes == {"n1", "n3"}
 
 
 def test_nodes_with_more_slots_than_layers_and_a_profile_for_several_gpus(
@@ -87,7 +86,7 @@ def test_nodes_with_more_slots_than_layers_and_a_profile_for_several_gpus(
         2, workers_per_node=4, fault_plan=[fault | {"action": "kill_node"}]
     ) as cluster:
         job_id = cluster.submit(named)
-        assert cluster.wait_end(job_id) == "succeeded"
+        assert cluster.wait_end(job_id) == "succeeded", cluster.end_of(job_id)
         (started,) = cluster.events(job_id, "started")
         assert "1 of 4 worker slots per node stay idle" in started["reason"]
         (change,) = cluster.events(job_id, "reconfigured")

@@ -7,8 +7,9 @@ own model, which draws dropout elsewhere: leave that out. Call it in a test or, 
 and results can be pickled, in a process of its own.
 """
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -146,8 +147,21 @@ def _evaluate(job: JobSpec, model: _Layers | _Foreign, data: Dataset) -> float:
     return total / samples
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread: several on a busy machine wait for each other at every small operation,
+    for minutes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@one_thread()
 def train_reference(job: JobSpec) -> ReferenceRun:
-    training, _spec = job.training, job.training.optimizer
+    training = job.training
     evaluation = job.evaluation
     held_out = (evaluation.fraction or 0.0) if evaluation else 0.0
     data = Dataset(job.data, job.model.sequence_length, job.model.vocabulary, held_out=held_out)

@@ -1,0 +1,40 @@
+"""What tests do to real clusters, beyond what an operator would."""
+
+from collections.abc import Set
+
+from bench.cluster import ENDED, LocalCluster
+
+#: While training is held up for a node that starts, nobody shall take it for a hang.
+PATIENT = ("--master-flag=--stall-s=100",)
+
+
+def end_jobs(cluster: LocalCluster) -> None:
+    """So that no job goes on training while other tests run."""
+    for job in cluster.jobs():
+        if job["state"] not in ENDED:
+            cluster.oobleck("cancel", job["job_id"])
+
+
+def make_whole(cluster: LocalCluster, wanted: Set[str], *options: str) -> None:
+    """Just the nodes `wanted`, all live; those that are missing start with `options` (and, like
+    all of the cluster, with its fault plan)."""
+    present = cluster.live() & set(cluster.agents)
+    for name in sorted(set(cluster.agents) - wanted):
+        cluster.kill_node(name)
+    for name in sorted(wanted - present):
+        cluster.start_node(name, *options)
+    cluster.wait(lambda: cluster.live() == wanted, f"{sorted(wanted)} live", poll_s=0.1)
+
+
+def bring_into(cluster: LocalCluster, job_id: str, name: str, *options: str) -> None:
+    """Start the node while training is held up, until the plan with it is made: whatever the
+    machine's speed, the node is neither late nor does it cost many steps, and training does not
+    take the processor that the node needs to start."""
+    with cluster.frozen("n1"):
+        before = cluster.status(job_id)["generation"]
+        cluster.start_node(name, *options)
+        cluster.wait(
+            lambda: cluster.status(job_id)["generation"] > before,
+            f"a plan with {name}",
+            poll_s=0.1,
+        )
