@@ -12,9 +12,11 @@ second state is folded from it, which must equal the durable part of the first.
 import copy
 import shlex
 import sys
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from oobleck.host.messages import (
     CheckpointSaved,
@@ -236,7 +238,7 @@ class Player:
 
     def _settle(self, prefix: str) -> None:
         for _ in range(100):
-            before = copy.deepcopy(self.state)
+            before = copied(self.state)
             decision = reconcile(self.state, self.now, self.timing, nonce="nonce")
             assert self.state == before, "reconcile changed the state"
             self.wake_at = decision.wake_at
@@ -596,14 +598,33 @@ def worker_id(text: str) -> WorkerId:
 
 
 def durable(state: ClusterState) -> ClusterState:
-    """A copy without what was only observed."""
-    copied = copy.deepcopy(state)
-    copied.profiles, copied.unusable_profiles = {}, {}
-    for node in copied.nodes.values():
-        node.seen = NodeSeen(last_heard=0.0)
-    for job in copied.jobs.values():
-        job.seen = JobSeen()
-    return copied
+    """The same without what was only observed; shares all that is mutable."""
+    return replace(
+        state,
+        profiles={},
+        unusable_profiles={},
+        nodes={
+            name: replace(node, seen=NodeSeen(last_heard=0.0)) for name, node in state.nodes.items()
+        },
+        jobs={job_id: replace(job, seen=JobSeen()) for job_id, job in state.jobs.items()},
+    )
+
+
+def copied(value: Any) -> Any:
+    """A copy of all that can change; what is frozen is shared, which is most of a state."""
+    match value:
+        case dict():
+            return {key: copied(item) for key, item in value.items()}
+        case list() | deque():
+            return type(value)(map(copied, value))
+        case set():
+            return set(value)
+    if not is_dataclass(value) or value.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        return value
+    copy_of = copy.copy(value)
+    for entry in fields(value):
+        setattr(copy_of, entry.name, copied(getattr(value, entry.name)))
+    return copy_of
 
 
 def drawn(plan: Plan) -> str:
