@@ -96,11 +96,11 @@ def test_ctrl_c_calls_it_off_and_leaves_nothing(job_file: JobFile) -> None:
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 3, "a master and two agents"
     os.kill(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=15)
+    output, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert output == ""
     assert "Traceback" not in errors
-    psutil.wait_procs(family, timeout=5)
+    psutil.wait_procs(family, timeout=20)
     assert [p for p in family if p.is_running() and p.status() != "zombie"] == []
 
 
@@ -154,7 +154,7 @@ def test_a_master_that_dies_meanwhile_is_waited_for(job_file: JobFile, tmp_path:
         assert "the master is away; waiting 60 s" in process.stderr.readline()
         running, _ = start_master(tmp_path / "state", address)
         assert run("cancel", "demo-1", "--master", address).returncode == 0
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
         assert process.returncode == 1
         assert errors.strip().splitlines()[-1] == "oobleck: cancelled"
     finally:

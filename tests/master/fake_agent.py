@@ -30,7 +30,7 @@ from oobleck.proto.types import (
     WorkerStatus,
 )
 
-DEADLINE_S = 15.0
+DEADLINE_S = 45.0
 
 #: Short spans, so that tests of waiting do not wait; still far above a busy machine's hiccups.
 QUICK = ("--heartbeat-s", "0.2", "--lease-s", "2", "--join-settle-s", "0.2")
@@ -63,7 +63,7 @@ class MasterProcess:
     def close(self) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(timeout=10)
+        code = self.process.wait(timeout=30)
         assert self.process.stdout is not None
         self.process.stdout.close()
         return code

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 
-def run(*arguments: str, timeout_s: float = 20.0) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     """`oobleck ARGUMENTS`, as a process."""
     command = [sys.executable, "-m", "oobleck.cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
@@ -40,7 +40,7 @@ def start_master(state_dir: Path, listen: str = "127.0.0.1:0") -> tuple[subproce
 def end(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGTERM)
     try:
-        process.wait(10)
+        process.wait(30)
     finally:
         process.kill()
         for stream in (process.stdout, process.stderr):

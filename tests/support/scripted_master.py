@@ -20,7 +20,7 @@ from oobleck.proto.control_pb2_grpc import (
 )
 
 EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
-TIMEOUT_S = 10.0
+TIMEOUT_S = 40.0
 
 
 def job(name: str, *, steps: int = 1000, pause_ms: int = 10) -> JobSpec:
