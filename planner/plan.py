@@ -138,6 +138,14 @@ class Plan:
             for worker in stage.workers
         }
 
+    def stage_of(self, worker: WorkerId) -> Stage:
+        """The stage that `worker` is in. Raises ValueError where it is in none."""
+        for pipeline in self.pipelines:
+            for stage in pipeline.stages:
+                if worker in stage.workers:
+                    return stage
+        raise ValueError(f"worker {worker} is not in the plan of generation {self.generation}")
+
     def owners(self, layer: int) -> tuple[WorkerId, ...]:
         """The workers that hold `layer`, sorted."""
         return tuple(sorted(w for w, layers in self.holdings().items() if layer in layers))

@@ -33,6 +33,10 @@ class Share:
         """Its part of `count` bytes, rounded up."""
         return -(-count * (self.stop - self.start) // self.of)
 
+    def of_rows(self, count: int) -> range:
+        """Which of `count` rows it is; there may be none."""
+        return range(self.start * count // self.of, self.stop * count // self.of)
+
 
 WHOLE = Share(0, 1, 1)
 

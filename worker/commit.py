@@ -30,8 +30,10 @@ class Progress:
     #: Step that has been begun, and when (monotonic seconds).
     begun: int = 0
     begun_at: float = 0.0
-    #: What this worker has of that step: losses by micro-batch, digests of token rows by position.
+    #: What this worker has of that step: losses by micro-batch, what it has of losses that it knows
+    #: in part, and digests of token rows by position.
     losses: dict[int, float] = field(default_factory=dict)
+    loss_parts: float = 0.0
     row_digests: dict[int, bytes] = field(default_factory=dict)
     #: Step whose reduced gradients are complete in `reduced_layers`; 0: none.
     reduced: int = 0
@@ -60,6 +62,7 @@ class Progress:
         losses of the micro-batches `losses` and the digests of the rows at `positions`."""
         self.begun, self.begun_at = step, time.monotonic()
         self.reduced = 0
+        self.loss_parts = 0.0
         self.losses = {m: loss for m, loss in self.losses.items() if m in losses}
         self.row_digests = {p: digest for p, digest in self.row_digests.items() if p in positions}
 

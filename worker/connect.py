@@ -6,6 +6,7 @@ say of their devices in the store where they meet. Must not know how messages tr
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from itertools import permutations
 from typing import Literal
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from oobleck.host.messages import Launch
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.job import TransportName
+from oobleck.planner.plan import Plan
 from oobleck.planner.program import Program, SendActivation, SendGradient
 from oobleck.worker.device import open_device
 from oobleck.worker.nccl import Link, NcclTransport
@@ -36,17 +38,25 @@ def choose(device: torch.device, wanted: TransportName, *, gpus_for_all: bool) -
     return "nccl" if gpus_for_all and wanted == "auto" else "staged"
 
 
-def links_of(programs: Mapping[WorkerId, Program], workers: Sequence[WorkerId]) -> list[Link]:
-    """Sender and receiver of all messages of a step, as ranks; sorted, so the same for all."""
-    rank = {worker: index for index, worker in enumerate(workers)}
-    return sorted(
-        {
-            (rank[worker], rank[instruction.peer])
-            for worker, program in programs.items()
-            for instruction in program
-            if isinstance(instruction, SendActivation | SendGradient)
-        }
-    )
+def links_of(programs: Mapping[WorkerId, Program], plan: Plan) -> list[Link]:
+    """Sender and receiver of all messages of a step, as ranks; sorted, so the same for all.
+
+    The workers of a stage exchange weights and gradients, each with each.
+    """
+    rank = {worker: index for index, worker in enumerate(plan.workers)}
+    messages = {
+        (rank[worker], rank[instruction.peer])
+        for worker, program in programs.items()
+        for instruction in program
+        if isinstance(instruction, SendActivation | SendGradient)
+    }
+    exchanges = {
+        (rank[one], rank[other])
+        for pipeline in plan.pipelines
+        for stage in pipeline.stages
+        for one, other in permutations(stage.workers, 2)
+    }
+    return sorted(messages | exchanges)
 
 
 class Connector:

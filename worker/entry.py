@@ -7,6 +7,7 @@ how training goes on after.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -193,7 +194,9 @@ class Entry:
                 if state.shard in wanted:
                     own.added[layer, list(state.added)] = True
             own.losses[list(self._progress.losses)] = True
-            own.digests[[position // size for position in self._progress.row_digests]] = True
+            # Of some micro-batches it may have had a part of the rows alone.
+            counts = Counter(position // size for position in self._progress.row_digests)
+            own.digests[[m for m, count in counts.items() if count == size]] = True
         rows = transport.all_gather(torch.from_numpy(own.to_row()))
         salvage = plan_salvage(
             {

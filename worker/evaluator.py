@@ -26,11 +26,13 @@ from oobleck.planner.program import (
     Program,
     ReceiveActivation,
     SendActivation,
+    Share,
 )
 from oobleck.worker.control import Control
+from oobleck.worker.exchange import Exchange
 from oobleck.worker.faults import FaultInjector
 from oobleck.worker.heldout import HeldOut
-from oobleck.worker.mailbox import Mailbox
+from oobleck.worker.mailbox import Mailbox, joined
 from oobleck.worker.objective import inputs_and_targets
 from oobleck.worker.random import RowKeys
 from oobleck.worker.stage import StageRunner
@@ -68,19 +70,22 @@ class Evaluator:
         self._device = device
         self._timeline = timeline
         self._newest: EvaluationRecord | None = None
+        #: Of each micro-batch, those that this worker computes.
+        self._rows = range(0)
 
-    def run(self, step: int, plan: Plan, transport: Transport) -> None:
+    def run(self, step: int, plan: Plan, transport: Transport, exchange: Exchange) -> None:
         """Evaluate the state after `step`, if that is due and not done, and report the result.
 
-        Every worker of the plan calls it at the same step. Raises TransportError when a peer is
-        lost, Superseded when a newer generation is wanted, DataError.
+        `exchange`: with the other workers of the stage, which is between two steps. Every worker
+        of the plan calls it at the same step. Raises TransportError when a peer is lost, Superseded
+        when a newer generation is wanted, DataError.
         """
         if not self._held_out.due(step):
             return
         with self._timeline.span("evaluate", step):
             known = self._known(step, transport)
             if known is None:
-                known = self._evaluate(step, plan, transport)
+                known = self._evaluate(step, plan, transport, exchange)
         if self._newest is None or self._newest.step != step:
             self._newest = known
             self._control.report(Evaluated(record=known))
@@ -107,11 +112,24 @@ class Evaluator:
                 )
         return None
 
-    def _evaluate(self, step: int, plan: Plan, transport: Transport) -> EvaluationRecord:
+    def _evaluate(
+        self, step: int, plan: Plan, transport: Transport, exchange: Exchange
+    ) -> EvaluationRecord:
         began = time.monotonic()
         count = self._held_out.microbatches
         rounds = compile_evaluation(plan, count)
-        stage = StageRunner(self._state, plan.holdings()[self._worker], self._job, self._device)
+        members = plan.stage_of(self._worker).workers
+        part = members.index(self._worker)
+        share = Share(part, part + 1, len(members))
+        self._rows = share.of_rows(self._job.training.microbatch)
+        stage = StageRunner(
+            self._state,
+            plan.holdings()[self._worker],
+            self._job,
+            self._device,
+            exchange=exchange,
+        )
+        exchange.begin({})
         rank = {member: index for index, member in enumerate(plan.workers)}
         total = 0.0
         for number in range(len(rounds[self._worker])):
@@ -126,10 +144,12 @@ class Evaluator:
                 rank=rank,
                 stages=max(len(pipeline.stages) for pipeline in plan.pipelines),
                 shape=stage.activation_shape,
+                own=share,
                 dtype=stage.activation_dtype,
                 device=stage.device,
             )
             total += self._run_round(step, plan, programs, stage, mailbox)
+        exchange.end()
         losses = torch.tensor([total], dtype=torch.float64)
         transport.all_reduce(losses, tuple(range(transport.size))).wait()
         loss = losses.item() / count
@@ -155,7 +175,8 @@ class Evaluator:
         total = 0.0
         tokens: dict[int, torch.Tensor] = {}
         targets: dict[int, torch.Tensor] = {}
-        passing: dict[int, torch.Tensor] = {}
+        arrived: dict[int, list[torch.Tensor]] = {}
+        outputs: dict[int, torch.Tensor] = {}
         for instruction in programs[self._worker]:
             assert isinstance(instruction, Action), "an evaluation has no vote"
             m = instruction.microbatch
@@ -163,19 +184,22 @@ class Evaluator:
             self._faults.reached("evaluating", generation=plan.generation, step=step, microbatch=m)
             match instruction:
                 case LoadTokens():
-                    rows = torch.from_numpy(self._held_out.rows(m))
+                    own = slice(self._rows.start, self._rows.stop)
+                    rows = torch.from_numpy(self._held_out.rows(m)[own])
                     tokens[m], targets[m] = inputs_and_targets(self._job.model, rows, self._keys(m))
                 case ReceiveActivation():
-                    passing[m] = mailbox.receive(instruction)
+                    arrived.setdefault(m, []).append(mailbox.receive(instruction))
                 case Forward():
-                    x = tokens.pop(m) if stage.first else passing.pop(m)
-                    passing[m] = self._forward(stage, m, x, targets.pop(m, None))
+                    x = tokens.pop(m) if stage.first else joined(arrived.pop(m))
+                    assert x is not None, "a stage's input is there before its forward"
+                    outputs[m] = self._forward(stage, m, x, targets.pop(m, None))
                 case SendActivation():
-                    mailbox.send(instruction, passing.pop(m))
+                    if mailbox.send(instruction, outputs[m]):
+                        del outputs[m]
                 case _:
                     raise AssertionError(f"{instruction} in an evaluation")
             if stage.last and isinstance(instruction, Forward):
-                total += passing.pop(m).item()
+                total += outputs.pop(m).item()
         mailbox.finish()
         return total
 
@@ -194,6 +218,8 @@ class Evaluator:
         return RowKeys(
             seed=self._job.training.seed,
             step=_NO_STEP,
-            positions=tuple(self._held_out.positions(microbatch)),
+            positions=tuple(
+                self._held_out.positions(microbatch)[self._rows.start : self._rows.stop]
+            ),
             training=False,
         )

@@ -28,6 +28,7 @@ from oobleck.planner.program import (
     ReceiveGradient,
     SendActivation,
     SendGradient,
+    Share,
     SyncGradient,
     Vote,
 )
@@ -35,9 +36,10 @@ from oobleck.worker import vote
 from oobleck.worker.commit import Progress, commit, count_votes, make_record
 from oobleck.worker.control import Control
 from oobleck.worker.course import Course, Redo
+from oobleck.worker.exchange import Exchange, NoExchange, StageExchange
 from oobleck.worker.faults import FaultInjector
 from oobleck.worker.gradientsums import GradientSums
-from oobleck.worker.mailbox import Mailbox
+from oobleck.worker.mailbox import Mailbox, joined
 from oobleck.worker.objective import inputs_and_targets
 from oobleck.worker.prefetch import Prefetcher
 from oobleck.worker.random import RowKeys
@@ -50,12 +52,7 @@ from oobleck.worker.transport import Group, Transport
 
 
 def owner_groups(programs: Iterable[Program], plan: Plan) -> list[Group]:
-    """The distinct owner sets of all programs, as ranks, in an order that is the same for all.
-
-    Raises ValueError where the plan needs what the interpreter cannot do: stages of several
-    workers. It is asked before a generation is joined, so no step is begun.
-    """
-    check_stages(plan)
+    """The distinct owner sets of all programs, as ranks, in an order that is the same for all."""
     rank = {worker: index for index, worker in enumerate(plan.workers)}
     return sorted(
         {
@@ -65,17 +62,6 @@ def owner_groups(programs: Iterable[Program], plan: Plan) -> list[Group]:
             if isinstance(instruction, SyncGradient)
         }
     )
-
-
-def check_stages(plan: Plan) -> None:
-    for number, pipeline in enumerate(plan.pipelines):
-        for position, stage in enumerate(pipeline.stages):
-            if len(stage.workers) != 1:
-                raise ValueError(
-                    f"pipeline {number}: stage {position} stands on {len(stage.workers)} workers; "
-                    "training runs on one worker per stage so far: plan with a profile that has "
-                    "times for 1 GPU only"
-                )
 
 
 #: What an instruction is called in a timeline.
@@ -131,9 +117,32 @@ class Executor:
         self._stage_count = [len(pipeline.stages) for pipeline in plan.pipelines]
         self._rank = {member: index for index, member in enumerate(plan.workers)}
         self._sums = GradientSums(programs[worker], self._rank, state, transport, timeline)
+        stage = plan.stage_of(worker)
+        part, parts = stage.workers.index(worker), len(stage.workers)
+        #: Which rows of a micro-batch are this worker's.
+        self._share = Share(part, part + 1, parts)
+        self._rows = self._share.of_rows(job.training.microbatch)
+        self.exchange: Exchange = NoExchange()
+        if parts > 1:
+            self.exchange = StageExchange(
+                state,
+                self._layers,
+                transport,
+                [self._rank[member] for member in stage.workers],
+                resident=stage.resident,
+                timeline=timeline,
+            )
         self._stage = StageRunner(
-            state, self._layers, job, device, self._sums.added, timeline=timeline
+            state,
+            self._layers,
+            job,
+            device,
+            self._sums.added,
+            timeline=timeline,
+            exchange=self.exchange,
         )
+        #: What a worker sends on that has no row of a micro-batch.
+        self._no_rows = torch.empty(0)
         self._whole = self._course_of(programs)
 
     def _course_of(
@@ -146,6 +155,7 @@ class Executor:
             rank=self._rank,
             stages=max(self._stage_count),
             shape=self._stage.activation_shape,
+            own=self._share,
             dtype=self._stage.activation_dtype,
             device=self._stage.device,
         )
@@ -196,11 +206,13 @@ class Executor:
         self._step = step
         self._tokens: dict[int, torch.Tensor] = {}
         self._targets: dict[int, torch.Tensor] = {}
-        self._inputs: dict[int, torch.Tensor] = {}
+        #: Rows of a micro-batch that have arrived, in order: from one neighbour or several.
+        self._inputs: dict[int, list[torch.Tensor]] = {}
         self._outputs: dict[int, torch.Tensor] = {}
-        self._gradients: dict[int, torch.Tensor] = {}
+        self._gradients: dict[int, list[torch.Tensor]] = {}
         self._input_gradients: dict[int, torch.Tensor] = {}
         self._result: vote.Result | None = None
+        self.exchange.begin(course.due)
         course.mailbox.begin()
         self._sums.begin(course.due)
 
@@ -218,21 +230,21 @@ class Executor:
             case LoadTokens():
                 self._load(instruction)
             case ReceiveActivation(microbatch=m):
-                self._inputs[m] = self._course.mailbox.receive(instruction)
+                self._inputs.setdefault(m, []).append(self._course.mailbox.receive(instruction))
             case Forward():
                 self._forward(instruction)
-            case SendActivation(microbatch=m):
-                self._course.mailbox.send(instruction, self._outputs.pop(m))
+            case SendActivation():
+                self._send(instruction, self._outputs)
             case ReceiveGradient(microbatch=m):
-                self._gradients[m] = self._course.mailbox.receive(instruction)
+                self._gradients.setdefault(m, []).append(self._course.mailbox.receive(instruction))
             case Backward(microbatch=m):
-                self._keep(m, self._stage.backward(m, self._gradients.pop(m, None)))
+                self._keep(m, self._stage.backward(m, joined(self._gradients.pop(m, []))))
             case BackwardInput(microbatch=m):
-                self._keep(m, self._stage.backward_input(m, self._gradients.pop(m, None)))
+                self._keep(m, self._stage.backward_input(m, joined(self._gradients.pop(m, []))))
             case BackwardWeight(microbatch=m):
                 self._stage.backward_weight(m)
-            case SendGradient(microbatch=m):
-                self._course.mailbox.send(instruction, self._input_gradients.pop(m).contiguous())
+            case SendGradient():
+                self._send(instruction, self._input_gradients)
             case SyncGradient():
                 self._sums.check_started(instruction)
             case Vote():
@@ -246,18 +258,27 @@ class Executor:
         if gradient is not None:
             self._input_gradients[microbatch] = gradient
 
+    def _send(self, message: SendActivation | SendGradient, kept: dict[int, torch.Tensor]) -> None:
+        rows = kept.get(message.microbatch, self._no_rows)
+        if self._course.mailbox.send(message, rows):
+            kept.pop(message.microbatch, None)
+
     def _keys(self, microbatch: int) -> RowKeys:
-        size, seed = self._job.training.microbatch, self._job.training.seed
-        positions = tuple(range(microbatch * size, (microbatch + 1) * size))
-        return RowKeys(seed=seed, step=self._step, positions=positions)
+        """Of this worker's rows of the micro-batch."""
+        first = microbatch * self._job.training.microbatch
+        positions = tuple(range(first + self._rows.start, first + self._rows.stop))
+        return RowKeys(seed=self._job.training.seed, step=self._step, positions=positions)
 
     def _load(self, instruction: LoadTokens) -> None:
         loaded = self._prefetcher.take(self._step, instruction.microbatch)
+        rows = slice(self._rows.start, self._rows.stop)
+        tokens = torch.from_numpy(loaded.rows[rows])
         keys = self._keys(instruction.microbatch)
-        inputs, targets = inputs_and_targets(self._job.model, torch.from_numpy(loaded.rows), keys)
+        inputs, targets = inputs_and_targets(self._job.model, tokens, keys)
         if instruction.stage == 0:
             self._tokens[instruction.microbatch] = inputs
-            self._progress.row_digests.update(zip(loaded.positions, loaded.digests, strict=True))
+            digests = zip(loaded.positions[rows], loaded.digests[rows], strict=True)
+            self._progress.row_digests.update(digests)
         if self._is_last(instruction):
             self._targets[instruction.microbatch] = targets
 
@@ -267,10 +288,11 @@ class Executor:
     def _forward(self, instruction: Forward) -> None:
         m = instruction.microbatch
         keys = self._keys(m)
-        source = self._tokens if instruction.stage == 0 else self._inputs
+        x = self._tokens.pop(m) if instruction.stage == 0 else joined(self._inputs.pop(m))
+        assert x is not None, "a stage's input is there before its forward"
         output = self._stage.forward(
             m,
-            source.pop(m),
+            x,
             keys,
             self._targets.pop(m, None),
             split=m in self._course.split,
@@ -279,13 +301,17 @@ class Executor:
             by_layer=m == self._course.last and self._sums.several,
         )
         if self._is_last(instruction):
-            self._progress.losses[m] = output.item()
+            if len(self._rows) == self._job.training.microbatch:
+                self._progress.losses[m] = output.item()
+            else:
+                self._progress.loss_parts += output.item()
         else:
             self._outputs[m] = output
 
     def _vote(self, norm_parts: tuple[LayerPart, ...]) -> None:
         with self._timeline.span("wait for sends"):
             self._course.mailbox.finish()
+        self.exchange.end()
         with self._timeline.span("wait for sums"):
             self._sums.wait()
             self._transport.complete()
@@ -298,7 +324,7 @@ class Executor:
         with self._timeline.span("ballot"):
             vector = vote.ballot(
                 global_batch=training.global_batch,
-                loss_sum=sum(progress.losses.values(), 0.0),
+                loss_sum=sum(progress.losses.values(), progress.loss_parts),
                 squared_norm=self._state.squared_norm(norm_parts),
                 pending=self._control.pending_boundary(generation),
                 row_digests=progress.row_digests,

@@ -7,7 +7,7 @@ the programs. Must not know what is sent.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from oobleck.planner.program import (
     ReceiveGradient,
     SendActivation,
     SendGradient,
+    Share,
 )
 from oobleck.worker.transport import Pending, Transport
 
@@ -43,22 +44,29 @@ class Mailbox:
         rank: Mapping[WorkerId, int],
         stages: int,
         shape: tuple[int, ...],
+        own: Share,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`shape`, `dtype` and `device`: of every message; `stages`: of the longest pipeline."""
+        """`shape`, `dtype` and `device`: of a whole micro-batch's message; `stages`: of the
+        longest pipeline.
+
+        `own`: this worker's share of each micro-batch's rows. Messages are shares of them where
+        stages have several workers; those without a row are neither sent nor received.
+        """
+        self._own = own
         self._transport = transport
         self._rank = rank
         self._stages = stages
         self._shape = shape
         self._dtype = dtype
         self._device = device
-        self._receives = [step for step in programs[worker] if isinstance(step, Receive)]
+        self._receives = [s for s in self._messages(programs[worker]) if isinstance(s, Receive)]
         peers = {step.peer for step in self._receives}
         self._arrived_by = {
             receive: sends
             for peer in sorted(peers)
-            for receive, sends in _acknowledged(worker, peer, programs[peer])
+            for receive, sends in _acknowledged(worker, peer, self._messages(programs[peer]))
         }
         self._sends: dict[Send, Pending] = {}
         self._posted: dict[Receive, tuple[torch.Tensor, Pending]] = {}
@@ -71,13 +79,21 @@ class Mailbox:
             for _ in range(AHEAD):
                 self._post(self._due[kind])
 
-    def send(self, step: Send, tensor: torch.Tensor) -> None:
-        """Start sending; returns at once."""
-        tag = self._tag(step, step.stage)
-        self._sends[step] = self._transport.send(tensor, self._rank[step.peer], tag)
+    def send(self, step: Send, tensor: torch.Tensor) -> bool:
+        """Start sending the message's share of `tensor`, which has this worker's rows; returns at
+        once: whether it was the last share of them."""
+        wanted = step.share.of_rows(self._shape[0])
+        if wanted:
+            start = wanted.start - self._own.of_rows(self._shape[0]).start
+            piece = tensor[start : start + len(wanted)].contiguous()
+            tag = self._tag(step, step.stage)
+            self._sends[step] = self._transport.send(piece, self._rank[step.peer], tag)
+        return step.share.stop * self._own.of == self._own.stop * step.share.of
 
     def receive(self, step: Receive) -> torch.Tensor:
         """Wait for the message. Receives of one direction come in the order of the program."""
+        if not self._rows(step):
+            return torch.empty((0, *self._shape[1:]), dtype=self._dtype, device=self._device)
         tensor, pending = self._posted.pop(step)
         pending.wait()
         self._post(self._due[type(step)])
@@ -95,11 +111,18 @@ class Mailbox:
         if not due:
             return
         step = due.popleft()
-        tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        shape = (self._rows(step), *self._shape[1:])
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
         sender_stage = step.stage + (1 if isinstance(step, ReceiveGradient) else -1)
         tag = self._tag(step, sender_stage)
         pending = self._transport.receive(tensor, self._rank[step.peer], tag)
         self._posted[step] = (tensor, pending)
+
+    def _rows(self, step: Message) -> int:
+        return len(step.share.of_rows(self._shape[0]))
+
+    def _messages(self, program: Program) -> Iterator[Message]:
+        return (s for s in program if isinstance(s, Message) and self._rows(s))
 
     def _tag(self, step: Message, sender_stage: int) -> int:
         # Unique among the messages of a step between two workers; steps cannot overlap, since
@@ -109,7 +132,7 @@ class Mailbox:
 
 
 def _acknowledged(
-    worker: WorkerId, peer: WorkerId, program: Program
+    worker: WorkerId, peer: WorkerId, program: Iterable[Message]
 ) -> Iterator[tuple[Receive, tuple[Send, ...]]]:
     """For each message that `peer` sends to `worker`: what it must have received from it before,
     since its message before that."""
@@ -146,3 +169,10 @@ _OTHER_END: Mapping[type[Message], tuple[type[Message], int]] = {
     ReceiveGradient: (SendGradient, 1),
     SendGradient: (ReceiveGradient, -1),
 }
+
+
+def joined(pieces: list[torch.Tensor]) -> torch.Tensor | None:
+    """The rows of one micro-batch that came in several messages; None: there is none."""
+    if len(pieces) < 2:
+        return pieces[0] if pieces else None
+    return torch.cat(pieces)

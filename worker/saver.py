@@ -7,7 +7,7 @@ come to its end everywhere. What stalls training is the copy of the layers that 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -19,8 +19,10 @@ from oobleck.planner.ids import WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.reconfigure import can_lose
 from oobleck.worker import vote
+from oobleck.worker.collect import collect
 from oobleck.worker.commit import Progress
 from oobleck.worker.control import Control
+from oobleck.worker.errors import TransportError
 from oobleck.worker.faults import FaultInjector
 from oobleck.worker.layout import layer_sizes
 from oobleck.worker.saving import Order, Saving
@@ -59,6 +61,7 @@ class Saver:
         self._faults = faults
         self._sizes = layer_sizes(job.model)
         self._assign: Assign | None = None
+        self._transport: Transport | None = None
         #: The last one that was begun; and whether its end has not been agreed yet.
         self._last: Saving | None = None
         self._open = False
@@ -69,7 +72,7 @@ class Saver:
         self._served = 0
         self._saved_step = 0
 
-    def enter(self, assign: Assign, progress: Progress) -> None:
+    def enter(self, assign: Assign, transport: Transport, progress: Progress) -> None:
         """Training goes on in another generation. Without a loss a save goes on as well; with one
         its writers may be gone, so it is given up, and the next step's is taken instead."""
         if self._spec is None:
@@ -78,7 +81,7 @@ class Saver:
             log.warning("checkpoint given up", extra={"step": self._last.order.step})
             self._last.abandon(disturbed=True)
             self._open, self._overdue = False, True
-        self._assign = assign
+        self._assign, self._transport = assign, transport
         if progress.lineage == assign.plan.generation:  # the checkpoint that it begins with
             self._saved_step = progress.committed
         at_risk = can_lose(assign.plan) < self._job.fault_tolerance
@@ -140,7 +143,13 @@ class Saver:
             writers=tuple((worker, chosen[worker]) for worker in plan.workers),
             rank=plan.workers.index(self._worker),
         )
-        snapshots = {layer: self._state.snapshot(layer) for layer in chosen[self._worker]}
+        try:
+            snapshots = self._snapshots(chosen)
+        except TransportError as error:
+            # The step is committed all the same; the next one finds the loss.
+            log.warning("checkpoint given up", extra={"step": step, "reason": str(error)})
+            self._overdue = True
+            return
         reached = partial(
             self._faults.reached, "before:LayerFile", generation=plan.generation, step=step
         )
@@ -148,6 +157,28 @@ class Saver:
             order, open_folder(spec.path), snapshots, report=self._control.report, reached=reached
         )
         self._open, self._overdue = True, False
+
+    def _snapshots(self, chosen: Mapping[WorkerId, tuple[int, ...]]) -> dict[int, torch.Tensor]:
+        """Of the layers that this worker writes. Raises TransportError."""
+        assert self._assign is not None, "steps are run in a generation"
+        assert self._transport is not None, "it comes with the assignment"
+        writer_of = {layer: writer for writer, layers in chosen.items() for layer in layers}
+        found = {
+            layer: collect(
+                self._state,
+                layer,
+                self._transport,
+                self._assign.plan,
+                worker=self._worker,
+                writer=writer,
+            )
+            for layer, writer in sorted(writer_of.items())
+        }
+        return {
+            layer: whole
+            for layer, whole in found.items()
+            if whole is not None and writer_of[layer] == self._worker
+        }
 
     def finish(self, transport: Transport, step: int, *, needed: bool) -> None:
         """After the last step: see the save under way to its end, and have the last state saved;

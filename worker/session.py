@@ -7,6 +7,7 @@ libraries and every layer that it keeps live on through all generations.
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -29,6 +30,7 @@ from oobleck.planner.plan import Plan
 from oobleck.planner.program import Program
 from oobleck.planner.work import Work
 from oobleck.worker import stacks
+from oobleck.worker.collect import collect
 from oobleck.worker.commit import Progress
 from oobleck.worker.connect import Connector, links_of
 from oobleck.worker.control import Control
@@ -214,7 +216,7 @@ class Session:
             own_store=self._store,
             connector=self._connector,
             groups=owner_groups(self._programs.values(), plan),
-            links=links_of(self._programs, plan.workers),
+            links=links_of(self._programs, plan),
             control=self._control,
             on_lost=lambda detail: self._lost(plan.generation, detail),
         )
@@ -231,7 +233,7 @@ class Session:
         comes: a loss at the very end, or a node that joined too late.
         """
         transport = membership.transport
-        self._saver.enter(assign, self._progress)
+        self._saver.enter(assign, transport, self._progress)
         self._memory.restart()
         executor = self._executor = Executor(
             job=self._job,
@@ -254,7 +256,9 @@ class Session:
         while True:
             if self._evaluator is not None:
                 # Also at the entry into a generation: the last one may have ended in the middle.
-                self._evaluator.run(self._progress.committed, assign.plan, transport)
+                self._evaluator.run(
+                    self._progress.committed, assign.plan, transport, executor.exchange
+                )
             if self._progress.committed >= self._job.training.steps:
                 break
             with self._timeline.first_step():
@@ -271,12 +275,7 @@ class Session:
         """Save this worker's share of the result: the layers of which it is the first owner."""
         plan, output = assign.plan, self._job.output
         if output is not None:
-            layers = [
-                layer
-                for layer in plan.holdings()[self._worker]
-                if plan.owners(layer)[0] == self._worker
-            ]
-            self._write_output(assign, lambda: write_layers(output, self._state, layers))
+            self._write_layers(output, assign, transport)
             transport.all_gather(torch.zeros(1))  # the manifest vouches for all layers
             if plan.workers[0] == self._worker:
                 step = self._progress.committed
@@ -285,6 +284,17 @@ class Session:
                 )
         self._saver.finish(transport, self._progress.committed, needed=output is None)
         self._control.report(Finished(generation=plan.generation, step=self._progress.committed))
+
+    def _write_layers(self, output: str, assign: Assign, transport: Transport) -> None:
+        """One layer after the other, so that there is no more than one whole in host memory."""
+        plan, step = assign.plan, self._progress.committed
+        for layer in range(plan.layer_count):
+            writer = plan.owners(layer)[0]
+            whole = collect(self._state, layer, transport, plan, worker=self._worker, writer=writer)
+            if whole is not None:
+                state = ModelState(self._job, torch.device("cpu"))
+                state.load(layer, whole, version=step)
+                self._write_output(assign, partial(write_layers, output, state, [layer]))
 
     def _write_output(self, assign: Assign, write: Callable[[], None]) -> None:
         """Until it has worked: the result of the training is here and nowhere else."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from oobleck.planner.job import JobSpec
+from oobleck.worker.exchange import Exchange, NoExchange
 from oobleck.worker.linear import DeferredGradients, deferring
 from oobleck.worker.objective import loss
 from oobleck.worker.random import RowKeys
@@ -39,10 +40,12 @@ EVERY_LAYER: Container[int] = _Every()
 class _Segment:
     """A layer of a micro-batch, or several in a row, between forward and backward."""
 
-    def __init__(self, *, leaf: Tensor | None, adds: bool) -> None:
+    def __init__(self, *, leaf: Tensor | None, adds: bool, idle: bool) -> None:
         """`leaf`: what the gradient is wanted of, the input; None where nobody wants it. `adds`:
-        whether the layers' gradients are to get the micro-batch's."""
+        whether the layers' gradients are to get the micro-batch's. `idle`: this worker has no row
+        of it."""
         self._leaf = leaf
+        self._idle = idle
         self.adds = adds
         self.layers: list[int] = []
         #: Where its backward is split: what collects each layer's weight gradients for later.
@@ -64,9 +67,9 @@ class _Segment:
     def backward(self, gradient: Tensor | None) -> Tensor | None:
         """From the gradient of the output to that of the input, adding the weights' or not."""
         leaf, output = self._leaf, self._output
-        assert output is not None, "a segment has a layer"
-        if leaf is None and not self.adds:
+        if self._idle or (leaf is None and not self.adds):
             return None
+        assert output is not None, "a segment has a layer"
         if not isinstance(output, Tensor):
             output = output()
         if self.adds or leaf is None:
@@ -86,9 +89,14 @@ class StageRunner:
         device: torch.device,
         on_added: Callable[[int], None] = lambda layer: None,
         timeline: Timeline | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
-        """`on_added` is told each time that a layer's gradient has got a micro-batch, wholly."""
+        """`on_added` is told each time that a layer's gradient has got a micro-batch, wholly.
+
+        `exchange`: with the other workers of the stage, if there are any.
+        """
         self._timeline = timeline or Timeline()
+        self._exchange = exchange or NoExchange()
         self._state = state
         self._layers = layers
         self._job = job
@@ -131,10 +139,12 @@ class StageRunner:
         lowest: int = 0,
         by_layer: bool = True,
     ) -> Tensor:
-        """The stage's output for `x`; on the last stage, which needs `targets`, the mean loss.
+        """The stage's output for `x`; on the last stage, which needs `targets`, the loss: these
+        rows' part of the micro-batch's mean.
 
         `x` is int64 tokens (b, T) on the first stage and the previous stage's output elsewhere;
-        tokens and targets may still lie in host memory.
+        b may be less than a micro-batch, or 0, where several workers share the stage. Tokens and
+        targets may still lie in host memory.
         The result is cut off from autograd: it may be sent as it is. `split`: its backward will
         come as `backward_input` and `backward_weight`, and not as `backward`. `adding`: the layers
         whose gradients are to get the micro-batch's; `lowest`: the lowest of those in the whole
@@ -148,22 +158,29 @@ class StageRunner:
         targets = None if targets is None else targets.to(self.device)
         segments: list[_Segment] = []
         recompute = self._job.training.recompute == "layer"
-        by_layer = by_layer or recompute
+        idle = not rows.positions
+        by_layer = by_layer or recompute or not isinstance(self._exchange, NoExchange)
         for layer in self._layers:
             wanted = layer >= lowest
             adds = wanted and layer in adding
             deferred = DeferredGradients() if split and adds else None
             before = segments[-1] if segments and not by_layer else None
             joins = before is not None and before.adds == adds
-            leaf = x.detach().requires_grad_() if layer > lowest and not joins else None
+            leaf = None
+            if layer > lowest and not joins and not idle:
+                leaf = x.detach().requires_grad_()
             graph = wanted and not recompute
             run = partial(self._run, layer, x if leaf is None else leaf, rows, targets, deferred)
-            with self._timeline.span("layer", layer), torch.set_grad_enabled(graph):
-                x = run()
+            with (
+                self._timeline.span("layer", layer),
+                torch.set_grad_enabled(graph),
+                self._exchange.computing(layer, backward=False),
+            ):
+                x = self._no_rows(layer, x) if idle else run()
             if not wanted:
                 continue
             if before is None or not joins:
-                segments.append(_Segment(leaf=leaf, adds=adds))
+                segments.append(_Segment(leaf=leaf, adds=adds, idle=idle))
             segments[-1].append(layer, run if recompute else x, deferred)
         if segments:
             self._in_flight[microbatch] = segments
@@ -186,7 +203,18 @@ class StageRunner:
             x = self._state.module(layer)(x, rows)
             if layer != self._layers[-1]:
                 return x
-            return (x if targets is None else loss(x, targets)).to(self.activation_dtype)
+            return (x if targets is None else self._loss(x, targets)).to(self.activation_dtype)
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        rows, whole = len(targets), self._job.training.microbatch
+        mean = loss(logits, targets)
+        return mean if rows == whole else mean * (rows / whole)
+
+    def _no_rows(self, layer: int, x: Tensor) -> Tensor:
+        """The layer's output where this worker has no row of the micro-batch."""
+        final = self.last and layer == self._layers[-1]
+        shape = () if final else (0, *self.activation_shape[1:])
+        return torch.zeros(shape, dtype=self.activation_dtype, device=x.device)
 
     def backward(self, microbatch: int, gradient: Tensor | None = None) -> Tensor | None:
         """Add the micro-batch's gradients to the layers' and return that of the stage's input.
@@ -200,10 +228,10 @@ class StageRunner:
         )
         while segments:
             segment = segments.pop()
-            with self._span(segment):
+            with self._span(segment), self._computing(segment):
                 gradient = segment.backward(gradient)
             for layer in reversed(segment.layers if segment.adds else []):
-                self._state.note_added(layer, microbatch)
+                self._add(layer, microbatch)
                 self._on_added(layer)
         return gradient
 
@@ -224,12 +252,20 @@ class StageRunner:
         self._deferred[microbatch] = deque()
         while segments:
             segment = segments.pop()
-            with self._span(segment):
+            with self._span(segment), self._computing(segment):
                 gradient = segment.backward(gradient)
             if segment.deferred:
                 pairs = zip(segment.layers, segment.deferred, strict=True)
                 self._deferred[microbatch].extend(reversed(list(pairs)))
         return gradient
+
+    def _computing(self, segment: _Segment) -> AbstractContextManager[None]:
+        # Where there is an exchange, a segment is one layer.
+        return self._exchange.computing(segment.layers[0], backward=True)
+
+    def _add(self, layer: int, microbatch: int) -> None:
+        if self._exchange.add(layer):
+            self._state.note_added(layer, microbatch)
 
     def backward_weight(self, microbatch: int) -> None:
         """Add what `backward_input` left out, and keep nothing of the micro-batch any more."""
@@ -238,8 +274,11 @@ class StageRunner:
 
     def settle(self) -> None:
         """Drop what is in flight, and add what was left for later: no layer's gradient has a part
-        of a micro-batch then. Nobody is told."""
+        of a micro-batch then. Nobody is told. Where several workers share the stage, it is dropped
+        too: it would have to be added by all."""
         self._in_flight.clear()
+        if not isinstance(self._exchange, NoExchange):
+            self._deferred.clear()
         for microbatch in list(self._deferred):
             for _ in self._add_deferred(microbatch):
                 pass
@@ -249,7 +288,8 @@ class StageRunner:
         due = self._deferred[microbatch]
         while due:
             layer, deferred = due.popleft()
+            self._exchange.take_gradients(layer)
             deferred.add()
-            self._state.note_added(layer, microbatch)
+            self._add(layer, microbatch)
             yield layer
         del self._deferred[microbatch]

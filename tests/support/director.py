@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -47,29 +48,55 @@ from oobleck.host.messages import (
 )
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job import JobSpec
-from oobleck.planner.plan import Pipeline, Plan, Stage
+from oobleck.planner.plan import Pipeline, Plan, Schedule, Stage
 
 DEADLINE_S = 60.0
 
 
+def worker_named(name: str) -> WorkerId:
+    """`n` is worker 0 of node n, `n/1` its worker 1."""
+    node, _, slot = name.partition("/")
+    return WorkerId(NodeName(node), int(slot or 0))
+
+
+#: A stage: the node, its layers, and its workers (1) where they are more.
+Cut = tuple[str, int] | tuple[str, int, int]
+
+
 def make_plan(
-    generation: int, cuts: Sequence[Sequence[tuple[str, int]]], shares: Sequence[int]
+    generation: int,
+    cuts: Sequence[Sequence[Cut]],
+    shares: Sequence[int],
+    *,
+    resident: bool = False,
+    schedule: Schedule = "1f1b",
 ) -> Plan:
-    """A plan of one worker per node: each pipeline a list of (node, layers on it)."""
+    """A plan of these pipelines; a node's workers go to its stages in order. `resident`: all
+    stages of several workers."""
     pipelines = []
     start = 0
     for cut, share in zip(cuts, shares, strict=True):
         stages, layer = [], 0
-        for node, count in cut:
-            workers = (WorkerId(NodeName(node), 0),)
-            stages.append(Stage(first_layer=layer, last_layer=layer + count - 1, workers=workers))
+        slots: Counter[str] = Counter()
+        for node, count, *several in cut:
+            first, number = slots[node], (several or [1])[0]
+            slots[node] += number
+            workers = tuple(WorkerId(NodeName(node), first + i) for i in range(number))
+            stages.append(
+                Stage(
+                    first_layer=layer,
+                    last_layer=layer + count - 1,
+                    workers=workers,
+                    resident=resident and number > 1,
+                )
+            )
             layer += count
-        nodes = tuple(NodeName(node) for node, _ in cut)
+        nodes = tuple(NodeName(node) for node in dict.fromkeys(node for node, *_ in cut))
         pipelines.append(
             Pipeline(nodes=nodes, stages=tuple(stages), first_microbatch=start, microbatches=share)
         )
         start += share
-    return Plan(generation=Generation(generation), pipelines=tuple(pipelines))
+    return Plan(generation=Generation(generation), pipelines=tuple(pipelines), schedule=schedule)
 
 
 @dataclass
@@ -146,8 +173,8 @@ class Director:
 
     def start(self, *nodes: str) -> None:
         """Fork one worker per node and wait until they are ready."""
-        for node in nodes:
-            worker = WorkerId(NodeName(node), 0)
+        names = [worker_named(node) for node in nodes]
+        for worker in names:
             incarnation = Incarnation(os.urandom(4).hex())
             mine, theirs = socket.socketpair()
             self._warm.fork(incarnation, theirs, self.job.model.kind)
@@ -168,7 +195,6 @@ class Director:
                     stage_everything=self._stage_everything,
                 )
             )
-        names = [WorkerId(NodeName(node), 0) for node in nodes]
         self.wait(lambda: all(self.workers[name].store for name in names), "workers ready")
 
     def assign(self, plan: Plan, *, boundary: bool = False, restore: bool = False) -> None:
@@ -191,7 +217,7 @@ class Director:
             self.workers[worker].channel.send(Save(number=number))
 
     def kill(self, node: str, signum: signal.Signals = signal.SIGKILL) -> None:
-        os.kill(self.workers[WorkerId(NodeName(node), 0)].pid, signum)
+        os.kill(self.workers[worker_named(node)].pid, signum)
 
     def stop(self) -> None:
         for live in self.workers.values():

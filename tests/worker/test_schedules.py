@@ -12,10 +12,8 @@ from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.optimization import OptimizerSpec
 from oobleck.planner.plan import Plan, Schedule
 from oobleck.planner.program import BackwardInput, BackwardWeight
-from oobleck.worker.executor import owner_groups
 from oobleck.worker.output import read_output
 from support.director import Director, WarmWorkers, make_plan
-from support.plans import plan_of_cuts
 from support.reference import assert_same_weights, train_reference
 
 STEPS = 4
@@ -96,9 +94,3 @@ def test_the_plans_above_split_backwards() -> None:
         if {BackwardInput, BackwardWeight} <= {type(step) for step in program}
     ]
     assert split == ["b", "c", "e"]
-
-
-def test_a_stage_of_two_workers_is_refused_before_the_generation_is_joined() -> None:
-    plan = plan_of_cuts(([1, (2, 2)], 1))
-    with pytest.raises(ValueError, match=r"pipeline 0: stage 1 stands on 2 workers; .* 1 GPU only"):
-        owner_groups(compile_programs(plan, tied=False).values(), plan)
