@@ -80,55 +80,76 @@ def _counts(model: ModelSpec) -> Counts:
     matrices = 12 * hidden * hidden
     return Counts(
         embedding=LayerCount(
-            parameters=(vocabulary + length) * hidden, flops=2.0 * hidden, kept=hidden
+            parameters=(vocabulary + length) * hidden,
+            flops=2.0 * hidden,
+            masks=hidden if model.dropout else 0,
         ),
         block=LayerCount(
             # and weight and bias of two layer norms
             parameters=matrices + 4 * hidden,
             flops=2.0 * matrices + 4.0 * length * hidden,
-            # norms, qkv, attention output, MLP (up, GELU), residuals
-            kept=16 * hidden,
+            # qkv, attention output, MLP (up, GELU); norms and residuals
+            kept=12 * hidden,
+            kept_wide=4 * hidden,
+            masks=2 * hidden if model.dropout else 0,
         ),
         head=LayerCount(
             parameters=2 * hidden + vocabulary * hidden,
             flops=2.0 * hidden * vocabulary,
-            kept=2 * (hidden + vocabulary),
+            kept=hidden,
+            kept_wide=hidden + vocabulary,
         ),
     )
 
 
 def _embedding(job: JobSpec) -> LayerProfile:
-    kept = _counts(job.model).embedding.kept * STATE_ITEM_BYTES[job.training.precision]
+    counted = _counts(job.model).embedding
     return _layer(
         job,
         "embedding",
-        _counts(job.model).embedding,
-        activation_bytes=_rows(job) * (_TOKEN_BYTES + kept),
-        output_bytes=_output_bytes(job),
+        counted,
+        activation_bytes=_rows(job) * _TOKEN_BYTES + _kept_bytes(job, counted),
+        working_bytes=5 * _hidden_bytes(job),
+        output_bytes=_hidden_bytes(job),
     )
 
 
 def _block(job: JobSpec, name: str) -> LayerProfile:
-    model, rows = job.model, _rows(job)
-    item = ACTIVATION_ITEM_BYTES[job.training.precision]
-    # The scores where attention is unfused.
-    kept = _counts(model).block.kept + model.sequence_length * model.heads
+    counted = _counts(job.model).block
+    kept_bytes = _kept_bytes(job, counted)
     return _layer(
         job,
         name,
-        _counts(model).block,
-        activation_bytes=rows * kept * item,
-        output_bytes=_output_bytes(job),
+        counted,
+        activation_bytes=kept_bytes,
+        # Messages of both directions, posted ahead; gradients replace what was kept one by one.
+        working_bytes=4 * _hidden_bytes(job) + 2 * kept_bytes // 5,
+        output_bytes=_hidden_bytes(job),
     )
 
 
 def _head(job: JobSpec) -> LayerProfile:
-    item = ACTIVATION_ITEM_BYTES[job.training.precision]
-    head = _counts(job.model).head
-    return _layer(job, "head", head, activation_bytes=_rows(job) * head.kept * item, output_bytes=0)
+    counted = _counts(job.model).head
+    item = STATE_ITEM_BYTES[job.training.precision]
+    return _layer(
+        job,
+        "head",
+        counted,
+        activation_bytes=_kept_bytes(job, counted),
+        # The logits and their gradient.
+        working_bytes=2 * _rows(job) * counted.kept_wide * item,
+        output_bytes=0,
+    )
 
 
-def _output_bytes(job: JobSpec) -> int:
+def _kept_bytes(job: JobSpec, counted: LayerCount) -> int:
+    """Of a micro-batch, from a layer's forward to its backward."""
+    precision = job.training.precision
+    narrow, wide = ACTIVATION_ITEM_BYTES[precision], STATE_ITEM_BYTES[precision]
+    return _rows(job) * (counted.kept * narrow + counted.kept_wide * wide + counted.masks)
+
+
+def _hidden_bytes(job: JobSpec) -> int:
     """Between stages everything travels in the precision of the weights."""
     return _rows(job) * job.model.hidden * STATE_ITEM_BYTES[job.training.precision]
 
@@ -139,15 +160,14 @@ def _layer(
     counted: LayerCount,
     *,
     activation_bytes: int,
+    working_bytes: int,
     output_bytes: int,
 ) -> LayerProfile:
     precision = job.training.precision
     forward_s = _rows(job) * counted.flops / FLOPS_PER_S
-    # The widest that operations hand to each other are gradients, of half of what is kept.
-    working_bytes = activation_bytes // 2
     again = job.training.recompute == "layer"
     if again:
-        input_bytes = min(activation_bytes, _output_bytes(job))
+        input_bytes = min(activation_bytes, _hidden_bytes(job))
         working_bytes += activation_bytes - input_bytes
         activation_bytes = input_bytes
     return LayerProfile(

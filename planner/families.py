@@ -142,8 +142,12 @@ class LayerCount:
     parameters: int
     #: Multiplications and additions of one token's forward.
     flops: float
-    #: Numbers per token that the forward leaves to the backward, without attention's scores.
-    kept: int
+    #: Numbers per token that the forward leaves to the backward, in the precision of computing,
+    #: and those that autocast leaves in the weights' precision: norms, residuals, losses.
+    kept: int = 0
+    kept_wide: int = 0
+    #: Bytes per token of dropout's masks.
+    masks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

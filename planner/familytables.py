@@ -23,9 +23,22 @@ _RELEASED_MASK_TOKEN = 103
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-def _lookup(vocabulary: int, hidden: int, others: int, kept: int) -> LayerCount:
-    """Embedding tables; a look-up costs next to nothing."""
-    return LayerCount(parameters=vocabulary * hidden + others, flops=2.0 * hidden, kept=kept)
+def _lookup(
+    vocabulary: int, hidden: int, others: int, *, kept_wide: int = 0, dropout: float = 0.0
+) -> LayerCount:
+    """Embedding tables; a look-up costs next to nothing and keeps nothing but the tokens."""
+    return LayerCount(
+        parameters=vocabulary * hidden + others,
+        flops=2.0 * hidden,
+        kept_wide=kept_wide,
+        masks=hidden if dropout else 0,
+    )
+
+
+def _scores(heads: int, length: int, dropout: float) -> int:
+    """Attention's shares per token, which only dropout on them keeps from being fused: before and
+    after it, and the mask."""
+    return heads * length if dropout else 0
 
 
 def _gpt2_check(config: Config) -> None:
@@ -36,17 +49,23 @@ def _gpt2_count(config: Config, length: int) -> Counts:
     hidden, vocabulary = config["n_embd"], config["vocab_size"]
     inner = config["n_inner"] or 4 * hidden
     matrices = 4 * hidden * hidden + 2 * hidden * inner
+    scores = _scores(config["n_head"], length, config["attn_pdrop"])
     return Counts(
-        embedding=_lookup(vocabulary, hidden, config["n_positions"] * hidden, hidden),
+        embedding=_lookup(
+            vocabulary, hidden, config["n_positions"] * hidden, dropout=config["embd_pdrop"]
+        ),
         block=LayerCount(
             parameters=matrices + 9 * hidden + inner,
             flops=2.0 * matrices + 4.0 * length * hidden,
-            kept=8 * hidden + 2 * inner,
+            kept=4 * hidden + 2 * inner + scores,
+            kept_wide=4 * hidden + scores,
+            masks=scores + (2 * hidden if config["resid_pdrop"] else 0),
         ),
         head=LayerCount(
             parameters=2 * hidden + vocabulary * hidden,
             flops=2.0 * hidden * vocabulary,
-            kept=2 * (hidden + vocabulary),
+            kept=hidden,
+            kept_wide=hidden + vocabulary,
         ),
     )
 
@@ -150,17 +169,21 @@ def _llama_count(config: Config, length: int) -> Counts:
         biases += width * (heads + 2 * shared) + hidden
     if config["mlp_bias"]:
         biases += 2 * inner + hidden
+    scores = _scores(heads, length, config["attention_dropout"])
     return Counts(
-        embedding=_lookup(vocabulary, hidden, 0, hidden),
+        embedding=_lookup(vocabulary, hidden, 0),
         block=LayerCount(
             parameters=matrices + biases + 2 * hidden,
             flops=2.0 * matrices + 4.0 * length * width * heads,
-            kept=6 * hidden + 2 * width * (heads + shared) + 4 * inner,
+            kept=2 * width * (heads + shared) + 3 * inner + scores,
+            kept_wide=6 * hidden + inner + scores,
+            masks=scores,
         ),
         head=LayerCount(
             parameters=hidden + vocabulary * hidden,
             flops=2.0 * hidden * vocabulary,
-            kept=2 * (hidden + vocabulary),
+            kept=hidden,
+            kept_wide=2 * hidden + vocabulary,
         ),
     )
 
@@ -236,17 +259,24 @@ def _bert_count(config: Config, length: int) -> Counts:
     )
     matrices = 4 * hidden * hidden + 2 * hidden * inner
     tables = (config["max_position_embeddings"] + config["type_vocab_size"]) * hidden
+    dropout = config["hidden_dropout_prob"]
+    scores = _scores(config["num_attention_heads"], length, config["attention_probs_dropout_prob"])
     return Counts(
-        embedding=_lookup(vocabulary, hidden, tables + 2 * hidden, 2 * hidden),
+        embedding=_lookup(
+            vocabulary, hidden, tables + 2 * hidden, kept_wide=hidden, dropout=dropout
+        ),
         block=LayerCount(
             parameters=matrices + 9 * hidden + inner,
             flops=2.0 * matrices + 4.0 * length * hidden,
-            kept=8 * hidden + 2 * inner,
+            kept=2 * hidden + 2 * inner + scores,
+            kept_wide=6 * hidden + scores,
+            masks=scores + (2 * hidden if dropout else 0),
         ),
         head=LayerCount(
             parameters=hidden * hidden + 3 * hidden + vocabulary * hidden + vocabulary,
             flops=2.0 * hidden * (hidden + vocabulary),
-            kept=2 * (2 * hidden + vocabulary),
+            kept=2 * hidden,
+            kept_wide=2 * hidden + vocabulary,
         ),
     )
 

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.familytables import FAMILIES
-from oobleck.planner.job import DataSpec, JobSpec, TrainingSpec
+from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.worker.errors import ModelError
 from oobleck.worker.linear import DeferredGradients, deferring
+from oobleck.worker.measure import _Bench
 from oobleck.worker.models import build_layer, initialise_parameters, tied_parameter
 from oobleck.worker.models.keyed import attend, keyed
 from oobleck.worker.objective import loss
@@ -124,6 +125,40 @@ def test_layers_have_the_parameters_that_planning_counts_with(case):
         layers = [build_layer(spec, number) for number in range(spec.layer_count)]
     counts = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     assert [layer.parameter_bytes // 4 for layer in profile.layers] == counts
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("kind", ["gpt", *FAMILIES])
+def test_layers_keep_as_much_as_planning_estimates(kind, dropout, precision):
+    wide = {"vocab_size": 256, **PLANNED.get(kind, {})}
+    spec = (
+        ModelSpec(layers=2, hidden=64, heads=4, sequence_length=128, dropout=dropout)
+        if kind == "gpt"
+        else foreign.spec(kind, sequence_length=128, dropout=dropout, **wide)
+    )
+    job = JobSpec(
+        name="job",
+        model=spec,
+        data=DataSpec(text=("x",)),
+        training=TrainingSpec(steps=1, global_batch=8, microbatch=2, precision=precision),
+    )
+    layers = estimate_profile(job, gpus_per_node=1, memory_per_worker_bytes=1 << 30).layers
+    for number in (0, 1, 3):
+        measured = _Bench(job, [number], torch.device("cpu"), rows=2).kept_bytes()
+        assert layers[number].activation_bytes == pytest.approx(measured, rel=0.1)
+
+
+PLANNED = {
+    "gpt2": {"n_embd": 64, "n_positions": 128},
+    "llama": {"hidden_size": 64, "intermediate_size": 172, "max_position_embeddings": 128},
+    "bert": {
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "max_position_embeddings": 128,
+        "mask_token_id": 255,
+    },
+}
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

@@ -43,7 +43,9 @@ def options(spec: ModelSpec) -> dict[str, Any]:
 @lru_cache(maxsize=16)
 def _configuration(kind: Callable[..., Any], text: str) -> Any:
     try:
-        config = kind(**json.loads(text))
+        # Without the special tokens, which mean nothing to training and draw a warning where they
+        # are beyond the vocabulary.
+        config = kind(**json.loads(text), bos_token_id=None, eos_token_id=None)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         why = " ".join(str(error).split())
         raise ModelError(f"model.config: transformers refuses it: {why}; correct it") from error
