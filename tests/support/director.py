@@ -11,10 +11,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import IO
 
 import msgspec
 
@@ -106,11 +108,20 @@ class LiveWorker:
     worker: WorkerId
     incarnation: Incarnation
     channel: Channel[FromWorker]
+    #: What it writes.
+    log: IO[bytes]
     pid: int = 0
     store: str = ""
     said: list[FromWorker] = field(default_factory=list)
     gone: bool = False
-    output: str = ""
+
+    def written(self) -> str:
+        return os.pread(self.log.fileno(), 1 << 20, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        sys.stderr.write(self.written())
+        self.log.close()
+        self.channel.close()
 
 
 class WarmWorkers:
@@ -135,10 +146,12 @@ class WarmWorkers:
         self.channel.close()
         self._process.wait(timeout=10)
 
-    def fork(self, incarnation: Incarnation, channel: socket.socket, kind: str) -> None:
+    def fork(
+        self, incarnation: Incarnation, channel: socket.socket, output: int, kind: str
+    ) -> None:
         body = msgspec.json.encode(Fork(slot=0, incarnation=incarnation, kind=kind))
         frame = len(body).to_bytes(4, "big") + body
-        socket.send_fds(self.socket, [frame], [channel.fileno(), 2])
+        socket.send_fds(self.socket, [frame], [channel.fileno(), output])
 
 
 class Director:
@@ -169,7 +182,7 @@ class Director:
         for live in self.workers.values():
             if not live.gone:
                 os.kill(live.pid, signal.SIGKILL)
-            live.channel.close()
+            live.close()
 
     def start(self, *nodes: str) -> None:
         """Fork one worker per node and wait until they are ready."""
@@ -177,11 +190,12 @@ class Director:
         for worker in names:
             incarnation = Incarnation(os.urandom(4).hex())
             mine, theirs = socket.socketpair()
-            self._warm.fork(incarnation, theirs, self.job.model.kind)
+            log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the worker
+            self._warm.fork(incarnation, theirs, log.fileno(), self.job.model.kind)
             theirs.close()
             if worker in self.workers:
-                self.workers[worker].channel.close()
-            live = LiveWorker(worker, incarnation, Channel(mine, FromWorker))
+                self.workers[worker].close()
+            live = LiveWorker(worker, incarnation, Channel(mine, FromWorker), log)
             self.workers[worker] = live
             live.channel.send(
                 Launch(
@@ -219,6 +233,10 @@ class Director:
     def kill(self, node: str, signum: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.workers[worker_named(node)].pid, signum)
 
+    def has_faulted(self, node: str) -> bool:
+        """Whether a scripted fault has struck its worker, which logs it."""
+        return "scripted fault" in self.workers[WorkerId(NodeName(node), 0)].written()
+
     def stop(self) -> None:
         for live in self.workers.values():
             if not live.gone:
@@ -232,7 +250,11 @@ class Director:
         while not condition():
             remaining = deadline - time.monotonic()
             assert remaining > 0, f"timed out waiting for: {what}; {self.describe()}"
-            self._pump(min(remaining, 1.0))
+            self._pump(min(remaining, 0.2))
+
+    def wait_a_moment(self, span_s: float) -> None:
+        """Take in what comes within that time."""
+        self._pump(span_s)
 
     def wait_finished(self, plan: Plan) -> None:
         self.wait(
