@@ -184,7 +184,9 @@ def test_a_file_that_shrinks_is_an_error_and_no_crash(tmp_path):
         whole(dataset)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40
+)
 @given(
     windows=st.integers(10, 400),
     share=st.floats(0.001, 0.9),
