@@ -173,6 +173,10 @@ def job_text(job: pb.JobStatus) -> str:
     ]
     if job.HasField("loss"):
         lines.append(f"loss        {job.loss:.6f}")
+    if job.skipped_steps:
+        lines.append(
+            f"skipped     {count(job.skipped_steps, 'step')} whose gradients were not finite"
+        )
     if job.HasField("evaluation"):
         lines.append(f"held out    {evaluation(job.evaluation)}")
     if job.tokens_per_s:

@@ -180,6 +180,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     #: The step's gradients were not finite, and nobody applied them.
     skipped: bool = False
+    #: How many steps were, up to this one. The master counts them, not the workers.
+    skipped_steps: int = 0
 
 
 class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,6 +33,8 @@ class MetricsLog:
         self.recent = self._recover()
         #: Steps up to this one are on disk.
         self.through_step = self.recent[-1].step if self.recent else 0
+        #: How many of them were skipped. Each line has the number, so that the last one tells it.
+        self._skipped_steps = self.recent[-1].skipped_steps if self.recent else 0
 
     def _recover(self) -> tuple[StepRecord, ...]:
         with open(self._path, "a+b", buffering=0) as file:
@@ -66,7 +68,8 @@ class MetricsLog:
                 self._waiting.setdefault(record.step, record)
         written = []
         while (following := self._waiting.pop(self.through_step + 1, None)) is not None:
-            written.append(following)
+            self._skipped_steps += following.skipped
+            written.append(msgspec.structs.replace(following, skipped_steps=self._skipped_steps))
             self.through_step = following.step
         if written:
             self._write(b"".join(line(record) for record in written))
@@ -87,7 +90,8 @@ class MetricsLog:
 
 
 def line(record: StepRecord) -> bytes:
-    """The text of a record; `skipped` stands only where it is true."""
+    """The text of a record; `skipped` stands only where it is true, and `skipped_steps` from the
+    first such step on."""
     values: dict[str, object] = {
         "step": record.step,
         "loss": record.loss,
@@ -100,6 +104,8 @@ def line(record: StepRecord) -> bytes:
     }
     if record.skipped:
         values["skipped"] = True
+    if record.skipped_steps:
+        values["skipped_steps"] = record.skipped_steps
     return msgspec.json.encode(values) + b"\n"
 
 

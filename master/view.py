@@ -55,6 +55,8 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         message.profile = "estimate"
     if seen.recent and (loss := seen.recent[-1].loss) is not None:
         message.loss = loss
+    if seen.recent:
+        message.skipped_steps = seen.recent[-1].skipped_steps
     if seen.evaluation is not None:
         message.evaluation.CopyFrom(evaluation_message(seen.evaluation))
     if job.made is not None:

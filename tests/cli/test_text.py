@@ -89,6 +89,8 @@ def test_status_of_a_job_draws_its_pipelines() -> None:
     assert "can lose    1 more node, whichever, without losing a layer" in shown
     assert "pipeline 0              9  n1 [0..4] -> n2/1 [5..9]" in shown
     assert "can lose" not in text.job_text(job(state="succeeded"))
+    assert "skipped" not in shown
+    assert "skipped     1 step whose" in text.job_text(job(skipped_steps=1))
 
 
 def test_the_newest_evaluation_is_shown() -> None:

@@ -7,6 +7,7 @@ import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from scenario import record
 
@@ -52,6 +53,21 @@ def test_a_line_has_the_agreed_fields(tmp_path: Path, opened: Opener) -> None:
         "step_seconds",
         "time",
     ]
+
+
+def test_skipped_steps_are_counted_over_a_restart(tmp_path: Path, opened: Opener) -> None:
+    skipped = [
+        msgspec.structs.replace(record(step, 1, float(step)), skipped=True, loss=None)
+        for step in (2, 4)
+    ]
+    first = opened(tmp_path / "m")
+    first.append((record(1, 1, 1.0), skipped[0]))
+    (written,) = opened(tmp_path / "m").append((record(3, 1, 3.0),))
+    assert written.skipped_steps == 1
+    opened(tmp_path / "m").append((skipped[1], skipped[0], record(5, 1, 5.0)))
+    lines = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
+    assert [line.get("skipped_steps") for line in lines] == [None, 1, 1, 2, 2]
+    assert [line.get("skipped") for line in lines] == [None, True, None, True, None]
 
 
 def test_records_in_any_order_and_repeated_become_each_step_once(
