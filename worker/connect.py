@@ -92,7 +92,10 @@ class Connector:
         choice = choose(self.device, self._wanted, gpus_for_all=gpus)
         # Sums over owners go over NCCL then; only the vote and the like are the host's.
         over_host = () if choice == "nccl" else groups
-        host: Transport = GlooTransport(place, rank, size, over_host, self.address, waits)
+        wired = () if choice == "nccl" else links
+        host: Transport = GlooTransport(
+            place, rank, size, over_host, self.address, waits, links=wired
+        )
         if choice != "gloo" or self._stage_everything:
             host = StagedTransport(host, everything=self._stage_everything)
         if choice != "nccl":

@@ -1,8 +1,9 @@
 """Talking to the other workers of a generation: point-to-point messages and collectives.
 
 `Transport` is what the executor sees; `GlooTransport` does it with torch.distributed's gloo
-backend. One transport lives for one generation: it is built at the rendezvous, aborted when the
-generation is over, and never repaired. Must not know programs, layers or plans.
+backend, and with wires for the messages of a step that are not large. One transport lives for one
+generation: it is built at the rendezvous, aborted when the generation is over, and never repaired.
+Must not know programs, layers or plans.
 
 Gloo's own `abort` does nothing. What releases an operation that is blocked, here and, by the
 closed sockets, at the peers, is a receive that nobody answers with a time-out of its own: gloo
@@ -29,9 +30,12 @@ from torch._C._distributed_c10d import (
 from oobleck.worker.errors import peers_may_fail
 from oobleck.worker.rendezvous import Place
 from oobleck.worker.waiting import Waits
+from oobleck.worker.wires import MOST_BYTES, Wires
 
 #: A set of ranks, sorted.
 Group = tuple[int, ...]
+#: Sender and receiver, as ranks.
+Link = tuple[int, int]
 
 #: Operations wait for peers' computation, however long; losses release them, not the clock.
 OPERATION_TIMEOUT = timedelta(hours=24)
@@ -112,7 +116,10 @@ class _GlooWork:
 
     def wait(self) -> None:
         with peers_may_fail():
-            self._waits.run(partial(self._work.wait, OPERATION_TIMEOUT))
+            if self._work.is_completed():  # never so of a receive
+                self._work.wait(OPERATION_TIMEOUT)
+            else:
+                self._waits.run(partial(self._work.wait, OPERATION_TIMEOUT))
 
 
 def _closes_all_pairs(backend: _GlooGroup, peer: int) -> bool:
@@ -148,8 +155,11 @@ class GlooTransport:
         groups: Sequence[Group],
         address: str,
         waits: Waits,
+        *,
+        links: Sequence[Link] = (),
     ) -> None:
-        """`groups` must be the same sequence on all ranks: they are built in that order.
+        """`groups` must be the same sequence on all ranks: they are built in that order. `links`,
+        the same on all, are those that get wires of their own for messages that are not large.
 
         Raises TransportError when one cannot be built, or `waits` is released meanwhile.
         """
@@ -164,6 +174,8 @@ class GlooTransport:
         for group in [self._everyone, *(g for g in groups if g != self._everyone)]:
             if rank in group and len(group) > 1:
                 self._backends[group] = self._build(place, group)
+        peers = {peer for link in links if rank in link for peer in link if peer != rank}
+        self._wires = Wires(place, rank, peers, address) if peers else None
 
     def _build(self, place: Place, group: Group) -> _GlooGroup:
         timeout = connect_timeout(len(group))
@@ -182,12 +194,23 @@ class GlooTransport:
     def _pending(self, work: Work, tensors: Sequence[torch.Tensor]) -> Pending:
         return _GlooWork(work, tensors, self._waits)
 
+    def _wires_for(self, tensor: torch.Tensor, peer: int) -> Wires | None:
+        """Both ends ask, and find the same: it follows from the link and the message's size."""
+        wires = self._wires
+        if wires is None or peer not in wires.peers or tensor.nbytes > MOST_BYTES:
+            return None
+        return wires
+
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+        if (wires := self._wires_for(tensor, peer)) is not None:
+            return wires.send(tensor, peer, tag)
         with peers_may_fail():
             work = self._backends[self._everyone].send([tensor], peer, tag)
         return self._pending(work, [tensor])
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+        if (wires := self._wires_for(tensor, peer)) is not None:
+            return wires.receive(tensor, peer, tag)
         with peers_may_fail():
             work = self._backends[self._everyone].recv([tensor], peer, tag)
         return self._pending(work, [tensor])
@@ -231,6 +254,8 @@ class GlooTransport:
             backends = list(self._backends.items())
         if not first:
             return
+        if self._wires is not None:
+            self._wires.abort()
         # The group of all ranks comes first: most of what blocks, blocks in it.
         for group, backend in backends:
             for peer, rank in enumerate(group):
@@ -249,4 +274,6 @@ class GlooTransport:
     def _free(self) -> None:
         time.sleep(_DISPOSE_DELAY_S)
         self._waits.close()
+        if self._wires is not None:
+            self._wires.close()
         self._backends.clear()

@@ -1,4 +1,5 @@
-"""What every transport must do, run on each of them: over gloo, staged, and in NCCL's wiring.
+"""What every transport must do, run on each of them: over gloo, with wires, staged, and in NCCL's
+wiring.
 
 NCCL itself needs GPUs; its transport's routing over groups and links is run with gloo groups in
 their place. The ranks are threads of this process, with sockets between them.
@@ -38,8 +39,9 @@ def connect(kind: str, servers: list[StoreServer], rank: int) -> Transport:
     waits = Waits()
     place = Place(servers[0].endpoint, kind, own=servers[rank], waits=waits)
     over_host = () if kind == "nccl" else GROUPS
-    host = GlooTransport(place, rank, SIZE, over_host, "127.0.0.1", waits)
-    if kind == "gloo":
+    wired = LINKS if kind == "wired" else ()
+    host = GlooTransport(place, rank, SIZE, over_host, "127.0.0.1", waits, links=wired)
+    if kind in ("gloo", "wired"):
         return host
     staged = StagedTransport(host, everything=True)
     if kind == "staged":
@@ -49,7 +51,7 @@ def connect(kind: str, servers: list[StoreServer], rank: int) -> Transport:
     )
 
 
-@pytest.fixture(params=["gloo", "staged", "nccl"])
+@pytest.fixture(params=["gloo", "wired", "staged", "nccl"])
 def everywhere(request: pytest.FixtureRequest):
     """Runs a function of a transport on all ranks at once and returns what each returned."""
     servers = [StoreServer("127.0.0.1") for _ in range(SIZE)]

@@ -1,0 +1,117 @@
+"""Wires: what comes early, what does not fit, what ends a wait, and who is let in."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from oobleck.worker.errors import TransportError
+from oobleck.worker.rendezvous import Place, StoreServer
+from oobleck.worker.waiting import Waits
+from oobleck.worker.wires import MOST_BYTES, Wires
+
+#: Of one message; many of them are more than the kernel holds for a connection.
+LARGEST = MOST_BYTES // 4
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    server, waits = StoreServer("127.0.0.1"), Waits()
+    yield Place(server.endpoint, "here", own=server, waits=waits)
+    waits.close()
+
+
+@pytest.fixture
+def pair(place: Place) -> Iterator[tuple[Wires, Wires]]:
+    both = Wires(place, 0, {1}, "127.0.0.1"), Wires(place, 1, {0}, "127.0.0.1")
+    yield both
+    for wires in both:
+        wires.close()
+
+
+def test_messages_come_before_and_after_they_are_waited_for(pair: tuple[Wires, Wires]) -> None:
+    here, there = pair
+    for value in (1.0, 2.0, 3.0):
+        there.send(torch.full((3,), value), 0, 7).wait()
+    there.send(torch.full((2,), 9.0), 0, 8).wait()
+    tensors = [torch.zeros(2), torch.zeros(3), torch.zeros(3), torch.zeros(3)]
+    receives = [here.receive(tensors[0], 1, 8), here.receive(tensors[1], 1, 7)]
+    for receive in receives:
+        receive.wait()
+    here.receive(tensors[2], 1, 7).wait()
+    posted = here.receive(tensors[3], 1, 7)
+    posted.wait()
+    assert [t.unique().tolist() for t in tensors] == [[9.0], [1.0], [2.0], [3.0]]
+    late = here.receive(tensors[0], 1, 9)
+    there.send(torch.full((2,), 5.0), 0, 9).wait()
+    late.wait()
+    assert tensors[0].tolist() == [5.0, 5.0]
+
+
+def test_both_may_send_more_than_fits_before_either_receives(pair: tuple[Wires, Wires]) -> None:
+    count = 100  # 50 MiB each way
+
+    def exchange(wires: Wires, peer: int) -> list[float]:
+        sends = [wires.send(torch.full((LARGEST,), float(n)), peer, n) for n in range(count)]
+        for send in sends:
+            send.wait()
+        tensor = torch.empty(LARGEST)
+        seen = []
+        for n in range(count):
+            wires.receive(tensor, peer, n).wait()
+            assert tensor[0] == tensor[-1]
+            seen.append(float(tensor[0]))
+        return seen
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(exchange, pair, (1, 0)))
+    assert found == [[float(n) for n in range(count)]] * 2
+
+
+@pytest.mark.parametrize("at", ["here", "there"])
+def test_abort_ends_waits_at_both_ends(pair: tuple[Wires, Wires], at: str) -> None:
+    here, there = pair
+    there.send(torch.zeros(1), 0, 1).wait()
+    here.receive(torch.zeros(1), 1, 1).wait()  # both are connected now
+
+    def wait(wires: Wires, peer: int) -> str:
+        with pytest.raises(TransportError) as caught:
+            wires.receive(torch.zeros(1), peer, 2).wait()
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(wait, here, 1), pool.submit(wait, there, 0)]
+        time.sleep(0.1)  # for both to wait; either order is right
+        (here if at == "here" else there).abort()
+        assert all(done.result(timeout=10) for done in waits)
+    for wires, peer in ((here, 1), (there, 0)):
+        wires.abort()
+        with pytest.raises(TransportError, match="given up"):
+            wires.send(torch.zeros(1), peer, 3)
+
+
+def test_abort_ends_the_wait_for_a_peer_that_never_calls(place: Place) -> None:
+    wires = Wires(place, 0, {1}, "127.0.0.1")
+    threading.Timer(0.1, wires.abort).start()
+    with pytest.raises(TransportError, match="given up"):
+        wires.send(torch.zeros(1), 1, 0)
+    wires.close()
+
+
+def test_stranger_is_not_let_in(place: Place) -> None:
+    here = Wires(place, 0, {1}, "127.0.0.1")
+    host, port, _ = place.get("wire/0").split("|")
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(bytes(16) + (1).to_bytes(4, "big"))
+        there = Wires(place, 1, {0}, "127.0.0.1")
+        there.send(torch.tensor([4.0]), 0, 5).wait()
+        tensor = torch.zeros(1)
+        here.receive(tensor, 1, 5).wait()
+        assert tensor.item() == 4.0
+        assert stranger.recv(1) == b""
+    here.close()
+    there.close()

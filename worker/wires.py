@@ -1,0 +1,220 @@
+"""Connections of a worker's own to those that it exchanges messages with in every step.
+
+A message of a size that fits into the kernel's buffers costs a system call to send and two to
+receive: no thread hands it on, and one that is there already is not waited for. Larger ones are not
+for this: what the kernel does not take at once goes out with the next call. An abort closes the
+connections, which ends every wait at both ends.
+
+One thread uses the wires; `abort` may come from any. Must not know what is sent, nor how else
+workers talk.
+"""
+
+import contextlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+
+from oobleck.worker.errors import TransportError
+from oobleck.worker.rendezvous import Place
+from oobleck.worker.wire import Arrival, Wire, bytes_of
+
+#: The largest message: a few of them fit into the kernel's buffers.
+MOST_BYTES = 512 << 10
+
+_TOKEN_BYTES = 16
+_GREETING = struct.Struct(f"!{_TOKEN_BYTES}sI")
+#: The greeting comes with the connection; a silent stranger must not keep the others waiting.
+_GREETING_TIMEOUT_S = 1.0
+#: All have arrived at the meeting, so whoever is called listens.
+_CONNECT_TIMEOUT_S = 2.0
+
+
+@contextlib.contextmanager
+def _peers_may_fail() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TransportError(f"wire: {error}") from None
+
+
+class _Receive:
+    def __init__(self, wires: "Wires", wire: Wire, tensor: torch.Tensor) -> None:
+        self._wires = wires
+        self._wire = wire
+        self._tensor = tensor
+        self.arrival = Arrival(tensor)
+
+    def wait(self) -> None:
+        if not self.arrival.done:
+            self._wires.wait(self._wire, lambda: self.arrival.done)
+
+
+class _Send:
+    """The kernel has it once so many bytes have gone."""
+
+    def __init__(self, wires: "Wires", wire: Wire, tensor: torch.Tensor) -> None:
+        self._wires = wires
+        self._wire = wire
+        self._tensor = tensor
+        self._end = wire.queued
+
+    def wait(self) -> None:
+        if self._wire.sent < self._end:
+            self._wires.wait(self._wire, lambda: self._wire.sent >= self._end)
+
+
+class Wires:
+    """A worker's connections, by the peers' ranks. The higher rank calls, the lower one listens."""
+
+    def __init__(self, place: Place, rank: int, peers: Collection[int], address: str) -> None:
+        """Returns when it has called; those who call this worker are let in when they are needed.
+
+        Raises TransportError when a peer cannot be reached.
+        """
+        self.peers = frozenset(peers)
+        self._rank = rank
+        self._wires: dict[int, Wire] = {}
+        self._expected = {peer for peer in peers if peer > rank}
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._lock = threading.Lock()
+        self._released = False
+        self._closed = False
+        self._wake_read, self._wake_write = os.pipe()
+        self._poll = select.poll()
+        self._poll.register(self._wake_read, select.POLLIN)
+        self._by_descriptor: dict[int, Wire] = {}
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family)
+        self._listener.setblocking(False)
+        self._poll.register(self._listener, select.POLLIN)
+        try:
+            if self._expected:
+                port = self._listener.getsockname()[1]
+                place.set(f"wire/{rank}", f"{address}|{port}|{self._token.hex()}")
+            for peer in sorted(self.peers - self._expected):
+                self._call(place, peer)
+        except BaseException:
+            self.close()
+            raise
+
+    def _call(self, place: Place, peer: int) -> None:
+        host, port, token = place.get(f"wire/{peer}").split("|")
+        with _peers_may_fail():
+            connection = socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S)
+            connection.sendall(_GREETING.pack(bytes.fromhex(token), self._rank))
+            self._add(peer, connection)
+
+    def _add(self, peer: int, connection: socket.socket) -> None:
+        wire = self._wires[peer] = Wire(connection)
+        self._by_descriptor[connection.fileno()] = wire
+        self._poll.register(connection, select.POLLIN)
+
+    def _let_in(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            connection, _ = self._listener.accept()
+            peer = self._greeted_by(connection)
+            if peer is None:
+                connection.close()
+                return
+            self._expected.discard(peer)
+            self._add(peer, connection)
+
+    def _greeted_by(self, connection: socket.socket) -> int | None:
+        connection.settimeout(_GREETING_TIMEOUT_S)
+        try:
+            greeting = connection.recv(_GREETING.size, socket.MSG_WAITALL)
+        except OSError:  # a stranger's end says nothing about a peer
+            return None
+        if len(greeting) != _GREETING.size:
+            return None
+        token, peer = _GREETING.unpack(greeting)
+        return peer if hmac.compare_digest(token, self._token) and peer in self._expected else None
+
+    # ---- messages
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _Send:
+        """Returns at once; `tensor` is not to change until the send is waited for."""
+        wire = self._wire(peer)
+        content = tensor.contiguous()
+        with _peers_may_fail():
+            wire.send(tag, bytes_of(content))
+        return _Send(self, wire, content)
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> _Receive:
+        """Into `tensor`, which is contiguous; of those with the same tag the oldest comes first."""
+        wire = self._wire(peer)
+        receive = _Receive(self, wire, tensor)
+        wire.post(tag, receive.arrival)
+        return receive
+
+    def _wire(self, peer: int) -> Wire:
+        self._check()
+        if peer not in self._wires:
+            self._wait(lambda: peer in self._wires)
+        return self._wires[peer]
+
+    def _check(self) -> None:
+        if self._released:
+            raise TransportError("an operation was given up")
+
+    def wait(self, wire: Wire, done: Callable[[], bool]) -> None:
+        """Until `done`, which what happens on `wire` makes true. Raises TransportError."""
+        self._check()
+        with _peers_may_fail():
+            wire.read()
+        if not done():
+            self._wait(done)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        """Meanwhile everything is taken in and sent out, so that nobody waits for this worker."""
+        while not done():
+            self._check()
+            for wire in self._by_descriptor.values():
+                write = select.POLLOUT if wire.blocked else 0
+                self._poll.modify(wire.socket, select.POLLIN | write)
+            for descriptor, events in self._poll.poll():
+                if descriptor == self._wake_read:
+                    self._check()
+                elif descriptor == self._listener.fileno():
+                    self._let_in()
+                else:
+                    self._advance(self._by_descriptor[descriptor], events)
+
+    def _advance(self, wire: Wire, events: int) -> None:
+        with _peers_may_fail():
+            if events & select.POLLOUT:
+                wire.write()
+            if events & ~select.POLLOUT:
+                wire.read()
+
+    # ---- ends
+
+    def abort(self) -> None:
+        """End every wait, here and at the peers, now and later."""
+        with self._lock:
+            if self._released or self._closed:
+                return
+            self._released = True
+            os.write(self._wake_write, b"\0")
+            for wire in list(self._wires.values()):
+                with contextlib.suppress(OSError):  # the peer's end came first
+                    wire.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Free the descriptors; nobody uses the wires any more."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = self._released = True
+            self._listener.close()
+            for wire in self._wires.values():
+                wire.socket.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
