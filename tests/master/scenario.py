@@ -20,6 +20,7 @@ from typing import Any
 
 from oobleck.host.messages import (
     CheckpointSaved,
+    EvaluationRecord,
     LinkMeasured,
     Measured,
     PeerLost,
@@ -34,6 +35,7 @@ from oobleck.master.config import Timing
 from oobleck.master.events import (
     CheckpointPublished,
     CheckpointRequested,
+    EvaluationReceived,
     FirstStepCommitted,
     JobCancelRequested,
     JobFailed,
@@ -74,6 +76,7 @@ from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, Worker
 from oobleck.planner.job import (
     CheckpointSpec,
     DataSpec,
+    EvaluationSpec,
     JobSpec,
     ModelSpec,
     ResourceSpec,
@@ -102,7 +105,9 @@ def job_spec(
     min_nodes: int = 2,
     measure: int = 0,
     checkpoint: int = 0,
+    evaluate: int = 0,
 ) -> JobSpec:
+    """`evaluate`: every how many steps, of ten times the samples of a step."""
     return JobSpec(
         name=name,
         model=ModelSpec(layers=6, hidden=32, heads=2, sequence_length=16),
@@ -112,10 +117,11 @@ def job_spec(
         resources=ResourceSpec(min_nodes_per_pipeline=min_nodes),
         profile="measure" if measure else "estimate",
         checkpoint=CheckpointSpec(path="/saved") if checkpoint else None,
+        evaluation=EvaluationSpec(every=evaluate, fraction=0.1, samples=160) if evaluate else None,
     )
 
 
-def record(step: int, generation: int, at: float) -> StepRecord:
+def record(step: int, generation: int, at: float, step_seconds: float = 0.1) -> StepRecord:
     return StepRecord(
         step=step,
         loss=1.0 / step,
@@ -123,7 +129,7 @@ def record(step: int, generation: int, at: float) -> StepRecord:
         tokens=256,
         samples_digest=f"{step:064x}",
         generation=Generation(generation),
-        step_seconds=0.1,
+        step_seconds=step_seconds,
         time=at,
     )
 
@@ -394,14 +400,27 @@ class Player:
             worker = WorkerId(NodeName(name), 0)
             self._observe(PhaseReported(worker=worker, job_id=job.id, phase=reached))
 
-    def do_steps(self, first: str, last: str, generation: str) -> None:
+    def do_steps(self, first: str, last: str, generation: str, seconds: str = "0.1") -> None:
         job = self.state.job
         assert job is not None
         records = tuple(
-            record(step, int(generation), UNIX + self.now)
+            record(step, int(generation), UNIX + self.now, float(seconds))
             for step in range(int(first), int(last) + 1)
         )
         self._observe(RecordsReceived(job_id=job.id, records=records))
+
+    def do_evaluated(self, step: str, generation: str) -> None:
+        job = self.state.job
+        assert job is not None
+        found = EvaluationRecord(
+            step=int(step),
+            loss=1.0,
+            samples=160,
+            generation=Generation(int(generation)),
+            seconds=1.0,
+            time=UNIX + self.now,
+        )
+        self._observe(EvaluationReceived(job_id=job.id, record=found))
 
     def do_peer_lost(self, worker: str, generation: str) -> None:
         job = self.state.job
