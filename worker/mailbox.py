@@ -66,7 +66,7 @@ class Mailbox:
         self._arrived_by = {
             receive: sends
             for peer in sorted(peers)
-            for receive, sends in _acknowledged(worker, peer, self._messages(programs[peer]))
+            for receive, sends in acknowledged(worker, peer, self._messages(programs[peer]))
         }
         self._sends: dict[Send, Pending] = {}
         self._posted: dict[Receive, tuple[torch.Tensor, Pending]] = {}
@@ -131,7 +131,7 @@ class Mailbox:
         return (step.microbatch * self._stages + sender_stage) * 2 + int(backward)
 
 
-def _acknowledged(
+def acknowledged(
     worker: WorkerId, peer: WorkerId, program: Iterable[Message]
 ) -> Iterator[tuple[Receive, tuple[Send, ...]]]:
     """For each message that `peer` sends to `worker`: what it must have received from it before,
