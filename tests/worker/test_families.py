@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.familytables import FAMILIES
 from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.worker import warm
 from oobleck.worker.errors import ModelError
 from oobleck.worker.linear import DeferredGradients, deferring
 from oobleck.worker.measure import _Bench
-from oobleck.worker.models import build_layer, initialise_parameters, tied_parameter
+from oobleck.worker.models import build_layer, initialise_parameters, registry, tied_parameter
 from oobleck.worker.models.keyed import attend, keyed
 from oobleck.worker.objective import loss
 from oobleck.worker.random import RowKeys
@@ -347,3 +348,17 @@ def test_a_config_that_transformers_refuses_is_named():
     spec = spec_of("llama", initializer_range=2.0)
     with pytest.raises(ModelError, match=r"model\.config: transformers refuses it: .*; correct it"):
         build_layer(spec, 1)
+
+
+def test_the_warm_process_loads_a_family_once_and_leaves_a_missing_one_to_the_worker(
+    monkeypatch, caplog
+):
+    warm.load_for("bert")
+    assert "oobleck.worker.models.bert" in sys.modules
+    assert not registry.load("bert"), "it is there"
+    assert not registry.load("gpt"), "there is nothing to load"
+    monkeypatch.delitem(sys.modules, "oobleck.worker.models.llama", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers.models.llama.modeling_llama", None)
+    with caplog.at_level("WARNING"):
+        warm.load_for("llama")
+    assert [record.message for record in caplog.records] == ["model's libraries are missing"]

@@ -13,12 +13,14 @@ from oobleck.planner.plan import Schedule
 from oobleck.worker.output import read_output
 from support import foreign
 from support.director import Director, WarmWorkers, make_plan
-from support.reference import assert_same_weights, train_reference
+from support.reference import ReferenceRun, assert_same_weights, train_reference
 
 BYTES = {"vocab_size": 256}
 
 
-def make_job(model: ModelSpec, output: Path, precision: str = "fp64") -> JobSpec:
+def make_job(
+    model: ModelSpec, output: Path, precision: str = "fp64", microbatch: int = 1
+) -> JobSpec:
     return JobSpec(
         name="foreign",
         model=model,
@@ -26,7 +28,7 @@ def make_job(model: ModelSpec, output: Path, precision: str = "fp64") -> JobSpec
         training=TrainingSpec(
             steps=4,
             global_batch=6,
-            microbatch=1,
+            microbatch=microbatch,
             precision=precision,  # type: ignore[arg-type]
             optimizer=OptimizerSpec(lr=1e-2),
         ),
@@ -72,8 +74,10 @@ def test_trains_as_the_whole_model_does(
     model = foreign.spec(kind, sequence_length=16, **{**BYTES, **config})
     job = make_job(model, tmp_path / "out", precision)
     cluster = train(warm, job, schedule)
-    reference = train_reference(job)
-    within = 1e-12 if precision == "fp64" else 1e-6
+    check(cluster, job, train_reference(job), within=1e-12 if precision == "fp64" else 1e-6)
+
+
+def check(cluster: Director, job: JobSpec, reference: ReferenceRun, *, within: float) -> None:
     assert list(cluster.losses().values()) == pytest.approx(
         [step.loss for step in reference.steps], rel=within
     )
@@ -84,6 +88,7 @@ def test_trains_as_the_whole_model_does(
     digests = {step.step: step.samples_digest for step in reference.steps}
     found = {step: records[0].samples_digest for step, records in cluster.records.items()}
     assert found == digests
+    assert job.output is not None
     assert_same_weights(read_output(job.output), reference.weights, rtol=10 * within)
 
 
@@ -100,3 +105,26 @@ def test_dropout_is_the_same_on_any_plan(warm: WarmWorkers, tmp_path: Path) -> N
         cluster.stop()
         alone = cluster.losses()
     assert list(disturbed.values()) == pytest.approx(list(alone.values()), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule", "config"),
+    [("gpt2", "zb-h1", {}), ("bert", "1f1b", {"vocab_size": 257, "mask_token_id": 256})],
+)
+def test_stages_of_two_workers_train_as_the_whole_model_does(
+    warm: WarmWorkers,
+    tmp_path: Path,
+    kind: str,
+    schedule: Schedule,
+    config: dict[str, object],
+) -> None:
+    """Each computes half of the rows and keeps half of the state, of norms and biases too."""
+    model = foreign.spec(kind, sequence_length=16, **{**BYTES, **config})
+    job = make_job(model, tmp_path / "out", microbatch=2)
+    plan = make_plan(1, [[("a", 2, 2), ("a", 2, 1)], [("b", 4, 2)]], [2, 1], schedule=schedule)
+    with Director(warm, job) as cluster:
+        cluster.start(*(f"{worker.node}/{worker.slot}" for worker in plan.workers))
+        cluster.assign(plan)
+        cluster.wait_finished(plan)
+        cluster.stop()
+    check(cluster, job, train_reference(job), within=1e-12)
