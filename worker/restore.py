@@ -45,18 +45,23 @@ class Restored:
     passed_over: tuple[str, ...]
 
 
-def check_folder(spec: CheckpointSpec) -> None:
-    """Fail before the training rather than at the first checkpoint. Raises CheckpointError."""
+def check_protocol(spec: CheckpointSpec) -> None:
+    """Raises CheckpointError where this node cannot speak to the place at all."""
     try:
-        folder = open_folder(spec.path)
-        probe = f".writable.{secrets.token_hex(4)}"
-        folder.write(probe, [b"\0" * _PROBE_BYTES])  # an empty file fits on a full disk
-        folder.remove(probe)
+        open_folder(spec.path)
     except ValueError as error:
         raise CheckpointError(f"checkpoint.path: {error}") from error
+
+
+def _check_writable(folder: Folder) -> None:
+    """Fail before the training rather than at the first checkpoint. Raises CheckpointError."""
+    probe = f".writable.{secrets.token_hex(4)}"
+    try:
+        folder.write(probe, [b"\0" * _PROBE_BYTES])  # an empty file fits on a full disk
+        folder.remove(probe)
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint.path: cannot write to {spec.path} on this node: "
+            f"checkpoint.path: cannot write to {folder.url} on this node: "
             f"{error.strerror or error}; make room there, make it writable, or name another place"
         ) from error
 
@@ -86,11 +91,13 @@ class Restorer:
         folder = open_folder(self._spec.path)
         probe = f".shared.{hashlib.sha256(assign.rendezvous.prefix.encode()).hexdigest()[:8]}"
         first = assign.plan.workers[0]
-        if self._worker == first:
-            folder.write(probe, [b"\n"])
+        if resume:  # later, what cannot be written must not keep training from going on
+            _check_writable(folder)
+            if self._worker == first:
+                folder.write(probe, [b"\n"])
         candidates = self._candidates(folder, assign, transport, resume=resume)
         try:
-            if not folder.exists(probe):
+            if resume and not folder.exists(probe):
                 raise CheckpointError(
                     f"checkpoint.path: what {first.node} writes to {self._spec.path} does not "
                     f"appear on {self._worker.node}; name a place that all nodes share"
@@ -107,7 +114,7 @@ class Restorer:
                 log.warning("checkpoint passed over", extra={"step": step, "reason": reasons})
             transport.all_gather(torch.zeros(1))  # all have seen the probe
         finally:
-            if self._worker == first:
+            if resume and self._worker == first:
                 folder.remove(probe)
         if passed_over:
             raise CheckpointError(

@@ -57,7 +57,7 @@ from oobleck.worker.models import check_weights
 from oobleck.worker.output import OutputError, check_writable, write_layers, write_manifest
 from oobleck.worker.prefetch import Prefetcher
 from oobleck.worker.rendezvous import StoreServer
-from oobleck.worker.restore import check_folder
+from oobleck.worker.restore import check_protocol
 from oobleck.worker.salvage import Salvage
 from oobleck.worker.saver import Saver
 from oobleck.worker.state import ModelState, state_dtype
@@ -88,7 +88,7 @@ class Session:
         if launch.job.output is not None:
             check_writable(launch.job.output)
         if launch.job.checkpoint is not None:
-            check_folder(launch.job.checkpoint)
+            check_protocol(launch.job.checkpoint)
         evaluation = launch.job.evaluation
         self._dataset = Dataset(
             launch.job.data,

@@ -201,11 +201,12 @@ def limit_files(cluster: Director, bytes_: int) -> None:
 
 
 def test_a_full_disk_fails_the_save_and_not_the_training(warm, tmp_path):
-    spec = job(tmp_path / "saved", steps=60, every=3, at_end=False, output=tmp_path / "weights")
+    spec = job(tmp_path / "saved", steps=50, every=20, at_end=False, output=tmp_path / "weights")
     with Director(warm, spec) as cluster:
         cluster.start(*THREE.nodes)
-        limit_files(cluster, 1024)
         cluster.assign(THREE)
+        cluster.wait(lambda: 1 in cluster.records, "a step")
+        limit_files(cluster, 1024)
         cluster.wait(
             lambda: any(f.what == "checkpoint" for f in all_said(cluster, SaveFailed)),
             "a failed save",
@@ -223,7 +224,7 @@ def test_a_full_disk_fails_the_save_and_not_the_training(warm, tmp_path):
     assert reason == f"cannot write to {tmp_path}/saved: File too large"
     assert saved_steps(tmp_path / "saved") == []
     assert list((tmp_path / "saved").iterdir()) == []
-    assert sorted(cluster.losses()) == list(range(1, 61))
+    assert sorted(cluster.losses()) == list(range(1, 51))
     assert len(read_output(tmp_path / "weights")) > 0
 
 
@@ -248,6 +249,11 @@ def test_what_is_of_another_training_is_refused_with_the_key(warm, tmp_path):
     assert not done.records
     assert not all_said(done, CheckpointSaved), "it is what the job began with"
     empty = replace(fits, checkpoint=replace(fits.checkpoint, path=str(tmp_path / "empty")))
+    (tmp_path / "file").write_text("no directory")
+    wrong = replace(fits, checkpoint=replace(fits.checkpoint, path=str(tmp_path / "file")))
+    assert "checkpoint.path: cannot write to" in refusal(warm, wrong)
+    unknown = replace(fits, checkpoint=replace(fits.checkpoint, path="nowhere://bucket"))
+    assert "cannot speak nowhere: Protocol not known" in refusal(warm, unknown)
     required = replace(empty, checkpoint=replace(empty.checkpoint, resume="require"))
     assert "there is none" in refusal(warm, required)
     manifest = next(tmp_path.glob("step-*/manifest.json"))
