@@ -116,17 +116,16 @@ def test_saved_by_three_and_resumed_by_two_of_another_cut(warm, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(warm, tmp_path):
-    train(warm, job(tmp_path, steps=5), TWO)
+    train(warm, job(tmp_path, steps=5), THREE)
     newest = list_checkpoints(LocalFolder(tmp_path)).checkpoints[0].name
     victim = tmp_path / newest / "layer-00004.safetensors"
     content = bytearray(victim.read_bytes())
     content[-9] ^= 1
     victim.write_bytes(content)
-    second = train(warm, job(tmp_path, at_end=False), THREE)
+    second = train(warm, job(tmp_path, at_end=False), TWO)
     check(second, 4, STEPS)
     (reason,) = {reason for m in all_said(second, Restored) for reason in m.passed_over}
     assert reason.startswith("b: step 5: layer-00004.safetensors: its content is not what was")
-    assert 3 in saved_steps(tmp_path), "what was resumed from is still there"
 
 
 def fault(node: str, point: str, step: int) -> FaultRule:
