@@ -116,6 +116,28 @@ def read_profile(job: "JobSpec") -> str:
     return text
 
 
+def check_checkpoints(job: "JobSpec") -> None:
+    """For a cluster on this machine: whether the job may begin with the checkpoints it names."""
+    from oobleck.host.checkpoints import list_checkpoints
+    from oobleck.host.folder import open_folder
+    from oobleck.planner.checkpoint import why_not_begin
+
+    spec = job.checkpoint
+    if spec is None:
+        return
+    try:
+        listing = list_checkpoints(open_folder(spec.path))
+    except ValueError as error:
+        raise CommandFailed(f"checkpoint.path: {error}", options.USAGE) from error
+    except OSError as error:
+        text = f"checkpoint.path: cannot read {spec.path}: {error.strerror or error}"
+        raise CommandFailed(text, options.USAGE) from error
+    newest = next(((found.name, found.manifest) for found in listing.checkpoints), None)
+    damaged = tuple(listing.damaged.values())
+    if refusal := why_not_begin(job, spec, newest, damaged=damaged, data=None):
+        raise CommandFailed(refusal, options.USAGE)
+
+
 def check_data(job: "JobSpec") -> None:
     """For a cluster on this machine: whether the data is there, enough of it, and fits the model.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from oobleck.cli import options
-from oobleck.cli.job import check_data, check_weights, read_job, read_profile
+from oobleck.cli.job import check_checkpoints, check_data, check_weights, read_job, read_profile
 from oobleck.cli.options import master_option
 from oobleck.host.command import CommandFailed
 
@@ -34,6 +34,7 @@ def submit(job_file: Path, overrides: tuple[str, ...], following: bool, master: 
     job = read_job(job_file, overrides)
     if is_here(master):
         check_data(job)
+        check_checkpoints(job)
         check_weights(job)
     profile = read_profile(job)
     from oobleck.cli.client import Master

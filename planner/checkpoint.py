@@ -18,7 +18,7 @@ import msgspec
 from oobleck.planner.balance import Task, balance
 from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.job import JobSpec, ModelSpec, Precision, TrainingSpec
+from oobleck.planner.job import CheckpointSpec, JobSpec, ModelSpec, Precision, TrainingSpec
 from oobleck.planner.plan import Plan
 
 MANIFEST = "manifest.json"
@@ -120,6 +120,48 @@ def writers(plan: Plan, sizes: Sequence[int]) -> Mapping[WorkerId, tuple[int, ..
     for layer, worker in zip(owners, balance(tasks), strict=True):
         chosen[worker].append(layer)
     return {worker: tuple(layers) for worker, layers in chosen.items()}
+
+
+def why_not_begin(
+    job: JobSpec,
+    spec: CheckpointSpec,
+    newest: tuple[str, Manifest] | None,
+    *,
+    damaged: Sequence[str],
+    data: str | None,
+) -> str:
+    """Why `job` must not begin with what is in its checkpoints' path; empty: it may.
+
+    `newest`: name and manifest of the newest checkpoint there; `damaged`: what cannot be read, and
+    why; `data`: see `misfit`, None: not known.
+    """
+    path = spec.path.rstrip("/")
+    if newest is None:
+        if not damaged and spec.resume != "require":
+            return ""
+        what = "; ".join(damaged) or "there is none"
+        return (
+            f"checkpoint.path: no checkpoint in {path} can be used: {what}; name the path that "
+            "holds them, or set checkpoint.resume to auto in an empty one to begin anew"
+        )
+    name, manifest = newest
+    if spec.resume == "never":
+        return (
+            f"checkpoint.resume: is never, and {path} holds checkpoints up to step "
+            f"{manifest.step}; name another path, remove them, or set it to auto to go on from "
+            "there"
+        )
+    if manifest.step > job.training.steps:
+        return (
+            f"checkpoint.path: {path}/{name} is of a later step than the job's last one "
+            f"({job.training.steps}); raise training.steps, or name another path"
+        )
+    if other := misfit(manifest, job, manifest.data if data is None else data):
+        return (
+            f"checkpoint.path: {path}/{name} is of another training: {other}; name another path, "
+            "or make the job what it was"
+        )
+    return ""
 
 
 def misfit(manifest: Manifest, job: JobSpec, data: str) -> str:

@@ -10,14 +10,13 @@ import logging
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 
 from oobleck.host.checkpoints import Found, list_checkpoints, read_layer
 from oobleck.host.folder import Folder, open_folder
 from oobleck.host.messages import Assign
-from oobleck.planner.checkpoint import InvalidCheckpoint, misfit
+from oobleck.planner.checkpoint import InvalidCheckpoint, misfit, why_not_begin
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.job import CheckpointSpec, JobSpec
 from oobleck.planner.transfer import Shard, plan_shards
@@ -132,13 +131,7 @@ class Restorer:
         self._damaged = tuple(listing.damaged.values())
         table = torch.zeros(1 + _MOST_TRIED, 2, dtype=torch.int64)
         if self._worker == assign.plan.workers[0]:
-            self._check(listing.checkpoints, resume=resume)
-            fitting = (
-                found
-                for found in listing.checkpoints
-                if not misfit(found.manifest, self._job, self._data)
-            )
-            found = tuple(islice(fitting, _MOST_TRIED))
+            found = self._fitting(listing.checkpoints, resume=resume)
             table[0, 0] = len(found)
             for row, checkpoint in enumerate(found, start=1):
                 table[row] = torch.tensor([checkpoint.manifest.step, checkpoint.identity])
@@ -146,32 +139,19 @@ class Restorer:
         rows = table[1 : 1 + int(table[0, 0])].tolist()
         return [(step, identity) for step, identity in rows]
 
-    def _check(self, found: tuple[Found, ...], *, resume: bool) -> None:
-        """Refuse what does not go with the job."""
-        path, rule = self._spec.path, self._spec.resume
-        if resume and rule == "never" and found:
-            raise CheckpointError(
-                f"checkpoint.resume: is never, and {path} holds checkpoints up to step "
-                f"{found[0].manifest.step}; name another path, remove them, or set it to auto to "
-                "go on from there"
-            )
-        if not found and (self._damaged or not resume or rule == "require"):
-            what = "; ".join(self._damaged) or "there is none"
-            raise CheckpointError(
-                f"checkpoint.path: no checkpoint in {path} can be used: {what}; name the path that "
-                "holds them, or set checkpoint.resume to auto in an empty one to begin anew"
-            )
-        steps = self._job.training.steps
-        if resume and found and found[0].manifest.step > steps:
-            raise CheckpointError(
-                f"checkpoint.path: {path}/{found[0].name} is of a later step than the job's last "
-                f"one ({steps}); raise training.steps, or name another path"
-            )
-        if found and (other := misfit(found[0].manifest, self._job, self._data)):
-            raise CheckpointError(
-                f"checkpoint.path: {path}/{found[0].name} is of another training: {other}; name "
-                "another path, or make the job what it was"
-            )
+    def _fitting(self, found: tuple[Found, ...], *, resume: bool) -> tuple[Found, ...]:
+        """What may be tried; raises CheckpointError where that is nothing, or not to be."""
+        job, data, path = self._job, self._data, self._spec.path
+        if resume:
+            newest = (found[0].name, found[0].manifest) if found else None
+            refusal = why_not_begin(job, self._spec, newest, damaged=self._damaged, data=data)
+            if refusal:
+                raise CheckpointError(refusal)
+        fitting = [item for item in found if not misfit(item.manifest, job, data)]
+        if not fitting and not resume:
+            what = "; ".join(self._damaged) or "none of this training is there"
+            raise CheckpointError(f"checkpoint.path: no checkpoint in {path} can be used: {what}")
+        return tuple(fitting[:_MOST_TRIED])
 
     def _try(
         self,

@@ -146,7 +146,7 @@ def test_a_writer_killed_in_mid_save_leaves_no_checkpoint_and_the_next_one_works
     check(cluster, 1, STEPS)
     steps = sorted(saved.step for saved in all_said(cluster, CheckpointSaved))
     assert steps[0] in (4, 5), "taken again as soon as workers train again"
-    assert steps[1:] == [6, STEPS]
+    assert steps[-1] == STEPS, "after the last step; step 6's may be put off by the one before"
     assert saved_steps(tmp_path) == steps[::-1]
 
 

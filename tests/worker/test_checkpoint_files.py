@@ -18,7 +18,14 @@ from oobleck.host.checkpoints import list_checkpoints, prune, read_layer, sweep,
 from oobleck.host.export import export
 from oobleck.host.folder import Folder, open_folder
 from oobleck.host.messages import CheckpointSaved, SaveFailed
-from oobleck.planner.checkpoint import InvalidCheckpoint, folder_name, misfit, step_of, writers
+from oobleck.planner.checkpoint import (
+    InvalidCheckpoint,
+    folder_name,
+    misfit,
+    step_of,
+    why_not_begin,
+    writers,
+)
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.job import CheckpointSpec, JobSpec
 from oobleck.planner.optimization import OptimizerSpec
@@ -205,6 +212,32 @@ def test_each_layer_is_written_once_by_a_holder(cuts, sizes):
     if len(cuts) > 1 and all(cut == [5] for cut in cuts):
         most = max(sum(sizes[layer] for layer in layers) for layers in chosen.values())
         assert most <= max(max(sizes), -(-sum(sizes) // len(cuts)) + max(sizes))
+
+
+def test_a_job_that_does_not_go_with_its_checkpoints_is_refused(job, place):
+    save(job, trained(job), 3)
+    (found,) = list_checkpoints(open_folder(place)).checkpoints
+
+    def why(data: str | None = None, **spec: object) -> str:
+        other = replace(job, checkpoint=replace(job.checkpoint, **spec))
+        newest = (found.name, found.manifest)
+        return why_not_begin(other, other.checkpoint, newest, damaged=(), data=data)
+
+    assert why() == why("da7a") == why(resume="require") == ""
+    assert 'the data\'s fingerprint is "da7a" there and "0" here' in why("0")
+    assert "holds checkpoints up to step 3" in why(resume="never")
+    assert why_not_begin(job, job.checkpoint, None, damaged=(), data=None) == ""
+    assert "is torn" in why_not_begin(job, job.checkpoint, None, damaged=("is torn",), data=None)
+    for change, text in (
+        ({"precision": "fp32"}, 'training.precision is "fp64" there and "fp32" here'),
+        ({"global_batch": 12}, "training.global_batch is 6 there and 12 here"),
+        ({"optimizer": OptimizerSpec(name="sgd")}, "training.optimizer.name is"),
+        ({"steps": 2}, "is of a later step than the job's last one (2); raise training.steps"),
+    ):
+        other = replace(job, training=replace(job.training, **change))
+        assert text in why_not_begin(
+            other, other.checkpoint, (found.name, found.manifest), damaged=(), data=None
+        )
 
 
 def test_names_of_attempts_at_one_step_differ_and_say_the_step():
