@@ -39,7 +39,7 @@ def estimate_profile(job: JobSpec, *, gpus_per_node: int, memory_per_worker_byte
         inter_node_bytes_per_s=INTER_NODE_BYTES_PER_S,
         latency_s=LATENCY_S,
     )
-    sizes = sharing_sizes(job.training.microbatch, 1)
+    sizes = sharing_sizes(job.training.microbatch, gpus_per_node)
     layers = (
         _embedding(job),
         *(_block(job, f"block{number}") for number in range(job.model.layers)),

@@ -71,7 +71,7 @@ class Measuring:
 
     def _measure_layers(self, wish: Measure) -> Measured:
         try:
-            sizes = sharing_sizes(self._job.training.microbatch, 1)
+            sizes = sharing_sizes(self._job.training.microbatch, wish.gpus)
             found = measure_layers(
                 self._job, self._device, self._device_kind, self._check, sizes=sizes
             )

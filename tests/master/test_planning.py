@@ -52,6 +52,7 @@ def trained_job(
     schedule: Literal["auto", "gpipe"] = "auto",
     *,
     min_nodes: int = 2,
+    microbatch: int = 2,
     profile: Profile | None = None,
 ) -> tuple[ClusterState, Job]:
     """A job that has committed steps in its first plan, on all of the nodes."""
@@ -59,7 +60,9 @@ def trained_job(
         name="planning",
         model=ModelSpec(layers=6, hidden=hidden, heads=2, sequence_length=16),
         data=DataSpec(text=("/nowhere/*.py",)),
-        training=TrainingSpec(steps=100, global_batch=16, microbatch=2, pipeline_schedule=schedule),
+        training=TrainingSpec(
+            steps=100, global_batch=16, microbatch=microbatch, pipeline_schedule=schedule
+        ),
         fault_tolerance=1,
         resources=ResourceSpec(min_nodes_per_pipeline=min_nodes),
     )
@@ -151,7 +154,7 @@ def test_a_schedule_that_the_job_wants_stays() -> None:
 
 def test_nodes_with_more_slots_than_the_model_has_layers() -> None:
     nodes = [node(number, slots=16) for number in range(1, 4)]
-    state, job = trained_job(nodes, hidden=40, min_nodes=1)
+    state, job = trained_job(nodes, hidden=40, min_nodes=1, microbatch=1)
     assert job.made is not None
     plan = job.made.plan
     assert [len(pipeline.stages) for pipeline in plan.pipelines] == [8, 8, 8]
@@ -167,8 +170,17 @@ def test_nodes_with_more_slots_than_the_model_has_layers() -> None:
     assert counted_on == tuple(f"n1/{slot}" for slot in range(8))
 
 
+def test_workers_share_stages_where_the_model_has_fewer_layers() -> None:
+    _, job = trained_job([node(number, slots=16) for number in range(1, 4)], hidden=48, min_nodes=1)
+    assert job.made is not None
+    assert planning.idle_slots(job.made.plan, 16) == ""
+    for pipeline in job.made.plan.pipelines:
+        assert [len(stage.workers) for stage in pipeline.stages] == [2] * 8
+        assert all(stage.resident for stage in pipeline.stages)
+
+
 def test_slots_idle_where_a_pipeline_is_to_have_more_nodes() -> None:
-    _, job = trained_job([node(number, slots=8) for number in range(1, 5)], hidden=42)
+    _, job = trained_job([node(number, slots=8) for number in range(1, 5)], hidden=42, microbatch=1)
     assert job.made is not None
     assert [len(p.nodes) for p in job.made.plan.pipelines] == [2, 2]
     assert planning.idle_slots(job.made.plan, 8).startswith("4 of 8 worker slots per node")

@@ -60,7 +60,17 @@ def test_under_autocast_activations_shrink_and_messages_stay_wide() -> None:
 def test_the_jobs_budget_takes_the_place_of_the_machines() -> None:
     profile = estimate_profile(job(memory=5000), gpus_per_node=2, memory_per_worker_bytes=1 << 30)
     assert (profile.gpu_memory_bytes, profile.gpus_per_node) == (5000, 2)
-    assert all(set(layer.forward_s) == {1} for layer in profile.layers)
+
+
+def test_times_are_for_the_numbers_of_workers_that_share_a_micro_batch_evenly() -> None:
+    profile = estimate_profile(job(), gpus_per_node=4, memory_per_worker_bytes=1 << 30)
+    for layer in profile.layers:
+        assert set(layer.forward_s) == {1, 2}
+        assert layer.forward_s[2] == layer.forward_s[1] / 2
+        assert layer.update_s[2] > layer.update_s[1] == 0
+        assert layer.exchange_bytes == 3 * layer.parameter_bytes
+    alone = estimate_profile(job(), gpus_per_node=1, memory_per_worker_bytes=1 << 30)
+    assert all(layer.exchange_bytes == 0 for layer in alone.layers)
 
 
 def test_a_profile_survives_its_text() -> None:
