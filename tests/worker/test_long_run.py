@@ -11,6 +11,7 @@ from oobleck.host.messages import PhaseReached
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, OptimizerSpec, TrainingSpec
 from oobleck.planner.plan import Schedule
+from support import foreign
 from support.director import Director, WarmWorkers, make_plan
 from support.reference import train_reference
 
@@ -18,10 +19,18 @@ MICROBATCHES = 8
 LAYERS = 5
 
 
-def make_job(steps: int, precision: str, *, tied: bool) -> JobSpec:
+def gpt(*, tied: bool) -> ModelSpec:
+    return ModelSpec(layers=3, hidden=16, heads=2, sequence_length=8, dropout=0.1, tied=tied)
+
+
+def llama() -> ModelSpec:
+    return foreign.spec("llama", sequence_length=8, num_hidden_layers=3, vocab_size=256)
+
+
+def make_job(steps: int, precision: str, model: ModelSpec) -> JobSpec:
     return JobSpec(
         name="long",
-        model=ModelSpec(layers=3, hidden=16, heads=2, sequence_length=8, dropout=0.1, tied=tied),
+        model=model,
         data=DataSpec(text=(str(Path(__file__).parents[2] / "LICENSE"),)),
         training=TrainingSpec(
             steps=steps,
@@ -100,17 +109,18 @@ class Story:
 
 
 @pytest.mark.parametrize(
-    ("steps", "precision", "tied", "rtol"),
+    ("steps", "precision", "model", "rtol"),
     [
-        pytest.param(100, "fp32", True, 1e-6, id="tied"),
-        pytest.param(50, "fp64", False, 1e-12, id="untied, float64"),
+        pytest.param(100, "fp32", gpt(tied=True), 1e-6, id="tied"),
+        pytest.param(50, "fp64", gpt(tied=False), 1e-12, id="untied, float64"),
+        pytest.param(100, "fp32", llama(), 1e-6, id="llama"),
     ],
 )
 def test_ten_failures_and_joins(
-    warm: WarmWorkers, steps: int, precision: str, tied: bool, rtol: float
+    warm: WarmWorkers, steps: int, precision: str, model: ModelSpec, rtol: float
 ) -> None:
-    job = make_job(steps, precision, tied=tied)
-    draw = random.Random(steps + tied)
+    job = make_job(steps, precision, model)
+    draw = random.Random(steps + model.tied)
     with Director(warm, job) as cluster:
         story = Story(cluster, draw)
         for step in sorted(draw.sample(range(1, steps - 2), 10)):
