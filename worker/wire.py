@@ -5,6 +5,7 @@ that into a buffer; those with the same tag come in the order in which they were
 know who the peer is.
 """
 
+import ctypes
 import socket
 import struct
 from collections import defaultdict, deque
@@ -16,8 +17,17 @@ _HEADER = struct.Struct("!qQ")
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Of a contiguous tensor in host memory; what is written there is written to the tensor."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+    """Of a contiguous tensor in host memory; what is written there is written to the tensor.
+
+    Not by way of numpy, which would keep the tensor's storage from ever being resized, as stages
+    of several workers do to give memory back.
+    """
+    assert tensor.is_contiguous(), "only a contiguous tensor is one run of bytes"
+    if not tensor.numel():
+        return memoryview(b"")
+    content = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    content.tensor = tensor  # type: ignore[attr-defined]  # lives as long as the view does
+    return memoryview(content).cast("B")
 
 
 class Arrival:
