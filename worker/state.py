@@ -261,10 +261,12 @@ class ModelState:
     def squared_norm(self, parts: Iterable[LayerPart]) -> float:
         """Sum of the squares of the reduced gradients of `parts`, in float64.
 
-        In pieces: a norm in another type than its tensor's makes a copy in that type first.
+        A norm in another type than its tensor's makes a copy in that type first; here it is made
+        piece by piece, and in the same place.
         """
+        wide = torch.empty(_NORM_PIECE, dtype=torch.float64, device=self._device)
         norms = [
-            torch.linalg.vector_norm(piece, dtype=torch.float64)
+            torch.linalg.vector_norm(wide[: piece.numel()].copy_(piece))
             for part in parts
             for piece in torch.split(self.reduced_part(part), _NORM_PIECE)
         ]
