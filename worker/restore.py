@@ -107,7 +107,7 @@ class Restorer:
                 reasons = self._try(folder, step, identity, shards, assign, transport)
                 if not reasons:
                     name = self._known[identity].name
-                    path = f"{self._spec.path.rstrip('/')}/{name}"
+                    path = f"{folder.url.rstrip('/')}/{name}"
                     return Restored(step=step, path=path, passed_over=tuple(passed_over))
                 passed_over.append("; ".join(reasons))
                 log.warning("checkpoint passed over", extra={"step": step, "reason": reasons})
