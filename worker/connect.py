@@ -17,6 +17,7 @@ from oobleck.planner.job import TransportName
 from oobleck.planner.plan import Plan
 from oobleck.planner.program import Program, SendActivation, SendGradient
 from oobleck.worker.device import open_device
+from oobleck.worker.mesh import MOST_WORKERS
 from oobleck.worker.nccl import Link, NcclTransport
 from oobleck.worker.rendezvous import Place
 from oobleck.worker.staged import StagedTransport
@@ -92,9 +93,17 @@ class Connector:
         choice = choose(self.device, self._wanted, gpus_for_all=gpus)
         # Sums over owners go over NCCL then; only the vote and the like are the host's.
         over_host = () if choice == "nccl" else groups
-        wired = () if choice == "nccl" else links
+        meshed = size <= MOST_WORKERS
+        peers = set(range(size)) if meshed else {p for link in links if rank in link for p in link}
         host: Transport = GlooTransport(
-            place, rank, size, over_host, self.address, waits, links=wired
+            place,
+            rank,
+            size,
+            over_host,
+            self.address,
+            waits,
+            peers=peers - {rank},
+            meshed=meshed,
         )
         if choice != "gloo" or self._stage_everything:
             host = StagedTransport(host, everything=self._stage_everything)

@@ -12,7 +12,7 @@ then closes every pair of that group. It forgets some operations then; see `wait
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Protocol, cast
@@ -27,15 +27,15 @@ from torch._C._distributed_c10d import (
     Work,
 )
 
+from oobleck.worker import mesh
 from oobleck.worker.errors import peers_may_fail
+from oobleck.worker.mesh import MeshSum
 from oobleck.worker.rendezvous import Place
 from oobleck.worker.waiting import Waits
 from oobleck.worker.wires import MOST_BYTES, Wires
 
 #: A set of ranks, sorted.
 Group = tuple[int, ...]
-#: Sender and receiver, as ranks.
-Link = tuple[int, int]
 
 #: Operations wait for peers' computation, however long; losses release them, not the clock.
 OPERATION_TIMEOUT = timedelta(hours=24)
@@ -156,10 +156,12 @@ class GlooTransport:
         address: str,
         waits: Waits,
         *,
-        links: Sequence[Link] = (),
+        peers: Collection[int] = (),
+        meshed: bool = False,
     ) -> None:
-        """`groups` must be the same sequence on all ranks: they are built in that order. `links`,
-        the same on all, are those that get wires of their own for messages that are not large.
+        """`groups` must be the same sequence on all ranks: they are built in that order. `peers`
+        are those with whom this one shares a wire, for messages that are not large: each is one of
+        the other's. `meshed`, the same on all: they are all others.
 
         Raises TransportError when one cannot be built, or `waits` is released meanwhile.
         """
@@ -169,12 +171,12 @@ class GlooTransport:
         self._everyone: Group = tuple(range(size))
         self._lock = threading.Lock()
         self._aborted = False
+        self._meshed = meshed
         self._waits = waits
         self._backends: dict[Group, _GlooGroup] = {}
         for group in [self._everyone, *(g for g in groups if g != self._everyone)]:
             if rank in group and len(group) > 1:
                 self._backends[group] = self._build(place, group)
-        peers = {peer for link in links if rank in link for peer in link if peer != rank}
         self._wires = Wires(place, rank, peers, address) if peers else None
 
     def _build(self, place: Place, group: Group) -> _GlooGroup:
@@ -201,6 +203,10 @@ class GlooTransport:
             return None
         return wires
 
+    def _mesh_for(self, tensor: torch.Tensor, group: Group) -> Wires | None:
+        small = tensor.nbytes <= mesh.MOST_BYTES
+        return self._wires if self._meshed and small and group == self._everyone else None
+
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
         if (wires := self._wires_for(tensor, peer)) is not None:
             return wires.send(tensor, peer, tag)
@@ -218,6 +224,8 @@ class GlooTransport:
     def all_reduce(self, tensor: torch.Tensor, group: Group) -> Pending:
         if len(group) == 1:
             return _Done()
+        if (wires := self._mesh_for(tensor, group)) is not None:
+            return MeshSum(wires, tensor, self.rank, self.size)
         options = AllreduceOptions()
         options.timeout = OPERATION_TIMEOUT
         with peers_may_fail():

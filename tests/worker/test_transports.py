@@ -1,5 +1,5 @@
-"""What every transport must do, run on each of them: over gloo, with wires, staged, and in NCCL's
-wiring.
+"""What every transport must do, run on each of them: over gloo, with wires on links and between
+all, staged, and in NCCL's wiring.
 
 NCCL itself needs GPUs; its transport's routing over groups and links is run with gloo groups in
 their place. The ranks are threads of this process, with sockets between them.
@@ -39,9 +39,12 @@ def connect(kind: str, servers: list[StoreServer], rank: int) -> Transport:
     waits = Waits()
     place = Place(servers[0].endpoint, kind, own=servers[rank], waits=waits)
     over_host = () if kind == "nccl" else GROUPS
-    wired = LINKS if kind == "wired" else ()
-    host = GlooTransport(place, rank, SIZE, over_host, "127.0.0.1", waits, links=wired)
-    if kind in ("gloo", "wired"):
+    linked = {peer for link in LINKS if rank in link for peer in link} - {rank}
+    peers = {"wired": linked, "mesh": set(range(SIZE)) - {rank}}.get(kind, ())
+    host = GlooTransport(
+        place, rank, SIZE, over_host, "127.0.0.1", waits, peers=peers, meshed=kind == "mesh"
+    )
+    if kind in ("gloo", "wired", "mesh"):
         return host
     staged = StagedTransport(host, everything=True)
     if kind == "staged":
@@ -51,7 +54,7 @@ def connect(kind: str, servers: list[StoreServer], rank: int) -> Transport:
     )
 
 
-@pytest.fixture(params=["gloo", "wired", "staged", "nccl"])
+@pytest.fixture(params=["gloo", "wired", "mesh", "staged", "nccl"])
 def everywhere(request: pytest.FixtureRequest):
     """Runs a function of a transport on all ranks at once and returns what each returned."""
     servers = [StoreServer("127.0.0.1") for _ in range(SIZE)]

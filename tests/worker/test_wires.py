@@ -72,6 +72,20 @@ def test_both_may_send_more_than_fits_before_either_receives(pair: tuple[Wires, 
     assert found == [[float(n) for n in range(count)]] * 2
 
 
+def test_tensors_stay_what_they_are(pair: tuple[Wires, Wires]) -> None:
+    """Any type, none or one element, a part of a larger one; and their storage can be freed."""
+    here, there = pair
+    whole = torch.arange(6, dtype=torch.bfloat16)
+    sent = [whole[2:4], torch.tensor(7.0, dtype=torch.float64), torch.empty(0), torch.tensor([3])]
+    rooms = [torch.zeros_like(tensor) for tensor in sent]
+    for tag, (tensor, room) in enumerate(zip(sent, rooms, strict=True)):
+        there.send(tensor, 0, tag).wait()
+        here.receive(room, 1, tag).wait()
+        assert torch.equal(room, tensor)
+    for tensor in (whole, rooms[0]):
+        tensor.untyped_storage().resize_(0)
+
+
 @pytest.mark.parametrize("at", ["here", "there"])
 def test_abort_ends_waits_at_both_ends(pair: tuple[Wires, Wires], at: str) -> None:
     here, there = pair
