@@ -34,12 +34,20 @@ def engine() -> Any:
 
 
 def plan_of(
-    cuts: Sequence[Sequence[int]], shares: Sequence[int], schedule: Schedule = "1f1b"
+    cuts: Sequence[Sequence[int | tuple[int, int]]],
+    shares: Sequence[int],
+    schedule: Schedule = "1f1b",
+    *,
+    resident: bool = False,
 ) -> Plan:
-    """Each pipeline a list of layers per stage, every stage on a worker of a node of its own."""
+    """Each pipeline a list of layers per stage, or (layers, workers), every stage on a node of its
+    own."""
     names = iter(f"n{number}" for number in range(sum(map(len, cuts))))
-    placed = [[(next(names), layers) for layers in cut] for cut in cuts]
-    plan: Plan = engine().make_plan(1, placed, shares)
+    placed = [
+        [(next(names), *((stage, 1) if isinstance(stage, int) else stage)) for stage in cut]
+        for cut in cuts
+    ]
+    plan: Plan = engine().make_plan(1, placed, shares, resident=resident)
     return replace(plan, schedule=schedule)
 
 

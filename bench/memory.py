@@ -11,7 +11,7 @@ to the state tell something, so the models are large enough for state of 100 to 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from oobleck.planner.measurement import assemble_profile
 from oobleck.planner.optimization import OptimizerSpec
 from oobleck.planner.plan import Plan
 from oobleck.planner.profile import Profile
+from oobleck.planner.sharing import sharing_sizes
 from oobleck.planner.simulate import simulate
 from oobleck.worker.measure import measure_layers
 
@@ -40,9 +41,20 @@ MOMENTUM = OptimizerSpec(name="sgd", lr=0.01, momentum=0.9)
 class Case:
     name: str
     job: JobSpec
-    #: Layers per stage, pipeline by pipeline, and micro-batches of each pipeline.
-    cuts: list[list[int]]
+    #: Layers per stage, or (layers, workers), pipeline by pipeline; and micro-batches of each.
+    cuts: Sequence[Sequence[int | tuple[int, int]]]
     shares: list[int]
+    #: Stages of several workers keep what they gather.
+    resident: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        return plan_of(self.cuts, self.shares, resident=self.resident)
+
+    @property
+    def gpus(self) -> int:
+        """Most workers of a stage."""
+        return max(len(stage.workers) for p in self.plan.pipelines for stage in p.stages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +95,20 @@ CASES = [
         cuts=[[3, 3], [3, 3]],
         shares=[2, 2],
     ),
+    Case(name="2 workers of 1 stage", job=job(microbatch=2), cuts=[[(6, 2)]], shares=[2]),
+    Case(
+        name="2 workers of 1 stage, resident",
+        job=job(microbatch=2),
+        cuts=[[(6, 2)]],
+        shares=[2],
+        resident=True,
+    ),
+    Case(
+        name="2 workers of 1 stage x 2",
+        job=job(microbatch=2),
+        cuts=[[(6, 2)], [(6, 2)]],
+        shares=[1, 1],
+    ),
 ]
 
 
@@ -92,15 +118,16 @@ def predicted(plan: Plan, profile: Profile) -> dict[str, int]:
     return {str(worker): peak for worker, peak in peaks.items()}
 
 
-def measured_profile(job: JobSpec) -> Profile:
-    found = measure_layers(job, torch.device("cpu"), "cpu", lambda: None)
-    return assemble_profile(job, [found], [], gpus_per_node=1, memory_bytes=_MEMORY)[0]
+def measured_profile(job: JobSpec, gpus: int) -> Profile:
+    sizes = sharing_sizes(job.training.microbatch, gpus)
+    found = measure_layers(job, torch.device("cpu"), "cpu", lambda: None, sizes=sizes)
+    return assemble_profile(job, [found], [], gpus_per_node=gpus, memory_bytes=_MEMORY)[0]
 
 
 def run(case: Case, steps: int, warm: Any) -> dict[str, MemoryUse]:
-    plan = plan_of(case.cuts, case.shares)
+    plan = case.plan
     with engine().Director(warm, case.job) as cluster:
-        cluster.start(*(worker.node for worker in plan.workers))
+        cluster.start(*(str(worker) for worker in plan.workers))
         cluster.assign(plan)
         for step in range(1, steps + 1):  # each wait has its own limit of time
             cluster.wait(lambda step=step: step in cluster.records, f"step {step}")
@@ -113,9 +140,9 @@ def run(case: Case, steps: int, warm: Any) -> dict[str, MemoryUse]:
 
 
 def rows(case: Case, steps: int, warm: Any) -> Iterator[Row]:
-    plan = plan_of(case.cuts, case.shares)
-    guess = estimate_profile(case.job, gpus_per_node=1, memory_per_worker_bytes=_MEMORY)
-    expected, estimated = predicted(plan, measured_profile(case.job)), predicted(plan, guess)
+    plan, gpus = case.plan, case.gpus
+    guess = estimate_profile(case.job, gpus_per_node=gpus, memory_per_worker_bytes=_MEMORY)
+    expected, estimated = predicted(plan, measured_profile(case.job, gpus)), predicted(plan, guess)
     for worker, memory in run(case, steps, warm).items():
         yield Row(
             case=case.name,
