@@ -172,6 +172,32 @@ def test_elsewhere_a_line_comes_each_second_or_with_a_change_of_state() -> None:
             "(detect 0.050, plan 0.200), step 9 done again but for 6 of its micro-batches, "
             "2.0 KiB of state moved",
         ),
+        (
+            {
+                "event": "checkpoint_saved",
+                "step": 100,
+                "path": "/saved/step-100",
+                "bytes": 3 << 20,
+                "seconds": 0.5,
+            },
+            "checkpoint of step 100: /saved/step-100 (3.0 MiB in 0.500 s)",
+        ),
+        (
+            {"event": "checkpoint_failed", "step": 100, "reason": "No space left on device"},
+            "no checkpoint of step 100: No space left on device; training goes on",
+        ),
+        (
+            {"event": "output_failed", "step": 100, "reason": "it is full"},
+            "the result is kept and tried again to be written: it is full",
+        ),
+        (
+            {"event": "resumed", "step": 100, "path": "/saved/a", "passed_over": ["b is cut"]},
+            "resumed after step 100 from /saved/a; passed over: b is cut",
+        ),
+        (
+            {"event": "restored", "step": 100, "path": "/saved/a", "lost_steps": 1},
+            "all went back to step 100 (1 step again): /saved/a",
+        ),
     ],
     ids=lambda value: value["event"] if isinstance(value, dict) else "",
 )

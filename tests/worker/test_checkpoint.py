@@ -77,7 +77,7 @@ def all_said(cluster: Director, kind: type[FromWorker]) -> list:
 
 def train(warm: WarmWorkers, spec: JobSpec, plan: Plan, **options: object) -> Director:
     with Director(warm, spec) as cluster:
-        cluster.start(*plan.nodes)
+        cluster.start(*(f"{worker.node}/{worker.slot}" for worker in plan.workers))
         cluster.assign(plan, **options)  # type: ignore[arg-type]
         cluster.wait_finished(plan)
         cluster.stop()
@@ -113,6 +113,15 @@ def test_saved_by_three_and_resumed_by_two_of_another_cut(warm, tmp_path):
     assert len(told) == 2
     for name, value in reference().weights.items():
         assert read_output(tmp_path / "weights")[name] == pytest.approx(value, rel=1e-9, abs=1e-12)
+
+
+def test_workers_that_share_layers_save_whole_ones_and_take_their_shares_of_them(warm, tmp_path):
+    shared = make_plan(1, [[("a", 2, 2), ("b", 3, 1)], [("c", 5, 3)]], [2, 2])
+    check(train(warm, job(tmp_path, steps=3), TWO), 1, 3)
+    check(train(warm, job(tmp_path, steps=5), shared), 4, 5)
+    newest = list_checkpoints(LocalFolder(tmp_path)).checkpoints[0]
+    assert newest.manifest.step == 5
+    check(train(warm, job(tmp_path), TWO), 6, STEPS)
 
 
 def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(warm, tmp_path):
