@@ -121,9 +121,13 @@ def verify(path: str, as_json: bool) -> int:
     """
     from oobleck.cli import text
     from oobleck.host.checkpoints import verify as verify_files
+    from oobleck.planner.checkpoint import MANIFEST
 
-    bad = []
-    for folder, found in _checkpoints(path):
+    whole, damaged = _checkpoints(path)
+    bad = [{"checkpoint": n, "file": MANIFEST, "problem": p} for n, p in damaged.items()]
+    for problem in () if as_json else damaged.values():
+        click.echo(f"damaged: {problem}")
+    for folder, found in whole:
         problems = verify_files(folder, found.manifest)
         bad += [{"checkpoint": found.name, "file": f, "problem": p} for f, p in problems.items()]
         if not as_json:
@@ -160,7 +164,7 @@ def export(path: str, output: Path) -> None:
     from oobleck.host.export import export as write_model
     from oobleck.planner.checkpoint import InvalidCheckpoint
 
-    folder, found = _checkpoints(path)[0]
+    folder, found = _newest(path)
     layers = len(found.manifest.files)
     try:
         with tqdm(total=layers, unit="layer", disable=None, leave=False) as bar:
@@ -199,27 +203,38 @@ def _open(path: str) -> "Folder":
         raise CommandFailed(str(error), USAGE) from error
 
 
-def _checkpoints(path: str) -> "list[tuple[Folder, Found]]":
-    """The one checkpoint that `path` is, or all that are in it, newest first, with their folders.
-    Ends the command where there is none, or one is damaged beyond being read."""
+def _checkpoints(path: str) -> "tuple[list[tuple[Folder, Found]], dict[str, str]]":
+    """The one checkpoint that `path` is, or all that are in it, newest first, with their folders;
+    and by name what is wrong with those whose manifest cannot be read. Ends the command where there
+    is neither."""
     from oobleck.host.checkpoints import list_checkpoints, read_checkpoint
     from oobleck.planner.checkpoint import InvalidCheckpoint
 
     folder = _open(path)
+    name = path.rstrip("/").rpartition("/")[2]
     try:
-        one = read_checkpoint(folder, path.rstrip("/").rpartition("/")[2])
+        one = read_checkpoint(folder, name)
         if one is not None:
-            return [(folder, one)]
+            return [(folder, one)], {}
         listing = list_checkpoints(folder)
     except InvalidCheckpoint as error:
-        raise CommandFailed(str(error), FAILED) from error
+        return [], {name: str(error)}
     except OSError as error:
         raise _unreadable(path, error) from error
-    for problem in listing.damaged.values():
-        raise CommandFailed(problem, FAILED)
-    if not listing.checkpoints:
+    if not listing.checkpoints and not listing.damaged:
         raise CommandFailed(f"there is no checkpoint in {path}", NO_SUCH_THING)
-    return [(folder.below(found.name), found) for found in listing.checkpoints]
+    return [(folder.below(found.name), found) for found in listing.checkpoints], listing.damaged
+
+
+def _newest(path: str) -> "tuple[Folder, Found]":
+    """Ends the command where there is none, or where one that cannot be read may be newer."""
+    whole, damaged = _checkpoints(path)
+    newest = whole[0][1].name if whole else ""
+    later = sorted(name for name in damaged if name > newest)
+    if later:
+        others = f"; name another one, such as {newest}" if newest else ""
+        raise CommandFailed(f"{damaged[later[-1]]}{others}", FAILED)
+    return whole[0]
 
 
 def _unreadable(path: str, error: OSError) -> CommandFailed:

@@ -85,7 +85,7 @@ class LocalFolder:
 
     def write(self, name: str, content: Iterable[Content]) -> None:
         path = self._path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make_directory(path.parent)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             with open(temporary, "wb", buffering=0) as file:
@@ -108,6 +108,15 @@ class LocalFolder:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+
+def _make_directory(path: Path) -> None:
+    """With its parents, and so that it is still there after a power failure."""
+    if path.is_dir():
+        return
+    _make_directory(path.parent)
+    path.mkdir(exist_ok=True)
+    _sync_directory(path.parent)
 
 
 def _sync_directory(path: Path) -> None:

@@ -171,13 +171,19 @@ def misfit(manifest: Manifest, job: JobSpec, data: str) -> str:
     consists of may not, nor what says which samples it has seen (seed, global batch, data).
     `data`: the fingerprint of the data that the job reads, hexadecimal.
     """
-    for key, there, here in _compared(manifest, job, data):
+    for key, there, here in _compared(manifest, job):
         if there != here:
             return f"{key} is {_shown(there)} there and {_shown(here)} here"
+    if manifest.data != data:
+        return (
+            "its data are other ones (files, tokenizer, separator, or evaluation.fraction, which "
+            f"decides what is trained on): fingerprint {manifest.data[:12]} there and "
+            f"{data[:12]} here"
+        )
     return ""
 
 
-def _compared(manifest: Manifest, job: JobSpec, data: str) -> list[tuple[str, object, object]]:
+def _compared(manifest: Manifest, job: JobSpec) -> list[tuple[str, object, object]]:
     there, here = (msgspec.to_builtins(model) for model in (manifest.model, job.model))
     pairs: list[tuple[str, object, object]] = [
         (f"model.{key}", there.get(key), here.get(key))
@@ -191,7 +197,6 @@ def _compared(manifest: Manifest, job: JobSpec, data: str) -> list[tuple[str, ob
         ("training.precision", _state_precision(old.precision), _state_precision(new.precision)),
         ("training.optimizer.name", old.optimizer.name, new.optimizer.name),
         ("the optimizer's moments", old.optimizer.moments, new.optimizer.moments),
-        ("the data's fingerprint", manifest.data, data),
     ]
     return pairs
 

@@ -92,10 +92,10 @@ class Restorer:
         first = assign.plan.workers[0]
         if resume:  # later, what cannot be written must not keep training from going on
             _check_writable(folder)
-            if self._worker == first:
-                folder.write(probe, [b"\n"])
-        candidates = self._candidates(folder, assign, transport, resume=resume)
         try:
+            if resume and self._worker == first:
+                folder.write(probe, [b"\n"])
+            candidates = self._candidates(folder, assign, transport, resume=resume)
             if resume and not folder.exists(probe):
                 raise CheckpointError(
                     f"checkpoint.path: what {first.node} writes to {self._spec.path} does not "

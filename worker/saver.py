@@ -77,7 +77,7 @@ class Saver:
         its writers may be gone, so it is given up, and the next step's is taken instead."""
         if self._spec is None:
             return
-        if self._open and self._last is not None and not assign.boundary:
+        if self._open and self._last is not None and not self._goes_on(self._last, assign):
             log.warning("checkpoint given up", extra={"step": self._last.order.step})
             self._last.abandon(disturbed=True)
             self._open, self._overdue = False, True
@@ -87,6 +87,12 @@ class Saver:
         at_risk = can_lose(assign.plan) < self._job.fault_tolerance
         self._overdue = self._overdue or (at_risk and not self._at_risk)
         self._at_risk = at_risk
+
+    @staticmethod
+    def _goes_on(saving: Saving, assign: Assign) -> bool:
+        """Whether all of its writers are there to the end."""
+        writers = {worker for worker, _ in saving.order.writers}
+        return assign.boundary and writers <= set(assign.plan.workers)
 
     def intent(self, step: int) -> vote.Saving:
         """This worker's share in the vote on `step`."""

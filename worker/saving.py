@@ -231,6 +231,7 @@ class Saving:
                 files += decode(list[LayerFile], here.read(name))
                 del wanted[name]
             if not wanted:
+                self._check_there(files, here.names())
                 return files
             if last_look:
                 if not self._abandoned:
@@ -239,6 +240,16 @@ class Saving:
             self._changed.wait(poll_s)
             self._changed.clear()
             poll_s = min(_LONGEST_POLL_S, 2 * poll_s)
+
+    def _check_there(self, files: list[LayerFile], names: list[str]) -> None:
+        """A manifest must not name what another job that saves here has swept away."""
+        lacking = sorted({file.name for file in files} - set(names))
+        if lacking:
+            self._fail(
+                f"{', '.join(lacking)} went away meanwhile, as when another job saves there too; "
+                "give every job that trains at the same time its own path"
+            )
+            raise _Abandoned
 
     def _is_late(self) -> bool:
         """Whether what all have written would have come to be seen here by now."""

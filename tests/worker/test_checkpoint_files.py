@@ -2,7 +2,10 @@
 
 import json
 import secrets
+import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +57,14 @@ def trained(job: JobSpec) -> ModelState:
     return state
 
 
-def save(job: JobSpec, state: ModelState, step: int, *, absent: tuple[int, ...] = ()) -> list:
+def save(
+    job: JobSpec,
+    state: ModelState,
+    step: int,
+    *,
+    absent: tuple[int, ...] = (),
+    before_layer: Callable[[int], None] = lambda rank: None,
+) -> list:
     """What two writers report; of those `absent` only the plan knows."""
     count = job.model.layer_count
     shares = ((A, tuple(range(1, count))), (B, (0,)))
@@ -77,7 +87,7 @@ def save(job: JobSpec, state: ModelState, step: int, *, absent: tuple[int, ...] 
             folder,
             {layer: state.snapshot(layer) for layer in shares[rank][1]},
             report=reports.append,
-            reached=lambda: None,
+            reached=partial(before_layer, rank),
         )
         for rank in range(2)
         if rank not in absent
@@ -136,6 +146,25 @@ def test_old_checkpoints_go_and_what_is_torn_is_swept_away(job, place):
     prune(folder, keep=1, newest=folder_name(1, "meeting 1"))
     sweep(folder, under_way="none")
     assert names(folder) == [folder_name(1, "meeting 1")]
+
+
+def test_what_another_job_swept_away_is_not_published(job, place):
+    folder, swept = open_folder(place), threading.Event()
+    written: list[str] = []
+
+    def before_layer(rank: int) -> None:
+        if rank == 1:
+            assert swept.wait(20)
+        elif list_checkpoints(folder).torn and not swept.is_set():
+            written.extend(folder.below(list_checkpoints(folder).torn[0]).names())
+            sweep(folder, under_way="what the other job saves")
+            swept.set()
+
+    (failed,) = save(job, trained(job), 3, before_layer=before_layer)
+    assert failed.reason.endswith("give every job that trains at the same time its own path")
+    assert written == ["layer-00001.safetensors"]
+    assert written[0] in failed.reason
+    assert names(folder) == []
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "lack"])
@@ -224,7 +253,8 @@ def test_a_job_that_does_not_go_with_its_checkpoints_is_refused(job, place):
         return why_not_begin(other, other.checkpoint, newest, damaged=(), data=data)
 
     assert why() == why("da7a") == why(resume="require") == ""
-    assert 'the data\'s fingerprint is "da7a" there and "0" here' in why("0")
+    assert "evaluation.fraction" in why("0")
+    assert "fingerprint da7a there and 0 here" in why("0")
     assert "holds checkpoints up to step 3" in why(resume="never")
     assert why_not_begin(job, job.checkpoint, None, damaged=(), data=None) == ""
     assert "is torn" in why_not_begin(job, job.checkpoint, None, damaged=("is torn",), data=None)
@@ -293,4 +323,11 @@ def test_the_command_lists_verifies_and_exports(make_job, tmp_path):
     assert not (tmp_path / "model").exists(), "nothing half stays"
     done = run("export", listed[1]["path"], "-o", str(tmp_path / "model"))
     assert done.output == f"step 3  {tmp_path}/model\n"
+    manifest = Path(listed[1]["path"], "manifest.json")
+    manifest.write_text("{}")
+    found = json.loads(run("verify", str(path), "--json").output)
+    assert [item["file"] for item in found] == [manifest.name, victim.name], "all are looked at"
+    Path(listed[0]["path"], "manifest.json").unlink()
+    refused = run("export", str(path), "-o", str(tmp_path / "other"))
+    assert f"{Path(listed[1]['path']).name}: manifest.json: " in str(refused.exception)
     assert "there is no" in str(run("list", str(tmp_path / "nothing")).exception)
