@@ -10,6 +10,7 @@ of the stage do the same in the same order, also those that have no row of a mic
 Owns what is gathered. Must not know what is computed with it.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -42,8 +43,9 @@ class Exchange(Protocol):
     def take_gradients(self, layer: int) -> None:
         """Have the layer's module take gradients, without weights."""
 
-    def add(self, layer: int) -> bool:
-        """A micro-batch's gradients are complete; whether they are in the state's now."""
+    def add(self, layer: int, microbatch: int) -> Sequence[int]:
+        """The gradients of `microbatch` are complete; which ones are in the state's now, that were
+        not before."""
 
     def end(self) -> None:
         """Nothing of the step is on its way any more; call it before the update."""
@@ -61,8 +63,8 @@ class NoExchange:
     def take_gradients(self, layer: int) -> None:
         pass
 
-    def add(self, layer: int) -> bool:
-        return True
+    def add(self, layer: int, microbatch: int) -> Sequence[int]:
+        return (microbatch,)
 
     def end(self) -> None:
         pass
@@ -88,9 +90,12 @@ class StageExchange:
         self._resident = resident
         self._timeline = timeline
         self._due: dict[int, int] = {}
+        #: By layer: the micro-batches whose gradients this worker has of its own rows alone.
+        self._apart: defaultdict[int, list[int]] = defaultdict(list)
 
     def begin(self, due: Mapping[int, int]) -> None:
         self._due = dict(due)
+        self._apart.clear()
         for shared in self._layers.values():
             shared.release()
             if self._resident:
@@ -111,13 +116,14 @@ class StageExchange:
     def take_gradients(self, layer: int) -> None:
         self._layers[layer].take_gradients()
 
-    def add(self, layer: int) -> bool:
+    def add(self, layer: int, microbatch: int) -> Sequence[int]:
         self._due[layer] -= 1
+        self._apart[layer].append(microbatch)
         if self._resident and self._due[layer]:
-            return False
+            return ()
         with self._timeline.span("reduce", layer):
             self._layers[layer].reduce()
-        return not self._resident
+        return self._apart.pop(layer)
 
     def end(self) -> None:
         for shared in self._layers.values():

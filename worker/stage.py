@@ -230,8 +230,11 @@ class StageRunner:
             segment = segments.pop()
             with self._span(segment), self._computing(segment):
                 gradient = segment.backward(gradient)
-            for layer in reversed(segment.layers if segment.adds else []):
+            # Autograd has added to all of them: that is noted before anything else can fail.
+            added = segment.layers[::-1] if segment.adds else []
+            for layer in added:
                 self._add(layer, microbatch)
+            for layer in added:
                 self._on_added(layer)
         return gradient
 
@@ -264,8 +267,8 @@ class StageRunner:
         return self._exchange.computing(segment.layers[0], backward=True)
 
     def _add(self, layer: int, microbatch: int) -> None:
-        if self._exchange.add(layer):
-            self._state.note_added(layer, microbatch)
+        for complete in self._exchange.add(layer, microbatch):
+            self._state.note_added(layer, complete)
 
     def backward_weight(self, microbatch: int) -> None:
         """Add what `backward_input` left out, and keep nothing of the micro-batch any more."""

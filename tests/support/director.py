@@ -233,9 +233,9 @@ class Director:
     def kill(self, node: str, signum: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.workers[worker_named(node)].pid, signum)
 
-    def has_faulted(self, node: str) -> bool:
-        """Whether a scripted fault has struck its worker, which logs it."""
-        return "scripted fault" in self.workers[WorkerId(NodeName(node), 0)].written()
+    def has_faulted(self, worker: str) -> bool:
+        """Whether a scripted fault has struck the worker, which logs it."""
+        return "scripted fault" in self.workers[worker_named(worker)].written()
 
     def stop(self) -> None:
         for live in self.workers.values():

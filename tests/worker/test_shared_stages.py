@@ -200,3 +200,34 @@ def test_a_share_rolls_forward(warm: WarmWorkers, tmp_path: Path) -> None:
         assert {name for name, m in joined.items() if m.rolled_forward} == {"b/1"}
         cluster.stop()
         check(cluster, tmp_path, alone())
+
+
+def test_sums_of_a_resident_stage_are_known_to_have_the_whole_step(
+    warm: WarmWorkers, tmp_path: Path
+) -> None:
+    """b keeps a part of a step over a loss, adds the rest of it as a resident stage, and loses
+    its peers again before the vote."""
+    first = [fault(f"b/{slot}", "after:Backward", action="hold") for slot in (0, 1)]
+    again = make_plan(2, [[("a", 5, 2)], [("b", 5, 2)]], [3, 3], resident=True)
+    last = make_plan(3, [[("b", 5, 2)]], [6])
+    with Director(warm, job(tmp_path), [*first, fault("a/0", "before:Vote")]) as cluster:
+        cluster.start(*workers_of(SIDE_BY_SIDE))
+        cluster.assign(SIDE_BY_SIDE)
+        cluster.wait(lambda: all(map(cluster.has_faulted, ("b/0", "b/1"))), "b held")
+        cluster.wait(lambda: is_gone(cluster, "a/0"), "the first kill")
+        # In the step that is done again, all of b's sums are complete when a/0 dies once more.
+        cluster.faults = (fault("a/0", "reduced"),)
+        cluster.start("a/0")
+        cluster.assign(again)
+        cluster.wait(lambda: is_gone(cluster, "a/0"), "the second kill")
+        cluster.assign(last)
+        cluster.wait_finished(last)
+        joined = {
+            message.salvaged_microbatches
+            for worker in last.workers
+            for message in cluster.said(worker, PhaseReached, last.generation)
+            if isinstance(message, PhaseReached) and message.phase == "joined"
+        }
+        assert joined == {0}, "rows' losses are known in part, so all are computed again"
+        cluster.stop()
+        check(cluster, tmp_path, alone())

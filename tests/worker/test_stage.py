@@ -10,6 +10,7 @@ from oobleck.planner.job import JobSpec
 from oobleck.planner.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.program import LayerPart
 from oobleck.worker.data import Dataset, row_digest, samples_digest
+from oobleck.worker.errors import TransportError
 from oobleck.worker.optimizer import clip_scale
 from oobleck.worker.random import RowKeys
 from oobleck.worker.stage import StageRunner
@@ -242,3 +243,22 @@ def test_the_last_stage_insists_on_targets_and_every_stage_on_its_layers(make_jo
         StageRunner(state, range(5), job, CPU).forward(0, tokens, keys)
     with pytest.raises(StateError, match="layer 0 is not held"):
         StageRunner(state, range(2), job, CPU).forward(0, tokens, keys)
+
+
+def test_what_autograd_has_added_is_noted_though_a_sum_cannot_start(make_job):
+    """A lost peer may show when the first of several layers is told of; the others have it too."""
+
+    def lost(layer: int) -> None:
+        raise TransportError(f"layer {layer} was the first one")
+
+    job = make_job()
+    pipeline = Pipeline(job, ())
+    (state,) = pipeline.states
+    stage = StageRunner(state, range(5), job, CPU, lost)
+    keys = RowKeys(seed=0, step=1, positions=(0, 1))
+    tokens = torch.from_numpy(pipeline.data.rows(0, 1, (0, 1), 6))
+    stage.forward(0, tokens[:, :-1], keys, tokens[:, 1:], by_layer=False)
+    with pytest.raises(TransportError, match="layer 4"):
+        stage.backward(0)
+    for layer in range(5):
+        assert (state.layers[layer].gradient.abs().sum() > 0) == (0 in state.layers[layer].added)
