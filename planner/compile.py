@@ -198,7 +198,10 @@ def add_sync(
     syncs = tuple(syncs)
     norm: list[LayerPart] = []
     for sync in syncs:
-        if worker == sync.owners[0]:  # one counts for all; the two places of tied are one part
-            norm += [part for part in sync.parts if part.part == "own"]
+        # One counts for all, in turns: everybody waits for the last. The own parts are the same on
+        # all owners; the two places of tied are one part.
+        own = [part for part in sync.parts if part.part == "own"]
+        norm += own[sync.owners.index(worker) :: len(sync.owners)]
+        if worker == sync.owners[0]:
             norm += [part for part in sync.parts if part.part == "tied"][:1]
     return (*body, *syncs, Vote(norm_parts=tuple(sorted(norm))), OptimizerStep())

@@ -288,11 +288,11 @@ def test_program_text_reads_like_this() -> None:
     plan = plan_of(generate_templates(profile, range(1, 3)), (2, 1), (1, 1))
     assert format_programs(compile_programs(plan, tied=True)) == (
         "n0/0: 0.0:LOAD0 0.0:F0 0.0:SEND_F0>n1/0 0.0:RECV_B0<n1/0 0.0:B0 "
-        "SYNC0[tied:0]@n0/0,n1/0,n2/0 SYNC2[0,1]@n0/0,n2/0 VOTE[0,tied:0,1] STEP\n"
+        "SYNC0[tied:0]@n0/0,n1/0,n2/0 SYNC2[0,1]@n0/0,n2/0 VOTE[0,tied:0] STEP\n"
         "n1/0: 0.1:LOAD0 0.1:RECV_F0<n0/0 0.1:F0 0.1:B0 0.1:SEND_B0>n0/0 "
         "SYNC0[tied:2]@n0/0,n1/0,n2/0 SYNC1[2]@n1/0,n2/0 VOTE[2] STEP\n"
         "n2/0: 1.0:LOAD1 1.0:F1 1.0:B1 SYNC0[tied:0,tied:2]@n0/0,n1/0,n2/0 "
-        "SYNC1[2]@n1/0,n2/0 SYNC2[0,1]@n0/0,n2/0 VOTE[] STEP\n"
+        "SYNC1[2]@n1/0,n2/0 SYNC2[0,1]@n0/0,n2/0 VOTE[1] STEP\n"
     )
 
 
