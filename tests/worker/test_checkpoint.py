@@ -193,6 +193,8 @@ def test_all_copies_of_a_layer_lost_and_the_newest_checkpoint_takes_over(warm, t
         cluster.stop()
     (restored,) = {m.step for m in all_said(cluster, Restored)}
     assert restored == 3
+    saved = [m.step for m in all_said(cluster, CheckpointSaved)]
+    assert 4 in saved, "as soon as there is but one copy of each layer"
     expected = reference().steps
     assert sorted(cluster.records) == list(range(1, STEPS + 1))
     for step, records in cluster.records.items():
