@@ -204,13 +204,14 @@ def _reconfigured(
 
 
 def pipelines(plan: Plan) -> list[list[dict[str, object]]]:
-    """Per pipeline its stages: the node and its first and last layer."""
+    """Per pipeline its stages: node, first and last layer, and number of workers."""
     return [
         [
             {
                 "node": stage.workers[0].node,
                 "first_layer": stage.first_layer,
                 "last_layer": stage.last_layer,
+                "workers": len(stage.workers),
             }
             for stage in pipeline.stages
         ]

@@ -5,12 +5,20 @@ process without any of this, where anything but the order of sums would show.
 """
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from oobleck.host.messages import FaultRule, PhaseReached
-from oobleck.planner.job import DataSpec, EvaluationSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job import (
+    CheckpointSpec,
+    DataSpec,
+    EvaluationSpec,
+    JobSpec,
+    ModelSpec,
+    TrainingSpec,
+)
 from oobleck.planner.optimization import OptimizerSpec
 from oobleck.planner.plan import Plan
 from oobleck.worker.output import read_output
@@ -78,31 +86,48 @@ SPLIT = make_plan(
 
 
 @pytest.mark.parametrize(
-    ("plan", "tied", "microbatch"),
+    ("plan", "tied", "training", "staged"),
     [
-        (SIDE_BY_SIDE, True, 2),
-        (make_plan(1, [[("a", 5, 2)], [("b", 5, 2)]], [3, 3], resident=True), False, 2),
-        (IN_A_ROW, False, 2),
-        (UNEVEN, True, 2),
-        (SPLIT, True, 2),
-        (make_plan(1, [[("a", 2, 2), ("b", 3, 3)]], [4], resident=True), True, 3),
-        (make_plan(1, [[("a", 2, 2), ("b", 3, 3)], [("c", 5)]], [6, 6]), False, 1),
+        (SIDE_BY_SIDE, True, {}, False),
+        (
+            make_plan(1, [[("a", 5, 2)], [("b", 5, 2)]], [3, 3], resident=True),
+            False,
+            {},
+            False,
+        ),
+        # What frees and refills weights goes with recomputation, and through pinned buffers.
+        (IN_A_ROW, False, {"recompute": "layer"}, False),
+        (UNEVEN, True, {}, False),
+        (SPLIT, True, {}, True),
+        (
+            make_plan(1, [[("a", 2, 2), ("b", 3, 3)]], [4], resident=True),
+            True,
+            {"microbatch": 3},
+            False,
+        ),
+        (
+            make_plan(1, [[("a", 2, 2), ("b", 3, 3)], [("c", 5)]], [6, 6]),
+            False,
+            {"microbatch": 1},
+            False,
+        ),
     ],
-    ids=["2+2", "2+2 resident", "2 > 2", "uneven", "split", "2 > 3 of 3 rows", "of one row"],
+    ids=["2+2", "2+2 resident", "2 > 2 again", "uneven", "split", "2 > 3 of 3 rows", "of one row"],
 )
-def test_equals_one_worker(
+def test_equals_one_process(
     warm: WarmWorkers,
     tmp_path: Path,
     plan: Plan,
     tied: bool,
-    microbatch: int,
+    training: dict[str, object],
+    staged: bool,
 ) -> None:
-    with Director(warm, job(tmp_path, tied=tied, microbatch=microbatch)) as cluster:
+    with Director(warm, job(tmp_path, tied=tied, **training), stage_everything=staged) as cluster:
         cluster.start(*workers_of(plan))
         cluster.assign(plan)
         cluster.wait_finished(plan)
         cluster.stop()
-        check(cluster, tmp_path, alone(tied, microbatch))
+        check(cluster, tmp_path, alone(tied, training.get("microbatch", 2)))
 
 
 def fault(worker: str, point: str, *, step: int = 3, action: str = "kill_worker") -> FaultRule:
@@ -157,6 +182,25 @@ def test_losses_regroup_shares(
         assert {message.committed_step for message in joined} == {2}
         cluster.stop()
         check(cluster, tmp_path, alone())
+
+
+def test_a_checkpoint_of_shares_goes_on_in_other_shares(warm: WarmWorkers, tmp_path: Path) -> None:
+    spec = job(tmp_path / "weights")
+    spec = replace(spec, checkpoint=CheckpointSpec(path=str(tmp_path / "saved"), every=2))
+    with Director(warm, spec, [fault("a/1", "before:LoadTokens", step=4)]) as cluster:
+        cluster.start(*workers_of(TWO_AND_TWO))
+        cluster.assign(TWO_AND_TWO)
+        cluster.wait(lambda: is_gone(cluster, "a/1"), "the scripted kill")
+        first = dict(cluster.records)
+    after = make_plan(1, [[("a", 5, 3)], [("b", 2, 1), ("b", 3, 2)]], [3, 3])
+    with Director(warm, spec) as cluster:
+        cluster.start(*workers_of(after))
+        cluster.assign(after)
+        cluster.wait_finished(after)
+        cluster.stop()
+        assert min(cluster.records) == 3
+        cluster.records = {**first, **cluster.records}
+        check(cluster, tmp_path / "weights", alone())
 
 
 @pytest.mark.parametrize("point", ["before:transfer", "after:transfer"])
