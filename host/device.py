@@ -19,7 +19,10 @@ _PROBE_TIMEOUT_S = 120
 
 #: torch's watchdog over NCCL must not end the process for an error: a lost peer is the worker's
 #: to recover from. Its monitor would end a process whose watchdog waits for a kernel to abort.
+#: Every communicator has a stream. Streams beyond the number of connections share one, where what
+#: is queued behind a receive that waits for its peer may hold up the kernels of another stream.
 _NCCL_ENVIRONMENT = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }

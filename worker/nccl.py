@@ -6,15 +6,19 @@ order in which they are sent and no pair of workers can wait for each other. Eve
 over the `host` transport: host tensors (votes, standings), and layer state between workers that
 the program does not connect, for which a communicator would take longer to make than it saves.
 
-The host does not wait for NCCL: `Pending.wait` lets what is queued on the device afterwards see
-the result, and `complete` is where the host learns that everything has happened, or that it has
-not. An abort ends kernels that wait for a peer; what they leave in the tensors means nothing, and
-so every call raises after an abort. torch's own watchdog must be told to leave errors alone
+An abort ends kernels that wait for a peer, and what they leave in the tensors means nothing. So
+every call raises after an abort, and a receive is waited for by the host: gradients that were
+computed from what an abort left would be taken for a part of the step that is done. For sums, of
+which nothing is computed before the vote, and for sends `Pending.wait` only lets what is queued on
+the device afterwards see the result; `complete` is where the host learns that everything has
+happened, or that it has not. torch's own watchdog must be told to leave errors alone
 (`oobleck.host.device.worker_environment`).
 """
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Protocol
@@ -25,7 +29,13 @@ from torch._C._distributed_c10d import AllreduceOptions, Store, Work
 
 from oobleck.worker.errors import TransportError, peers_may_fail
 from oobleck.worker.rendezvous import Place
-from oobleck.worker.transport import OPERATION_TIMEOUT, Group, Pending, Transport
+from oobleck.worker.transport import (
+    DISPOSE_DELAY_S,
+    OPERATION_TIMEOUT,
+    Group,
+    Pending,
+    Transport,
+)
 from oobleck.worker.waiting import Waits
 
 #: From one rank to another.
@@ -73,6 +83,16 @@ class _Queued:
             self._work.wait()
 
 
+class _Arriving(_Queued):
+    """A receive, whose end the host sees: apart from the device's other work, which goes on."""
+
+    def wait(self) -> None:
+        self._transport.check()
+        with peers_may_fail(), self._transport.apart():
+            self._work.wait()
+        self._transport.check()
+
+
 class NcclTransport:
     """Groups of one generation on one GPU per rank."""
 
@@ -97,6 +117,10 @@ class NcclTransport:
         self.size = host.size
         self._host = host
         self._device = device
+        #: Where the host waits for what arrives.
+        self._arrivals: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._arrivals = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # no types
         self._lock = threading.Lock()
         self._aborted = False
         self._owners: dict[Group, ProcessGroup] = {}
@@ -142,6 +166,16 @@ class NcclTransport:
         if self._aborted:
             raise TransportError("the groups were aborted")
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is waited for within has happened after it."""
+        if self._arrivals is None:
+            yield
+            return
+        with torch.cuda.stream(self._arrivals):
+            yield
+        self._arrivals.synchronize()
+
     def _on_device(self, tensor: Tensor) -> bool:
         return tensor.device == self._device
 
@@ -159,7 +193,7 @@ class NcclTransport:
             return self._host.receive(tensor, peer, tag)
         self.check()
         with peers_may_fail():
-            return _Queued(self, group.recv([tensor], 0, 0), tensor)
+            return _Arriving(self, group.recv([tensor], 0, 0), tensor)
 
     def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
         owners = self._owners.get(group)
@@ -195,6 +229,13 @@ class NcclTransport:
                 group.abort()
 
     def dispose(self) -> None:
-        """Communicators are aborted, not closed: closing one is a talk with its other members."""
-        threading.Thread(target=self._abort_groups, name="dispose-groups", daemon=True).start()
+        """Communicators are aborted, not closed: closing one is a talk with its other members.
+
+        Later, as peers that are a moment behind may still read what was sent last.
+        """
+        threading.Thread(target=self._free, name="dispose-groups", daemon=True).start()
         self._host.dispose()
+
+    def _free(self) -> None:
+        time.sleep(DISPOSE_DELAY_S)
+        self._abort_groups()

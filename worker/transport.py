@@ -40,7 +40,8 @@ Group = tuple[int, ...]
 #: Operations wait for peers' computation, however long; losses release them, not the clock.
 OPERATION_TIMEOUT = timedelta(hours=24)
 
-_DISPOSE_DELAY_S = 1.0
+#: Between the end of a generation and the end of its connections.
+DISPOSE_DELAY_S = 1.0
 _ABORT_TAG = (1 << 31) - 1
 
 
@@ -91,7 +92,8 @@ class Transport(Protocol):
     def complete(self) -> None:
         """Return when all that was waited for has happened; raises TransportError if it has not.
 
-        On a device `wait` only puts the end of an operation before what is queued after it.
+        On a device `wait` may only put the end of an operation before what is queued after it,
+        but for that of a receive.
         """
 
     def abort(self) -> None:
@@ -280,7 +282,7 @@ class GlooTransport:
         threading.Thread(target=self._free, name="dispose-transport", daemon=True).start()
 
     def _free(self) -> None:
-        time.sleep(_DISPOSE_DELAY_S)
+        time.sleep(DISPOSE_DELAY_S)
         self._waits.close()
         if self._wires is not None:
             self._wires.close()

@@ -153,6 +153,51 @@ def test_an_abort_releases_those_who_wait_and_refuses_all_later_use(everywhere):
     assert everywhere(wait) == [True] * SIZE
 
 
+class EndedByAbort:
+    """As NCCL, it ends a receive when it is aborted, and nothing tells that no message came."""
+
+    def __init__(self) -> None:
+        self.connected = False
+        self.waiting = threading.Event()
+        self.ended = threading.Event()
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> "EndedByAbort":
+        return self
+
+    def wait(self) -> None:
+        if self.connected:
+            self.waiting.set()
+            assert self.ended.wait(20)
+
+    def abort(self) -> None:
+        self.ended.set()
+
+
+def test_what_an_abort_leaves_behind_is_no_message():
+    server, waits = StoreServer("127.0.0.1"), Waits()
+    place = Place(server.endpoint, "ended", own=server, waits=waits)
+    host = GlooTransport(place, 0, 1, (), "127.0.0.1", waits)
+    link = EndedByAbort()
+    transport = NcclTransport(
+        place,
+        host,
+        CPU,
+        groups=(),
+        links=[(1, 0)],
+        waits=waits,
+        make_group=lambda store, rank, size: link,
+    )
+    link.connected = True
+    pending = transport.receive(torch.zeros(1), 1, 3)
+    with ThreadPoolExecutor(1) as pool:
+        waited = pool.submit(pending.wait)
+        assert link.waiting.wait(20)
+        transport.abort()
+        with pytest.raises(TransportError, match="aborted"):
+            waited.result(20)
+    transport.dispose()
+
+
 @pytest.mark.parametrize(
     ("device", "wanted", "gpus_for_all", "choice"),
     [
