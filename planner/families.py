@@ -33,7 +33,9 @@ ACTIVATIONS = (
 #: Keys of config files that change nothing about training a language model.
 NO_EFFECT = frozenset(
     {
+        "_attn_implementation_autoset",
         "architectures",
+        "attn_implementation",
         "bos_token_id",
         "chunk_size_feed_forward",
         "classifier_dropout",

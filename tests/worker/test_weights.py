@@ -123,6 +123,25 @@ def test_half_precision_weights_are_widened(saved: Path, tmp_path: Path) -> None
     torch.testing.assert_close(found, theirs(saved / "gpt2", "gpt2", TOKENS), rtol=0.1, atol=0.1)
 
 
+def test_a_head_that_differs_from_the_embedding_does_not_go_with_tying(
+    saved: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(saved / "gpt2 untied", folder)
+    with pytest.raises(ModelError, match=r"other values under lm_head\.weight .*; set model\.tied"):
+        logits(spec_of("gpt2", folder), TOKENS)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["transformer.wte.weight"].clone()
+    save_file(weights, folder / "model.safetensors")
+    weight_files.cache_clear()
+    assert logits(spec_of("gpt2", folder), TOKENS).isfinite().all()
+
+
+def quantise(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    save_file({name: value.to(torch.int8) for name, value in load_file(path).items()}, path)
+
+
 def truncate(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -161,6 +180,7 @@ def remove(folder: Path) -> None:
         (truncate, r"model\.safetensors is truncated or damaged: its tensors end at byte \d+, and"),
         (empty, r"model\.safetensors is truncated or no safetensors file; copy it anew"),
         (damage, r"model\.safetensors has a damaged header; copy it anew"),
+        (quantise, r"model\.safetensors has .* as I8, as quantised models do; give weights of"),
         (drop, r"has no tensor transformer\.h\.1\.ln_1\.bias; give weights of the same kind"),
         (pickle, r"has only pickled weights \(\.bin\).* are refused; save the model as"),
         (bare, r"has neither model\.safetensors nor model\.safetensors\.index\.json; give a"),

@@ -19,6 +19,8 @@ from oobleck.worker.models.registry import build_layer, tied_parameter
 
 #: What a base model's checkpoint leaves off in front.
 _PREFIXES = ("transformer.", "model.", "bert.")
+#: Types that weights are computed with; what others hold means something only with a scale.
+_DTYPES = ("F64", "F32", "F16", "BF16")
 #: What norms were called in the first BERT checkpoints.
 _FORMER = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
@@ -55,13 +57,31 @@ def load_parameters(module: Layer, spec: ModelSpec) -> None:
     files = weight_files(spec.weights)
     for name, parameter in module.named_parameters():
         key, tensor = _find(files, spec, module.layer, name, tuple(parameter.shape))
-        try:
-            with safe_open(tensor.path, framework="pt") as file:
-                parameter.copy_(file.get_tensor(key))
-        except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"model.weights: {tensor.path}: cannot read {key}: {error}; copy it anew"
-            ) from error
+        parameter.copy_(_read(key, tensor))
+        if name == tied_parameter(spec, module.layer):
+            _check_alike(files, key, foreign_name(spec, module.layer, name))
+
+
+def _check_alike(files: WeightFiles, used: str, own: str) -> None:
+    """Raise ModelError where a tied parameter is in the files twice, with two values."""
+    if own == used or own not in files.tensors:
+        return
+    if not torch.equal(_read(own, files.tensors[own]), _read(used, files.tensors[used])):
+        raise ModelError(
+            f"model.weights: {files.directory} has other values under {own} than under {used}, "
+            "and the model ties them; set model.tied to false"
+        )
+
+
+def _read(key: str, tensor: Tensor) -> torch.Tensor:
+    try:
+        with safe_open(tensor.path, framework="pt") as file:
+            found: torch.Tensor = file.get_tensor(key)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"model.weights: {tensor.path}: cannot read {key}: {error}; copy it anew"
+        ) from error
+    return found
 
 
 def _find(
@@ -81,6 +101,11 @@ def _find(
             f"model.weights: {tensor.path} has {key} as {list(tensor.shape)}, and the model "
             f"needs {list(shape)}; correct the config, or leave it out for that of the directory"
         )
+    if tensor.dtype not in _DTYPES:
+        raise ModelError(
+            f"model.weights: {tensor.path} has {key} as {tensor.dtype}, as quantised models do; "
+            f"give weights of type {', '.join(_DTYPES)}"
+        )
     return key, tensor
 
 
@@ -89,8 +114,9 @@ def _names(spec: ModelSpec, layer: int, name: str) -> Iterator[str]:
     chosen = [foreign_name(spec, layer, name)]
     tied = tied_parameter(spec, 0)
     if layer and tied is not None and name == tied_parameter(spec, layer):
-        chosen.append(foreign_name(spec, 0, tied))
-    if chosen[0] == "cls.predictions.decoder.bias":
+        # First, since both copies must begin alike whatever a file has under the head's name.
+        chosen.insert(0, foreign_name(spec, 0, tied))
+    if chosen[-1] == "cls.predictions.decoder.bias":
         chosen.append("cls.predictions.bias")
     for full in chosen:
         yield full
