@@ -61,43 +61,34 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
             "name it; move the job file and its data",
             options.USAGE,
         ) from error
-    data = _absolute_data(job.data, base)
-    weights = job.model.weights
-    model = dataclasses.replace(
-        job.model, weights=None if weights is None else str(base / os.path.expanduser(weights))
-    )
-    output = None if job.output is None else str(base / job.output)
-    checkpoint = job.checkpoint
-    if checkpoint is not None and "://" not in checkpoint.path:
-        checkpoint = dataclasses.replace(
-            checkpoint, path=str(base / os.path.expanduser(checkpoint.path))
-        )
-    profile = job.profile if job.profile_path is None else str(base / job.profile_path)
-    evaluation = job.evaluation
-    if evaluation is not None and evaluation.data is not None:
-        own = _absolute_data(evaluation.data, base)
-        evaluation = dataclasses.replace(evaluation, data=own)
-    return dataclasses.replace(
-        job,
-        model=model,
-        data=data,
-        evaluation=evaluation,
-        output=output,
-        checkpoint=checkpoint,
-        profile=profile,
-    )
 
-
-def _absolute_data(data: "DataSpec", base: Path) -> "DataSpec":
     def absolute(path: str | None) -> str | None:
         return None if path is None else str(base / os.path.expanduser(path))
 
+    def of_data(data: "DataSpec") -> "DataSpec":
+        return dataclasses.replace(
+            data,
+            text=tuple(str(base / os.path.expanduser(pattern)) for pattern in data.text),
+            tokens=absolute(data.tokens),
+            tokenizer=absolute(data.tokenizer),
+            cache=absolute(data.cache),
+        )
+
+    checkpoint = job.checkpoint
+    if checkpoint is not None and "://" not in checkpoint.path:
+        path = str(base / os.path.expanduser(checkpoint.path))
+        checkpoint = dataclasses.replace(checkpoint, path=path)
+    evaluation = job.evaluation
+    if evaluation is not None and evaluation.data is not None:
+        evaluation = dataclasses.replace(evaluation, data=of_data(evaluation.data))
     return dataclasses.replace(
-        data,
-        text=tuple(str(base / pattern) for pattern in data.text),
-        tokens=absolute(data.tokens),
-        tokenizer=absolute(data.tokenizer),
-        cache=absolute(data.cache),
+        job,
+        model=dataclasses.replace(job.model, weights=absolute(job.model.weights)),
+        data=of_data(job.data),
+        evaluation=evaluation,
+        output=absolute(job.output),
+        checkpoint=checkpoint,
+        profile=absolute(job.profile_path) or job.profile,
     )
 
 

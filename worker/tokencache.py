@@ -42,7 +42,7 @@ def cached_tokens(
     changed = [os.stat(path).st_mtime_ns for path in paths]
     made_of = (_FORMAT, digest.hex(), changed, tokenizer.sha256, separator, spec.field)
     key = hashlib.sha256(msgspec.json.encode(made_of)).hexdigest()[:32]
-    directory = Path(spec.cache or DEFAULT_DIRECTORY).expanduser()
+    directory = _directory(spec)
     target = directory / f"{key}.tokens"
     with _alone(directory / f"{key}.lock"):
         if (info := _whole(target)) is not None:
@@ -59,6 +59,16 @@ def cached_tokens(
             )
     log.info("tokenised", extra={"tokens": info.tokens, "file": str(target)})
     return str(target), info
+
+
+def _directory(spec: DataSpec) -> Path:
+    try:
+        return Path(spec.cache or DEFAULT_DIRECTORY).expanduser()
+    except RuntimeError as error:
+        raise DataError(
+            f"cannot keep tokens in {DEFAULT_DIRECTORY}: this node's workers run as a user without "
+            "a home; set cache to a directory that they may write to"
+        ) from error
 
 
 def _whole(target: Path) -> TokenFileInfo | None:

@@ -39,6 +39,29 @@ def test_paths_are_relative_to_the_job_file_and_its_config_travels_with_the_job(
         assert parse_job(format_job(job)) == job, "needs no file any more"
 
 
+def test_all_paths_of_a_job_may_begin_with_the_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    data = "{text: [~/a/*.txt], tokenizer: ~/t.json, cache: ~/cache}"
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "name: demo\nmodel: {layers: 2, hidden: 8, heads: 1, sequence_length: 8}\n"
+        f"data: {data}\nevaluation: {{every: 1, data: {{tokens: ~/b.bin}}}}\noutput: ~/out\n"
+        "checkpoint: {path: ~/saved}\nprofile: p.json\ntraining: {steps: 1, global_batch: 4}\n"
+    )
+    job = read_job(path, ())
+    assert job.data.text == ("/home/me/a/*.txt",)
+    assert (job.data.tokenizer, job.data.cache) == ("/home/me/t.json", "/home/me/cache")
+    assert job.evaluation is not None
+    assert job.evaluation.data is not None
+    assert job.evaluation.data.tokens == "/home/me/b.bin"
+    assert job.checkpoint is not None
+    assert (job.output, job.checkpoint.path) == ("/home/me/out", "/home/me/saved")
+    assert job.profile == str(tmp_path / "p.json")
+    assert read_job(path, ["profile=estimate"]).profile == "estimate"
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
