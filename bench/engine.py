@@ -15,8 +15,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import psutil
-
 from bench.turns import Turn
 from oobleck.planner.job import JobSpec
 from oobleck.planner.plan import Plan, Schedule
@@ -93,8 +91,8 @@ class EngineContender:
         return Turn(step_s=(ended - begun) / steps, processor_s=processor / steps)
 
     def _processor_s(self) -> float:
-        times = [psutil.Process(pid).cpu_times() for pid in self._pids()]
-        return sum(time.user + time.system for time in times)
+        # Their clocks, as clock_getcpuclockid(3) names them: the process table has 10 ms steps.
+        return sum(time.clock_gettime((~pid << 3) | 2) for pid in self._pids())
 
     def _committed_at(self, step: int) -> float:
         return max(float(record.time) for record in self._cluster.records[step])
