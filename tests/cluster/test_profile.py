@@ -10,6 +10,7 @@ from bench.cluster import LocalCluster
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.jobfile import parse_job
 from oobleck.planner.profilefile import format_profile, parse_profile
+from support.reference import train_reference
 
 pytestmark = pytest.mark.cluster
 
@@ -68,7 +69,7 @@ def test_a_node_that_dies_while_it_measures_is_done_without(
     assert nodes == {"n1", "n3"}
 
 
-def test_nodes_with_more_slots_than_layers_and_a_profile_for_several_gpus(
+def test_workers_of_a_node_share_stages_by_a_profile_for_several_gpus(
     text: str, tmp_path: Path
 ) -> None:
     named = job(text, "roomy") | {
@@ -88,7 +89,15 @@ def test_nodes_with_more_slots_than_layers_and_a_profile_for_several_gpus(
         job_id = cluster.submit(named)
         assert cluster.wait_end(job_id) == "succeeded", cluster.end_of(job_id)
         (started,) = cluster.events(job_id, "started")
-        assert "1 of 4 worker slots per node stay idle" in started["reason"]
+        assert "idle" not in started["reason"]
         (change,) = cluster.events(job_id, "reconfigured")
-        assert [len(p) for p in change["pipelines_before"]] == [3, 3]
-        assert [len(p) for p in change["pipelines_after"]] == [3]
+        before, after = (
+            [[stage["workers"] for stage in stages] for stages in change[f"pipelines_{when}"]]
+            for when in ("before", "after")
+        )
+        assert [sum(workers) for workers in before] == [4, 4]
+        assert [sum(workers) for workers in after] == [4]
+        assert max(after[0]) == 2
+        losses = [record["loss"] for record in cluster.metrics(job_id)]
+    expected = [step.loss for step in train_reference(parse_job(json.dumps(named))).steps]
+    assert losses == pytest.approx(expected, rel=1e-5)
