@@ -7,8 +7,7 @@ are true for every kind of model. Must not know the machine beyond its memory.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from oobleck.planner.families import Counts, LayerCount, decode_config
-from oobleck.planner.familytables import family_of
+from oobleck.planner.families import Counts, LayerCount, decode_config, family_of
 from oobleck.planner.job import JobSpec, ModelSpec
 from oobleck.planner.memory import (
     ACTIVATION_ITEM_BYTES,

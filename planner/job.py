@@ -6,8 +6,7 @@ Owns the types and their checks; `oobleck.planner.jobfile` reads them from a fil
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from oobleck.planner.families import Objective, decode_config
-from oobleck.planner.familytables import family_of
+from oobleck.planner.families import Objective, decode_config, family_of
 from oobleck.planner.ids import check_name
 from oobleck.planner.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.plan import Schedule

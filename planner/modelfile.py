@@ -13,8 +13,15 @@ from typing import Any
 
 from oobleck.planner.document import Entry, Value
 from oobleck.planner.errors import InvalidJob
-from oobleck.planner.families import Config, ConfigError, Family, Kind, encode_config
-from oobleck.planner.familytables import FAMILIES, family_of
+from oobleck.planner.families import (
+    FAMILIES,
+    Config,
+    ConfigError,
+    Family,
+    Kind,
+    encode_config,
+    family_of,
+)
 from oobleck.planner.job import ModelSpec
 from oobleck.planner.presets import PRESETS, Preset
 

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oobleck.planner.families import decode_config
-from oobleck.planner.familytables import mask_token
+from oobleck.planner.families import decode_config, mask_token
 from oobleck.planner.job import ModelSpec
 from oobleck.worker.random import RowKeys, generator
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from oobleck.planner.estimate import estimate_profile
-from oobleck.planner.familytables import FAMILIES
+from oobleck.planner.families import FAMILIES
 from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.worker import warm
 from oobleck.worker.errors import ModelError

@@ -15,8 +15,7 @@ from transformers.activations import NewGELUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from oobleck.planner.families import decode_config
-from oobleck.planner.familytables import family_of
+from oobleck.planner.families import decode_config, family_of
 from oobleck.planner.job import ModelSpec
 from oobleck.worker.errors import ModelError
 from oobleck.worker.linear import Linear, TransposedLinear

@@ -8,7 +8,7 @@ import importlib
 import sys
 from typing import Protocol
 
-from oobleck.planner.familytables import FAMILIES
+from oobleck.planner.families import FAMILIES
 from oobleck.planner.job import ModelSpec
 from oobleck.worker.errors import ModelError
 from oobleck.worker.models import gpt
