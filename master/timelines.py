@@ -30,6 +30,8 @@ _AHEAD_S = 0.5
 _ATTEMPTS = 4
 #: Between two looks at whether the job still trains.
 _LOOK_S = 1.0
+#: So often at a change of the plan, before it is waited for no more.
+_CHANGE_LOOKS = 30
 
 
 class NotRecorded(Exception):
@@ -78,12 +80,20 @@ class Timelines:
     async def trace(self, job: Job, steps: int) -> bytes:
         """The Chrome trace of `steps` steps to come. Raises NotRecorded."""
         for attempt in range(_ATTEMPTS):
-            plan = _training(job)
+            plan = await self._next_plan(job)
             clocks = await self._clocks(plan)
             found = await self._record(job, plan, steps, _AHEAD_S * 4**attempt)
             if found is not None:
                 return msgspec.json.encode(chrome_trace(_tracks(plan, found, clocks)))
         raise NotRecorded(f"job {job.id}: its steps are too short, or its plan changes too often")
+
+    async def _next_plan(self, job: Job) -> Plan:
+        """The plan that the job trains by, after a change of it that is under way."""
+        for _ in range(_CHANGE_LOOKS):
+            if job.state != "reconfiguring":
+                break
+            await asyncio.sleep(_LOOK_S)
+        return _training(job)
 
     async def _record(
         self, job: Job, plan: Plan, steps: int, ahead_s: float
@@ -106,6 +116,8 @@ class Timelines:
                     async with asyncio.timeout(_LOOK_S):
                         await wish.news.wait()
                 except TimeoutError:
+                    if job.state == "reconfiguring":
+                        return None
                     if _training(job).generation != plan.generation:
                         return None
         finally:

@@ -108,6 +108,38 @@ def test_wish_that_came_too_late_is_repeated_with_more_time() -> None:
         assert clock["within_us"] < 1e6
 
 
+def test_plan_that_changes_meanwhile_is_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oobleck.master.timelines._LOOK_S", 0.01)
+    job, there = running_job(), sessions(*NODES)
+
+    async def lose_one(session: AgentSession) -> list[int]:
+        """As `answer`, but its worker dies in the first recording."""
+        asked = 0
+        while not asked:
+            for message in await session.outgoing():
+                if message.WhichOneof("body") == "clock":
+                    read = pb.ClockRead(number=message.clock.number, monotonic_ns=1)
+                    timelines.clock_read(session.node, read)
+                else:
+                    asked = message.record.first_step
+        job.state = "reconfiguring"
+        await asyncio.sleep(0.1)
+        job.state = "running"
+        return [asked, *await answer(timelines, session, late=0)]
+
+    timelines = Timelines(lambda: there)
+
+    async def run() -> tuple[bytes, list[int], list[int]]:
+        other = asyncio.create_task(answer(timelines, there[0], late=1))
+        lost = asyncio.create_task(lose_one(there[1]))
+        trace = await timelines.trace(job, steps=2)
+        return trace, await other, await lost
+
+    trace, other, lost = asyncio.run(run())
+    assert other == lost == [14, 29]
+    assert json.loads(trace)["traceEvents"]
+
+
 @pytest.mark.parametrize(
     ("nodes", "state", "said"),
     [
