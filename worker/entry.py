@@ -79,6 +79,7 @@ class Entry:
                 worker=worker,
                 state=state,
                 data=fingerprint.hex(),
+                control=control,
             )
         )
         self._layer_sizes = layer_sizes(job.model)

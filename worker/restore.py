@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from oobleck.host.checkpoints import Found, list_checkpoints, read_layer
+from oobleck.host.checkpoints import Found, Listing, list_checkpoints, read_layer
 from oobleck.host.folder import Folder, open_folder
 from oobleck.host.messages import Assign
 from oobleck.planner.checkpoint import InvalidCheckpoint, misfit, why_not_begin
-from oobleck.planner.ids import WorkerId
+from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.job import CheckpointSpec, JobSpec
 from oobleck.planner.transfer import Shard, plan_shards
+from oobleck.worker.control import Control
 from oobleck.worker.errors import CheckpointError
 from oobleck.worker.layerfile import moment_names, unpack
 from oobleck.worker.layout import layout
@@ -33,6 +34,10 @@ _MOST_TRIED = 16
 #: Of a reason why a worker cannot use a checkpoint, in an exchange of fixed size.
 _REASON_BYTES = 200
 _PROBE_BYTES = 65_536
+#: How often checkpoints that cannot be listed are looked for, and how long between two looks: less
+#: than what is taken for a hang.
+_PATIENCE = 5
+_RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +74,14 @@ class Restorer:
     """Loads a worker's layers from the checkpoints of its job's path."""
 
     def __init__(
-        self, *, job: JobSpec, spec: CheckpointSpec, worker: WorkerId, state: ModelState, data: str
+        self,
+        *,
+        job: JobSpec,
+        spec: CheckpointSpec,
+        worker: WorkerId,
+        state: ModelState,
+        data: str,
+        control: Control,
     ) -> None:
         """`data`: fingerprint of the data that this worker reads, hexadecimal."""
         self._job = job
@@ -77,6 +89,7 @@ class Restorer:
         self._worker = worker
         self._state = state
         self._data = data
+        self._control = control
         self._known: dict[int, Found] = {}
         self._damaged: tuple[str, ...] = ()
 
@@ -85,7 +98,8 @@ class Restorer:
 
         `resume`: for a job that has not trained yet, by its `checkpoint.resume`; None: it begins
         with its initial weights. Otherwise there must be one. Raises CheckpointError where what
-        is there is of another training or damaged, or lacks though it must not, TransportError.
+        is there is of another training or damaged, or lacks though it must not, TransportError,
+        Superseded.
         """
         folder = open_folder(self._spec.path)
         probe = f".shared.{hashlib.sha256(assign.rendezvous.prefix.encode()).hexdigest()[:8]}"
@@ -126,7 +140,7 @@ class Restorer:
         self, folder: Folder, assign: Assign, transport: Transport, *, resume: bool
     ) -> list[tuple[int, int]]:
         """Step and identity of each checkpoint, newest first, as rank 0 sees them."""
-        listing = list_checkpoints(folder)
+        listing = self._listing(folder, assign.plan.generation, patient=not resume)
         self._known = {found.identity: found for found in listing.checkpoints}
         self._damaged = tuple(listing.damaged.values())
         table = torch.zeros(1 + _MOST_TRIED, 2, dtype=torch.int64)
@@ -138,6 +152,24 @@ class Restorer:
         transport.broadcast(table, 0)
         rows = table[1 : 1 + int(table[0, 0])].tolist()
         return [(step, identity) for step, identity in rows]
+
+    def _listing(self, folder: Folder, generation: Generation, *, patient: bool) -> Listing:
+        """What is in the folder. Raises CheckpointError where it cannot be read; `patient`: after
+        some attempts, because a storage that fails for a moment must not end a training."""
+        attempts = _PATIENCE if patient else 1
+        while True:
+            attempts -= 1
+            try:
+                return list_checkpoints(folder)
+            except OSError as error:
+                reason = error.strerror or str(error)
+            if not attempts:
+                raise CheckpointError(
+                    f"checkpoint.path: cannot read {folder.url} on this node: {reason}; make it "
+                    "the readable directory that it was, or name another place"
+                )
+            log.warning("checkpoints cannot be read; trying again", extra={"reason": reason})
+            self._control.pause(generation, _RETRY_S)
 
     def _fitting(self, found: tuple[Found, ...], *, resume: bool) -> tuple[Found, ...]:
         """What may be tried; raises CheckpointError where that is nothing, or not to be."""

@@ -204,6 +204,23 @@ def test_all_copies_of_a_layer_lost_and_the_newest_checkpoint_takes_over(warm, t
             assert record.loss == pytest.approx(expected[step - 1].loss, rel=1e-12, abs=0)
 
 
+def test_checkpoints_that_cannot_be_read_for_a_moment_are_waited_for(warm, tmp_path):
+    path, aside = tmp_path / "checkpoints", tmp_path / "aside"
+    train(warm, job(path, steps=5), TWO)
+    path.rename(aside)
+    path.write_text("no directory")
+    with Director(warm, job(path)) as cluster:
+        cluster.start("a", "b")
+        cluster.assign(TWO, restore=True)
+        first = cluster.workers[TWO.workers[0]]
+        cluster.wait(lambda: "trying again" in first.written(), "the first look")
+        path.unlink()
+        aside.rename(path)
+        cluster.wait_finished(TWO)
+        cluster.stop()
+    check(cluster, 6, STEPS)
+
+
 def limit_files(cluster: Director, bytes_: int) -> None:
     """No file of a worker may become larger: what a full disk does to it."""
     for live in cluster.workers.values():
@@ -252,6 +269,7 @@ def test_what_is_of_another_training_is_refused_with_the_key(warm, tmp_path):
     assert "is of another training: training.seed is 0 there and 1 here; name another" in text
     other = replace(fits, model=replace(fits.model, hidden=32))
     assert "model.hidden is 16 there and 32 here" in refusal(warm, other)
+    assert not list(tmp_path.glob(".*")), "what is tried out is removed"
     never = replace(fits, checkpoint=replace(fits.checkpoint, resume="never"))
     assert "is never, and" in refusal(warm, never)
     short = replace(fits, training=replace(fits.training, steps=1))
