@@ -72,6 +72,12 @@ def deferring(deferred: DeferredGradients | None) -> Iterator[None]:
         _deferred.reset(token)
 
 
+def _collector(x: Tensor) -> DeferredGradients | None:
+    """Who takes the weight's gradient of a linear layer of `x`; None: the backward makes it, or
+    there is none, as in a forward that is computed again later."""
+    return _deferred.get() if x.requires_grad and torch.is_grad_enabled() else None
+
+
 class Linear(nn.Linear):
     """nn.Linear, whose weight's gradient may be left for later."""
 
@@ -79,8 +85,8 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        deferred = _deferred.get()
-        if deferred is None or not x.requires_grad:
+        deferred = _collector(x)
+        if deferred is None:
             return F.linear(x, self.weight, self.offset())
         return deferred.linear(x, self)
 
@@ -106,8 +112,8 @@ class TransposedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        deferred = _deferred.get()
-        if deferred is None or not x.requires_grad:
+        deferred = _collector(x)
+        if deferred is None:
             return F.linear(x, self.weight.t(), self.offset())
         return deferred.linear(x, self)
 
