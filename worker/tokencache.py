@@ -47,7 +47,9 @@ def cached_tokens(
     with _alone(directory / f"{key}.lock"):
         if (info := _whole(target)) is not None:
             return str(target), info
-        temporary = f".{key}.making"  # one name for all: what a killed worker left is overwritten
+        # One name for all on a host: what a killed worker left is overwritten. Where hosts share
+        # the directory and not its locks, each makes its own.
+        temporary = f".{key}.{os.uname().nodename}.making"
         with TokenWriter(target, narrowest(tokenizer.vocabulary), temporary) as writer:
             info = tokenise(
                 paths,
