@@ -111,17 +111,24 @@ class _Done:
 class _GlooWork:
     """A gloo operation; keeps its tensors alive until it is done."""
 
-    def __init__(self, work: Work, tensors: Sequence[torch.Tensor], waits: Waits) -> None:
+    def __init__(
+        self, work: Work, tensors: Sequence[torch.Tensor], waits: Waits, wires: Wires | None
+    ) -> None:
         self._work = work
         self._tensors = tensors
         self._waits = waits
+        self._wires = wires
 
     def wait(self) -> None:
+        wait, wires = partial(self._work.wait, OPERATION_TIMEOUT), self._wires
         with peers_may_fail():
             if self._work.is_completed():  # never so of a receive
-                self._work.wait(OPERATION_TIMEOUT)
+                wait()
+            elif wires is not None and wires.blocked:
+                # Whom this worker waits for may itself wait for what has not gone out yet.
+                self._waits.run(wait, meanwhile=wires)
             else:
-                self._waits.run(partial(self._work.wait, OPERATION_TIMEOUT))
+                self._waits.run(wait)
 
 
 def _closes_all_pairs(backend: _GlooGroup, peer: int) -> bool:
@@ -196,7 +203,7 @@ class GlooTransport:
         return cast(_GlooGroup, place.build(name, build, timeout))
 
     def _pending(self, work: Work, tensors: Sequence[torch.Tensor]) -> Pending:
-        return _GlooWork(work, tensors, self._waits)
+        return _GlooWork(work, tensors, self._waits, self._wires)
 
     def _wires_for(self, tensor: torch.Tensor, peer: int) -> Wires | None:
         """Both ends ask, and find the same: it follows from the link and the message's size."""

@@ -10,7 +10,7 @@ can be given up. Must not know what is waited for.
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from oobleck.worker.errors import TransportError
 
@@ -21,8 +21,9 @@ ABORT_GRACE_S = 0.25
 
 
 class _Call(Generic[T]):
-    def __init__(self, wait: Callable[[], T]) -> None:
+    def __init__(self, wait: Callable[[], T], told: Callable[[], None]) -> None:
         self.wait = wait
+        self.told = told
         self.done = False
         self.results: list[T] = []
         self.error: Exception | None = None
@@ -35,6 +36,27 @@ class _Call(Generic[T]):
             self.error = caught
 
 
+class Meanwhile(Protocol):
+    """What is to go on while a call is waited for."""
+
+    def run(self, done: Callable[[], bool]) -> None:
+        """Until `done`. Raises TransportError."""
+
+    def wake(self) -> None:
+        """Have `run` look whether it is done; from any thread, at any time after."""
+
+
+class _Nothing:
+    def run(self, done: Callable[[], bool]) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+
+_NOTHING = _Nothing()
+
+
 class Waits:
     """One thread that waits; used by one other at a time. `release` may come from any."""
 
@@ -44,11 +66,17 @@ class Waits:
         self._released = False
         threading.Thread(target=self._serve, name="operations", daemon=True).start()
 
-    def run(self, wait: Callable[[], T], limit_s: float | None = None) -> T:
+    def run(
+        self,
+        wait: Callable[[], T],
+        limit_s: float | None = None,
+        meanwhile: Meanwhile = _NOTHING,
+    ) -> T:
         """Return or raise as `wait` does, or raise TransportError: soon after the release, or
         after `limit_s`, which is a release for all later calls."""
-        call = _Call(wait)
+        call = _Call(wait, meanwhile.wake)
         self._calls.put(call)
+        meanwhile.run(lambda: call.done)
         with self._changed:
             if not self._changed.wait_for(lambda: call.done or self._released, limit_s):
                 self._released = True
@@ -76,4 +104,5 @@ class Waits:
             with self._changed:
                 call.done = True
                 self._changed.notify_all()
+            call.told()
             del call

@@ -5,8 +5,8 @@ receive: no thread hands it on, and one that is there already is not waited for.
 for this: what the kernel does not take at once goes out with the next call. An abort closes the
 connections, which ends every wait at both ends.
 
-One thread uses the wires; `abort` may come from any. Must not know what is sent, nor how else
-workers talk.
+One thread uses the wires; `abort` and `wake` may come from any. Must not know what is sent, nor how
+else workers talk.
 """
 
 import contextlib
@@ -27,6 +27,9 @@ from oobleck.worker.wire import Arrival, Wire, bytes_of
 
 #: The largest message: a few of them fit into the kernel's buffers.
 MOST_BYTES = 512 << 10
+
+#: More than ever wait in the pipe: each call that is waited for wakes once.
+_WAKES = 4096
 
 _TOKEN_BYTES = 16
 _GREETING = struct.Struct(f"!{_TOKEN_BYTES}sI")
@@ -157,7 +160,7 @@ class Wires:
     def _wire(self, peer: int) -> Wire:
         self._check()
         if peer not in self._wires:
-            self._wait(lambda: peer in self._wires)
+            self.run(lambda: peer in self._wires)
         return self._wires[peer]
 
     def _check(self) -> None:
@@ -167,13 +170,23 @@ class Wires:
     def wait(self, wire: Wire, done: Callable[[], bool]) -> None:
         """Until `done`, which what happens on `wire` makes true. Raises TransportError."""
         self._check()
-        with _peers_may_fail():
-            wire.read()
+        try:
+            with _peers_may_fail():
+                wire.read()
+        except TransportError:
+            if not done():  # else the peer left after it
+                raise
         if not done():
-            self._wait(done)
+            self.run(done)
 
-    def _wait(self, done: Callable[[], bool]) -> None:
-        """Meanwhile everything is taken in and sent out, so that nobody waits for this worker."""
+    @property
+    def blocked(self) -> bool:
+        """Whether something waits until the kernel takes it."""
+        return any(wire.blocked for wire in self._wires.values())
+
+    def run(self, done: Callable[[], bool]) -> None:
+        """Take everything in and send everything out, so that nobody waits for this worker, until
+        `done`. Raises TransportError."""
         while not done():
             self._check()
             for wire in self._by_descriptor.values():
@@ -181,7 +194,7 @@ class Wires:
                 self._poll.modify(wire.socket, select.POLLIN | write)
             for descriptor, events in self._poll.poll():
                 if descriptor == self._wake_read:
-                    self._check()
+                    os.read(self._wake_read, _WAKES)
                 elif descriptor == self._listener.fileno():
                     self._let_in()
                 else:
@@ -195,6 +208,12 @@ class Wires:
                 wire.read()
 
     # ---- ends
+
+    def wake(self) -> None:
+        """Have whoever is in `run` look whether it is done; from any thread."""
+        with self._lock:
+            if not self._closed:
+                os.write(self._wake_write, b"\0")
 
     def abort(self) -> None:
         """End every wait, here and at the peers, now and later."""

@@ -21,6 +21,7 @@ from oobleck.worker.rendezvous import Place, StoreServer
 from oobleck.worker.staged import StagedTransport
 from oobleck.worker.transport import GlooTransport, Transport
 from oobleck.worker.waiting import Waits
+from oobleck.worker.wires import MOST_BYTES
 
 SIZE = 3
 GROUPS = ((0, 1), (0, 1, 2), (1, 2))
@@ -122,6 +123,36 @@ def test_a_part_of_a_tensor_is_sent_and_received_alone(everywhere):
         return whole.tolist()
 
     assert everywhere(talk)[1] == [0.0, 0.0, 0.0, 2.0, 3.0, 0.0]
+
+
+def test_what_has_not_gone_out_goes_while_something_else_is_waited_for(everywhere):
+    """More small messages than the kernel holds are on their way while a large one is awaited,
+    which the peer sends when it has them all."""
+    small, count, large = MOST_BYTES // 4, 60, MOST_BYTES
+
+    def talk(transport: Transport):
+        if transport.rank == 2:
+            return None
+        giving_up = threading.Timer(30, transport.abort)
+        giving_up.start()
+        peer = 1 - transport.rank
+        whole = torch.full((large,), 8.0)
+        if transport.rank == 0:
+            sends = [transport.send(torch.full((small,), float(n)), peer, n) for n in range(count)]
+            transport.receive(whole, peer, count).wait()
+            for send in sends:
+                send.wait()
+            seen = whole.unique().tolist()
+        else:
+            tensor, seen = torch.zeros(small), []
+            for n in range(count):
+                transport.receive(tensor, peer, n).wait()
+                seen += tensor.unique().tolist()
+            transport.send(whole, peer, count).wait()
+        giving_up.cancel()
+        return seen
+
+    assert everywhere(talk) == [[8.0], [float(n) for n in range(count)], None]
 
 
 def test_gathering_and_spreading(everywhere):

@@ -86,6 +86,17 @@ def test_tensors_stay_what_they_are(pair: tuple[Wires, Wires]) -> None:
         tensor.untyped_storage().resize_(0)
 
 
+def test_what_came_before_the_peer_left_is_there(pair: tuple[Wires, Wires]) -> None:
+    here, there = pair
+    there.send(torch.full((3,), 6.0), 0, 7).wait()
+    there.close()
+    tensor = torch.zeros(3)
+    here.receive(tensor, 1, 7).wait()
+    assert tensor.tolist() == [6.0] * 3
+    with pytest.raises(TransportError, match="closed"):
+        here.receive(tensor, 1, 7).wait()
+
+
 @pytest.mark.parametrize("at", ["here", "there"])
 def test_abort_ends_waits_at_both_ends(pair: tuple[Wires, Wires], at: str) -> None:
     here, there = pair
