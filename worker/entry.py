@@ -93,6 +93,7 @@ class Entry:
         layer of the plan and the job has no checkpoints.
         """
         plan, progress = assign.plan, self._progress
+        self._state.drop_partial()
         with self._timeline.phase("agree"):
             agreement = self._agree(assign, transport)
         if self._restore(assign, agreement, transport):
@@ -242,7 +243,6 @@ class Entry:
         generation = plan.generation
         self._faults.reached("before:transfer", generation=generation, step=step)
         current = agreement.held[self._worker]
-        state.drop_partial()
         state.keep_only(current)
         needed = plan_shards(plan)[self._worker] - {s.shard for s in state.layers.values()}
         transfers: tuple[Transfer, ...] = ()

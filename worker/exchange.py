@@ -37,8 +37,8 @@ class Exchange(Protocol):
     def begin(self, due: Mapping[int, int]) -> None:
         """Begin a step in which each layer's gradient gets so many micro-batches."""
 
-    def computing(self, layer: int, *, backward: bool) -> AbstractContextManager[None]:
-        """Within, the layer's module has its weights and, for a backward, takes gradients."""
+    def computing(self, layer: int, *, gradients: bool) -> AbstractContextManager[None]:
+        """Within, the layer's module has its weights and, if it is to, takes gradients."""
 
     def take_gradients(self, layer: int) -> None:
         """Have the layer's module take gradients, without weights."""
@@ -57,7 +57,7 @@ class NoExchange:
     def begin(self, due: Mapping[int, int]) -> None:
         pass
 
-    def computing(self, layer: int, *, backward: bool) -> AbstractContextManager[None]:
+    def computing(self, layer: int, *, gradients: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
     def take_gradients(self, layer: int) -> None:
@@ -102,12 +102,12 @@ class StageExchange:
                 shared.start_gathering()
 
     @contextmanager
-    def computing(self, layer: int, *, backward: bool) -> Iterator[None]:
+    def computing(self, layer: int, *, gradients: bool) -> Iterator[None]:
         shared = self._layers[layer]
         with self._timeline.span("gather", layer):
             shared.start_gathering()
             shared.finish_gathering()
-        if backward:
+        if gradients:
             shared.take_gradients()
         yield
         if not self._resident:

@@ -174,7 +174,7 @@ class StageRunner:
             with (
                 self._timeline.span("layer", layer),
                 torch.set_grad_enabled(graph),
-                self._exchange.computing(layer, backward=False),
+                self._exchange.computing(layer, gradients=False),
             ):
                 x = self._no_rows(layer, x) if idle else run()
             if not wanted:
@@ -264,7 +264,7 @@ class StageRunner:
 
     def _computing(self, segment: _Segment) -> AbstractContextManager[None]:
         # Where there is an exchange, a segment is one layer.
-        return self._exchange.computing(segment.layers[0], backward=True)
+        return self._exchange.computing(segment.layers[0], gradients=segment.adds)
 
     def _add(self, layer: int, microbatch: int) -> None:
         for complete in self._exchange.add(layer, microbatch):
