@@ -42,5 +42,15 @@ def master_option(function: F) -> F:
     )(function)
 
 
+def set_option(function: F) -> F:
+    return click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Replace a value of the job file, such as training.microbatch=4. May be repeated.",
+    )(function)
+
+
 def json_option(help_text: str) -> Callable[[F], F]:
     return click.option("--json", "as_json", is_flag=True, help=help_text)

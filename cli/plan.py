@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from oobleck.cli.options import USAGE, json_option
+from oobleck.cli.options import USAGE, json_option, set_option
 from oobleck.cli.question import Flags, Question, from_job, from_profile
 from oobleck.host.command import CommandFailed
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     metavar="P.json",
     help="Measured times and bytes per layer, in place of a job and estimates.",
 )
+@set_option
 @click.option("--nodes", type=click.IntRange(min=1), required=True, metavar="N")
 @click.option(
     "--gpus-per-node",
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
 def plan(
     job_file: Path | None,
     profile_file: Path | None,
+    overrides: tuple[str, ...],
     nodes: int,
     schedule: str | None,
     lost: int,
@@ -83,7 +86,7 @@ def plan(
     """Show the templates and the plan for JOB.yaml, or for a profile, on N nodes."""
     from oobleck.cli import text
 
-    question = _question(job_file, profile_file, Flags(**flags))
+    question = _question(job_file, profile_file, overrides, Flags(**flags))
     if schedule is not None:
         wanted = None if schedule == "auto" else cast("Schedule", schedule)
         question = dataclasses.replace(question, schedule=wanted)
@@ -94,12 +97,16 @@ def plan(
     click.echo(text.dump(data) if as_json else report_text(data, report.drawing()))
 
 
-def _question(job_file: Path | None, profile_file: Path | None, flags: Flags) -> Question:
+def _question(
+    job_file: Path | None, profile_file: Path | None, overrides: Sequence[str], flags: Flags
+) -> Question:
     try:
         if profile_file is not None and job_file is None:
+            if overrides:
+                raise click.UsageError("--set replaces values of a job file, and there is none")
             return from_profile(profile_file, flags)
         if job_file is not None and profile_file is None:
-            return from_job(job_file, flags)
+            return from_job(job_file, overrides, flags)
     except ValueError as error:
         raise CommandFailed(str(error), USAGE) from error
     raise click.UsageError("give either a job file or --profile P.json")

@@ -22,7 +22,14 @@ import click
 from oobleck.cli.children import stop
 from oobleck.cli.job import check_data, check_weights, read_job
 from oobleck.cli.local import Cluster, check_room, interrupts
-from oobleck.cli.options import DEFAULT_MASTER, FAILED, USAGE, check_address, json_option
+from oobleck.cli.options import (
+    DEFAULT_MASTER,
+    FAILED,
+    USAGE,
+    check_address,
+    json_option,
+    set_option,
+)
 from oobleck.cli.submit import is_here
 from oobleck.cli.timeline import check_usage, record
 from oobleck.host.command import CommandFailed
@@ -57,13 +64,7 @@ def _check_master(ctx: click.Context, parameter: click.Parameter, value: str | N
     required=False,
     type=click.Path(dir_okay=False, path_type=Path),
 )
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Replace a value of the job file, such as training.microbatch=4. May be repeated.",
-)
+@set_option
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),

@@ -4,6 +4,7 @@ Owns which of the file, the flags and this machine says what. Must not know what
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,8 +65,8 @@ def from_profile(path: Path, flags: Flags) -> Question:
     )
 
 
-def from_job(path: Path, flags: Flags) -> Question:
-    """As the job would be trained. Raises ValueError or CommandFailed."""
+def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
+    """As the job, with `overrides`, would be trained. Raises ValueError or CommandFailed."""
     from oobleck.cli.job import read_job, read_profile
     from oobleck.planner.profilefile import parse_profile
     from oobleck.planner.specification import on_usable_gpus
@@ -79,7 +80,7 @@ def from_job(path: Path, flags: Flags) -> Question:
         )
         if value is not None
     }
-    job = read_job(path, tuple(given), shown_as=given)
+    job = read_job(path, (*overrides, *given), shown_as=given)
     if text := read_profile(job):
         limit = job.resources.memory_per_worker_bytes
         profile = _on_machines(parse_profile(text), flags, limit=limit)

@@ -8,19 +8,13 @@ import click
 
 from oobleck.cli import options
 from oobleck.cli.job import check_checkpoints, check_data, check_weights, read_job, read_profile
-from oobleck.cli.options import master_option
+from oobleck.cli.options import master_option, set_option
 from oobleck.host.command import CommandFailed
 
 
 @click.command(epilog="Exit codes: see 'oobleck --help'.")
 @click.argument("job_file", metavar="JOB.yaml", type=click.Path(dir_okay=False, path_type=Path))
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Replace a value of the job file, such as training.steps=50. May be repeated.",
-)
+@set_option
 @click.option(
     "--follow", "following", is_flag=True, help="Stay and show progress until the job has ended."
 )

@@ -162,6 +162,7 @@ def test_a_job_comes_through_a_pipe(
     [
         (("--microbatch", "3"), "--microbatch 3: training.microbatch: 3 does not divide"),
         (("--fault-tolerance", "10"), "--fault-tolerance 10: training.global_batch: "),
+        (("--set", "model.hiden=3"), "--set model.hiden=3: unknown key 'hiden' in model"),
         (("--memory-per-worker", "lots"), "--memory-per-worker: 'lots' is not a size"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
