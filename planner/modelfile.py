@@ -77,8 +77,10 @@ class _Model:
         kind = self._kind(preset, config)
         family = family_of(kind)
         if family is None:
-            if preset or config is not None:
+            if kind == "gpt" and config is not None:
                 raise self._wrong("config", f"kind {kind} takes none; {_kinds()}")
+            if config is not None:
+                raise self._wrong("kind", f"there is no {kind!r}; {_kinds()}")
             return self._whole
         chosen = self._complete(family, preset, config or {}, source)
         numbers = asdict(family.numbers(chosen))

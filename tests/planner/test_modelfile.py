@@ -188,6 +188,7 @@ def test_every_preset_is_a_model(name: str) -> None:
             "kind: gpt\nlayers: 1\nhidden: 2\nheads: 1\nsequence_length: 1\nweights: /w",
             "job.yaml:10: model.weights: the built-in model takes none; leave it out or set kind",
         ),
+        ("kind: opt\nconfig: {n_layer: 1}", "job.yaml:5: model.kind: there is no 'opt'; use kind"),
         ("kind: gpt\nconfig: {n_layer: 1}", "model.config: kind gpt takes none; use kind gpt2"),
     ],
 )
