@@ -205,7 +205,22 @@ def job_text(job: pb.JobStatus) -> str:
             more = count(job.can_lose, "more node")
             lines.append(f"can lose    {more}, whichever, without losing a layer")
         lines += ["", draw(job.plan)]
+    if job.memory:
+        lines += ["", memory_table(job.memory)]
     return "\n".join(lines)
+
+
+def memory_table(memory: Iterable[pb.WorkerMemory]) -> str:
+    """The most memory that training has taken of each worker, and what the plan counts on."""
+    rows = [
+        (
+            f"{found.worker.node}/{found.worker.slot}",
+            format_bytes(found.peak_bytes) if found.peak_bytes else "-",
+            format_bytes(found.predicted_bytes),
+        )
+        for found in memory
+    ]
+    return table(("WORKER", "PEAK MEMORY", "PREDICTED"), rows)
 
 
 def evaluation(found: pb.Evaluation) -> str:

@@ -4,7 +4,7 @@ Pure, and remembered: the same question within a process is answered from memory
 asks again whenever anything changes. Must not know when a plan is due.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,10 +23,19 @@ from oobleck.planner.plan import Plan
 from oobleck.planner.profile import InvalidProfile, Profile
 from oobleck.planner.reconfigure import Reconfiguration, can_lose, reconfigure
 from oobleck.planner.specification import node_specification, on_usable_gpus
+from oobleck.planner.steptime import worker_peak_bytes
 from oobleck.planner.transfer import Shard, ShardTable, plan_shards, require_holders
 from oobleck.planner.units import count
 
-__all__ = ["Machines", "can_lose", "check_enough", "first_plan", "idle_slots", "next_plan"]
+__all__ = [
+    "Machines",
+    "can_lose",
+    "check_enough",
+    "first_plan",
+    "idle_slots",
+    "next_plan",
+    "predicted_bytes",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +97,19 @@ def _catalogue(profile_of_any_memory: Profile, tied: bool) -> Catalogue:
 
 def _known(spec: JobSpec, profile: Profile) -> Catalogue:
     return _catalogue(replace(profile, gpu_memory_bytes=1), spec.model.tied)
+
+
+def predicted_bytes(job: Job, nodes: Sequence[Node]) -> Mapping[WorkerId, int]:
+    """The most memory that each worker of the job's plan takes, by the profile of the plan; none
+    where there is no plan, or none of its `nodes` is there."""
+    if job.made is None or not nodes:
+        return {}
+    return _predicted_bytes(job.made.plan, _profile(job.spec, Machines.of(job, nodes)))
+
+
+@lru_cache(maxsize=32)
+def _predicted_bytes(plan: Plan, profile: Profile) -> Mapping[WorkerId, int]:
+    return worker_peak_bytes(plan, profile)
 
 
 def check_enough(job: Job, nodes: Sequence[Node]) -> None:

@@ -4,16 +4,22 @@ It says what is so at this moment: what the fold cannot know (a stream that has 
 silent agent) is told as the reason.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from oobleck.host.messages import StepRecord
 from oobleck.master import meetings, planning
 from oobleck.master.config import MasterConfig, Timing
 from oobleck.master.state import ENDED, ClusterState, Job, Node
+from oobleck.planner.ids import WorkerId
 from oobleck.planner.units import count
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.convert import evaluation_message, plan_message, worker_status_message
+from oobleck.proto.convert import (
+    evaluation_message,
+    plan_message,
+    worker_message,
+    worker_status_message,
+)
 
 #: A worker that does not leave its generation within this time is worth a word.
 _SLOW_ANSWER_S = 5.0
@@ -63,10 +69,28 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         message.plan.CopyFrom(plan_message(job.made.plan))
         if job.state not in ENDED and not job.losses:
             message.can_lose = job.made.can_lose
+        if job.state not in ENDED:
+            message.memory.extend(_memory(state, job))
     if rate > 0 and moving:
         step_tokens = seen.recent[-1].tokens
         message.eta_s = (training.steps - seen.committed_step) * step_tokens / rate
     return message
+
+
+def _memory(state: ClusterState, job: Job) -> Iterator[pb.WorkerMemory]:
+    """Of the plan's workers on the nodes that it still has."""
+    members = [state.nodes[name] for name in job.members]
+    measured = {
+        WorkerId(node.facts.node, worker.slot): worker
+        for node in members
+        for worker in node.seen.status.workers
+        if node.seen.status.job_id == job.id and worker.generation == job.generation
+    }
+    for worker, predicted in planning.predicted_bytes(job, members).items():
+        message = pb.WorkerMemory(worker=worker_message(worker), predicted_bytes=predicted)
+        if found := measured.get(worker):
+            message.peak_bytes = max(0, found.peak_memory_bytes - found.base_memory_bytes)
+        yield message
 
 
 def _is_moving(job: Job, now: float) -> bool:

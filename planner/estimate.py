@@ -110,6 +110,7 @@ def _embedding(job: JobSpec) -> LayerProfile:
         activation_bytes=_rows(job) * _TOKEN_BYTES + _kept_bytes(job, counted),
         working_bytes=5 * _hidden_bytes(job),
         output_bytes=_hidden_bytes(job),
+        tied_bytes=_tied_bytes(job),
     )
 
 
@@ -138,6 +139,7 @@ def _head(job: JobSpec) -> LayerProfile:
         # The logits and their gradient.
         working_bytes=2 * _rows(job) * counted.kept_wide * item,
         output_bytes=0,
+        tied_bytes=_tied_bytes(job),
     )
 
 
@@ -146,6 +148,13 @@ def _kept_bytes(job: JobSpec, counted: LayerCount) -> int:
     precision = job.training.precision
     narrow, wide = ACTIVATION_ITEM_BYTES[precision], STATE_ITEM_BYTES[precision]
     return _rows(job) * (counted.kept * narrow + counted.kept_wide * wide + counted.masks)
+
+
+def _tied_bytes(job: JobSpec) -> int:
+    """Of the token embedding, where the head shares it."""
+    model = job.model
+    item = STATE_ITEM_BYTES[job.training.precision]
+    return model.vocabulary * model.hidden * item if model.tied else 0
 
 
 def _hidden_bytes(job: JobSpec) -> int:
@@ -161,6 +170,7 @@ def _layer(
     activation_bytes: int,
     working_bytes: int,
     output_bytes: int,
+    tied_bytes: int = 0,
 ) -> LayerProfile:
     precision = job.training.precision
     forward_s = _rows(job) * counted.flops / FLOPS_PER_S
@@ -176,6 +186,7 @@ def _layer(
         parameter_bytes=counted.parameters * STATE_ITEM_BYTES[precision],
         state_bytes=state_bytes(counted.parameters, job.training),
         sum_bytes=counted.parameters * STATE_ITEM_BYTES[precision],
+        tied_bytes=tied_bytes,
         activation_bytes=activation_bytes,
         working_bytes=working_bytes,
         output_bytes=output_bytes,

@@ -17,7 +17,7 @@ from oobleck.planner.estimate import (
     LATENCY_S,
     estimate_profile,
 )
-from oobleck.planner.job import JobSpec
+from oobleck.planner.job import JobSpec, Recompute
 from oobleck.planner.profile import BYTES, InvalidProfile, LayerProfile, Links, Profile
 from oobleck.planner.sharing import with_exchanges
 from oobleck.planner.units import count
@@ -25,7 +25,7 @@ from oobleck.planner.units import count
 Scope = Literal["intra_node", "inter_node"]
 
 #: Part of the key: measurements of another way of measuring do not stand for one of this.
-_METHOD = 3
+_METHOD = 4
 _TIMES = ("forward_s", "backward_s", "backward_input_s", "update_s")
 #: What follows from the model alone, and how far off a profile may be.
 _COMPARED = ("parameter_bytes", "output_bytes")
@@ -214,6 +214,31 @@ def check_fits(profile: Profile, job: JobSpec) -> None:
                     f"layers[{number}].{name}: {has}, and that layer of the job's model has "
                     f"{should}: it is a profile of another model or precision; profile this model"
                 )
+        if abs(layer.state_bytes - wanted.state_bytes) > _SAME_BYTES * wanted.state_bytes:
+            raise ValueError(
+                f"layers[{number}].state_bytes: {layer.state_bytes}, and with the job's optimizer "
+                f"({_optimizer(job)}) that layer has {wanted.state_bytes}: it is a profile for "
+                "another optimizer; profile again, or set training.optimizer to that one"
+            )
+    recompute = job.training.recompute
+    for number, layer in enumerate(profile.layers[1:-1], 1):
+        found: Recompute = "layer" if _keeps_input_alone(layer) else "none"
+        if found != recompute:
+            raise ValueError(
+                f"layers[{number}].activation_bytes: {layer.activation_bytes}, as with recompute "
+                f"{found}, and the job has {recompute}; profile again, or set training.recompute "
+                f"to {found}"
+            )
+
+
+def _optimizer(job: JobSpec) -> str:
+    optimizer = job.training.optimizer
+    return f"{optimizer.name}, {count(optimizer.moments, 'moment')}"
+
+
+def _keeps_input_alone(block: LayerProfile) -> bool:
+    """Otherwise a transformer block keeps ten times as much and more, in every precision."""
+    return block.activation_bytes < 2 * block.output_bytes
 
 
 def check_measured(profile: Profile, job: JobSpec, *, gpus_per_node: int) -> None:

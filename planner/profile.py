@@ -12,7 +12,7 @@ MOST_BYTES, MOST_BYTES_IN_ALL = 2**60 - 1, 2**62 - 1
 LEAST_RATE, MOST_RATE = 1.0, 1e18
 MOST_LAYERS = 1024
 #: Fields of a layer in bytes.
-OPTIONAL_BYTES = ("sum_bytes", "working_bytes", "exchange_bytes")
+OPTIONAL_BYTES = ("sum_bytes", "tied_bytes", "working_bytes", "exchange_bytes")
 BYTES = ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes", *OPTIONAL_BYTES)
 _MOST = {"microbatch": 2**31 - 1, "gpus_per_node": 1024, "gpu_memory_bytes": MOST_BYTES}
 
@@ -53,6 +53,8 @@ class LayerProfile:
     output_bytes: int
     #: The sum of the layer's gradients over all workers that hold the layer, where several do.
     sum_bytes: int = 0
+    #: The part of `sum_bytes` that the layer shares with another: summed in every plan.
+    tied_bytes: int = 0
     #: The most that computing one micro-batch takes beside all that and what is kept: what its
     #: operations hand to each other, and the messages at the stage's borders.
     working_bytes: int = 0
@@ -89,6 +91,12 @@ class LayerProfile:
                 raise self._wrong(name, f"{value} is negative; give bytes >= 0")
             if value > MOST_BYTES:
                 raise self._wrong(name, "is too large; give bytes < 2^60")
+        if self.tied_bytes > self.sum_bytes:
+            raise self._wrong(
+                "tied_bytes",
+                f"{self.tied_bytes} is more than sum_bytes ({self.sum_bytes}), of which it is a "
+                "part; correct one of them or leave tied_bytes out",
+            )
 
     def _wrong(self, field_path: str, problem: str) -> InvalidProfile:
         return InvalidProfile(f"layer {self.name}: ", field_path, problem)

@@ -36,6 +36,9 @@ class StageCost:
     state_bytes: int
     #: Sums over all workers that hold a layer, where several do.
     sum_bytes: int
+    #: The part of that which is summed where nobody else holds a layer as well: of a weight that
+    #: two layers share, whether they lie on one worker or on two.
+    tied_bytes: int
     #: Kept per micro-batch from its forward to the end of its backward. Nothing is counted as freed
     #: between the gradient of the input and those of the weights: the latter still need each linear
     #: layer's input and its output's gradient, which are 16 hidden widths per token of a
@@ -50,8 +53,7 @@ class StageCost:
         """Of each worker, with the activations of `kept` micro-batches, in a plan of so many
         pipelines; rounded up but once, so that what a template's memory allows is allowed here."""
         shared = self.state_bytes + kept * self.activation_bytes + self.working_bytes
-        if replicas > 1:
-            shared += self.sum_bytes
+        shared += self.sum_bytes if replicas > 1 else self.tied_bytes
         return -(-shared // self.gpus) + self.exchange_bytes
 
 
@@ -78,6 +80,7 @@ def _stage_cost(layers: tuple[LayerProfile, ...], gpus: int, resident: bool) -> 
     input_s = sum(
         layer.backward_input_s.get(gpus, layer.backward_s[gpus] * INPUT_SHARE) for layer in layers
     )
+    tied_bytes = max(layer.tied_bytes for layer in layers)
     return StageCost(
         gpus=gpus,
         forward_s=sum(layer.forward_s[gpus] for layer in layers),
@@ -87,7 +90,9 @@ def _stage_cost(layers: tuple[LayerProfile, ...], gpus: int, resident: bool) -> 
         update_s=sum(layer.update_s.get(gpus, 0.0) for layer in layers),
         state_bytes=sum(layer.state_bytes for layer in layers),
         activation_bytes=sum(layer.activation_bytes for layer in layers),
-        sum_bytes=sum(layer.sum_bytes for layer in layers),
+        # Both places of a shared weight have one sum.
+        sum_bytes=sum(layer.sum_bytes - layer.tied_bytes for layer in layers) + tied_bytes,
+        tied_bytes=tied_bytes,
         working_bytes=max(layer.working_bytes for layer in layers),
         exchange_bytes=exchange_bytes(layers, gpus, resident=resident),
     )

@@ -7,11 +7,12 @@ of times along a pipeline; must not build programs.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from oobleck.planner.cost import boundary_s
+from oobleck.planner.ids import WorkerId
 from oobleck.planner.plan import Pipeline, Plan, Schedule
 from oobleck.planner.profile import Profile
 from oobleck.planner.program import Backward, BackwardInput, BackwardWeight, Compute, Forward
@@ -214,15 +215,30 @@ def _peak_bytes(
 
 def peak_bytes(plan: Plan, profile: Profile) -> int:
     """Of the worker that needs most memory, under the plan's schedule."""
-    peak = 0
+    return max(peak for _, peaks in _peaks(plan, profile) for peak in peaks)
+
+
+def worker_peak_bytes(plan: Plan, profile: Profile) -> dict[WorkerId, int]:
+    """Of every worker, in the order of the plan, under its schedule."""
+    found = {
+        worker: peak
+        for numbers, peaks in _peaks(plan, profile)
+        for number in numbers
+        for stage, peak in zip(plan.pipelines[number].stages, peaks, strict=True)
+        for worker in stage.workers
+    }
+    return {worker: found[worker] for worker in plan.workers}
+
+
+def _peaks(plan: Plan, profile: Profile) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Of each kind of pipeline its positions in the plan, and the bytes per stage."""
     for numbers in pipeline_kinds(plan):
         pipeline = plan.pipelines[numbers[0]]
         costs = [_cost(pipeline, stage, profile) for stage in _stages(pipeline)]
-        peaks = _peak_bytes(
-            costs, plan.schedule, pipeline.microbatches, replicas=len(plan.pipelines)
+        yield (
+            numbers,
+            _peak_bytes(costs, plan.schedule, pipeline.microbatches, replicas=len(plan.pipelines)),
         )
-        peak = max(peak, *peaks)
-    return peak
 
 
 def _computed_s(pipeline: Pipeline, profile: Profile, schedule: Schedule) -> tuple[float, ...]:

@@ -513,7 +513,7 @@ class ListJobsReply(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job_id", "name", "state", "reason", "generation", "committed_step", "steps", "loss", "tokens_per_s", "submitted_at", "started_at", "finished_at", "plan", "can_lose", "eta_s", "reconfigurations", "directory", "profile", "checkpoint", "checkpoint_step", "checkpoint_path", "save_failure", "evaluation", "skipped_steps")
+    __slots__ = ("job_id", "name", "state", "reason", "generation", "committed_step", "steps", "loss", "tokens_per_s", "submitted_at", "started_at", "finished_at", "plan", "can_lose", "eta_s", "reconfigurations", "directory", "profile", "checkpoint", "checkpoint_step", "checkpoint_path", "save_failure", "evaluation", "skipped_steps", "memory")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -538,6 +538,7 @@ class JobStatus(_message.Message):
     SAVE_FAILURE_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     name: str
     state: str
@@ -562,7 +563,18 @@ class JobStatus(_message.Message):
     save_failure: str
     evaluation: Evaluation
     skipped_steps: int
-    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., submitted_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., can_lose: _Optional[int] = ..., eta_s: _Optional[float] = ..., reconfigurations: _Optional[int] = ..., directory: _Optional[str] = ..., profile: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., save_failure: _Optional[str] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., skipped_steps: _Optional[int] = ...) -> None: ...
+    memory: _containers.RepeatedCompositeFieldContainer[WorkerMemory]
+    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., submitted_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., can_lose: _Optional[int] = ..., eta_s: _Optional[float] = ..., reconfigurations: _Optional[int] = ..., directory: _Optional[str] = ..., profile: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., save_failure: _Optional[str] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., skipped_steps: _Optional[int] = ..., memory: _Optional[_Iterable[_Union[WorkerMemory, _Mapping]]] = ...) -> None: ...
+
+class WorkerMemory(_message.Message):
+    __slots__ = ("worker", "peak_bytes", "predicted_bytes")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    PEAK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    worker: WorkerId
+    peak_bytes: int
+    predicted_bytes: int
+    def __init__(self, worker: _Optional[_Union[WorkerId, _Mapping]] = ..., peak_bytes: _Optional[int] = ..., predicted_bytes: _Optional[int] = ...) -> None: ...
 
 class ListNodesRequest(_message.Message):
     __slots__ = ()

@@ -141,6 +141,7 @@ def _measure(
         parameter_bytes=state.gradient.nbytes,
         state_bytes=state.storage.nbytes + state.gradient.nbytes,
         sum_bytes=state.gradient.nbytes,
+        tied_bytes=state.layout.tied * state.gradient.itemsize,
         activation_bytes=kept_bytes,
         working_bytes=working_bytes,
         output_bytes=bench.output_bytes,

@@ -93,6 +93,20 @@ def test_status_of_a_job_draws_its_pipelines() -> None:
     assert "skipped     1 step whose" in text.job_text(job(skipped_steps=1))
 
 
+def test_status_of_a_job_shows_the_memory_of_its_workers() -> None:
+    memory = [
+        pb.WorkerMemory(
+            worker=pb.WorkerId(node="n1", slot=0), peak_bytes=3 << 30, predicted_bytes=7 << 29
+        ),
+        pb.WorkerMemory(worker=pb.WorkerId(node="n2", slot=1), predicted_bytes=1 << 30),
+    ]
+    assert text.job_text(job(memory=memory)).endswith(
+        "\n\nWORKER  PEAK MEMORY  PREDICTED\n"
+        "n1/0    3.0 GiB      3.5 GiB\n"
+        "n2/1    -            1.0 GiB"
+    )
+
+
 def test_the_newest_evaluation_is_shown() -> None:
     evaluation = pb.Evaluation(step=50, loss=2.5, samples=8)
     assert "held out    2.5000 (step 50)" in text.job_text(job(evaluation=evaluation))

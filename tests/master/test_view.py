@@ -3,11 +3,15 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from scenario import Player
 
 from oobleck.master.config import MasterConfig, Timing
 from oobleck.master.view import job_status, node_info
+from oobleck.planner.compile import compile_programs
+from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.ids import JobId, NodeName
+from oobleck.planner.simulate import simulate
 
 START = (
     "0.0 register n1 n2 n3 n4\n0.0 submit demo\n0.5 ready n1 n2 n3 n4\n0.7 enter 1 n1 n2 n3 n4\n"
@@ -24,6 +28,36 @@ def test_a_job_that_does_not_move_has_no_speed() -> None:
     assert status.eta_s == pytest.approx(9.8)
     status = job_status(player.state, job, CONFIG, 6.2)
     assert (status.tokens_per_s, status.eta_s) == (0.0, 0.0)
+
+
+def test_workers_have_their_peak_beside_what_the_plan_counts_on() -> None:
+    player = Player()
+    player.play(START + "1.0 steps 1 1 1\n")
+    job, node = player.state.jobs[JobId("demo-1")], player.state.nodes[NodeName("n2")]
+    status = node.seen.status
+    (worker,) = status.workers
+    told = replace(worker, generation=1, peak_memory_bytes=1000, base_memory_bytes=300)
+    node.seen.status = replace(status, workers=(told,))
+    memory = {
+        found.worker.node: found for found in job_status(player.state, job, CONFIG, 2.0).memory
+    }
+    assert {name: found.peak_bytes for name, found in memory.items()} == {
+        "n1": 0,
+        "n2": 700,
+        "n3": 0,
+        "n4": 0,
+    }
+    assert job.made is not None
+    profile = estimate_profile(job.spec, gpus_per_node=1, memory_per_worker_bytes=1 << 30)
+    expected = simulate(
+        compile_programs(job.made.plan, tied=True), profile, plan=job.made.plan
+    ).peak_bytes
+    assert {found.worker.node: found.predicted_bytes for found in memory.values()} == {
+        worker.node: peak for worker, peak in expected.items()
+    }
+    # What is told of another generation is not of this plan.
+    node.seen.status = replace(status, workers=(replace(told, generation=7),))
+    assert not any(found.peak_bytes for found in job_status(player.state, job, CONFIG, 2.0).memory)
 
 
 def test_a_node_that_is_left_out_is_told_how_to_come_back() -> None:

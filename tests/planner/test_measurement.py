@@ -1,10 +1,13 @@
 """How measurements of several workers become one profile, and which stand for each other."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.jobfile import parse_job
 from oobleck.planner.measurement import (
     LinkMeasurement,
     Measurement,
@@ -13,6 +16,7 @@ from oobleck.planner.measurement import (
     check_measured,
     profile_key,
 )
+from oobleck.planner.optimization import OptimizerSpec
 from oobleck.planner.profile import LayerProfile, Profile
 
 JOB = JobSpec(
@@ -33,7 +37,7 @@ PARAMETER_BYTES = {
 }
 
 
-def layer(name: str, seconds: float, *, kept: int = 10) -> LayerProfile:
+def layer(name: str, seconds: float, *, kept: int = 10_000) -> LayerProfile:
     return LayerProfile(
         name=name,
         forward_s={1: seconds},
@@ -41,13 +45,13 @@ def layer(name: str, seconds: float, *, kept: int = 10) -> LayerProfile:
         backward_input_s={1: seconds},
         update_s={1: seconds / 10},
         parameter_bytes=PARAMETER_BYTES[name],
-        state_bytes=400,
+        state_bytes=4 * PARAMETER_BYTES[name],
         activation_bytes=kept,
         output_bytes=2 * 16 * 8 * 4,
     )
 
 
-def measured(seconds: float, device: str = "fast", *, kept: int = 10) -> Measurement:
+def measured(seconds: float, device: str = "fast", *, kept: int = 10_000) -> Measurement:
     return Measurement(
         embedding=layer("embedding", seconds / 10),
         block=layer("block", seconds, kept=kept),
@@ -85,8 +89,8 @@ def test_of_one_kind_the_median_counts_and_among_kinds_the_slowest() -> None:
 
 
 def test_the_most_bytes_count() -> None:
-    profile, _ = assembled([measured(1.0, kept=10), measured(1.0, kept=30)])
-    assert profile.layers[2].activation_bytes == 30
+    profile, _ = assembled([measured(1.0, kept=10_000), measured(1.0, kept=30_000)])
+    assert profile.layers[2].activation_bytes == 30_000
 
 
 @pytest.mark.parametrize(
@@ -164,6 +168,48 @@ def test_a_profile_of_a_model_of_as_many_layers_is_told_by_its_bytes(
     other = replace(JOB, model=replace(JOB.model, **model))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=message):
         check_fits(profile, other)
+
+
+@pytest.mark.parametrize(
+    ("training", "message"),
+    [
+        (
+            {"optimizer": OptimizerSpec(name="sgd", lr=0.1, momentum=0.9)},
+            r"layers\[0\].state_bytes: 34816, .* \(sgd, 1 moment\) .* 26112: .* profile again",
+        ),
+        (
+            {"recompute": "layer"},
+            r"layers\[1\].activation_bytes: 10000, as with recompute none, .* has layer; profile",
+        ),
+    ],
+)
+def test_a_profile_for_another_optimizer_or_recomputation_is_told_by_its_bytes(
+    training: dict[str, Any], message: str
+) -> None:
+    profile, _ = assembled([measured(1.0)])
+    with pytest.raises(ValueError, match=message):
+        check_fits(profile, replace(JOB, training=replace(JOB.training, **training)))
+
+
+def test_a_profile_with_recomputation_is_refused_without() -> None:
+    profile, _ = assembled([measured(1.0, kept=1024)])
+    with pytest.raises(ValueError, match="as with recompute layer, and the job has none"):
+        check_fits(profile, JOB)
+    check_fits(profile, replace(JOB, training=replace(JOB.training, recompute="layer")))
+
+
+@pytest.mark.parametrize(
+    "model", ["kind: gpt, layers: 2, hidden: 64, heads: 4", "preset: gpt2", "preset: llama-2-7b"]
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_an_estimate_fits_its_own_job(model: str, precision: str, recompute: str) -> None:
+    job = parse_job(
+        f"name: own\nmodel: {{{model}, sequence_length: 32}}\ndata: {{text: [x]}}\n"
+        "fault_tolerance: 0\ntraining: {steps: 1, global_batch: 2, microbatch: 2, "
+        f"precision: {precision}, recompute: {recompute}}}\n"
+    )
+    check_fits(estimate_profile(job, gpus_per_node=1, memory_per_worker_bytes=1 << 30), job)
 
 
 def test_what_is_stored_has_the_names_and_nodes_too() -> None:

@@ -20,6 +20,7 @@ from oobleck.planner.programtext import (
     parse_programs,
 )
 from oobleck.planner.simulate import simulate
+from oobleck.planner.steptime import estimate_step, worker_peak_bytes
 from oobleck.planner.templates import generate_templates
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of, random_profile
@@ -55,6 +56,28 @@ def test_peak_memory_counts_the_microbatches_in_flight() -> None:
     plan = plan_of(generate_templates(profile, range(3, 4)), (3, 8))
     result = simulate(compile_programs(plan, tied=False), profile, plan=plan)
     assert [result.peak_bytes[worker(n)] for n in range(3)] == [1003, 1020, 1100]
+
+
+def test_a_shared_weight_is_summed_in_every_plan_and_once_on_each_worker() -> None:
+    base = profile_of([1.0] * 3, state=1000, activation=[0, 0, 0])
+    ends = {0: 70, 1: 0, 2: 70}
+    layers = tuple(
+        replace(layer, sum_bytes=100, tied_bytes=ends[number])
+        for number, layer in enumerate(base.layers)
+    )
+    profile = replace(base, layers=layers)
+    for cuts, expected in (
+        ([([1, 1, 1], 2)], [1070, 1000, 1070]),
+        ([([3], 2)], [3070]),
+        # Elsewhere there are copies: all is summed, and of the two places of the weight one.
+        ([([1, 2], 1), ([3], 1)], [1100, 2200, 3230]),
+    ):
+        plan = plan_of_cuts(*cuts)
+        result = simulate(compile_programs(plan, tied=True), profile, plan=plan)
+        assert [result.peak_bytes[w] for w in plan.workers] == expected
+        kinds = estimate_step(plan, profile, tied=True).kinds
+        assert [peak for kind in kinds for peak in kind.peak_bytes] == expected
+        assert worker_peak_bytes(plan, profile) == result.peak_bytes
 
 
 def test_messages_and_sums_take_their_time() -> None:

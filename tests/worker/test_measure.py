@@ -17,7 +17,7 @@ from oobleck.host.messages import (
 )
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.job import JobSpec
-from oobleck.planner.measurement import Measurement, assemble_profile
+from oobleck.planner.measurement import Measurement, assemble_profile, check_fits
 from oobleck.worker.errors import Superseded
 from oobleck.worker.layout import layout
 from oobleck.worker.measure import measure_layers
@@ -41,8 +41,14 @@ def test_bytes_of_state_and_messages_are_those_of_training(
         parameters = layout(job.model, number).size
         assert layer.parameter_bytes == item * parameters
         assert layer.state_bytes == 4 * item * parameters
+        assert layer.sum_bytes == item * parameters
     assert found.embedding.output_bytes == found.block.output_bytes == 2 * 8 * 16 * item
     assert found.head.output_bytes == 0
+    weight_bytes = item * job.model.vocabulary * job.model.hidden
+    assert (found.embedding.tied_bytes, found.head.tied_bytes) == (weight_bytes, weight_bytes)
+    assert found.block.tied_bytes == 0
+    profile, _ = assemble_profile(job, [found], [], gpus_per_node=1, memory_bytes=1 << 30)
+    check_fits(profile, job)
 
 
 def test_kept_bytes_are_activations_alone(make_job: MakeJob) -> None:
