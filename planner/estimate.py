@@ -14,6 +14,7 @@ from oobleck.planner.memory import (
     STATE_ITEM_BYTES,
     budget_bytes,
     state_bytes,
+    with_holes,
 )
 from oobleck.planner.profile import LayerProfile, Links, Profile
 from oobleck.planner.sharing import sharing_sizes, with_exchanges
@@ -188,6 +189,6 @@ def _layer(
         sum_bytes=counted.parameters * STATE_ITEM_BYTES[precision],
         tied_bytes=tied_bytes,
         activation_bytes=activation_bytes,
-        working_bytes=working_bytes,
+        working_bytes=with_holes(working_bytes, activation_bytes),
         output_bytes=output_bytes,
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from oobleck.planner.job import JobSpec
 from oobleck.planner.measurement import Measurement
+from oobleck.planner.memory import with_holes
 from oobleck.planner.profile import LayerProfile
 from oobleck.planner.program import LayerPart
 from oobleck.worker.footprint import peak_bytes
@@ -143,7 +144,7 @@ def _measure(
         sum_bytes=state.gradient.nbytes,
         tied_bytes=state.layout.tied * state.gradient.itemsize,
         activation_bytes=kept_bytes,
-        working_bytes=working_bytes,
+        working_bytes=with_holes(working_bytes, kept_bytes),
         output_bytes=bench.output_bytes,
     )
 
