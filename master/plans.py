@@ -8,7 +8,7 @@ from oobleck.master.decision import Decision, Look
 from oobleck.master.events import Cause, JobStarted, JobWaiting, NodeLost, NodeReset, WorkerLost
 from oobleck.master.losses import lost_workers
 from oobleck.master.making import next_generation, plan_made
-from oobleck.master.state import Job, Node
+from oobleck.master.state import ClusterState, Job, Node
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.plan import Plan
 from oobleck.planner.units import count
@@ -49,7 +49,8 @@ def start(look: Look) -> Decision | None:
     except PlanInfeasible as infeasible:
         late = f"not ready after {timeout_s:g} s: {_names(given_up)}"
         other = f"{_names(unlike)}: {fitness.OTHER_DATA}"
-        return _wait(job, infeasible, *([late] if given_up else []), *([other] if unlike else []))
+        more = (*([late] if given_up else []), *([other] if unlike else []))
+        return _wait(state, job, infeasible, *more)
     reason = f"{count(len(ready), 'node')} {'is' if len(ready) == 1 else 'are'} ready"
     if idle := planning.idle_slots(plan, ready[0].facts.worker_slots):
         reason += f"; {idle}"
@@ -97,9 +98,12 @@ def _names(nodes: Iterable[Node]) -> str:
     return ", ".join(sorted(node.facts.node for node in nodes))
 
 
-def _wait(job: Job, infeasible: PlanInfeasible, *more: str) -> Decision:
+def _wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) -> Decision:
     out = (f"{node} is left out: {why}" for node, why in sorted(job.left_out.items()))
-    causes = (*infeasible.causes, *more, *out)
+    slots = state.worker_slots(job) or 0
+    others = [n for n in state.nodes.values() if n.connected and n.facts.worker_slots != slots]
+    idle = f"kept idle: {_names(others)}, because the job uses nodes with {count(slots, 'worker')}"
+    causes = (*infeasible.causes, *more, *([idle] if others else []), *out)
     reason = "; ".join(causes)
     if job.state == "waiting for nodes" and job.reason == reason:
         return Decision(reason=reason)
@@ -136,7 +140,7 @@ def replan(look: Look) -> Decision | None:
     try:
         found = planning.next_plan(state, job, live, next_generation(look, job))
     except PlanInfeasible as infeasible:
-        return _wait(job, infeasible)
+        return _wait(state, job, infeasible)
     if job.state == "waiting for nodes":
         # Those that come back after the same disturbance come back together.
         due = max(node.seen.ready_at or look.now for node in live) + look.timing.join_settle_s
