@@ -5,7 +5,6 @@ one of its fields; `.gz` after either name means compressed. Must not know token
 """
 
 import gzip
-import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -120,14 +119,3 @@ def _cut(content: bytes) -> int:
     while end and content[end - 1] & 0xC0 == 0x80:  # inside a character
         end -= 1
     return max(0, end - 1)
-
-
-def size_of(path: str) -> int:
-    """Bytes of a file that documents are read from; raises DataError where it is none."""
-    try:
-        size = os.stat(path).st_size
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; correct the path") from error
-    if not os.path.isfile(path):
-        raise DataError(f"{path} is not a regular file; give files, or patterns that match some")
-    return size

@@ -77,11 +77,11 @@ class _Model:
         kind = self._kind(preset, config)
         family = family_of(kind)
         if family is None:
-            if kind == "gpt" and config is not None:
+            if config is None:
+                return self._whole  # a kind that there is not is for the general checks
+            if kind == "gpt":
                 raise self._wrong("config", f"kind {kind} takes none; {_kinds()}")
-            if config is not None:
-                raise self._wrong("kind", f"there is no {kind!r}; {_kinds()}")
-            return self._whole
+            raise self._wrong("kind", f"there is no {kind!r}; {_kinds()}")
         chosen = self._complete(family, preset, config or {}, source)
         numbers = asdict(family.numbers(chosen))
         self._check_numbers(numbers, family)

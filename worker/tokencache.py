@@ -93,14 +93,23 @@ def _alone(path: Path) -> Iterator[None]:
             "that workers may write to"
         ) from error
     try:
+        _lock(descriptor, path)
+        yield
+    finally:
+        os.close(descriptor)  # which unlocks; the kernel does it for a process that dies
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             log.info("waiting for the worker that tokenises", extra={"lock": str(path)})
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)  # which unlocks; the kernel does it for a process that dies
+    except OSError as error:  # some network file systems know no locks
+        raise DataError(
+            f"cannot lock {path}: {error.strerror}; set cache to a directory on a local disk"
+        ) from error
 
 
 class _Telling:
