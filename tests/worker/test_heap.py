@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-_PAGES = 2048  # of 4 KiB in a block of 8 MiB
+_PAGES = 8192  # of 4 KiB in 32 MiB, what is taken and freed at a time
 SCRIPT = """
 import ctypes, resource, sys
 from oobleck.worker.heap import keep_freed_memory
@@ -15,10 +15,11 @@ if sys.argv[1] == "keep":
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.free.argtypes = [ctypes.c_void_p]
+size = int(sys.argv[2]) << 20
 def use():
-    blocks = [libc.malloc(8 << 20) for _ in range(4)]
+    blocks = [libc.malloc(size) for _ in range((32 << 20) // size)]
     for block in blocks:
-        ctypes.memset(block, 1, 8 << 20)
+        ctypes.memset(block, 1, size)
     for block in blocks:
         libc.free(block)
 use()
@@ -29,14 +30,23 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults(setting: str) -> int:
+def faults(setting: str, mebibytes: int) -> int:
+    """Page faults of ten rounds that take and free blocks of so many MiB."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, setting], capture_output=True, text=True, check=True
+        [sys.executable, "-c", SCRIPT, setting, str(mebibytes)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return int(done.stdout)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 def test_freed_memory_is_kept() -> None:
-    assert faults("keep") < _PAGES
-    assert faults("leave") > 4 * _PAGES
+    assert faults("keep", 2) < _PAGES
+    assert faults("leave", 2) > 4 * _PAGES
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+def test_large_blocks_go_back_to_the_kernel() -> None:
+    assert faults("keep", 8) > 4 * _PAGES
