@@ -92,6 +92,8 @@ def progress_line(status: pb.JobStatus) -> str:
     parts = [status.state, f"step {status.committed_step}/{status.steps}"]
     if status.HasField("loss"):
         parts.append(f"loss {status.loss:.4f}")
+    if status.skipped_steps:
+        parts.append(f"{status.skipped_steps} skipped")
     if status.HasField("evaluation"):
         parts.append(f"held out {text.evaluation(status.evaluation)}")
     if status.tokens_per_s:

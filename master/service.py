@@ -95,7 +95,7 @@ class OperatorService(rpc.OperatorServicer):
         if job.spec.checkpoint is None:
             why = "takes no checkpoints: submit it with checkpoint.path in its job file"
         elif job.state in ENDED:
-            why = f"has {job.state}: it trains no more"
+            why = f"is {job.state}: it trains no more"
         if why:
             text = f"job {job.id} {why}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)

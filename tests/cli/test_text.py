@@ -120,6 +120,7 @@ def test_progress_line() -> None:
         "running  step 57/200  loss 2.3457  12,346 tokens/s  2 nodes (2)  generation 3  "
         "1 min 15 s to go"
     )
+    assert "  loss 2.3457  9 skipped  12,346 tokens/s" in progress_line(job(skipped_steps=9))
 
 
 class Terminal(io.StringIO):

@@ -67,4 +67,4 @@ def test_taken_on_demand_gone_back_to_when_all_is_lost_and_resumed(
 
     refused = cluster.oobleck("checkpoint", job_id, check=False)
     assert refused.returncode == 2
-    assert "has cancelled: it trains no more" in refused.stderr
+    assert "is cancelled: it trains no more" in refused.stderr
