@@ -65,7 +65,6 @@ def _unwritable(directory: str | Path, error: OSError) -> OutputError:
 
 def write_layers(directory: str | Path, state: ModelState, layers: Iterable[int]) -> None:
     """Write the weights of `layers`, which `state` holds, under the names of their parameters."""
-    Path(directory).mkdir(parents=True, exist_ok=True)
     for layer in layers:
         module, version = state.module(layer), state.layers[layer].version
         tensors = {name: p.detach().cpu().numpy() for name, p in module.named_parameters()}
@@ -77,7 +76,6 @@ def write_manifest(directory: str | Path, job: JobSpec, job_id: str, step: int) 
     """Name the files of a complete output; to be written after all layers."""
     files = tuple(layer_file(layer) for layer in range(job.model.layer_count))
     manifest = Manifest(job=job_id, step=step, model=job.model, files=files)
-    Path(directory).mkdir(parents=True, exist_ok=True)
     _write(Path(directory) / MANIFEST, msgspec.json.format(encode(manifest), indent=2) + b"\n")
 
 
@@ -103,13 +101,15 @@ def _write(path: Path, content: bytes) -> None:
     """Replace `path` in one go: content, fsync, rename, fsync of the directory."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise _unwritable(path.parent, error) from error
     directory = os.open(path.parent, os.O_RDONLY)
     try:

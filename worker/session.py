@@ -274,6 +274,8 @@ class Session:
     def _finish(self, assign: Assign, transport: Transport) -> None:
         """Save this worker's share of the result: the layers of which it is the first owner."""
         plan, output = assign.plan, self._job.output
+        # First: while an output that cannot be written is tried again, the state may get lost.
+        self._saver.finish(transport, self._progress.committed, needed=output is None)
         if output is not None:
             self._write_layers(output, assign, transport)
             transport.all_gather(torch.zeros(1))  # the manifest vouches for all layers
@@ -282,7 +284,6 @@ class Session:
                 self._write_output(
                     assign, lambda: write_manifest(output, self._job, self._job_id, step)
                 )
-        self._saver.finish(transport, self._progress.committed, needed=output is None)
         self._control.report(Finished(generation=plan.generation, step=self._progress.committed))
 
     def _write_layers(self, output: str, assign: Assign, transport: Transport) -> None:

@@ -255,6 +255,22 @@ def test_a_full_disk_fails_the_save_and_not_the_training(warm, tmp_path):
     assert len(read_output(tmp_path / "weights")) > 0
 
 
+def test_the_last_state_is_saved_before_an_output_that_cannot_be_written(warm, tmp_path):
+    weights = tmp_path / "weights"
+    spec = job(tmp_path / "saved", every=1000, output=weights)
+    with Director(warm, spec) as cluster:
+        cluster.start(*THREE.nodes)
+        weights.rmdir()
+        weights.write_text("no directory")
+        cluster.assign(THREE)
+        cluster.wait(lambda: bool(all_said(cluster, SaveFailed)), "an output that is not written")
+        assert [saved.step for saved in all_said(cluster, CheckpointSaved)] == [STEPS]
+        weights.unlink()
+        cluster.wait_finished(THREE)
+        cluster.stop()
+    assert len(read_output(weights)) > 0
+
+
 def refusal(warm: WarmWorkers, spec: JobSpec) -> str:
     with pytest.raises(AssertionError, match="failed: ") as caught:
         train(warm, spec, TWO)
