@@ -145,8 +145,8 @@ def measurement(forward_s: float) -> Measurement:
             forward_s={1: forward_s},
             backward_s={1: 2 * forward_s},
             parameter_bytes=layer.parameter_bytes,
-            state_bytes=4000,
-            activation_bytes=100,
+            state_bytes=layer.state_bytes,
+            activation_bytes=layer.activation_bytes,
             output_bytes=layer.output_bytes,
         )
         for name, layer in zip(
