@@ -104,17 +104,15 @@ class Restorer:
         folder = open_folder(self._spec.path)
         probe = f".shared.{hashlib.sha256(assign.rendezvous.prefix.encode()).hexdigest()[:8]}"
         first = assign.plan.workers[0]
-        if resume:  # later, what cannot be written must not keep training from going on
+        # Only at first: later, what cannot be written must not keep training from going on.
+        if resume and self._worker == first:
             _check_writable(folder)
         try:
             if resume and self._worker == first:
                 folder.write(probe, [b"\n"])
             candidates = self._candidates(folder, assign, transport, resume=resume)
-            if resume and not folder.exists(probe):
-                raise CheckpointError(
-                    f"checkpoint.path: what {first.node} writes to {self._spec.path} does not "
-                    f"appear on {self._worker.node}; name a place that all nodes share"
-                )
+            if resume and self._worker != first:  # what is refused is not written to by many
+                self._check_shared(folder, probe, first)
             shards = sorted(plan_shards(assign.plan)[self._worker])
             passed_over = list(self._damaged)
             for step, identity in candidates:
@@ -135,6 +133,15 @@ class Restorer:
                 f"{' | '.join(passed_over)}; remove them to begin anew, or name another path"
             )
         return None
+
+    def _check_shared(self, folder: Folder, probe: str, first: WorkerId) -> None:
+        """Raises CheckpointError where this node does not see or reach what `first` writes."""
+        if not folder.exists(probe):
+            raise CheckpointError(
+                f"checkpoint.path: what {first.node} writes to {self._spec.path} does not "
+                f"appear on {self._worker.node}; name a place that all nodes share"
+            )
+        _check_writable(folder)
 
     def _candidates(
         self, folder: Folder, assign: Assign, transport: Transport, *, resume: bool
