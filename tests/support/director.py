@@ -181,7 +181,8 @@ class Director:
     def __exit__(self, *_: object) -> None:
         for live in self.workers.values():
             if not live.gone:
-                os.kill(live.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it ended, and was not listened to
+                    os.kill(live.pid, signal.SIGKILL)
             live.close()
 
     def start(self, *nodes: str) -> None:
