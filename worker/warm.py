@@ -9,7 +9,6 @@ it.
 
 import contextlib
 import gc
-import importlib
 import logging
 import os
 import select
@@ -21,6 +20,8 @@ from typing import NoReturn
 # The first backward from a given gradient imports this, at half a second of each worker's time.
 import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
+# The built-in model, which most jobs train.
+import oobleck.worker.models.gpt  # noqa: F401
 from oobleck.host import log as host_log
 from oobleck.host.channel import Channel
 from oobleck.host.messages import (
@@ -40,11 +41,6 @@ from oobleck.worker.heap import keep_freed_memory
 from oobleck.worker.models import registry
 
 log = logging.getLogger(__name__)
-
-
-def load_backward() -> None:
-    """Import what torch's first backward imports: half a second and 40 MB in every worker else."""
-    importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
 def keep_pages() -> None:
@@ -164,7 +160,6 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     agent = socket.socket(fileno=os.dup(0))
     keep_freed_memory()
-    load_backward()
     keep_pages()
     with contextlib.suppress(BrokenPipeError):  # the agent ended while it was being told something
         WarmProcess(agent).serve()

@@ -1,13 +1,15 @@
-"""What the layers of all families share: dropout by sample instead of by call, initial values.
+"""What all families share: what makes one, dropout by sample instead of by call, initial values.
 
-Knows no family, and nothing of stages, flat state, devices of others or plans.
+Knows no family by name, and nothing of stages, flat state, devices of others or plans.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from oobleck.planner.job import ModelSpec
 from oobleck.worker.random import RowKeys, Site, generator, keep_mask
 
 
@@ -20,6 +22,21 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
         raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How the models of one kind are built: what a family's module has as `FAMILY`."""
+
+    #: Each is called with the model's spec and the number of the layer.
+    embedding: Callable[[ModelSpec, int], Layer]
+    block: Callable[[ModelSpec, int], Layer]
+    head: Callable[[ModelSpec, int], Layer]
+    #: What the shared weight is called in the embedding and in the head, where they are tied.
+    tied: tuple[str, str]
+    #: Gives a layer its initial weights, from (spec, seed, layer) alone; the last argument names
+    #: its parameter that is tied, if any.
+    initialise: Callable[[Layer, ModelSpec, int, str | None], None]
 
 
 def drop(x: Tensor, rows: RowKeys, layer: int, site: Site, share: float) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from oobleck.planner.job import ModelSpec
 from oobleck.worker.linear import Linear
-from oobleck.worker.models.base import Layer, draw_parameters, drop
+from oobleck.worker.models.base import Family, Layer, draw_parameters, drop
 from oobleck.worker.random import RowKeys, Site
 
 #: Standard deviation of initial weights (GPT-2).
@@ -92,21 +92,7 @@ class Head(Layer):
         return logits
 
 
-def build_layer(spec: ModelSpec, layer: int) -> Layer:
-    """Layer number `layer` of the model; its weights are not yet the job's initial ones."""
-    if layer == 0:
-        return Embedding(spec, layer)
-    if layer == spec.layer_count - 1:
-        return Head(spec, layer)
-    return Block(spec, layer)
-
-
-def tied_parameter(spec: ModelSpec, layer: int) -> str | None:
-    """Name of the parameter that `layer` shares with another one; None where there is none."""
-    return "token.weight" if spec.tied and layer in (0, spec.layer_count - 1) else None
-
-
-def initialise_parameters(module: Layer, spec: ModelSpec, seed: int) -> None:
+def _initialise(module: Layer, spec: ModelSpec, seed: int, tied: str | None) -> None:
     """GPT-2's: what a block adds to the residual stream is scaled down by the number of these."""
     residual = INITIAL_DEVIATION / math.sqrt(2 * spec.layers)
     scaled = ("attention_out.weight", "mlp_out.weight")
@@ -114,5 +100,14 @@ def initialise_parameters(module: Layer, spec: ModelSpec, seed: int) -> None:
         module,
         seed,
         deviation=lambda name: residual if name in scaled else INITIAL_DEVIATION,
-        tied=tied_parameter(spec, module.layer),
+        tied=tied,
     )
+
+
+FAMILY = Family(
+    embedding=Embedding,
+    block=Block,
+    head=Head,
+    tied=("token.weight", "token.weight"),
+    initialise=_initialise,
+)

@@ -9,7 +9,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from oobleck.planner.job import ModelSpec
 from oobleck.worker.linear import Linear, TransposedLinear
-from oobleck.worker.models.base import Layer
+from oobleck.worker.models.base import Family, Layer
 from oobleck.worker.models.foreign import adapt, configuration, draw, table
 from oobleck.worker.models.keyed import Dropout, keyed
 from oobleck.worker.random import RowKeys
@@ -74,25 +74,16 @@ class Head(Layer):
         return logits
 
 
-def build_layer(spec: ModelSpec, layer: int) -> Layer:
-    if layer == 0:
-        return Embedding(spec, layer)
-    return Head(spec, layer) if layer == spec.layer_count - 1 else Block(spec, layer)
-
-
-def tied_parameter(spec: ModelSpec, layer: int) -> str | None:
-    if not spec.tied:
-        return None
-    return {0: "wte.weight", spec.layer_count - 1: "lm_head.weight"}.get(layer)
-
-
-def initialise_parameters(module: Layer, spec: ModelSpec, seed: int) -> None:
+def _initialise(module: Layer, spec: ModelSpec, seed: int, tied: str | None) -> None:
     """What a block adds to the residual stream is scaled down by the number of such additions."""
-    draw(
-        module,
-        spec,
-        seed,
-        tied=tied_parameter(spec, module.layer),
-        scaled=("c_proj.weight",),
-        scale=1.0 / math.sqrt(2 * spec.layers),
-    )
+    scale = 1.0 / math.sqrt(2 * spec.layers)
+    draw(module, spec, seed, tied=tied, scaled=("c_proj.weight",), scale=scale)
+
+
+FAMILY = Family(
+    embedding=Embedding,
+    block=Block,
+    head=Head,
+    tied=("wte.weight", "lm_head.weight"),
+    initialise=_initialise,
+)

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import (
 
 from oobleck.planner.job import ModelSpec
 from oobleck.worker.linear import Linear
-from oobleck.worker.models.base import Layer
+from oobleck.worker.models.base import Family, Layer
 from oobleck.worker.models.foreign import adapt, configuration, draw, table
 from oobleck.worker.models.keyed import keyed
 from oobleck.worker.random import RowKeys
@@ -90,17 +90,14 @@ class Head(Layer):
         return logits
 
 
-def build_layer(spec: ModelSpec, layer: int) -> Layer:
-    if layer == 0:
-        return Embedding(spec, layer)
-    return Head(spec, layer) if layer == spec.layer_count - 1 else Block(spec, layer)
+def _initialise(module: Layer, spec: ModelSpec, seed: int, tied: str | None) -> None:
+    draw(module, spec, seed, tied=tied)
 
 
-def tied_parameter(spec: ModelSpec, layer: int) -> str | None:
-    if not spec.tied:
-        return None
-    return {0: "embed_tokens.weight", spec.layer_count - 1: "lm_head.weight"}.get(layer)
-
-
-def initialise_parameters(module: Layer, spec: ModelSpec, seed: int) -> None:
-    draw(module, spec, seed, tied=tied_parameter(spec, module.layer))
+FAMILY = Family(
+    embedding=Embedding,
+    block=Block,
+    head=Head,
+    tied=("embed_tokens.weight", "lm_head.weight"),
+    initialise=_initialise,
+)

@@ -1,76 +1,57 @@
 """Which module builds which kind of model.
 
-A family is a module with the functions of `Family`. Those of Hugging Face are loaded when they are
-asked for: transformers is optional, and takes two seconds to import.
+A family is a module, named by its kind, with a `FAMILY`. It is loaded when it is asked for, since
+transformers, which those of Hugging Face need, is optional and takes two seconds to import.
 """
 
 import importlib
 import sys
-from typing import Protocol
 
 from oobleck.planner.families import FAMILIES
 from oobleck.planner.job import ModelSpec
 from oobleck.worker.errors import ModelError
-from oobleck.worker.models import gpt
-from oobleck.worker.models.base import Layer
-
-
-class Family(Protocol):
-    """What a family's module has."""
-
-    def build_layer(self, spec: ModelSpec, layer: int) -> Layer: ...
-
-    def tied_parameter(self, spec: ModelSpec, layer: int) -> str | None: ...
-
-    def initialise_parameters(self, module: Layer, spec: ModelSpec, seed: int) -> None: ...
+from oobleck.worker.models.base import Family, Layer
 
 
 def load(kind: str) -> bool:
-    """Import what `kind` needs; whether that was new. Raises ImportError where it is missing."""
+    """Import what `kind` needs; whether that brought in transformers. Raises ImportError where it
+    is missing."""
     name = f"{__package__}.{kind}"
-    if kind not in FAMILIES or name in sys.modules:
-        return False
+    new = name not in sys.modules
     importlib.import_module(name)
-    return True
+    return new and kind in FAMILIES
 
 
 def family(spec: ModelSpec) -> Family:
-    """The module for the kind of `spec`; raises ModelError where it cannot be imported."""
+    """For the kind of `spec`; raises ModelError where its module cannot be imported."""
     try:
-        match spec.kind:
-            case "gpt":
-                return gpt
-            case "gpt2":
-                from oobleck.worker.models import gpt2
-
-                return gpt2
-            case "llama":
-                from oobleck.worker.models import llama
-
-                return llama
-            case "bert":
-                from oobleck.worker.models import bert
-
-                return bert
+        found: Family = importlib.import_module(f"{__package__}.{spec.kind}").FAMILY
     except ImportError as error:
         raise ModelError(
             f"model.kind: {spec.kind} needs the package transformers, which this node cannot "
             f"import ({error}); on every node: pip install 'oobleck[huggingface]'"
         ) from error
+    return found
 
 
 def build_layer(spec: ModelSpec, layer: int) -> Layer:
     """Layer number `layer` of the model; its weights are not yet the job's initial ones."""
-    if not 0 <= layer < spec.layer_count:
-        raise ValueError(f"layer {layer} is not one of 0 to {spec.layer_count - 1}")
-    return family(spec).build_layer(spec, layer)
+    last = spec.layer_count - 1
+    if not 0 <= layer <= last:
+        raise ValueError(f"layer {layer} is not one of 0 to {last}")
+    parts = family(spec)
+    build = {0: parts.embedding, last: parts.head}.get(layer, parts.block)
+    return build(spec, layer)
 
 
 def tied_parameter(spec: ModelSpec, layer: int) -> str | None:
     """Name of the parameter that `layer` shares with another one; None where there is none."""
-    return family(spec).tied_parameter(spec, layer)
+    if not spec.tied:
+        return None
+    in_embedding, in_head = family(spec).tied
+    return {0: in_embedding, spec.layer_count - 1: in_head}.get(layer)
 
 
 def initialise_parameters(module: Layer, spec: ModelSpec, seed: int) -> None:
     """Give `module` its initial weights: a function of (spec, seed, layer) alone."""
-    family(spec).initialise_parameters(module, spec, seed)
+    family(spec).initialise(module, spec, seed, tied_parameter(spec, module.layer))
