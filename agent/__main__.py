@@ -23,6 +23,7 @@ from oobleck.host.address import split_address
 from oobleck.host.device import Gpu, find_gpus, worker_environment
 from oobleck.host.messages import FaultRule
 from oobleck.host.process import die_with_parent
+from oobleck.host.surroundings import Surroundings
 from oobleck.planner.codec import decode
 from oobleck.planner.ids import NodeName
 from oobleck.planner.units import parse_bytes
@@ -38,13 +39,15 @@ good (the line says why)."""
 
 async def serve(config: AgentConfig) -> int:
     """Run until SIGTERM, SIGINT or a refusal; the exit code."""
-    incarnation = new_incarnation()
+    surroundings = Surroundings()
+    incarnation = new_incarnation(surroundings)
     outbox = Outbox(incarnation)
-    supervisor = Supervisor(config, outbox)
+    supervisor = Supervisor(config, outbox, surroundings)
     session = Session(
         config,
         incarnation,
         outbox,
+        surroundings,
         on_address=supervisor.reached_from,
         on_assigned=supervisor.assigned,
         on_record=supervisor.record,

@@ -8,8 +8,6 @@ import asyncio
 import functools
 import logging
 import os
-import random
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +18,7 @@ from oobleck.agent.config import AgentConfig
 from oobleck.agent.outbox import Outbox
 from oobleck.agent.state import Desired, PlanPart
 from oobleck.host.messages import Record
+from oobleck.host.surroundings import Surroundings
 from oobleck.planner.ids import Incarnation, JobId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.jobfile import parse_job
@@ -68,6 +67,7 @@ class Session:
         config: AgentConfig,
         incarnation: Incarnation,
         outbox: Outbox,
+        surroundings: Surroundings,
         *,
         on_address: Callable[[str], None],
         on_assigned: Callable[[Desired | None], None],
@@ -77,6 +77,8 @@ class Session:
         self._config = config
         self._incarnation = incarnation
         self._outbox = outbox
+        self._surroundings = surroundings
+        self._now = surroundings.now
         self._on_address = on_address
         self._on_assigned = on_assigned
         self._on_record = on_record
@@ -92,19 +94,23 @@ class Session:
             self._config.master, options=CHANNEL_OPTIONS
         ) as channel:
             stub = ControlStub(channel)  # type: ignore[no-untyped-call]  # generated
-            while not self._closing:
-                try:
-                    await self._one(stub)
-                except _Refused as refusal:
-                    if not refusal.temporary:
-                        return str(refusal)
-                    self._trouble(f"refused for now: {refusal}")
-                except _SessionEnded as end:
-                    self._trouble(str(end))
-                if not self._closing:
-                    await asyncio.sleep(random.uniform(0.0, self._retry_s))
-                    self._retry_s = min(LONGEST_RETRY_S, 2 * self._retry_s)
-            return None
+            return await self.converse(stub)
+
+    async def converse(self, stub: ControlStub) -> str | None:
+        """`run` over a channel that is there."""
+        while not self._closing:
+            try:
+                await self._one(stub)
+            except _Refused as refusal:
+                if not refusal.temporary:
+                    return str(refusal)
+                self._trouble(f"refused for now: {refusal}")
+            except _SessionEnded as end:
+                self._trouble(str(end))
+            if not self._closing:
+                await asyncio.sleep(self._surroundings.uniform(0.0, self._retry_s))
+                self._retry_s = min(LONGEST_RETRY_S, 2 * self._retry_s)
+        return None
 
     def close(self) -> None:
         """Send what waits, then end."""
@@ -141,11 +147,11 @@ class Session:
                 raise _SessionEnded(f"the master began with {other} instead of a welcome")
         logger.info("session began", extra={"master": self._config.master})
         self._last_trouble, self._retry_s = "", FIRST_RETRY_S
-        self._outbox.session_began(self._standing_reports(), time.monotonic())
-        halves = {
+        self._outbox.session_began(self._standing_reports(), self._now())
+        halves = (
             asyncio.create_task(self._receive_all(call)),
             asyncio.create_task(self._send_all(call, max(0.05, welcome.heartbeat_s))),
-        }
+        )
         try:
             await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -199,10 +205,10 @@ class Session:
             await call.write(message)
 
     async def _send_all(self, call: Any, heartbeat_s: float) -> None:
-        heartbeat_at = time.monotonic() + heartbeat_s
+        heartbeat_at = self._now() + heartbeat_s
         while True:
             self._outbox.wake.clear()
-            now = time.monotonic()
+            now = self._now()
             if now >= heartbeat_at:
                 self._outbox.want_status()
             messages = self._outbox.take(now)
@@ -216,7 +222,7 @@ class Session:
                 await call.done_writing()
                 return
             due = self._outbox.next_due(now)
-            wait_s = (heartbeat_at if due is None else min(due, heartbeat_at)) - time.monotonic()
+            wait_s = (heartbeat_at if due is None else min(due, heartbeat_at)) - self._now()
             if wait_s > 0:
                 await _wait(self._outbox.wake, wait_s)
 

@@ -8,14 +8,13 @@ processes and tells the outbox; must not know streams.
 import asyncio
 import logging
 import os
-import secrets
 import signal
-import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.outbox import Outbox
-from oobleck.agent.processes import WarmProcess, WorkerProcess
+from oobleck.agent.processes import Listener, WarmProcess, WorkerProcess
 from oobleck.agent.reconcile import (
     Action,
     ForkWorker,
@@ -73,6 +72,7 @@ from oobleck.host.messages import (
     Stop,
 )
 from oobleck.host.process import signal_name
+from oobleck.host.surroundings import Surroundings
 from oobleck.planner.ids import Generation, Incarnation, JobId, WorkerId
 from oobleck.proto import types
 
@@ -82,16 +82,29 @@ logger = logging.getLogger(__name__)
 LAST_WORDS_S = 0.2
 
 
-def new_incarnation() -> Incarnation:
-    return Incarnation(secrets.token_hex(8))
+def new_incarnation(surroundings: Surroundings) -> Incarnation:
+    return Incarnation(surroundings.token(8))
 
 
 class Supervisor:
     """Keeps the processes of one node as the master wants them."""
 
-    def __init__(self, config: AgentConfig, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        outbox: Outbox,
+        surroundings: Surroundings,
+        *,
+        start_warm: Callable[[Listener], WarmProcess] = WarmProcess,
+        start_worker: Callable[[int, Incarnation, Listener], WorkerProcess] = WorkerProcess,
+    ) -> None:
+        """`start_warm`, `start_worker`: what stands for the processes here."""
         self._config = config
         self._outbox = outbox
+        self._surroundings = surroundings
+        self._now = surroundings.now
+        self._start_warm = start_warm
+        self._start_worker = start_worker
         self._address = ""
         self._state = NodeState(
             node=config.name, slot_count=config.worker_slots, faults=config.faults
@@ -184,7 +197,7 @@ class Supervisor:
         process.gone()
         del self._processes[incarnation]
         self._handle(WorkerExited(incarnation=incarnation))
-        wait_s = max(0.0, self._state.slots[process.slot].budget.not_before - time.monotonic())
+        wait_s = max(0.0, self._state.slots[process.slot].budget.not_before - self._now())
         extra = {"slot": process.slot, "reason": reason, "next_start_in_s": round(wait_s, 1)}
         logger.warning("fork failed", extra=extra)
 
@@ -194,7 +207,7 @@ class Supervisor:
             return
         match message:
             case Committed(record=record):
-                self._outbox.record(worker.job_id, record, time.monotonic())
+                self._outbox.record(worker.job_id, record, self._now())
             case (
                 PhaseReached()
                 | PeerLost()
@@ -255,7 +268,7 @@ class Supervisor:
         )
         self._outbox.report(self._report(worker, exited))
         self._handle(WorkerExited(incarnation=worker.incarnation))
-        wait_s = self._state.slots[worker.slot].budget.not_before - time.monotonic()
+        wait_s = self._state.slots[worker.slot].budget.not_before - self._now()
         if wait_s > 0 and self._state.desired is not None:
             extra = {"slot": worker.slot, "next_start_in_s": round(wait_s, 1)}
             logger.warning("worker keeps ending, waiting before the next start", extra=extra)
@@ -281,23 +294,23 @@ class Supervisor:
     # ---- deciding and acting
 
     def _handle(self, event: Event) -> None:
-        self._state.apply(event, time.monotonic())
+        self._state.apply(event, self._now())
         self._settle()
 
     def _settle(self) -> None:
         """Act until the decision is to wait."""
         while True:
-            decision = decide(self._state, time.monotonic())
+            decision = decide(self._state, self._now())
             if not decision.actions:
                 break
             for action in decision.actions:
-                self._state.apply(self._perform(action), time.monotonic())
+                self._state.apply(self._perform(action), self._now())
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if decision.wake_at is not None:
             self._timer = asyncio.get_running_loop().call_later(
-                max(0.0, decision.wake_at - time.monotonic()) + 0.001, self._settle
+                max(0.0, decision.wake_at - self._now()) + 0.001, self._settle
             )
         self._outbox.status(self._status(), has_rank_0=self._has_rank_0())
         if decision.done:
@@ -307,7 +320,7 @@ class Supervisor:
         """Do it; the event that tells that it is done."""
         match action:
             case StartWarm():
-                self._warm = WarmProcess(self)
+                self._warm = self._start_warm(self)
                 run = self._warm.run(self._config.warm_command, self._config.environment)
                 self._tasks.create_task(run)
                 return WarmStarted()
@@ -345,7 +358,7 @@ class Supervisor:
 
     def _fork(self, slot: int, desired: Desired) -> Event:
         assert self._warm is not None
-        process = WorkerProcess(slot, new_incarnation(), self)
+        process = self._start_worker(slot, new_incarnation(self._surroundings), self)
         self._processes[process.incarnation] = process
         kind = desired.job.model.kind
         self._warm.fork(Fork(slot=slot, incarnation=process.incarnation, kind=kind), process)

@@ -8,12 +8,10 @@ for every task of the same event loop. Must not know gRPC.
 
 import asyncio
 import logging
-import secrets
-import time
 from collections import Counter
-from collections.abc import Callable
 from datetime import UTC, datetime
 
+from oobleck.host.surroundings import Surroundings
 from oobleck.master.admit import Refusal, admit
 from oobleck.master.apply import apply
 from oobleck.master.config import MasterConfig
@@ -69,10 +67,12 @@ _NAME_IN_ID = 48
 
 class Master:
     def __init__(
-        self, config: MasterConfig, journal: Journal, clock: Callable[[], float] = time.monotonic
+        self, config: MasterConfig, journal: Journal, surroundings: Surroundings | None = None
     ) -> None:
         self.config = config
-        self.now = clock
+        self._surroundings = surroundings or Surroundings()
+        self.now = self._surroundings.now
+        self._unix = self._surroundings.unix
         self.state = ClusterState()
         self.events = EventLog(config.state_dir)
         self.logs = LogStore(config.state_dir)
@@ -86,7 +86,7 @@ class Master:
         self._sessions: dict[int, AgentSession] = {}
         self.timelines = Timelines(lambda: list(self._sessions.values()))
         self._last_session = 0
-        self._inbox = Inbox(clock)
+        self._inbox = Inbox(self.now)
         self._wake_at: float | None = None
         #: Something changed that has not been decided on and told yet.
         self._dirty = True
@@ -139,7 +139,7 @@ class Master:
 
     def _record(self, event: Journaled) -> None:
         """Journal the event and apply it. Nobody outside sees it before the turn's commit."""
-        unix = time.time()
+        unix = self._unix()
         self._journal.append(event, unix)
         tell(event)
         self._fold(event, self.now(), unix)
@@ -164,7 +164,7 @@ class Master:
             self._metrics_of(event.job_id).start_after(event.restored.step)
 
     def _observe(self, event: Observed, at: float) -> None:
-        self._dirty |= apply(self.state, event, now=at, unix=time.time())
+        self._dirty |= apply(self.state, event, now=at, unix=self._unix())
 
     # ---- the loop
 
@@ -220,7 +220,7 @@ class Master:
         raise RuntimeError(f"decisions do not end; the last: {decision.reason}")
 
     def _reconcile(self, now: float) -> Decision:
-        nonce = secrets.token_hex(16)
+        nonce = self._surroundings.token(16)
         try:
             return reconcile(self.state, now, self.config.timing, nonce=nonce)
         except Exception as error:
@@ -367,7 +367,7 @@ class Master:
             case Output():
                 worker = WorkerId(session.node, message.slot)
                 with storing(self.config.job_directory(message.job_id) / "logs"):
-                    self.logs.append(message.job_id, worker, message.lines, time.time())
+                    self.logs.append(message.job_id, worker, message.lines, self._unix())
                 self.changes.happened()
             case Records():
                 self._take_records(message, arrived_at)

@@ -1,0 +1,23 @@
+"""What a process takes from outside and never gets the same twice: clocks and chance.
+
+Built once and passed down; the same surroundings again give the same run of a daemon, which is
+how whole clusters are played again from a seed. Must not know what they are used for.
+"""
+
+import random
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    #: Seconds since some moment; never jumps. All spans are measured by it.
+    now: Callable[[], float] = time.monotonic
+    #: Seconds of the calendar, which may jump: for what people read.
+    unix: Callable[[], float] = time.time
+    #: Unguessable hexadecimal text of so many bytes, never the same twice.
+    token: Callable[[int], str] = secrets.token_hex
+    #: A number from the first to the second one.
+    uniform: Callable[[float, float], float] = random.uniform
