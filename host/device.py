@@ -17,6 +17,9 @@ _SPACES = re.compile(r"\s+")
 #: Loading torch and the driver on a busy host.
 _PROBE_TIMEOUT_S = 120
 
+#: Some libraries ask torch at their import whether there is a GPU; this way it asks NVML and leaves
+#: the driver alone, which must not be in use in the process that workers are forked from.
+_FORK_ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 #: torch's watchdog over NCCL must not end the process for an error: a lost peer is the worker's
 #: to recover from. Its monitor would end a process whose watchdog waits for a kernel to abort.
 #: Every communicator has a stream. Streams beyond the number of connections share one, where what
@@ -74,7 +77,7 @@ def worker_environment(device: str) -> dict[str, str]:
     """What workers need in their environment, beside what the user set. `device`: cpu or cuda."""
     # torch warns twice for each look of a worker that waits for others to arrive.
     common = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return common | (_NCCL_ENVIRONMENT if device == "cuda" else {})
+    return common | (_FORK_ENVIRONMENT | _NCCL_ENVIRONMENT if device == "cuda" else {})
 
 
 def device_kind(gpus: Sequence[Gpu], workers: int, environment: Mapping[str, str]) -> str:

@@ -1,6 +1,20 @@
-"""The order of tests: those of whole clusters first, so that two processes end together."""
+"""What tests compute on, and their order: those of whole clusters first, so that two processes end
+together."""
 
 import pytest
+
+from support import devices
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="what engine tests compute on: cpu or cuda:0")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    try:
+        devices.choose(config.getoption("--device"))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

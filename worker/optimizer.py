@@ -87,7 +87,8 @@ def _adamw(group: list[Slice], spec: OptimizerSpec, step: int, rate: float, deca
         [piece.storage[1] for piece in group],
         [piece.storage[2] for piece in group],
         [],
-        [torch.tensor(step - 1.0, device=piece.storage.device) for piece in group],
+        # Filled where they are: a copy from the host would wait for all that a GPU has to do.
+        [torch.full((), step - 1.0, device=piece.storage.device) for piece in group],
         fused=True,
         amsgrad=False,
         beta1=spec.beta1,

@@ -43,7 +43,8 @@ class StagedTransport:
         """Where `tensor` is received: itself, if it is in host memory."""
         if tensor.device.type == "cpu" and not self._everything:
             return tensor
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+        pinned = tensor.device.type != "cpu"
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
 
     def _staged(self, tensor: Tensor) -> Tensor:
         """A host tensor with the contents of `tensor`."""

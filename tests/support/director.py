@@ -51,6 +51,7 @@ from oobleck.host.messages import (
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.plan import Pipeline, Plan, Schedule, Stage
+from support import devices
 
 DEADLINE_S = 60.0
 
@@ -164,8 +165,11 @@ class Director:
         faults: Sequence[FaultRule] = (),
         *,
         stage_everything: bool = False,
+        device: str | None = None,
     ) -> None:
+        """`device`: what all workers compute on; None: what tests do."""
         self.job = job
+        self._device = device or str(devices.device())
         self._stage_everything = stage_everything
         self.faults = tuple(faults)
         self.records: dict[int, list[StepRecord]] = {}
@@ -205,7 +209,8 @@ class Director:
                     job=self.job,
                     address="127.0.0.1",
                     agent_pid=0,
-                    device_kind="cpu",
+                    device=self._device,
+                    device_kind=self._device,
                     faults=self.faults,
                     stage_everything=self._stage_everything,
                 )

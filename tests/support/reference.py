@@ -88,14 +88,17 @@ class _Foreign(torch.nn.Module):
         return {ours: found[theirs] for ours, theirs in self._names.items()}
 
 
-def _build(job: JobSpec) -> _Layers | _Foreign:
+def _build(job: JobSpec, device: torch.device) -> _Layers | _Foreign:
     dtype = torch.float64 if job.training.precision == "fp64" else torch.float32
     layers = [build_layer(job.model, i).to(dtype) for i in range(job.model.layers + 2)]
     for layer in layers:
         initialise_parameters(layer, job.model, job.training.seed)
-    if job.model.kind == "gpt":
-        return _Layers(layers, tied=job.model.tied)
-    return _Foreign(job.model, layers)
+    model = (
+        _Layers(layers, tied=job.model.tied)
+        if job.model.kind == "gpt"
+        else _Foreign(job.model, layers)
+    )
+    return model.to(device)
 
 
 def _optimizer(job: JobSpec, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -128,7 +131,9 @@ def torch_schedule(job: JobSpec, optimizer: torch.optim.Optimizer) -> lr_schedul
     return lr_scheduler.SequentialLR(optimizer, [first, after], milestones=[spec.warmup])
 
 
-def _evaluate(job: JobSpec, model: _Layers | _Foreign, data: Dataset) -> float:
+def _evaluate(
+    job: JobSpec, model: _Layers | _Foreign, data: Dataset, device: torch.device
+) -> float:
     """The mean loss over all tokens of the held-out samples, without dropout."""
     assert job.evaluation is not None
     if job.evaluation.data is not None:
@@ -139,7 +144,7 @@ def _evaluate(job: JobSpec, model: _Layers | _Foreign, data: Dataset) -> float:
     samples = min(job.evaluation.samples, data.held_out) // size * size
     total = 0.0
     for position in range(samples):
-        rows = torch.from_numpy(data.held_out_rows([position]))
+        rows = torch.from_numpy(data.held_out_rows([position])).to(device)
         keys = RowKeys(seed=job.training.seed, step=0, positions=(position,), training=False)
         inputs, targets = inputs_and_targets(job.model, rows, keys)
         with torch.no_grad():
@@ -160,12 +165,13 @@ def one_thread() -> Iterator[None]:
 
 
 @one_thread()
-def train_reference(job: JobSpec) -> ReferenceRun:
+def train_reference(job: JobSpec, device_name: str = "cpu") -> ReferenceRun:
+    device = torch.device(device_name)
     training = job.training
     evaluation = job.evaluation
     held_out = (evaluation.fraction or 0.0) if evaluation else 0.0
     data = Dataset(job.data, job.model.sequence_length, job.model.vocabulary, held_out=held_out)
-    model = _build(job)
+    model = _build(job, device)
     parameters = list(model.parameters())  # a shared one comes once
     optimizer = _optimizer(job, parameters)
     schedule = torch_schedule(job, optimizer)
@@ -182,8 +188,11 @@ def train_reference(job: JobSpec) -> ReferenceRun:
             rows = data.rows(training.seed, step, positions, training.global_batch)
             digests += [row_digest(row) for row in rows]
             keys = RowKeys(seed=training.seed, step=step, positions=positions)
-            inputs, targets = inputs_and_targets(job.model, torch.from_numpy(rows), keys)
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=training.precision == "bf16"):
+            tokens = torch.from_numpy(rows).to(device)
+            inputs, targets = inputs_and_targets(job.model, tokens, keys)
+            with torch.autocast(
+                device.type, dtype=torch.bfloat16, enabled=training.precision == "bf16"
+            ):
                 value = loss(model(inputs, keys), targets)
             (value / count).backward()
             total += value.item() / count
@@ -200,9 +209,9 @@ def train_reference(job: JobSpec) -> ReferenceRun:
             )
         )
         if evaluation is not None and evaluation.due(step, training.steps):
-            evaluations[step] = _evaluate(job, model, data)
+            evaluations[step] = _evaluate(job, model, data, device)
     weights = {
-        name: parameter.detach().numpy().copy() for name, parameter in model.weights().items()
+        name: parameter.detach().cpu().numpy().copy() for name, parameter in model.weights().items()
     }
     return ReferenceRun(steps=records, evaluations=evaluations, weights=weights)
 

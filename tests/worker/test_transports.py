@@ -1,27 +1,33 @@
 """What every transport must do, run on each of them: over gloo, with wires on links and between
 all, staged, and in NCCL's wiring.
 
-NCCL itself needs GPUs; its transport's routing over groups and links is run with gloo groups in
-their place. The ranks are threads of this process, with sockets between them.
+NCCL between workers needs a GPU for each; its transport's routing over groups and links is run with
+gloo groups in their place. The ranks are threads of this process, with sockets between them. On a
+GPU (`--device cuda:0`) they share it, over the staged transport.
 """
 
+import gc
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
-from torch._C._distributed_c10d import ProcessGroupGloo
+from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo
 
+from oobleck.host.device import worker_environment
 from oobleck.worker.connect import choose
 from oobleck.worker.errors import TransportError
-from oobleck.worker.nccl import NcclTransport
+from oobleck.worker.nccl import NcclTransport, make_nccl_group
 from oobleck.worker.rendezvous import Place, StoreServer
 from oobleck.worker.staged import StagedTransport
 from oobleck.worker.transport import GlooTransport, Transport
 from oobleck.worker.waiting import Waits
 from oobleck.worker.wires import MOST_BYTES
+from support.devices import device
 
 SIZE = 3
 GROUPS = ((0, 1), (0, 1, 2), (1, 2))
@@ -57,13 +63,20 @@ def connect(kind: str, servers: list[StoreServer], rank: int) -> Transport:
 
 @pytest.fixture(params=["gloo", "wired", "mesh", "staged", "nccl"])
 def everywhere(request: pytest.FixtureRequest):
-    """Runs a function of a transport on all ranks at once and returns what each returned."""
+    """Runs a function of a transport on all ranks at once, with tensors where tests compute, and
+    returns what each returned."""
+    if device().type != "cpu" and request.param != "staged":
+        pytest.skip("a transport between host tensors, or for a GPU per rank")
     servers = [StoreServer("127.0.0.1") for _ in range(SIZE)]
     with ThreadPoolExecutor(SIZE) as pool:
         ranks = list(pool.map(lambda rank: connect(request.param, servers, rank), range(SIZE)))
 
+        def there(function: Callable[[Transport], object], transport: Transport) -> object:
+            with device():
+                return function(transport)
+
         def run(function: Callable[[Transport], object]) -> list[object]:
-            return list(pool.map(function, ranks))
+            return list(pool.map(partial(there, function), ranks))
 
         yield run
         for transport in ranks:
@@ -163,6 +176,27 @@ def test_gathering_and_spreading(everywhere):
         return [part.tolist() for part in gathered], spread.tolist()
 
     assert everywhere(talk) == [([[0, 7], [1, 7], [2, 7]], [1.0])] * SIZE
+
+
+def test_a_group_comes_up_again_after_every_abort_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Of one worker: NCCL's own on a GPU, else gloo's in its place."""
+    make_group = gloo_group if device().type == "cpu" else make_nccl_group
+    for name, value in worker_environment(device().type).items():
+        monkeypatch.setenv(name, value)
+    store = StoreServer("127.0.0.1").store
+    threads = []
+    for number in range(20):
+        group = make_group(PrefixStore(str(number), store), 0, 1)
+        tensor = torch.full((1000,), 3.0, device=device())
+        group.allreduce([tensor], AllreduceOptions()).wait()
+        assert tensor.unique().tolist() == [3.0]
+        group.abort()
+        del group
+        gc.collect()
+        threads.append(len(os.listdir("/proc/self/task")))
+    assert max(threads[10:]) <= max(threads[:10])
 
 
 def test_an_abort_releases_those_who_wait_and_refuses_all_later_use(everywhere):
