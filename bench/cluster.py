@@ -75,86 +75,33 @@ def kill_tree(pid: int) -> list[int]:
     return [victim.pid for victim in victims]
 
 
-class LocalCluster:
-    """`oobleck local` and what may be done to it; a context manager that leaves nothing."""
+class Cluster:
+    """A running cluster and what may be done to it, wherever its processes run."""
 
-    def __init__(
-        self,
-        nodes: int,
-        *,
-        state_dir: Path | None = None,
-        workers_per_node: int = 1,
-        fault_plan: Sequence[Mapping[str, object]] = (),
-        options: Sequence[str] = (),
-    ) -> None:
-        self._scratch = tempfile.TemporaryDirectory(prefix="oobleck-")
-        self.state_dir = state_dir or Path(self._scratch.name) / "state"
+    def __init__(self, state_dir: Path, scratch: Path) -> None:
+        """`scratch`: a folder for job files."""
+        self.state_dir = state_dir
+        self.log = scratch / "cluster.log"
         self.agents: dict[str, int] = {}
         self.address = ""
         self.master_pid = 0
-        self._extra: list[subprocess.Popen[str]] = []
-        command = [str(BIN / "oobleck"), "local", "--nodes", str(nodes)]
-        command += ["--workers-per-node", str(workers_per_node)]
-        command += ["--listen", "127.0.0.1:0", "--state-dir", str(self.state_dir)]
-        self._faults: list[str] = []
-        if fault_plan:
-            path = Path(self._scratch.name) / "faults.json"
-            path.write_text(json.dumps(list(fault_plan)))
-            self._faults = ["--fault-plan", str(path)]
-        command += [*self._faults, *options]
-        self.log = Path(self._scratch.name) / "local.log"
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
-            )
-        try:
-            self._await_ready()
-        except BaseException:
-            self.stop()
-            raise
+        self._scratch = scratch
 
-    def __enter__(self) -> "LocalCluster":
-        return self
+    def roots(self) -> list[int]:
+        """Processes from which all others of the cluster descend."""
+        raise NotImplementedError
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def check(self) -> None:
+        """Raises ClusterError where waiting is in vain."""
+        raise NotImplementedError
 
-    def _await_ready(self) -> None:
-        assert self.process.stdout is not None, "opened as a pipe"
-        for line in self.process.stdout:
-            words = line.split()
-            match words:
-                case ["master", address, "pid", pid]:
-                    self.address, self.master_pid = address, int(pid)
-                case ["agent", name, "pid", pid]:
-                    self.agents[name] = int(pid)
-                case ["ready", *_]:
-                    return
-                case _:
-                    pass
-        raise ClusterError(f"oobleck local ended early:\n{self.log.read_text()}")
+    def start_node(self, name: str, *options: str) -> int:
+        """Start one more agent, as an operator would on one more machine; returns its pid."""
+        raise NotImplementedError
 
-    def stop(self) -> None:
-        """Ctrl-C, then whatever is left by force."""
-        tree = [self.process.pid, *(extra.pid for extra in self._extra)]
-        left = [p for pid in tree for p in _descendants(pid)]
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-        for extra in self._extra:
-            if extra.poll() is None:
-                extra.terminate()
-        for running in [self.process, *self._extra]:
-            try:
-                running.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                running.kill()
-                running.wait()
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-        self._scratch.cleanup()
+    def processes(self) -> list[psutil.Process]:
+        """Everything that runs on behalf of this cluster."""
+        return [process for pid in self.roots() for process in _descendants(pid)]
 
     # ---- the operator's verbs
 
@@ -182,7 +129,7 @@ class LocalCluster:
 
     def submit(self, job: Mapping[str, object]) -> str:
         """Submit the job file that `job` describes; returns the job's id."""
-        path = Path(self._scratch.name) / f"{job['name']}.yaml"
+        path = self._scratch / f"{job['name']}.yaml"
         path.write_text(json.dumps(job))  # JSON is YAML
         return self.oobleck("submit", str(path)).stdout.strip()
 
@@ -239,8 +186,10 @@ class LocalCluster:
         while not condition():
             if time.monotonic() > deadline:
                 raise ClusterError(f"timed out waiting for {what}\n{self.report()}")
-            if self.process.poll() is not None:
-                raise ClusterError(f"oobleck local ended while waiting for {what}\n{self.report()}")
+            try:
+                self.check()
+            except ClusterError as error:
+                raise ClusterError(f"{error}, waiting for {what}\n{self.report()}") from error
             time.sleep(poll_s)
 
     def wait_step(self, job_id: str, step: int, timeout_s: float = 120) -> None:
@@ -298,22 +247,6 @@ class LocalCluster:
             for worker in workers:
                 worker.resume()
 
-    def start_node(self, name: str, *options: str) -> int:
-        """Start one more agent, as an operator would on one more machine; it knows the fault plan
-        too."""
-        command = [str(BIN / "oobleck-agent"), "--master", self.address, "--name", name]
-        command += [*self._faults, *options]
-        with self.log.open("a") as log:
-            agent = subprocess.Popen(command, stdout=log, stderr=log, text=True)
-        self._extra.append(agent)
-        self.agents[name] = agent.pid
-        return agent.pid
-
-    def processes(self) -> list[psutil.Process]:
-        """Everything that runs on behalf of this cluster."""
-        roots = [self.process.pid, *(extra.pid for extra in self._extra)]
-        return [process for pid in roots for process in _descendants(pid)]
-
     def tail(self, lines: int = 40) -> str:
         return _tail(self.log, lines)
 
@@ -339,6 +272,101 @@ class LocalCluster:
                 parents[process.pid] = (process, process.ppid(), process.cmdline())
         warm = {pid for pid, (_, _, line) in parents.items() if "oobleck.worker.warm" in line}
         return [process for process, parent, _ in parents.values() if parent in warm]
+
+
+class LocalCluster(Cluster):
+    """`oobleck local` and what may be done to it; a context manager that leaves nothing."""
+
+    def __init__(
+        self,
+        nodes: int,
+        *,
+        state_dir: Path | None = None,
+        workers_per_node: int = 1,
+        fault_plan: Sequence[Mapping[str, object]] = (),
+        options: Sequence[str] = (),
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="oobleck-")
+        scratch = Path(self._folder.name)
+        super().__init__(state_dir or scratch / "state", scratch)
+        self._extra: list[subprocess.Popen[str]] = []
+        command = [str(BIN / "oobleck"), "local", "--nodes", str(nodes)]
+        command += ["--workers-per-node", str(workers_per_node)]
+        command += ["--listen", "127.0.0.1:0", "--state-dir", str(self.state_dir)]
+        self._faults: list[str] = []
+        if fault_plan:
+            path = scratch / "faults.json"
+            path.write_text(json.dumps(list(fault_plan)))
+            self._faults = ["--fault-plan", str(path)]
+        command += [*self._faults, *options]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            )
+        try:
+            self._await_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> "LocalCluster":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _await_ready(self) -> None:
+        assert self.process.stdout is not None, "opened as a pipe"
+        for line in self.process.stdout:
+            words = line.split()
+            match words:
+                case ["master", address, "pid", pid]:
+                    self.address, self.master_pid = address, int(pid)
+                case ["agent", name, "pid", pid]:
+                    self.agents[name] = int(pid)
+                case ["ready", *_]:
+                    return
+                case _:
+                    pass
+        raise ClusterError(f"oobleck local ended early:\n{self.log.read_text()}")
+
+    def stop(self) -> None:
+        """Ctrl-C, then whatever is left by force."""
+        left = self.processes()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        for extra in self._extra:
+            if extra.poll() is None:
+                extra.terminate()
+        for running in [self.process, *self._extra]:
+            try:
+                running.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                running.kill()
+                running.wait()
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self._folder.cleanup()
+
+    def roots(self) -> list[int]:
+        return [self.process.pid, *(extra.pid for extra in self._extra)]
+
+    def check(self) -> None:
+        if self.process.poll() is not None:
+            raise ClusterError("oobleck local ended")
+
+    def start_node(self, name: str, *options: str) -> int:
+        """It knows the fault plan too."""
+        command = [str(BIN / "oobleck-agent"), "--master", self.address, "--name", name]
+        command += [*self._faults, *options]
+        with self.log.open("a") as log:
+            agent = subprocess.Popen(command, stdout=log, stderr=log, text=True)
+        self._extra.append(agent)
+        self.agents[name] = agent.pid
+        return agent.pid
 
 
 def _tail(path: Path, lines: int) -> str:
