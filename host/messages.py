@@ -81,6 +81,12 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
     boundary: bool
     #: A part of the model is with nobody: all go back to the newest checkpoint.
     restore: bool = False
+    #: Workers of the plan before that get this message too and are in no stage of this one: they
+    #: leave with the switch, and wait for what is next.
+    leaving: tuple[WorkerId, ...] = ()
+    #: Layers are with those alone: before the meeting of the plan's workers all of both meet, and
+    #: what is missing is handed over.
+    handover: bool = False
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag="save"):

@@ -101,14 +101,20 @@ class Register(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., node: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., device_kind: _Optional[str] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("job_id", "generation", "workers")
+    __slots__ = ("job_id", "generation", "workers", "leaving", "trouble", "failed_starts")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_STARTS_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     generation: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
-    def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
+    leaving: bool
+    trouble: str
+    failed_starts: int
+    def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., leaving: _Optional[bool] = ..., trouble: _Optional[str] = ..., failed_starts: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("slot", "incarnation", "pid", "store", "generation", "committed_step", "finished", "data", "peak_memory_bytes", "base_memory_bytes")
@@ -379,7 +385,7 @@ class Refused(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., temporary: _Optional[bool] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("version", "job_id", "job", "plan", "rendezvous", "boundary", "worker_incarnations", "measure", "restore", "save")
+    __slots__ = ("version", "job_id", "job", "plan", "rendezvous", "boundary", "worker_incarnations", "measure", "restore", "save", "leaving", "handover", "drained")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -390,6 +396,9 @@ class Assignment(_message.Message):
     MEASURE_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
     SAVE_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    HANDOVER_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
     version: int
     job_id: str
     job: str
@@ -400,7 +409,10 @@ class Assignment(_message.Message):
     measure: Measure
     restore: bool
     save: int
-    def __init__(self, version: _Optional[int] = ..., job_id: _Optional[str] = ..., job: _Optional[str] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ..., boundary: _Optional[bool] = ..., worker_incarnations: _Optional[_Iterable[str]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., restore: _Optional[bool] = ..., save: _Optional[int] = ...) -> None: ...
+    leaving: _containers.RepeatedCompositeFieldContainer[WorkerId]
+    handover: bool
+    drained: bool
+    def __init__(self, version: _Optional[int] = ..., job_id: _Optional[str] = ..., job: _Optional[str] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ..., boundary: _Optional[bool] = ..., worker_incarnations: _Optional[_Iterable[str]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., restore: _Optional[bool] = ..., save: _Optional[int] = ..., leaving: _Optional[_Iterable[_Union[WorkerId, _Mapping]]] = ..., handover: _Optional[bool] = ..., drained: _Optional[bool] = ...) -> None: ...
 
 class Measure(_message.Message):
     __slots__ = ("attempt", "meetings", "gpus")
@@ -579,6 +591,26 @@ class WorkerMemory(_message.Message):
 class ListNodesRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class DrainNodeRequest(_message.Message):
+    __slots__ = ("request_id", "node", "reason", "force")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    node: str
+    reason: str
+    force: bool
+    def __init__(self, request_id: _Optional[str] = ..., node: _Optional[str] = ..., reason: _Optional[str] = ..., force: _Optional[bool] = ...) -> None: ...
+
+class UndrainNodeRequest(_message.Message):
+    __slots__ = ("request_id", "node")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    node: str
+    def __init__(self, request_id: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
 
 class ListNodesReply(_message.Message):
     __slots__ = ("nodes",)

@@ -153,6 +153,16 @@ class OperatorStub:
                 request_serializer=oobleck_dot_proto_dot_control__pb2.ListNodesRequest.SerializeToString,
                 response_deserializer=oobleck_dot_proto_dot_control__pb2.ListNodesReply.FromString,
                 _registered_method=True)
+        self.DrainNode = channel.unary_unary(
+                '/oobleck.Operator/DrainNode',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.NodeInfo.FromString,
+                _registered_method=True)
+        self.UndrainNode = channel.unary_unary(
+                '/oobleck.Operator/UndrainNode',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.UndrainNodeRequest.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.NodeInfo.FromString,
+                _registered_method=True)
         self.Events = channel.unary_stream(
                 '/oobleck.Operator/Events',
                 request_serializer=oobleck_dot_proto_dot_control__pb2.EventsRequest.SerializeToString,
@@ -229,6 +239,21 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainNode(self, request, context):
+        """Move the work off a node and keep it out until it is undrained; NOT_FOUND for an unknown node.
+        The reply comes once that is on disk, which is before the work has moved.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndrainNode(self, request, context):
+        """Let a node take part again that was drained, is in quarantine or is left out of the job.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Events(self, request, context):
         """The records of events.jsonl, oldest first; with follow: and those to come, until the job ends.
         """
@@ -292,6 +317,16 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.ListNodes,
                     request_deserializer=oobleck_dot_proto_dot_control__pb2.ListNodesRequest.FromString,
                     response_serializer=oobleck_dot_proto_dot_control__pb2.ListNodesReply.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.DrainNodeRequest.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.NodeInfo.SerializeToString,
+            ),
+            'UndrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainNode,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.UndrainNodeRequest.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.NodeInfo.SerializeToString,
             ),
             'Events': grpc.unary_stream_rpc_method_handler(
                     servicer.Events,
@@ -526,6 +561,60 @@ class Operator:
             '/oobleck.Operator/ListNodes',
             oobleck_dot_proto_dot_control__pb2.ListNodesRequest.SerializeToString,
             oobleck_dot_proto_dot_control__pb2.ListNodesReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/oobleck.Operator/DrainNode',
+            oobleck_dot_proto_dot_control__pb2.DrainNodeRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.NodeInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/oobleck.Operator/UndrainNode',
+            oobleck_dot_proto_dot_control__pb2.UndrainNodeRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.NodeInfo.FromString,
             options,
             channel_credentials,
             insecure,

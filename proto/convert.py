@@ -180,6 +180,9 @@ def status_message(status: NodeStatus) -> pb.NodeStatus:
         job_id=status.job_id or "",
         generation=status.generation,
         workers=[worker_status_message(worker) for worker in status.workers],
+        leaving=status.leaving,
+        trouble=status.trouble,
+        failed_starts=status.failed_starts,
     )
 
 
@@ -224,6 +227,9 @@ def read_status(message: pb.NodeStatus) -> NodeStatus:
             job_id=_read_job_id(message.job_id) if message.job_id else None,
             generation=Generation(message.generation),
             workers=workers,
+            leaving=message.leaving,
+            trouble=message.trouble,
+            failed_starts=message.failed_starts,
         )
 
 
@@ -568,6 +574,9 @@ def assignment_message(assignment: Assignment) -> pb.Assignment:
         worker_incarnations=list(assignment.worker_incarnations),
         restore=assignment.restore,
         save=assignment.save,
+        leaving=[worker_message(worker) for worker in assignment.leaving],
+        handover=assignment.handover,
+        drained=assignment.drained,
     )
     if assignment.plan is not None:
         message.plan.CopyFrom(plan_message(assignment.plan))
@@ -628,4 +637,7 @@ def read_assignment(message: pb.Assignment) -> Assignment:
             measure=read_measure(message.measure) if message.HasField("measure") else None,
             restore=message.restore,
             save=message.save,
+            leaving=tuple(read_worker(worker) for worker in message.leaving),
+            handover=message.handover,
+            drained=message.drained,
         )

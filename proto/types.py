@@ -19,7 +19,7 @@ from oobleck.host.messages import (
     Restored,
     SaveFailed,
 )
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.plan import Plan
 
 #: Version of the words between agent and master; both must speak the same.
@@ -71,6 +71,12 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     generation: Generation = Generation(0)
     #: By slot.
     workers: tuple[WorkerStatus, ...] = ()
+    #: The agent was told to end, and does as soon as the work has moved off.
+    leaving: bool = False
+    #: Why the node can start no workers, with the last words of what ended; empty: it can.
+    trouble: str = ""
+    #: How often in a row what they are forked from has ended.
+    failed_starts: int = 0
 
     def worker(self, slot: int) -> WorkerStatus | None:
         return next((worker for worker in self.workers if worker.slot == slot), None)
@@ -133,3 +139,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     restore: bool = False
     #: Number of the newest wish for a checkpoint; 0: none.
     save: int = 0
+    #: See `Assign`.
+    leaving: tuple[WorkerId, ...] = ()
+    handover: bool = False
+    #: The node is drained: an agent that was told to end may.
+    drained: bool = False

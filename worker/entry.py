@@ -8,7 +8,7 @@ how training goes on after.
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -42,6 +42,11 @@ log = logging.getLogger(__name__)
 
 #: 64-bit numbers of a fingerprint (SHA-256) in the exchange of standings.
 _FINGERPRINT_WORDS = 4
+
+
+def members_of(assign: Assign) -> tuple[WorkerId, ...]:
+    """Who meets for a handover, in rank order."""
+    return tuple(sorted({*assign.plan.workers, *assign.leaving}))
 
 
 class Entry:
@@ -84,10 +89,11 @@ class Entry:
         )
         self._layer_sizes = layer_sizes(job.model)
 
-    def run(self, assign: Assign, transport: Transport) -> Salvage | None:
+    def run(self, assign: Assign, transport: Transport, *, received: int = 0) -> Salvage | None:
         """Agree where training stands, roll forward or back to it, and fetch missing layers.
 
-        Returns what there is of the next step already, if anything. Raises TransportError when a
+        Returns what there is of the next step already, if anything. `received`: bytes that were
+        handed over before. Raises TransportError when a
         peer is lost on the way, DataError when nodes read different data, CheckpointError when
         there is no fit checkpoint though one is needed, and InvariantViolation when nobody holds a
         layer of the plan and the job has no checkpoints.
@@ -95,13 +101,13 @@ class Entry:
         plan, progress = assign.plan, self._progress
         self._state.drop_partial()
         with self._timeline.phase("agree"):
-            agreement = self._agree(assign, transport)
+            agreement = self._agree(plan, plan.workers, transport)
         if self._restore(assign, agreement, transport):
             return None
         rolled_forward = self._worker in agreement.roll_forward
         if agreement.vote_holder is not None:
             with self._timeline.phase("roll forward"):
-                self._learn_vote(assign, agreement, transport)
+                self._learn_vote(plan, plan.workers, agreement, transport)
         with self._timeline.phase("salvage"):
             salvage = self._salvage(plan, agreement, transport)
         self._control.report(
@@ -115,12 +121,29 @@ class Entry:
             )
         )
         with self._timeline.phase("transfer"):
-            received = self._transfer(assign, agreement, transport)
+            received += self._transfer(plan, plan.workers, agreement, transport)
         progress.committed, progress.lineage = agreement.step, agreement.lineage
         self._control.report(
             PhaseReached(generation=plan.generation, phase="transferred", received_bytes=received)
         )
         return salvage
+
+    def hand_over(self, assign: Assign, transport: Transport) -> int:
+        """Come to hold the plan's layers, those who leave among the sources; the bytes received.
+
+        What nobody in this meeting holds either is left for the plan's own. Raises as `run` does.
+        """
+        plan, members, progress = assign.plan, members_of(assign), self._progress
+        self._state.drop_partial()
+        agreement = self._agree(plan, members, transport)
+        if _is_lost(agreement.held, plan.layer_count):
+            return 0
+        if agreement.vote_holder is not None:
+            self._learn_vote(plan, members, agreement, transport)
+        received = self._transfer(plan, members, agreement, transport)
+        progress.committed, progress.lineage = agreement.step, agreement.lineage
+        transport.all_gather(torch.zeros(1))  # whoever leaves may end: all has arrived
+        return received
 
     def _restore(self, assign: Assign, agreement: Agreement, transport: Transport) -> bool:
         """Go on from a checkpoint where nobody has what is needed; whether that was done."""
@@ -150,9 +173,9 @@ class Entry:
             self._control.report(message)
         return True
 
-    def _agree(self, assign: Assign, transport: Transport) -> Agreement:
+    def _agree(self, plan: Plan, members: Sequence[WorkerId], transport: Transport) -> Agreement:
         progress = self._progress
-        count = assign.plan.layer_count
+        count = plan.layer_count
         standing = Standing(
             committed=progress.committed,
             reduced=progress.reduced,
@@ -169,16 +192,16 @@ class Entry:
         row = torch.cat([torch.tensor(standing.to_row(), dtype=torch.int64), fingerprint])
         rows = transport.all_gather(row)
         others = [other[-_FINGERPRINT_WORDS:] for other in rows]
-        for member, other in zip(assign.plan.workers, others, strict=True):
+        for member, other in zip(members, others, strict=True):
             if not torch.equal(other, others[0]):
                 raise DataError(
-                    f"data: {member.node} and {assign.plan.workers[0].node} see different files "
+                    f"data: {member.node} and {members[0].node} see different files "
                     "under the same paths; give every node the same data (and model.weights)"
                 )
         return agree(
             {
                 member: Standing.from_row(other[:-_FINGERPRINT_WORDS].tolist())
-                for member, other in zip(assign.plan.workers, rows, strict=True)
+                for member, other in zip(members, rows, strict=True)
             }
         )
 
@@ -212,11 +235,17 @@ class Entry:
         log.info("salvaged", extra={"step": agreement.step + 1, "count": salvage.microbatches})
         return salvage
 
-    def _learn_vote(self, assign: Assign, agreement: Agreement, transport: Transport) -> None:
+    def _learn_vote(
+        self,
+        plan: Plan,
+        members: Sequence[WorkerId],
+        agreement: Agreement,
+        transport: Transport,
+    ) -> None:
         """Spread the vote of the newest committed step, and apply it where that is still due."""
         assert agreement.vote_holder is not None, "only called when someone holds the vote"
         progress = self._progress
-        root = assign.plan.workers.index(agreement.vote_holder)
+        root = members.index(agreement.vote_holder)
         if self._worker == agreement.vote_holder:
             assert progress.ballot is not None, "a voted step keeps its ballot"
             vector = progress.ballot
@@ -234,17 +263,24 @@ class Entry:
         progress.ballot = vector
         commit(self._state, self._job, progress, result, agreement.step)
         log.info("rolled forward", extra={"step": agreement.step})
-        record = make_record(self._job, assign.plan.generation, progress, result)
+        record = make_record(self._job, plan.generation, progress, result)
         self._control.report(Committed(record=record))
 
-    def _transfer(self, assign: Assign, agreement: Agreement, transport: Transport) -> int:
+    def _transfer(
+        self,
+        plan: Plan,
+        members: Sequence[WorkerId],
+        agreement: Agreement,
+        transport: Transport,
+    ) -> int:
         """Come to hold every layer of the plan at the agreed step; returns the bytes received."""
-        plan, step, state = assign.plan, agreement.step, self._state
+        step, state = agreement.step, self._state
         generation = plan.generation
         self._faults.reached("before:transfer", generation=generation, step=step)
         current = agreement.held[self._worker]
         state.keep_only(current)
-        needed = plan_shards(plan)[self._worker] - {s.shard for s in state.layers.values()}
+        wanted = plan_shards(plan).get(self._worker, frozenset())
+        needed = wanted - {s.shard for s in state.layers.values()}
         transfers: tuple[Transfer, ...] = ()
         for shard in sorted(needed):
             # Initial weights are a function of the seed and the layer: nothing to fetch.
@@ -255,17 +291,19 @@ class Entry:
                 state.write_own(shard.layer)
         if step > 0:
             transfers = self._plan_transfers(agreement, plan)
-        received = self._exchange(transfers, plan, transport)
+        received = self._exchange(transfers, members, transport)
         if step > 0:
             for shard in needed:
                 state.complete(shard.layer)
         self._faults.reached("after:transfer", generation=generation, step=step)
         return received
 
-    def _exchange(self, transfers: Iterable[Transfer], plan: Plan, transport: Transport) -> int:
+    def _exchange(
+        self, transfers: Iterable[Transfer], members: Sequence[WorkerId], transport: Transport
+    ) -> int:
         """Send and receive; returns the bytes received."""
         state = self._state
-        rank = {member: index for index, member in enumerate(plan.workers)}
+        rank = {member: index for index, member in enumerate(members)}
         pending: list[Pending] = []
         received: list[tuple[Transfer, torch.Tensor]] = []
         for transfer in transfers:

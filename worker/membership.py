@@ -25,14 +25,17 @@ class Membership:
         assign: Assign,
         worker: WorkerId,
         *,
+        members: Sequence[WorkerId],
         own_store: StoreServer,
         connector: Connector,
         groups: Sequence[Group],
         links: Sequence[Link],
         control: Control,
         on_lost: Callable[[str], None],
+        meeting: str = "",
     ) -> None:
-        """Join; returns when all members have.
+        """Join; returns when all `members` have. `meeting`: which one it is, of several in a
+        generation.
 
         Raises TransportError when one is lost on the way, Superseded when a newer generation is
         wanted; nothing is left open then. `on_lost` is told, from another thread and at any time
@@ -41,14 +44,14 @@ class Membership:
         generation = assign.plan.generation
         self._control = control
         self._on_lost = on_lost
-        rank, size = assign.plan.workers.index(worker), len(assign.plan.workers)
-        meeting = assign.rendezvous
+        rank, size = members.index(worker), len(members)
+        store, prefix = assign.rendezvous.store, assign.rendezvous.prefix + meeting
         waits = Waits()
         # From here on a push of an abrupt change releases whatever waits in the store ...
         control.on_abrupt(waits.release)
         try:
             control.check_newest(generation)
-            place = Place(meeting.store, meeting.prefix, own=own_store, waits=waits)
+            place = Place(store, prefix, own=own_store, waits=waits)
             self._lifeline = Lifeline(place, rank, size, connector.address)
             try:
                 connector.announce(place)

@@ -6,7 +6,7 @@ libraries and every layer that it keeps live on through all generations.
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -37,7 +37,7 @@ from oobleck.worker.control import Control
 from oobleck.worker.course import Redo
 from oobleck.worker.data import Dataset
 from oobleck.worker.device import DeviceError
-from oobleck.worker.entry import Entry
+from oobleck.worker.entry import Entry, members_of
 from oobleck.worker.errors import (
     CheckpointError,
     InvariantViolation,
@@ -54,6 +54,7 @@ from oobleck.worker.measuring import Measuring
 from oobleck.worker.membership import Membership
 from oobleck.worker.memory import MemoryMeter
 from oobleck.worker.models import check_weights
+from oobleck.worker.nccl import Link
 from oobleck.worker.output import OutputError, check_writable, write_layers, write_manifest
 from oobleck.worker.prefetch import Prefetcher
 from oobleck.worker.rendezvous import StoreServer
@@ -62,7 +63,7 @@ from oobleck.worker.salvage import Salvage
 from oobleck.worker.saver import Saver
 from oobleck.worker.state import ModelState, state_dtype
 from oobleck.worker.timeline import Timeline
-from oobleck.worker.transport import Transport
+from oobleck.worker.transport import Group, Transport
 
 log = logging.getLogger(__name__)
 
@@ -171,9 +172,20 @@ class Session:
         membership: Membership | None = None
         try:
             self._control.report(PhaseReached(generation=generation, phase="aborted"))
+            received = 0
+            if assign.handover:
+                with self._timeline.phase("hand over"):
+                    membership = self._meet_all(assign)
+                    received = self._entry.hand_over(assign, membership.transport)
+                    membership.leave(orderly=True)
+                    membership = None
+            if self._worker in assign.leaving:
+                log.info("left the plan", extra={"generation": generation})
+                self._executor = None
+                return self._control.wait_next(generation)
             with self._timeline.phase("rendezvous"):
                 membership = self._join(assign)
-            salvage = self._entry.run(assign, membership.transport)
+            salvage = self._entry.run(assign, membership.transport, received=received)
             following = self._train(assign, membership, salvage)
         except TransportError as error:
             self._lost(generation, str(error))
@@ -204,21 +216,43 @@ class Session:
             PeerLost(generation=generation, step=self._progress.begun, detail=detail)
         )
 
+    def _meet_all(self, assign: Assign) -> Membership:
+        """Meet the plan's workers and those that leave, to hand over what the latter alone hold."""
+        return self._member(assign, members_of(assign), groups=(), links=(), meeting="/handover")
+
     def _join(self, assign: Assign) -> Membership:
         plan = assign.plan
         self._programs = self._compile(plan)
         self._faults.reached(
             "before:rendezvous", generation=plan.generation, step=self._progress.begun
         )
+        return self._member(
+            assign,
+            plan.workers,
+            groups=owner_groups(self._programs.values(), plan),
+            links=links_of(self._programs, plan),
+        )
+
+    def _member(
+        self,
+        assign: Assign,
+        members: Sequence[WorkerId],
+        *,
+        groups: Sequence[Group],
+        links: Sequence[Link],
+        meeting: str = "",
+    ) -> Membership:
         return Membership(
             assign,
             self._worker,
+            members=members,
             own_store=self._store,
             connector=self._connector,
-            groups=owner_groups(self._programs.values(), plan),
-            links=links_of(self._programs, plan),
+            groups=groups,
+            links=links,
             control=self._control,
-            on_lost=lambda detail: self._lost(plan.generation, detail),
+            on_lost=lambda detail: self._lost(assign.plan.generation, detail),
+            meeting=meeting,
         )
 
     def _compile(self, plan: Plan, work: Work | None = None) -> Mapping[WorkerId, Program]:

@@ -217,8 +217,16 @@ class Director:
             )
         self.wait(lambda: all(self.workers[name].store for name in names), "workers ready")
 
-    def assign(self, plan: Plan, *, boundary: bool = False, restore: bool = False) -> None:
-        """Push `plan` to all its workers."""
+    def assign(
+        self,
+        plan: Plan,
+        *,
+        boundary: bool = False,
+        restore: bool = False,
+        leaving: Sequence[str] = (),
+        handover: bool = False,
+    ) -> None:
+        """Push `plan` to all its workers and to those that are `leaving`."""
         self._meetings += 1
         store = next(
             self.workers[worker].store for worker in plan.workers if not self.workers[worker].gone
@@ -228,8 +236,10 @@ class Director:
             rendezvous=Rendezvous(store=store, prefix=f"meeting-{self._meetings}"),
             boundary=boundary,
             restore=restore,
+            leaving=tuple(map(worker_named, leaving)),
+            handover=handover,
         )
-        for worker in plan.workers:
+        for worker in (*plan.workers, *message.leaving):
             self.workers[worker].channel.send(message)
 
     def wish_checkpoint(self, plan: Plan, number: int) -> None:
