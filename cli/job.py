@@ -170,14 +170,16 @@ def check_weights(job: "JobSpec") -> None:
 def _count_tokens(data: "DataSpec", files: set[str], vocabulary: int) -> int | None:
     """Tokens in `files`; None: they are not known yet. Raises DataError."""
     from oobleck.host.documents import is_plain
-    from oobleck.host.tokenfile import read_info
+    from oobleck.host.tokenfile import read_info, type_of
     from oobleck.host.tokenizer import load_tokenizer
 
     if data.tokens is not None:
-        if (info := read_info(data.tokens)) is not None:
+        info = read_info(data.tokens)
+        dtype = type_of(data.tokens, info, data.dtype)
+        if info is not None:
             info.check_vocabulary(vocabulary, data.tokens)
             return info.tokens
-        return os.path.getsize(data.tokens) // (int((data.dtype or "uint16")[4:]) // 8)
+        return os.path.getsize(data.tokens) // (int(dtype.removeprefix("uint")) // 8)
     if data.tokenizer is not None or data.separator:
         tokenizer = load_tokenizer(data.tokenizer)
         tokenizer.check_vocabulary(vocabulary)

@@ -11,7 +11,7 @@ import hashlib
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import msgspec
 import numpy as np
@@ -94,6 +94,28 @@ def read_info(path: str | Path) -> TokenFileInfo | None:
     return info
 
 
+def type_of(path: str | Path, info: TokenFileInfo | None, wanted: Dtype | None) -> Dtype:
+    """The type of the ids in token file `path`, of which `info` is known and whose reader asks for
+    `wanted`.
+
+    Raises DataError where both are there and differ, or neither is: an array of numbers does not
+    tell how wide they are, and read in the wrong width most are ids too.
+    """
+    if info is None and wanted is None:
+        raise DataError(
+            f"nothing says what type the ids in {path} have: there is no "
+            f"{info_path(path).name} beside it; set dtype to uint8, uint16 or uint32, or make the "
+            "file with 'oobleck data prepare'"
+        )
+    if info is not None and wanted not in (None, info.dtype):
+        raise DataError(
+            f"{path} has {info.dtype} tokens, and dtype is {wanted}; leave that key out"
+        )
+    dtype = wanted if info is None else info.dtype
+    assert dtype is not None, "one of them says it"
+    return dtype
+
+
 def read_tokens(path: str | Path, info: TokenFileInfo, count: int) -> list[int]:
     """The first `count` ids of a token file, or all that there are."""
     try:
@@ -128,10 +150,8 @@ class TokenWriter:
         self._highest = -1
         self.tokens = 0
         self.documents = 0
-        try:
-            self._file = open(self._temporary, "wb")  # noqa: SIM115 - closed by __exit__
-        except OSError as error:
-            raise self._unwritable(error) from error
+        #: Opened within the context: whatever interrupts that, its end removes the file.
+        self._file: BinaryIO | None = None
 
     def __enter__(self) -> "TokenWriter":
         return self
@@ -143,8 +163,9 @@ class TokenWriter:
         trace: TracebackType | None,
     ) -> None:
         # What is still buffered does not matter any more, and may not fit on the disk.
-        with contextlib.suppress(OSError):
-            self._file.close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
         self._temporary.unlink(missing_ok=True)
 
     def add(self, tokens: NDArray[np.unsignedinteger]) -> None:
@@ -156,7 +177,7 @@ class TokenWriter:
             raise DataError(f"token {highest} does not fit into {self._dtype}; choose a wider type")
         raw = tokens.astype(np.dtype(self._dtype).newbyteorder("<")).tobytes()
         try:
-            self._file.write(raw)
+            self._open().write(raw)
         except OSError as error:
             raise self._unwritable(error) from error
         self._sha256.update(raw)
@@ -186,8 +207,9 @@ class TokenWriter:
         beside = info_path(self._path)
         temporary = self._temporary.with_name(f"{self._temporary.name}.json")
         try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            content = self._open()
+            content.flush()
+            os.fsync(content.fileno())
             with open(temporary, "wb") as file:
                 file.write(msgspec.json.format(encode(info), indent=2) + b"\n")
                 file.flush()
@@ -202,6 +224,11 @@ class TokenWriter:
         finally:
             temporary.unlink(missing_ok=True)
         return info
+
+    def _open(self) -> BinaryIO:
+        if self._file is None:
+            self._file = open(self._temporary, "wb")  # noqa: SIM115 - closed by __exit__
+        return self._file
 
     def _unwritable(self, error: OSError) -> DataError:
         return DataError(

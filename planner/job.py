@@ -108,7 +108,7 @@ class DataSpec:
 
     text: tuple[str, ...] = ()
     tokens: str | None = None
-    #: Of `tokens`; None: what stands beside the file says it, or else it is uint16.
+    #: Of `tokens`; None: what stands beside the file says it.
     dtype: Literal["uint8", "uint16", "uint32"] | None = None
     #: A tokenizer.json for `text`; None: every byte is a token.
     tokenizer: str | None = None

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.host.documents import is_plain
-from oobleck.host.tokenfile import DataError, TokenFileInfo, read_info
+from oobleck.host.tokenfile import DataError, TokenFileInfo, read_info, type_of
 from oobleck.host.tokenizer import load_tokenizer
 from oobleck.planner.job import DataSpec
 from oobleck.worker.tokencache import cached_tokens
@@ -33,8 +33,6 @@ _BLOCK_BYTES = 4096
 #: takes a fraction of a second; larger ones when they are used.
 _SCAN_BYTES = 1 << 28
 _SCAN_TOKENS = 1 << 21
-#: Type of a token file of which nothing is known.
-_DEFAULT_DTYPE = "uint16"
 
 
 class Corpus:
@@ -65,14 +63,9 @@ class Corpus:
         self._paths = [spec.tokens]
         _size(spec.tokens)
         info = read_info(spec.tokens)
-        if info is not None and spec.dtype not in (None, info.dtype):
-            raise DataError(
-                f"{spec.tokens} has {info.dtype} tokens, and {self._key}.dtype is {spec.dtype}; "
-                "leave that key out"
-            )
+        width = np.dtype(type_of(spec.tokens, info, spec.dtype)).itemsize
         if info is not None:
             info.check_vocabulary(self._vocabulary, spec.tokens)
-        width = np.dtype(spec.dtype or (info.dtype if info else _DEFAULT_DTYPE)).itemsize
         self._dtype = np.dtype(f"<u{width}")
         return info
 

@@ -100,6 +100,8 @@ def test_a_vocabulary_that_is_too_small_is_refused_before_a_master_is_asked(fold
     with open(tmp_path / "bytes.bin", "ab") as file:
         file.write(b"more")
     assert "was cut off or replaced" in submitted(tmp_path, "{tokens: bytes.bin}", 256)
+    text = submitted(tmp_path, "{tokens: out.bin}", 256)
+    assert f"data: nothing says what type the ids in {tmp_path}/out.bin have" in text
     (tmp_path / "job.yaml").write_text(
         JOB.format(data="{tokens: out.bin, tokenizer: t.json}", vocabulary=256)
     )

@@ -148,7 +148,11 @@ def test_refusals_name_the_pattern_and_the_fix(tmp_path):
     assert f"{tmp_path}/short/* holds 8 tokens, too few for one row of 9" in text
     assert f"cannot read {tmp_path}/no.bin" in refused(DataSpec(tokens=f"{tmp_path}/no.bin"))
     odd = write(tmp_path / "odd.bin", bytes(33))
-    assert "33 bytes, no whole number of uint16 tokens" in refused(DataSpec(tokens=str(odd)))
+    text = refused(DataSpec(tokens=str(odd), dtype="uint16"))
+    assert "33 bytes, no whole number of uint16 tokens" in text
+    text = refused(DataSpec(tokens=str(odd)))
+    assert f"nothing says what type the ids in {odd} have" in text
+    assert "set dtype to uint8, uint16 or uint32" in text
 
 
 def test_tokens_beyond_the_vocabulary_are_refused_at_once_or_when_read(tmp_path):
@@ -157,10 +161,10 @@ def test_tokens_beyond_the_vocabulary_are_refused_at_once_or_when_read(tmp_path)
     assert "token 195" in text
     assert "model.vocabulary (128)" in text
     np.array([*range(100), 500, 7], dtype=np.uint16).tofile(tmp_path / "small.bin")
-    text = refused(DataSpec(tokens=f"{tmp_path}/small.bin"), vocabulary=500)
+    text = refused(DataSpec(tokens=f"{tmp_path}/small.bin", dtype="uint16"), vocabulary=500)
     assert f"token 500 at position 100 of {tmp_path}/small.bin is not below" in text
-    assert refused(DataSpec(tokens=f"{tmp_path}/small.bin"), vocabulary=100)
-    Dataset(DataSpec(tokens=f"{tmp_path}/small.bin"), 8, 501)
+    assert refused(DataSpec(tokens=f"{tmp_path}/small.bin", dtype="uint16"), vocabulary=100)
+    Dataset(DataSpec(tokens=f"{tmp_path}/small.bin", dtype="uint16"), 8, 501)
 
 
 def test_large_files_are_not_looked_through_at_the_start(tmp_path):
@@ -168,7 +172,7 @@ def test_large_files_are_not_looked_through_at_the_start(tmp_path):
         file.truncate((1 << 28) + (1 << 22))
         file.seek(2 * 64)
         file.write(bytes([244, 1]))
-    dataset = Dataset(DataSpec(tokens=f"{tmp_path}/large.bin"), 1 << 20, 500)
+    dataset = Dataset(DataSpec(tokens=f"{tmp_path}/large.bin", dtype="uint16"), 1 << 20, 500)
     with pytest.raises(DataError, match="token 500 at position 64 of"):
         dataset.rows(0, 1, range(dataset.windows), dataset.windows)
 
@@ -196,7 +200,9 @@ def test_a_file_that_shrinks_is_an_error_and_no_crash(tmp_path):
 def test_held_out_windows_are_never_trained_on(tmp_path, windows, share, seed, batch):
     ids = np.arange(2 * windows + 1, dtype=np.uint16)
     ids.tofile(tmp_path / "a.bin")
-    dataset = Dataset(DataSpec(tokens=f"{tmp_path}/a.bin"), 2, 1 << 16, held_out=share)
+    dataset = Dataset(
+        DataSpec(tokens=f"{tmp_path}/a.bin", dtype="uint16"), 2, 1 << 16, held_out=share
+    )
     held_out = [int(row[0]) for row in dataset.held_out_rows(range(dataset.held_out))]
     assert len(set(held_out)) == len(held_out) == max(1, round(share * windows))
     trained: list[int] = []
@@ -209,7 +215,7 @@ def test_held_out_windows_are_never_trained_on(tmp_path, windows, share, seed, b
 
 def test_the_split_does_not_depend_on_the_seed_and_is_spread(tmp_path):
     np.arange(2001, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    spec = DataSpec(tokens=f"{tmp_path}/a.bin")
+    spec = DataSpec(tokens=f"{tmp_path}/a.bin", dtype="uint16")
     rows = Dataset(spec, 2, 1 << 16, held_out=0.2).held_out_rows(range(200))
     quarters = np.bincount(rows[:, 0] // 500, minlength=4)
     assert quarters.min() > 25
