@@ -45,6 +45,9 @@ from oobleck.master.events import (
     SaveProblem,
     WorkerLost,
 )
+from oobleck.master.incident import LastIncident
+from oobleck.master.incidentrecord import summary_of
+from oobleck.master.investigate import closes, incident_after
 from oobleck.master.observe import observe
 from oobleck.master.state import ClusterState, Job, JobSeen, JobState, Node, NodeSeen, Way
 
@@ -114,9 +117,26 @@ def apply(state: ClusterState, event: Event, *, now: float, unix: float) -> bool
     if isinstance(event, Observed):
         return observe(state, event, now)
     state.sequence += 1
+    _follow_incident(state, event, unix)
     _fold(state, event, now, unix)
     _set_desired(state, now, unix)
     return True
+
+
+def _follow_incident(state: ClusterState, event: Journaled, unix: float) -> None:
+    found = incident_after(state, event, unix)
+    if found is None:
+        return
+    job, incident = found
+    if incident.number > job.incidents:
+        job.incidents = incident.number
+    if isinstance(event, PlanMade | FirstStepCommitted):
+        job.seen.sightings.clear()  # the event carries them
+    if closes(job, event):
+        summary = summary_of(incident, event, unix)
+        job.last_incident = LastIncident(number=incident.number, at=unix, summary=summary)
+        job.seen.sightings.clear()
+    job.incident = None if closes(job, event) else incident
 
 
 def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> None:

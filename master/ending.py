@@ -9,7 +9,7 @@ from oobleck.master.events import (
     JobSucceeded,
     Transition,
 )
-from oobleck.master.losses import describe_exit
+from oobleck.master.sightings import carried, describe_exit
 from oobleck.master.state import Job
 
 #: Ends of one worker's processes that may follow each other without a committed step in between.
@@ -50,7 +50,13 @@ def first_step(look: Look) -> Decision | None:
     way = transition(look, job)
     if step is None or way is None:
         return None
-    event = FirstStepCommitted(job_id=job.id, generation=job.generation, step=step, transition=way)
+    event = FirstStepCommitted(
+        job_id=job.id,
+        generation=job.generation,
+        step=step,
+        transition=way,
+        sightings=carried(job, look.now),
+    )
     return Decision(actions=(event,), reason=f"generation {job.generation} has committed a step")
 
 
@@ -63,7 +69,12 @@ def end_jobs(look: Look) -> Decision | None:
     if active is None:
         return None
     if (failure := _failure(active)) is not None:
-        failed = JobFailed(job_id=active.id, reason=failure, transition=transition(look, active))
+        failed = JobFailed(
+            job_id=active.id,
+            reason=failure,
+            transition=transition(look, active),
+            sightings=carried(active, look.now),
+        )
         return Decision(actions=(failed,), reason=failure)
     return _succeed(look, active)
 

@@ -49,6 +49,23 @@ Cause = Literal[
     "node left out",
 ]
 
+
+class Sighting(msgspec.Struct, frozen=True, kw_only=True):
+    """What somebody saw of a failure. The event that carries it says when, less `ago_s`."""
+
+    #: agent: of a process that it started; peer: a worker, of another one; stream: the master, of
+    #: an agent's session; worker: of itself.
+    by: Literal["agent", "peer", "stream", "worker"]
+    #: Node, worker, or `master`.
+    observer: str
+    #: Node or worker; empty: the observer cannot tell.
+    about: str
+    saw: str
+    ago_s: float = 0.0
+    #: With `agent`: how the process ended.
+    exited: WorkerExited | None = None
+
+
 # ---- journaled
 
 
@@ -92,6 +109,8 @@ class NodeLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
     #: From the first evidence to this declaration.
     detect_s: float
+    #: As in PlanMade.
+    sightings: tuple[Sighting, ...] = ()
 
 
 class WorkerLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -102,6 +121,12 @@ class WorkerLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     incarnation: Incarnation
     reason: str
     detect_s: float
+    #: Its agent's word; None: the agent did not see it end.
+    sighting: Sighting | None = None
+    #: Its own word on why; empty: none.
+    words: str = ""
+    #: It had reported that it lost a peer before it ended.
+    lost_peer: bool = False
 
 
 class NodeLeftOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -200,6 +225,8 @@ class PlanMade(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     restore: bool = False
     #: Of the generation before, where it did not come to its first step.
     overtaken: Transition | None = None
+    #: What was seen of failures since the last event that carries such.
+    sightings: tuple[Sighting, ...] = ()
 
 
 class FirstStepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -209,6 +236,8 @@ class FirstStepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     generation: Generation
     step: int
     transition: Transition
+    #: As in PlanMade.
+    sightings: tuple[Sighting, ...] = ()
 
 
 class CheckpointRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -255,6 +284,8 @@ class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
     reason: str
     transition: Transition | None = None
+    #: As in PlanMade.
+    sightings: tuple[Sighting, ...] = ()
 
 
 class JobCancelled(msgspec.Struct, frozen=True, kw_only=True, tag=True):

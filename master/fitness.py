@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from oobleck.master.decision import Decision, Look
 from oobleck.master.events import NodeLeftOut
-from oobleck.master.losses import describe_exit
+from oobleck.master.sightings import describe_exit
 from oobleck.master.state import ClusterState, Job, Node
 
 OTHER_DATA = "its data differ from those of the job's other nodes (same paths, other content)"

@@ -157,7 +157,7 @@ class Master:
         self._find_profiles()
 
     def _fold(self, event: Journaled, now: float, unix: float) -> None:
-        for job_id, record in records_of(self.state, event):
+        for job_id, record in records_of(self.state, event, unix):
             self.events.add(job_id, record, unix)
         self._dirty |= apply(self.state, event, now=now, unix=unix)
         if isinstance(event, JobRestored) and event.resumed:

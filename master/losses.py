@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from oobleck.master.config import Timing
 from oobleck.master.events import NodeLost, WorkerLost
+from oobleck.master.sightings import carried, describe_exit, of_exit
 from oobleck.master.state import ClusterState, Job, Node
-from oobleck.proto.types import WorkerExited
 
 
 def lost_nodes(state: ClusterState, now: float, timing: Timing) -> tuple[NodeLost, ...]:
@@ -23,20 +23,24 @@ def lost_nodes(state: ClusterState, now: float, timing: Timing) -> tuple[NodeLos
         silent_s = now - node.seen.last_heard
         if (proof := _proof(state, node, timing)) is not None:
             at, reason = proof
-            lost.append(_loss(node, "witnesses", reason, now - at))
+            lost.append(_loss(state, node, "witnesses", reason, now, at))
         elif now >= node.seen.last_heard + timing.lease_s:
             reason = f"not heard of for {silent_s:.1f} s (the lease is {timing.lease_s:g} s)"
-            lost.append(_loss(node, "lease", reason, silent_s))
+            lost.append(_loss(state, node, "lease", reason, now, node.seen.last_heard))
     return tuple(lost)
 
 
-def _loss(node: Node, cause: str, reason: str, detect_s: float) -> NodeLost:
+def _loss(
+    state: ClusterState, node: Node, cause: str, reason: str, now: float, evidence_at: float
+) -> NodeLost:
+    job, name = state.job, node.facts.node
     return NodeLost(
-        node=node.facts.node,
+        node=name,
         incarnation=node.facts.incarnation,
         cause="witnesses" if cause == "witnesses" else "lease",
         reason=reason,
-        detect_s=detect_s,
+        detect_s=now - evidence_at,
+        sightings=carried(job, now) if job is not None and name in job.members else (),
     )
 
 
@@ -91,10 +95,7 @@ def _lost_workers(state: ClusterState, job: Job, now: float) -> Iterator[WorkerL
             incarnation=incarnation,
             reason=describe_exit(exited) if exited else "its agent does not have it any more",
             detect_s=max(0.0, now - first_report),
+            sighting=of_exit(job, worker, exited, now) if exited else None,
+            words=job.seen.complaints.get(worker, ""),
+            lost_peer=worker in job.seen.peers_lost,
         )
-
-
-def describe_exit(exited: WorkerExited) -> str:
-    if exited.signal is not None:
-        return f"pid {exited.pid} was killed by signal {exited.signal}"
-    return f"pid {exited.pid} exited with code {exited.exit_code}"

@@ -5,6 +5,7 @@ from oobleck.master import planning
 from oobleck.master.decision import Look
 from oobleck.master.ending import transition
 from oobleck.master.events import Cause, PlanMade, WorkerLost
+from oobleck.master.sightings import carried
 from oobleck.master.state import ClusterState, Job
 from oobleck.planner.ids import Generation, Incarnation, WorkerId
 from oobleck.planner.plan import Plan
@@ -57,6 +58,7 @@ def plan_made(
         data=look.state.data_of(look.state.nodes[plan.nodes[0]]),
         restore=restore or (job.on_the_way and job.made is not None and job.made.restore),
         overtaken=transition(look, job),
+        sightings=() if boundary else carried(job, look.now),
     )
 
 

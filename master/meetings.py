@@ -10,6 +10,7 @@ from oobleck.master.config import Timing
 from oobleck.master.decision import Decision, Look
 from oobleck.master.ending import transition
 from oobleck.master.events import JobFailed
+from oobleck.master.sightings import carried
 from oobleck.master.state import Job
 from oobleck.planner.ids import WorkerId
 
@@ -56,5 +57,10 @@ def enough(look: Look, job: Job, reason: str) -> Decision | None:
         f"the workers have met {regroups} times in {look.now - since:.0f} s without a committed "
         f"step between: {reason}"
     )
-    failed = JobFailed(job_id=job.id, reason=failure, transition=transition(look, job))
+    failed = JobFailed(
+        job_id=job.id,
+        reason=failure,
+        transition=transition(look, job),
+        sightings=carried(job, look.now),
+    )
     return Decision(actions=(failed,), reason=failure)

@@ -1,6 +1,7 @@
 """How observed events change the `seen` part of the state. Nothing here outlives the process."""
 
 from oobleck.host.messages import Measured, PhaseReached, SaveFailed, StepRecord
+from oobleck.master import sightings
 from oobleck.master.events import (
     EvaluationReceived,
     MeasurementReported,
@@ -31,6 +32,8 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
         case StreamOpened():
             node = state.nodes[event.node]
             node.seen.session = event.session
+            if state.job is not None:
+                sightings.forget_stream(state.job, event.node)
             node.seen.closed_at = None
             _take_status(state, node, event.status, now)
             return True
@@ -40,6 +43,7 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
                 return False  # a newer stream has replaced it
             node.seen.session = None
             node.seen.closed_at = now
+            sightings.note(state, event, now)
             return True
         case StatusReceived():
             return _take_status(state, state.nodes[event.node], event.status, now)
@@ -48,6 +52,7 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
             if event.incarnation in job.seen.exits:
                 return False
             job.seen.exits[event.incarnation] = event.exited
+            sightings.note(state, event, now)
             if job.counts_on(event.incarnation):
                 job.seen.deaths.setdefault(event.worker, []).append(event.exited)
             elif event.incarnation in job.processes().values():
@@ -61,9 +66,11 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
             # Workers may still be in an older generation than a plan for a step boundary.
             if job.abrupt <= event.lost.generation <= job.generation:
                 job.seen.peers_lost.setdefault(event.worker, (now, event.lost))
+                sightings.note(state, event, now)
             return _hear(state, event.worker, now)
         case WorkerFailedReported():
             job = state.jobs[event.job_id]
+            sightings.note(state, event, now)
             if not job.counts_on(event.incarnation):
                 job.seen.unfit.setdefault(event.worker.node, event.message)
             elif event.kind == "internal":

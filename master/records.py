@@ -10,6 +10,7 @@ from oobleck.master.events import (
     CheckpointPublished,
     FirstStepCommitted,
     JobCancelled,
+    JobEnded,
     JobFailed,
     JobRestored,
     JobSubmitted,
@@ -27,6 +28,8 @@ from oobleck.master.events import (
     Transition,
     WorkerLost,
 )
+from oobleck.master.incidentrecord import record as incident_record
+from oobleck.master.investigate import closes, incident_after
 from oobleck.master.state import ClusterState, Job
 from oobleck.planner.ids import Generation, JobId
 from oobleck.planner.plan import Plan
@@ -35,8 +38,19 @@ from oobleck.planner.plan import Plan
 Record = Mapping[str, object]
 
 
-def records_of(state: ClusterState, event: Journaled) -> list[tuple[JobId, Record]]:
-    """The records that `event` gives when it comes to `state` (which it has not changed yet)."""
+def records_of(state: ClusterState, event: Journaled, unix: float) -> list[tuple[JobId, Record]]:
+    """The records that `event` gives when it comes to `state` (which it has not changed yet) at the
+    Unix time `unix`."""
+    records = _records_of(state, event)
+    found = incident_after(state, event, unix)
+    if found is not None and closes(found[0], event):
+        job, incident = found
+        last = [records.pop()] if isinstance(event, JobEnded) else []  # the end stays the last line
+        records += [(job.id, incident_record(job, incident, event, unix)), *last]
+    return records
+
+
+def _records_of(state: ClusterState, event: Journaled) -> list[tuple[JobId, Record]]:
     match event:
         case NodeRegistered() | NodeLost():
             return [(state.job.id, _node_record(state.job, event))] if state.job else []

@@ -27,9 +27,11 @@ from oobleck.master.events import (
     NodeReset,
     PlanMade,
     ProfileChosen,
+    Sighting,
     Transition,
     WorkerLost,
 )
+from oobleck.master.incident import Incident, LastIncident
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.measurement import Scope
@@ -207,6 +209,8 @@ class JobSeen:
     #: Of processes that have had no part in a step, while others have: why they cannot have one,
     #: and the ends of those that a plan counted on.
     unfit: dict[NodeName, str] = field(default_factory=dict)
+    #: What was seen of failures, and when, that no event has carried yet.
+    sightings: list[tuple[float, Sighting]] = field(default_factory=list)
     stillborn: dict[NodeName, list[WorkerExited]] = field(default_factory=dict)
 
 
@@ -260,6 +264,10 @@ class Job:
     #: The checkpoint that the workers' state goes back to, and the step that the job began at.
     restored: Restored | None = None
     resumed_step: int = 0
+    #: The failure that is being answered; None: none. How many there were, and the last one.
+    incident: Incident | None = None
+    incidents: int = 0
+    last_incident: LastIncident | None = None
     known_reports: deque[SaveReport] = field(default_factory=lambda: deque(maxlen=_KNOWN_REPORTS))
     #: The last transitions, for the report of one that is not allowed.
     history: deque[str] = field(default_factory=lambda: deque(maxlen=20))

@@ -10,6 +10,7 @@ from statistics import median
 from oobleck.host.messages import StepRecord
 from oobleck.master import meetings, planning
 from oobleck.master.config import MasterConfig, Timing
+from oobleck.master.incidentrecord import headline
 from oobleck.master.state import ENDED, ClusterState, Job, Node
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.units import count
@@ -55,6 +56,7 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         message.checkpoint = job.checkpoint.path
         message.checkpoint_step = job.checkpoint.step
     message.save_failure = job.save_failure
+    _tell_incident(message, job)
     if job.profile is not None:
         message.profile = job.profile.source
     elif job.spec.profile == "estimate":
@@ -75,6 +77,16 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         step_tokens = seen.recent[-1].tokens
         message.eta_s = (training.steps - seen.committed_step) * step_tokens / rate
     return message
+
+
+def _tell_incident(message: pb.JobStatus, job: Job) -> None:
+    """The one that is open, or the last one."""
+    message.incidents = job.incidents
+    if job.incident is not None:
+        message.last_incident = headline(job.incident.root_cause)
+    elif job.last_incident is not None:
+        message.last_incident = job.last_incident.summary
+        message.last_incident_at = job.last_incident.at
 
 
 def _memory(state: ClusterState, job: Job) -> Iterator[pb.WorkerMemory]:

@@ -265,7 +265,7 @@ class Player:
         yield from self.state.jobs.values()
 
     def _record(self, event: Journaled) -> None:
-        for job_id, record in records_of(self.state, event):
+        for job_id, record in records_of(self.state, event, UNIX + self.now):
             self.records.setdefault(job_id, []).append(record)
         self.journal.append((UNIX + self.now, event))
         apply(self.state, event, now=self.now, unix=UNIX + self.now)
@@ -431,6 +431,13 @@ class Player:
 
     def do_exit(self, worker: str) -> None:
         """The agent reports that the process was killed, and does not have it any more."""
+        self._exit(worker, exit_code=None, signum=9)
+
+    def do_broken(self, worker: str) -> None:
+        """The same of a process that has ended by itself."""
+        self._exit(worker, exit_code=1, signum=None)
+
+    def _exit(self, worker: str, exit_code: int | None, signum: int | None) -> None:
         job, at = self.state.job, worker_id(worker)
         assert job is not None
         agent = self.agents[at.node]
@@ -438,7 +445,9 @@ class Player:
         assert process is not None
         left = tuple(w for w in agent.status.workers if w.slot != at.slot)
         agent._status(workers=left)
-        exited = WorkerExited(pid=process.pid, exit_code=None, signal=9, log_tail="last words")
+        exited = WorkerExited(
+            pid=process.pid, exit_code=exit_code, signal=signum, log_tail="last words"
+        )
         event = WorkerExitReported(
             worker=at, job_id=job.id, incarnation=process.incarnation, exited=exited
         )
@@ -602,6 +611,13 @@ class Player:
     def do_look(self) -> None:
         pass
 
+    def do_incidents(self) -> None:
+        """Write down what the records of all incidents so far say."""
+        for job_id, records in self.records.items():
+            for record in records:
+                if record["event"] == "incident":
+                    self.written += [f"> {line}" for line in incident_lines(job_id, record)]
+
     def do_assigned(self, *names: str) -> None:
         """Write down what the nodes are to do."""
         for name in names:
@@ -609,6 +625,23 @@ class Player:
             plan = f" generation {desired.generation}" if desired.generation else ""
             save = f" save {desired.save}" if desired.save else ""
             self.written.append(f"> {name}: {desired.job_id or 'no job'}{plan}{save}")
+
+
+def incident_lines(job_id: JobId, record: dict[str, Any]) -> Iterator[str]:
+    yield f"{job_id} incident {record['incident']} {record['outcome']}: {record['summary']}"
+    for other in record["also_lost"]:
+        kind = "a consequence" if other["consequence"] else "by itself"
+        yield f"  also lost ({kind}): {other['summary']}"
+    for seen in record["witnesses"]:
+        after_s = seen["time"] - record["opened_at"]
+        about = f" of {seen['about']}" if seen["about"] else ""
+        yield f"  +{after_s:.2f} {seen['by']} {seen['observer']}{about}: {seen['saw']}"
+    for attempt in record["attempts"]:
+        overtaken = attempt["superseded_by"]
+        end = f", overtaken by {overtaken}" if overtaken else ""
+        yield f"  generation {attempt['generation']} by {attempt['rule']}{end}"
+    if tail := record["root_cause"]["log_tail"]:
+        yield f"  last words: {' | '.join(tail)}"
 
 
 def worker_id(text: str) -> WorkerId:

@@ -11,6 +11,7 @@ from scenario import Player
 
 from oobleck.master.apply import InvalidTransition, apply
 from oobleck.master.events import JobStarted
+from oobleck.master.state import Job
 from oobleck.planner.ids import JobId
 
 SCENARIOS = sorted(Path(__file__).with_name("scenarios").glob("*.txt"))
@@ -45,6 +46,41 @@ def test_every_reconfiguration_is_recorded_once_and_its_phases_add_up(path: Path
             assert math.isclose(sum(record["phases"].values()), record["total_s"], abs_tol=1e-9)
             assert all(seconds >= 0 for seconds in record["phases"].values())
             json.dumps(record, default=list)
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_every_incident_is_recorded_once_and_blames_nobody_for_a_closed_socket(path: Path) -> None:
+    player = Player()
+    player.play(path.read_text())
+    for job_id, records in player.records.items():
+        job = player.state.jobs[job_id]
+        found = [r for r in records if r["event"] == "incident"]
+        open_ones = 0 if job.incident is None else 1
+        assert [r["incident"] for r in found] == list(range(1, job.incidents + 1 - open_ones))
+        lost = [r for r in records if r["event"] in ("worker_lost", "node_reset")]
+        lost += [r for r in records if r["event"] == "node_lost" and r["in_plan"]]
+        assert len(lost) == sum(_losses(r) for r in found) + _open_losses(job)
+        for record in found:
+            json.dumps(record, default=list)
+            causes = [record["root_cause"], *record["also_lost"]]
+            assert all(cause["summary"] for cause in causes)
+            times = [seen["time"] for seen in record["witnesses"]]
+            assert times == sorted(times)
+            assert record["closed_at"] >= record["opened_at"]
+            if record["outcome"] == "recovered":
+                assert record["attempts"][-1]["generation"] == record["to_generation"]
+                assert record["attempts"][-1]["phases"] is not None
+
+
+LOSSES = ("worker died", "node lost", "agent restarted", "hang")
+
+
+def _losses(record: dict) -> int:
+    return sum(c["kind"] in LOSSES for c in [record["root_cause"], *record["also_lost"]])
+
+
+def _open_losses(job: Job) -> int:
+    return sum(s.kind in LOSSES for s in job.incident.setbacks) if job.incident else 0
 
 
 def test_an_overtaken_generation_is_recorded_with_its_successor() -> None:

@@ -1,0 +1,223 @@
+"""Follows an incident from its first loss to the step, or the end, that closes it.
+
+A fold over journaled events, so that a restarted master knows as much. It looks at the state that
+an event finds, before the event has changed it. Must not know how a record of an incident looks.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from oobleck.master.events import (
+    FirstStepCommitted,
+    JobCancelled,
+    JobFailed,
+    JobRestored,
+    JobSucceeded,
+    Journaled,
+    NodeLeftOut,
+    NodeLost,
+    NodeReset,
+    PlanMade,
+    Sighting,
+    Transition,
+    WorkerLost,
+)
+from oobleck.master.incident import MOST_SIGHTINGS, Attempt, Incident, Kind, Setback, Sighted
+from oobleck.master.state import ClusterState, Job
+from oobleck.planner.ids import WorkerId
+
+replace = msgspec.structs.replace
+
+
+def incident_after(
+    state: ClusterState, event: Journaled, unix: float
+) -> tuple[Job, Incident] | None:
+    """The job that `event` is about and its incident with what the event adds; None: it adds
+    nothing. Whether the event closes the incident, `closes` says."""
+    incident: Incident | None
+    match event:
+        case NodeLost():
+            if (active := state.job) is None or event.node not in active.members:
+                return None
+            job = active
+            incident = _with_setback(job, _node_lost(job, event, unix))
+            incident = _with_sightings(incident, event.sightings, unix)
+        case WorkerLost():
+            job = state.jobs[event.job_id]
+            incident = _with_setback(job, _worker_lost(job, event, unix))
+            seen = [event.sighting] if event.sighting is not None else []
+            incident = _with_sightings(incident, seen, unix)
+        case NodeLeftOut() | NodeReset():
+            job = state.jobs[event.job_id]
+            if event.node not in job.members:
+                return None
+            incident = _with_setback(job, _put_out(job, event, unix))
+        case JobRestored():
+            job = state.jobs[event.job_id]
+            if job.incident is None:
+                return None
+            lost_steps = job.incident.lost_steps + event.lost_steps
+            incident = replace(job.incident, lost_steps=lost_steps)
+        case PlanMade():
+            job = state.jobs[event.job_id]
+            incident = _with_plan(job, event, unix)
+        case FirstStepCommitted() | JobSucceeded() | JobFailed() | JobCancelled():
+            job = state.jobs[event.job_id]
+            incident = _at_end(job, event, unix)
+        case _:
+            return None
+    return None if incident is None else (job, incident)
+
+
+def closes(job: Job, event: Journaled) -> bool:
+    """Whether an incident of `job`, as the event finds it, is over with the event."""
+    if isinstance(event, FirstStepCommitted):
+        return not job.losses
+    return isinstance(event, JobSucceeded | JobFailed | JobCancelled)
+
+
+def _with_setback(job: Job, setback: Setback) -> Incident:
+    incident = job.incident or Incident(number=job.incidents + 1, from_generation=job.generation)
+    return replace(incident, setbacks=(*incident.setbacks, setback))
+
+
+def _node_lost(job: Job, event: NodeLost, unix: float) -> Setback:
+    return Setback(
+        kind="agent restarted" if event.cause == "restarted" else "node lost",
+        node=event.node,
+        ranks=_ranks(job, event.node),
+        reason=event.reason,
+        evidence_at=unix - event.detect_s,
+        declared_at=unix,
+        found_by="lease" if event.cause == "lease" else "",
+    )
+
+
+def _worker_lost(job: Job, event: WorkerLost, unix: float) -> Setback:
+    seen = event.sighting
+    exited = seen.exited if seen is not None else None
+    return Setback(
+        kind="worker died",
+        node=event.worker.node,
+        worker=event.worker,
+        ranks=_ranks(job, event.worker.node, event.worker),
+        pid=exited.pid if exited else None,
+        signal=exited.signal if exited else None,
+        exit_code=exited.exit_code if exited else None,
+        exception=event.words,
+        log_tail=tuple(exited.log_tail.splitlines()) if exited else (),
+        reason=event.reason,
+        evidence_at=unix - (seen.ago_s if seen is not None else event.detect_s),
+        declared_at=unix,
+        lost_peer=event.lost_peer,
+    )
+
+
+def _put_out(job: Job, event: NodeLeftOut | NodeReset, unix: float) -> Setback:
+    hangs = isinstance(event, NodeReset)
+    doubts = job.incident.setbacks if job.incident is not None else ()
+    since = min((s.evidence_at for s in doubts if s.kind == "no progress"), default=unix)
+    return Setback(
+        kind="hang" if hangs else "node unfit",
+        node=event.node,
+        ranks=_ranks(job, event.node),
+        reason=event.reason,
+        evidence_at=since if hangs else unix,
+        declared_at=unix,
+        found_by="progress" if hangs else "",
+    )
+
+
+def _with_plan(job: Job, event: PlanMade, unix: float) -> Incident | None:
+    incident = job.incident
+    if event.cause in ("peers lost", "no progress") and not job.losses:
+        kind: Kind = "no progress" if event.cause == "no progress" else "peers disconnected"
+        if incident is None or all(s.kind != kind for s in incident.setbacks):
+            setback = Setback(
+                kind=kind,
+                reason=event.reason,
+                evidence_at=unix - event.detect_s,
+                declared_at=unix,
+                found_by="progress" if kind == "no progress" else "",
+            )
+            incident = _with_setback(job, setback)
+    if incident is None:
+        return None
+    incident = _with_transition(incident, event.overtaken)
+    attempt = Attempt(generation=event.plan.generation, cause=event.cause, rule=event.rule)
+    incident = replace(incident, attempts=(*incident.attempts, attempt))
+    return _with_sightings(incident, event.sightings, unix)
+
+
+def _at_end(
+    job: Job, event: FirstStepCommitted | JobSucceeded | JobFailed | JobCancelled, unix: float
+) -> Incident | None:
+    incident = job.incident
+    if isinstance(event, JobFailed):
+        guilty = _job_error(job, event, unix)
+        if incident is None or guilty.kind == "job error":
+            incident = _with_setback(job, guilty)
+    if incident is None:
+        return None
+    incident = _with_transition(incident, event.transition)
+    if isinstance(event, FirstStepCommitted | JobFailed):
+        incident = _with_sightings(incident, event.sightings, unix)
+    return incident
+
+
+def _job_error(job: Job, event: JobFailed, unix: float) -> Setback:
+    """Who said what the job failed of; where nobody did, it is the master's verdict."""
+    words = next((s for s in event.sightings if s.by == "worker" and s.saw in event.reason), None)
+    if words is None:
+        return Setback(kind="job failed", reason=event.reason, evidence_at=unix, declared_at=unix)
+    node = words.observer.partition("/")[0]
+    worker = next((w for w in job.processes() if str(w) == words.observer), None)
+    ended = next(
+        (s.exited for s in event.sightings if s.about == words.observer and s.exited), None
+    )
+    return Setback(
+        kind="job error",
+        node=node,
+        worker=worker,
+        ranks=_ranks(job, node, worker) if worker is not None else (),
+        pid=ended.pid if ended else None,
+        exit_code=ended.exit_code if ended else None,
+        exception=event.reason,
+        log_tail=tuple(ended.log_tail.splitlines()) if ended else (),
+        reason=event.reason,
+        evidence_at=unix - words.ago_s,
+        declared_at=unix,
+    )
+
+
+def _with_transition(incident: Incident, transition: Transition | None) -> Incident:
+    """How the newest generation of the incident went; one of before it is not its own."""
+    if transition is None or not incident.attempts:
+        return incident
+    last = replace(incident.attempts[-1], transition=transition)
+    return replace(incident, attempts=(*incident.attempts[:-1], last))
+
+
+def _with_sightings(incident: Incident, found: Iterable[Sighting], unix: float) -> Incident:
+    known = {_key(sighted.what) for sighted in incident.sightings}
+    new = [
+        Sighted(at=unix - sighting.ago_s, what=replace(sighting, ago_s=0.0))
+        for sighting in found
+        if _key(sighting) not in known
+    ]
+    return replace(incident, sightings=(*incident.sightings, *new)[:MOST_SIGHTINGS])
+
+
+def _key(sighting: Sighting) -> tuple[str, str, str, str]:
+    return sighting.by, sighting.observer, sighting.about, sighting.saw
+
+
+def _ranks(job: Job, node: str, worker: WorkerId | None = None) -> tuple[int, ...]:
+    """In the newest plan."""
+    workers = job.made.plan.workers if job.made is not None else ()
+    return tuple(
+        rank
+        for rank, member in enumerate(workers)
+        if (member == worker if worker is not None else member.node == node)
+    )
