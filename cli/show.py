@@ -1,6 +1,7 @@
 """The commands that only read: status, nodes, jobs, events, logs."""
 
 import json
+import os
 import shutil
 import sys
 from typing import TYPE_CHECKING
@@ -75,16 +76,28 @@ def jobs(master: str, as_json: bool) -> None:
 @click.command()
 @click.argument("job_id", metavar="JOB")
 @click.option("-f", "--follow", is_flag=True, help="Go on with new events until the job ends.")
+@click.option("--incidents", is_flag=True, help="Only failures, each with all that came of it.")
 @master_option
 @json_option("One JSON object per line, as in the job's events.jsonl.")
-def events(job_id: str, follow: bool, master: str, as_json: bool) -> None:
-    """Show what happened to a job, oldest first: losses, reconfigurations, the end."""
-    from oobleck.cli import text
+def events(job_id: str, follow: bool, incidents: bool, master: str, as_json: bool) -> None:
+    """Show what happened to a job, oldest first: losses, reconfigurations, the end. A failure that
+    is over is told in full: root cause, who saw it first, seconds per phase, what it cost."""
+    from oobleck.cli import incident, text
     from oobleck.cli.client import Master
 
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     with Master(master) as connection:
         for record in connection.events(job_id, follow=follow):
-            click.echo(record.json if as_json else text.event_line(json.loads(record.json)))
+            event = json.loads(record.json)
+            of_incident = event["event"] == "incident"
+            if incidents and not of_incident:
+                continue
+            if as_json:
+                click.echo(record.json)
+            elif of_incident:
+                click.echo(incident.block(event, colour=colour, width=_width()), color=colour)
+            else:
+                click.echo(text.event_line(event))
 
 
 @click.command()

@@ -9,6 +9,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from oobleck.cli import incident
 from oobleck.planner.units import format_bytes
 from oobleck.proto import control_pb2 as pb
 
@@ -197,6 +198,10 @@ def job_text(job: pb.JobStatus) -> str:
         lines.append(f"profile     {job.profile}")
     if job.directory:
         lines.append(f"directory   {job.directory}")
+    if job.last_incident:
+        at = moment(job.last_incident_at) if job.last_incident_at else "not over"
+        first, _, _ = job.last_incident.partition("\n")
+        lines.append(f"incident    {job.incidents}, {at}: {first}")
     if job.HasField("plan"):
         changes = count(job.reconfigurations, "reconfiguration")
         lines.append(f"generation  {job.generation}, {changes} so far")
@@ -252,9 +257,7 @@ def _holders(stage: pb.Stage) -> str:
 
 def event_line(record: dict[str, Any]) -> str:
     """One record of events.jsonl as one readable line."""
-    at = float(record.get("time", 0.0))
-    clock = time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03d}"
-    return f"{clock}  {_sentence(record)}"
+    return f"{incident.clock(float(record.get('time', 0.0)))}  {_sentence(record)}"
 
 
 def _sentence(record: dict[str, Any]) -> str:
@@ -279,6 +282,8 @@ def _sentence(record: dict[str, Any]) -> str:
             return f"waiting for nodes: {reason}"
         case {"event": "reconfigured"}:
             return _reconfigured(record)
+        case {"event": "incident", "incident": number, "summary": summary}:
+            return f"incident {number}: {summary}"
         case {"event": "profiling", "workers": workers}:
             why = record.get("passed_over")
             over = f" (the stored profile is passed over: {why})" if why else ""

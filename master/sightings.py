@@ -34,7 +34,7 @@ def note(
     match event:
         case StreamClosed():
             if state.job is not None and event.node in state.job.members:
-                saw = "the stream of its agent closed"
+                saw = "its agent's stream closed"
                 _keep(state.job, now, "stream", "master", event.node, saw)
         case WorkerExitReported():
             job = state.jobs[event.job_id]
