@@ -18,6 +18,7 @@ they hit the newest plan. An event that the table does not allow is a broken inv
 from collections.abc import Mapping
 from dataclasses import replace
 
+from oobleck.master import cordon
 from oobleck.master.events import (
     CheckpointPublished,
     CheckpointRequested,
@@ -35,10 +36,14 @@ from oobleck.master.events import (
     MasterStarted,
     MeasuringStarted,
     NodeCleared,
+    NodeDrained,
+    NodeDrainRequested,
+    NodeKept,
     NodeLeftOut,
     NodeLost,
     NodeRegistered,
     NodeReset,
+    NodeUndrained,
     Observed,
     PlanMade,
     ProfileChosen,
@@ -73,6 +78,10 @@ TRANSITIONS: Mapping[tuple[JobState, type[Journaled]], JobState] = {
     ("running", NodeReset): "reconfiguring",
     ("reconfiguring", NodeReset): "reconfiguring",
     ("reconfiguring", NodeLeftOut): "reconfiguring",
+    ("running", NodeDrained): "reconfiguring",
+    ("reconfiguring", NodeDrained): "reconfiguring",
+    ("waiting for nodes", NodeDrained): "waiting for nodes",
+    ("starting", NodeDrained): "starting",
     ("waiting for nodes", NodeLeftOut): "waiting for nodes",
     ("reconfiguring", NodeLost): "reconfiguring",
     ("reconfiguring", WorkerLost): "reconfiguring",
@@ -169,6 +178,10 @@ def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> Non
             state.jobs[event.job_id].save_request = event.number
         case CheckpointPublished() | SaveProblem() | JobRestored():
             _note_save(state.jobs[event.job_id], event, now)
+        case NodeDrainRequested() | NodeKept() | NodeUndrained():
+            cordon.fold(state, event)
+        case NodeDrained():
+            _drained(state, event, now)
         case NodeReset():
             _reset(state.nodes[event.node], state.jobs[event.job_id], event, now)
         case _:
@@ -204,6 +217,7 @@ def _register(state: ClusterState, event: NodeRegistered, now: float) -> None:
         state.job.seen.stillborn.pop(name, None)
     if known is not None:
         node.desired = known.desired
+        node.drain = cordon.kept_by(known, event.facts)
         if known.facts.incarnation == event.facts.incarnation and state.job is not None:
             _take_back_loss(state.job, event)
     state.nodes[name] = node
@@ -227,10 +241,19 @@ def _lose_node(state: ClusterState, event: NodeLost, now: float) -> None:
     node.stale_workers = False
     node.seen.session = None
     job = state.job
-    if job is not None and event.node in job.members:
+    if job is not None and event.node in (*job.members, *job.leaving):
         _move(job, event)
         job.losses = (*job.losses, event)
         _note_loss(job, event.detect_s, now)
+
+
+def _drained(state: ClusterState, event: NodeDrained, now: float) -> None:
+    cordon.fold(state, event)
+    if event.job_id is not None:
+        job = state.jobs[event.job_id]
+        _move(job, event)
+        job.losses = (*job.losses, event)
+        _note_loss(job, 0.0, now)
 
 
 def _leave_out(job: Job, event: NodeLeftOut, now: float) -> None:
@@ -393,7 +416,8 @@ def _set_desired(state: ClusterState, now: float, unix: float) -> None:
     """
     job = state.job
     chosen = {node.facts.node for node in state.candidates(job)} if job else set()
-    members = set(job.members) if job else set()
+    members = {*job.members, *job.leaving} if job else set()
+    chosen |= {name for name in members if cordon.moves_off(state.nodes[name])}
     for name, node in state.nodes.items():
         job_id = job.id if job and name in chosen else None
         generation = job.generation if job and job_id and name in members else None
@@ -403,7 +427,12 @@ def _set_desired(state: ClusterState, now: float, unix: float) -> None:
         waits = job is not None and job.save_answered < job.save_request
         save = job.save_request if job and waits and generation is not None else 0
         desired = replace(
-            node.desired, job_id=job_id, generation=generation, attempt=attempt, save=save
+            node.desired,
+            job_id=job_id,
+            generation=generation,
+            attempt=attempt,
+            save=save,
+            drained=node.drain is not None and node.drain.done,
         )
         if desired != node.desired:
             if desired.job_id != node.desired.job_id:

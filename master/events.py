@@ -47,6 +47,7 @@ Cause = Literal[
     "node joined",
     "node returned",
     "node left out",
+    "node drained",
 ]
 
 
@@ -104,8 +105,8 @@ class NodeCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class NodeLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     node: NodeName
     incarnation: Incarnation
-    #: witnesses | lease | restarted
-    cause: Literal["witnesses", "lease", "restarted"]
+    #: left: it was drained, and has ended as it was told to.
+    cause: Literal["witnesses", "lease", "restarted", "left"]
     reason: str
     #: From the first evidence to this declaration.
     detect_s: float
@@ -144,6 +145,41 @@ class NodeReset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
     node: NodeName
     reason: str
+
+
+class NodeDrainRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The work on the node is to move off, and no more is to come until it is undrained."""
+
+    node: NodeName
+    #: Empty: the agent's own wish, because it was told to end.
+    request_id: str
+    reason: str
+    #: Also where a job cannot go on without the node.
+    force: bool
+
+
+class NodeKept(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The node is to be drained, and the job cannot go on without it for now."""
+
+    node: NodeName
+    job_id: JobId
+    reason: str
+
+
+class NodeDrained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """No work is on the node any more, nor what others need."""
+
+    node: NodeName
+    #: The job that must do without it from one moment to the next; None: none.
+    job_id: JobId | None = None
+    reason: str = ""
+
+
+class NodeUndrained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Nothing that is known against the node counts any more."""
+
+    node: NodeName
+    request_id: str
 
 
 class JobStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -219,6 +255,11 @@ class PlanMade(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     can_lose: int
     worker_slots: int
     detect_s: float
+    #: Workers of the plan before that leave with the switch, and their processes; whether those
+    #: hand over layers first. See `oobleck.host.messages.Assign`.
+    leaving: tuple[WorkerId, ...] = ()
+    leaving_incarnations: tuple[Incarnation, ...] = ()
+    handover: bool = False
     #: Fingerprint of the data that all workers of the job read.
     data: str = ""
     #: A part of the model is with nobody: all go back to the newest checkpoint.
@@ -304,6 +345,10 @@ Journaled = (
     | WorkerLost
     | NodeLeftOut
     | NodeReset
+    | NodeDrainRequested
+    | NodeKept
+    | NodeDrained
+    | NodeUndrained
     | JobStarted
     | MeasuringStarted
     | ProfileChosen

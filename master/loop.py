@@ -29,6 +29,8 @@ from oobleck.master.events import (
     JobSubmitted,
     Journaled,
     MasterStarted,
+    NodeDrainRequested,
+    NodeUndrained,
     Observed,
     ProfileChosen,
     RecordsReceived,
@@ -49,7 +51,7 @@ from oobleck.master.records import records_of
 from oobleck.master.state import ENDED, ClusterState
 from oobleck.master.storage import storing
 from oobleck.master.timelines import Timelines
-from oobleck.planner.ids import JobId, WorkerId
+from oobleck.planner.ids import JobId, NodeName, WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.jobfile import format_job
 from oobleck.planner.profile import Profile
@@ -294,6 +296,26 @@ class Master:
             return number
 
         return await self._inbox.ask(answer)
+
+    async def drain(self, request_id: str, node: NodeName, reason: str, *, force: bool) -> None:
+        """`node` is known."""
+
+        def answer(_: float) -> None:
+            if request_id not in self.state.node_requests:
+                self._record(
+                    NodeDrainRequested(node=node, request_id=request_id, reason=reason, force=force)
+                )
+
+        await self._inbox.ask(answer)
+
+    async def undrain(self, request_id: str, node: NodeName) -> None:
+        """`node` is known."""
+
+        def answer(_: float) -> None:
+            if request_id not in self.state.node_requests:
+                self._record(NodeUndrained(node=node, request_id=request_id))
+
+        await self._inbox.ask(answer)
 
     async def cancel(self, job_id: JobId) -> None:
         """`job_id` is known."""

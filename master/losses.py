@@ -53,7 +53,8 @@ def _proof(state: ClusterState, node: Node, timing: Timing) -> tuple[float, str]
     """When the first of two witnesses came, and what they say."""
     job = state.job
     closed_at = node.seen.closed_at
-    if job is None or closed_at is None or node.facts.node not in job.members:
+    name = node.facts.node
+    if job is None or closed_at is None or name not in (*job.members, *job.leaving):
         return None
     away = sum(1 for name in job.members if not state.nodes[name].connected)
     if 2 * away > len(job.members):
@@ -78,7 +79,7 @@ def _lost_workers(state: ClusterState, job: Job, now: float) -> Iterator[WorkerL
     known = job.lost_workers
     first_report = min((at for at, _ in job.seen.peers_lost.values()), default=now)
     all_committed = job.seen.committed_step >= job.spec.training.steps
-    for worker, incarnation in job.processes().items():
+    for worker, incarnation in (job.processes() | job.leaving_processes()).items():
         node = state.nodes[worker.node]
         if worker in known or worker.node in job.lost_nodes or not node.connected:
             continue

@@ -40,6 +40,8 @@ def plan_made(
         known = evidence_at is not None and declared_at is not None
         detect_s = (declared_at or 0.0) - (evidence_at or 0.0) if known else 0.0
     before = set(job.members)
+    handover = not restore and _needs_handover(look.state, job, plan)
+    leaving = _leaving(look.state, job, plan, boundary=boundary, handover=handover)
     return PlanMade(
         job_id=job.id,
         plan=plan,
@@ -55,11 +57,32 @@ def plan_made(
         can_lose=planning.can_lose(plan),
         worker_slots=_slots(look.state, plan),
         detect_s=detect_s,
+        leaving=leaving,
+        leaving_incarnations=tuple(_process(look.state, worker) for worker in leaving),
+        handover=handover,
         data=look.state.data_of(look.state.nodes[plan.nodes[0]]),
         restore=restore or (job.on_the_way and job.made is not None and job.made.restore),
         overtaken=transition(look, job),
         sightings=() if boundary else carried(job, look.now),
     )
+
+
+def _needs_handover(state: ClusterState, job: Job, plan: Plan) -> bool:
+    """Whether layers of `plan` are with those alone that leave."""
+    if planning.lost_layers(state, job, plan, handed_over=False) is None:
+        return False
+    return planning.lost_layers(state, job, plan) is None
+
+
+def _leaving(
+    state: ClusterState, job: Job, plan: Plan, *, boundary: bool, handover: bool
+) -> tuple[WorkerId, ...]:
+    """Workers that must hear of `plan` though they have no part in it: at a boundary all of the
+    plan before, since the switch takes their votes, and those that hand over layers."""
+    leaving = set(job.processes()) if boundary else set()
+    if handover:
+        leaving.update(planning.departing(state, job, plan))
+    return tuple(sorted(leaving - set(plan.workers)))
 
 
 def _slots(state: ClusterState, plan: Plan) -> int:

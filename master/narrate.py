@@ -7,10 +7,14 @@ from oobleck.master.events import (
     Journaled,
     MasterStarted,
     MeasuringStarted,
+    NodeDrained,
+    NodeDrainRequested,
+    NodeKept,
     NodeLeftOut,
     NodeLost,
     NodeRegistered,
     NodeReset,
+    NodeUndrained,
     PlanMade,
     ProfileChosen,
     WorkerLost,
@@ -28,6 +32,12 @@ def tell(event: Journaled) -> None:
             fields = {"node": event.node, "cause": event.cause, "reason": event.reason}
         case WorkerLost():
             fields = {"worker": event.worker, "reason": event.reason}
+        case NodeDrainRequested():
+            fields = {"node": event.node, "reason": event.reason, "force": event.force}
+        case NodeKept() | NodeDrained():
+            fields = {"node": event.node, "job": event.job_id or "", "reason": event.reason}
+        case NodeUndrained():
+            fields = {"node": event.node}
         case NodeLeftOut() | NodeReset():
             fields = {"job": event.job_id, "node": event.node, "reason": event.reason}
         case PlanMade():

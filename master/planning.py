@@ -4,12 +4,13 @@ Pure, and remembered: the same question within a process is answered from memory
 asks again whenever anything changes. Must not know when a plan is due.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from oobleck.master.events import NodeLeftOut
+from oobleck.master.cordon import moves_off
+from oobleck.master.events import NodeDrained, NodeLeftOut
 from oobleck.master.state import ClusterState, Job, Node
 from oobleck.planner.catalogue import Catalogue, Offer
 from oobleck.planner.choose import keep_schedule, with_residents
@@ -211,7 +212,8 @@ def next_plan(
     if isinstance(answer, tuple):
         raise PlanInfeasible(*answer)
     if not job.has_checkpoint and (lost := lost_layers(state, job, answer.plan)) is not None:
-        away = ", ".join(sorted(job.lost_nodes))
+        gone = {loss.node for loss in job.losses if isinstance(loss, NodeDrained)}
+        away = ", ".join(sorted(job.lost_nodes - gone))
         hope = f"only {away} with the workers of before can bring it back; or " if away else ""
         fix = "cancel the job and submit it again, since there is no checkpoint"
         raise PlanInfeasible(*lost.causes, hope + fix) from lost
@@ -224,15 +226,36 @@ def _base(job: Job, newest: Plan) -> Plan:
     return job.trained.plan if undone and job.trained is not None else newest
 
 
-def lost_layers(state: ClusterState, job: Job, plan: Plan) -> LayerLost | None:
-    """The layers of a model that has been trained whose state is with nobody in `plan`."""
+def lost_layers(
+    state: ClusterState, job: Job, plan: Plan, *, handed_over: bool = True
+) -> LayerLost | None:
+    """The layers of a model that has been trained whose state is with nobody in `plan`.
+
+    `handed_over`: nor with workers on nodes that are being drained, who can give it to the others.
+    """
     if _committed_step(state, job) == 0:
         return None
     try:
-        require_holders(_held_layers(state, job, plan), plan.layer_count)
+        workers = (*plan.workers, *(departing(state, job, plan) if handed_over else ()))
+        require_holders(_held_layers(state, job, workers), plan.layer_count)
     except LayerLost as lost:
         return lost
     return None
+
+
+def departing(state: ClusterState, job: Job, plan: Plan) -> tuple[WorkerId, ...]:
+    """Workers that `plan` is without and that are there until their node is drained."""
+    return tuple(
+        WorkerId(name, worker.slot)
+        for name, node in sorted(state.nodes.items())
+        if moves_off(node)
+        and node.connected
+        and node.seen.status.job_id == job.id
+        and name not in plan.nodes
+        and name not in job.lost_nodes
+        for worker in node.seen.status.workers
+        if worker.incarnation not in job.seen.exits
+    )
 
 
 def _committed_step(state: ClusterState, job: Job) -> int:
@@ -246,11 +269,13 @@ def _committed_step(state: ClusterState, job: Job) -> int:
     return max(job.seen.committed_step, *told, 0)
 
 
-def _held_layers(state: ClusterState, job: Job, plan: Plan) -> dict[WorkerId, frozenset[Shard]]:
-    """What the workers of `plan` bring along from the generations that they have entered."""
+def _held_layers(
+    state: ClusterState, job: Job, workers: Iterable[WorkerId]
+) -> dict[WorkerId, frozenset[Shard]]:
+    """What the workers bring along from the generations that they have entered."""
     shards: dict[Generation, ShardTable] = {}
     held = {}
-    for worker in plan.workers:
+    for worker in workers:
         process = state.nodes[worker.node].seen.status.worker(worker.slot)
         if process is None:
             continue

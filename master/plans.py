@@ -3,9 +3,17 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from oobleck.master import fitness, meetings, planning, profiling
+from oobleck.master import draining, fitness, meetings, planning, profiling
 from oobleck.master.decision import Decision, Look
-from oobleck.master.events import Cause, JobStarted, JobWaiting, NodeLost, NodeReset, WorkerLost
+from oobleck.master.events import (
+    Cause,
+    JobStarted,
+    JobWaiting,
+    NodeDrained,
+    NodeLost,
+    NodeReset,
+    WorkerLost,
+)
 from oobleck.master.losses import lost_workers
 from oobleck.master.making import next_generation, plan_made
 from oobleck.master.state import ClusterState, Job, Node
@@ -138,7 +146,7 @@ def replan(look: Look) -> Decision | None:
         return Decision(wake_at=grace_end, reason=f"{_names(unready)}: replacement to come")
     live = [node for node in state.candidates(job) if state.is_ready(node, job)]
     try:
-        found = planning.next_plan(state, job, live, next_generation(look, job))
+        found = draining.next_plan(look, job, live)
     except PlanInfeasible as infeasible:
         return _wait(state, job, infeasible)
     if job.state == "waiting for nodes":
@@ -183,6 +191,8 @@ def _cause(job: Job, plan: Plan) -> Cause:
         return "node lost"
     if any(isinstance(loss, NodeReset) for loss in job.losses):
         return "no progress"
+    if any(isinstance(loss, NodeDrained) for loss in job.losses):
+        return "node drained"
     if job.lost_nodes:
         return "node left out"
     if job.lost_workers:
@@ -232,6 +242,8 @@ def join(look: Look) -> Decision | None:
         return None
     ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
     since = [n.seen.ready_at or look.now for n in ready if n.facts.node not in job.members]
+    if draining.on_the_move(state, job):
+        return None  # their place is not free yet
     if not since or not all(state.nodes[name].connected for name in job.members):
         return None
     settle = look.timing.join_settle_s

@@ -7,7 +7,7 @@ left. Telling the agents needs no action: their assignments follow from the stat
 sends whichever has changed. Must not know the clock, I/O, or how messages travel.
 """
 
-from oobleck.master import ending, fitness, plans, saves, stalls
+from oobleck.master import draining, ending, fitness, plans, saves, stalls
 from oobleck.master.config import Timing
 from oobleck.master.decision import Decision, Look, Rule
 from oobleck.master.events import NodeCleared
@@ -52,6 +52,9 @@ def _clear_nodes(look: Look) -> Decision | None:
 _RULES: tuple[Rule, ...] = (
     _lose_nodes,
     _clear_nodes,
+    draining.take_wishes,
+    draining.farewell,
+    draining.finish,
     saves.note,
     ending.first_step,
     ending.end_jobs,
@@ -62,5 +65,6 @@ _RULES: tuple[Rule, ...] = (
     plans.replan,
     plans.regroup,
     stalls.rouse,
+    draining.move_off,
     plans.join,
 )

@@ -18,10 +18,14 @@ from oobleck.master.events import (
     JobWaiting,
     Journaled,
     MeasuringStarted,
+    NodeDrained,
+    NodeDrainRequested,
+    NodeKept,
     NodeLeftOut,
     NodeLost,
     NodeRegistered,
     NodeReset,
+    NodeUndrained,
     PlanMade,
     ProfileChosen,
     SaveProblem,
@@ -70,6 +74,8 @@ def _records_of(state: ClusterState, event: Journaled) -> list[tuple[JobId, Reco
         case ProfileChosen():
             fields = {"source": event.source, "key": event.key, "reason": event.reason}
             return [(event.job_id, {"event": "profile", **fields})]
+        case NodeDrainRequested() | NodeKept() | NodeDrained() | NodeUndrained():
+            return [(state.job.id, _drain_record(state, event))] if state.job else []
         case NodeReset():
             reset = {"event": "node_reset", "node": event.node, "reason": event.reason}
             return [(event.job_id, reset)]
@@ -104,6 +110,28 @@ def _node_record(job: Job, event: NodeRegistered | NodeLost) -> Record:
         "detect_s": event.detect_s,
         "in_plan": event.node in job.members,
     }
+
+
+def _drain_record(
+    state: ClusterState, event: NodeDrainRequested | NodeKept | NodeDrained | NodeUndrained
+) -> Record:
+    match event:
+        case NodeDrainRequested():
+            return {
+                "event": "node_draining",
+                "node": event.node,
+                "reason": event.reason,
+                "force": event.force,
+            }
+        case NodeKept():
+            return {"event": "node_kept", "node": event.node, "reason": event.reason}
+        case NodeDrained():
+            drain = state.nodes[event.node].drain
+            reason = drain.reason if drain is not None else ""
+            forced = event.job_id is not None
+            return {"event": "node_drained", "node": event.node, "reason": reason, "abrupt": forced}
+        case NodeUndrained():
+            return {"event": "node_undrained", "node": event.node}
 
 
 def _worker_record(event: WorkerLost) -> Record:

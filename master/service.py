@@ -16,7 +16,7 @@ from oobleck.master.loop import Master
 from oobleck.master.state import ENDED, Job
 from oobleck.master.timelines import NotRecorded
 from oobleck.master.view import job_status, node_info
-from oobleck.planner.ids import JobId, WorkerId
+from oobleck.planner.ids import JobId, NodeName, WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.jobfile import parse_job
 from oobleck.planner.measurement import check_fits
@@ -123,6 +123,29 @@ class OperatorService(rpc.OperatorServicer):
         state, now = self._master.state, self._master.now()
         nodes = [node_info(state, node, now) for _, node in sorted(state.nodes.items())]
         return pb.ListNodesReply(nodes=nodes)
+
+    async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.NodeInfo:
+        node = await self._node(request.request_id, request.node, context)
+        await self._master.drain(request.request_id, node, request.reason, force=request.force)
+        return self._node_info(node)
+
+    async def UndrainNode(self, request: pb.UndrainNodeRequest, context: Context) -> pb.NodeInfo:
+        node = await self._node(request.request_id, request.node, context)
+        await self._master.undrain(request.request_id, node)
+        return self._node_info(node)
+
+    async def _node(self, request_id: str, name: str, context: Context) -> NodeName:
+        if not request_id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request_id: is empty")
+        if NodeName(name) not in self._master.state.nodes:
+            known = ", ".join(sorted(self._master.state.nodes)) or "none yet"
+            text = f"no node {name!r}; known nodes: {known}"
+            await context.abort(grpc.StatusCode.NOT_FOUND, text)
+        return NodeName(name)
+
+    def _node_info(self, name: NodeName) -> pb.NodeInfo:
+        state = self._master.state
+        return node_info(state, state.nodes[name], self._master.now())
 
     async def Events(
         self, request: pb.EventsRequest, context: Context

@@ -22,6 +22,7 @@ from oobleck.host.messages import (
 )
 from oobleck.master.events import (
     MeasuringStarted,
+    NodeDrained,
     NodeLeftOut,
     NodeLost,
     NodeReset,
@@ -42,6 +43,7 @@ from oobleck.proto.types import Assignment, NodeFacts, NodeStatus, WorkerExited
 #: What workers say of checkpoints, and how many of their last words are known again.
 SaveReport = CheckpointSaved | SaveFailed | Restored
 _KNOWN_REPORTS = 64
+_KNOWN_REQUESTS = 256
 #: Step records that rates are taken from.
 RECENT_RECORDS = 10
 NO_GENERATION = Generation(0)
@@ -88,6 +90,22 @@ class Desired:
     attempt: int = 0
     #: Number of the newest request for a checkpoint.
     save: int = 0
+    #: It is drained, and its agent may end.
+    drained: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """The work on a node is to move off it."""
+
+    #: Whose wish it is; an agent's own ends with the agent.
+    by: Literal["operator", "agent"]
+    reason: str
+    force: bool
+    #: Why a job cannot go on without the node; empty: nothing is known.
+    kept: str = ""
+    #: Nothing is on it any more.
+    done: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,6 +117,8 @@ class Node:
     reason: str = ""
     #: Workers of before its loss must go first.
     stale_workers: bool = False
+    #: None: it may get work.
+    drain: Drain | None = None
     desired: Desired = Desired()
     seen: NodeSeen
 
@@ -252,7 +272,7 @@ class Job:
     #: Most nodes that any plan was made for; the templates cover them.
     most_nodes: int = 0
     #: Losses of the newest plan's nodes and workers that no plan has answered yet.
-    losses: tuple[NodeLost | WorkerLost | NodeLeftOut | NodeReset, ...] = ()
+    losses: tuple[NodeLost | WorkerLost | NodeLeftOut | NodeReset | NodeDrained, ...] = ()
     reconfigurations: int = 0
     #: Number of the newest request for a checkpoint, and of the newest that was answered.
     save_request: int = 0
@@ -293,6 +313,14 @@ class Job:
         if self.made is None:
             return ()
         return tuple(node for node in self.made.plan.nodes if node not in self.lost_nodes)
+
+    @property
+    def leaving(self) -> tuple[NodeName, ...]:
+        """Nodes that the newest plan takes out, as long as it may still need them."""
+        if self.made is None or not self.on_the_way:
+            return ()
+        nodes = {worker.node for worker in self.made.leaving}
+        return tuple(sorted(nodes - self.lost_nodes))
 
     @property
     def lost_workers(self) -> frozenset[WorkerId]:
@@ -347,6 +375,12 @@ class Job:
             return {}
         return dict(zip(self.made.plan.workers, self.made.incarnations, strict=True))
 
+    def leaving_processes(self) -> dict[WorkerId, Incarnation]:
+        """Those that the newest plan takes out, as long as it may still need them."""
+        if self.made is None or not self.on_the_way:
+            return {}
+        return dict(zip(self.made.leaving, self.made.leaving_incarnations, strict=True))
+
 
 @dataclass(slots=True, kw_only=True)
 class ClusterState:
@@ -356,6 +390,8 @@ class ClusterState:
     #: In the order of submission.
     jobs: dict[JobId, Job] = field(default_factory=dict)
     requests: dict[str, JobId] = field(default_factory=dict)
+    #: The last requests about nodes.
+    node_requests: deque[str] = field(default_factory=lambda: deque(maxlen=_KNOWN_REQUESTS))
     #: Stored measurements by key; observed, since the files are the truth.
     profiles: dict[str, Profile] = field(default_factory=dict)
     unusable_profiles: dict[str, str] = field(default_factory=dict)
@@ -381,6 +417,7 @@ class ClusterState:
             for _, node in sorted(self.nodes.items())
             if node.registered
             and not node.stale_workers
+            and node.drain is None
             and node.facts.worker_slots == slots
             and node.facts.node not in job.left_out
         ]
@@ -402,7 +439,7 @@ class ClusterState:
         """What `node` is to be told; `job_text` is the text of its desired job."""
         desired = node.desired
         if desired.job_id is None:
-            return Assignment(version=desired.version)
+            return Assignment(version=desired.version, drained=desired.drained)
         made = self.jobs[desired.job_id].made
         if desired.generation is None or made is None:
             measuring = self.jobs[desired.job_id].measuring
@@ -412,7 +449,8 @@ class ClusterState:
                 job=job_text,
                 measure=measuring.wish if measuring is not None else None,
             )
-        processes = self.jobs[desired.job_id].processes()
+        job = self.jobs[desired.job_id]
+        processes = job.processes() | job.leaving_processes()
         name = node.facts.node
         return Assignment(
             version=desired.version,
@@ -423,6 +461,8 @@ class ClusterState:
             boundary=made.boundary,
             restore=made.restore,
             save=desired.save,
+            leaving=made.leaving,
+            handover=made.handover,
             worker_incarnations=tuple(
                 processes[worker] for worker in sorted(processes) if worker.node == name
             ),

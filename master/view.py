@@ -155,7 +155,7 @@ def node_info(state: ClusterState, node: Node, now: float) -> pb.NodeInfo:
     facts, status = node.facts, node.seen.status
     return pb.NodeInfo(
         node=facts.node,
-        state="lost" if not node.registered else "live" if node.connected else "disconnected",
+        state=_node_state(node),
         reason=_node_reason(state, node),
         hostname=facts.hostname,
         address=facts.address,
@@ -170,9 +170,22 @@ def node_info(state: ClusterState, node: Node, now: float) -> pb.NodeInfo:
     )
 
 
+def _node_state(node: Node) -> str:
+    if not node.registered:
+        return "lost"
+    if not node.connected:
+        return "disconnected"
+    if node.drain is not None:
+        return "drained" if node.drain.done else "draining"
+    return "live"
+
+
 def _node_reason(state: ClusterState, node: Node) -> str:
     if not node.registered:
         return node.reason
+    if node.drain is not None:
+        why = node.drain.reason or "an operator wants it so"
+        return f"{why}; kept so far: {node.drain.kept}" if node.drain.kept else why
     if node.stale_workers:
         return "its workers of before are to end first"
     job, facts = state.job, node.facts

@@ -47,10 +47,14 @@ from oobleck.master.events import (
     MeasurementReported,
     MeasuringStarted,
     NodeCleared,
+    NodeDrained,
+    NodeDrainRequested,
+    NodeKept,
     NodeLeftOut,
     NodeLost,
     NodeRegistered,
     NodeReset,
+    NodeUndrained,
     Observed,
     PeerLostReported,
     PhaseReported,
@@ -356,7 +360,7 @@ class Player:
     def do_bare(self, *names: str) -> None:
         """The agents have ended their workers."""
         for name in names:
-            self.agents[name].status = NodeStatus()
+            self.agents[name].status = NodeStatus(leaving=self.agents[name].status.leaving)
             self._tell(self.agents[name])
 
     def _fresh(self, agent: Agent, slot: int) -> None:
@@ -604,6 +608,27 @@ class Player:
         for job_id, records in steps.items():
             self._observe(RecordsReceived(job_id=job_id, records=records))
 
+    def do_drain(self, name: str, *options: str) -> None:
+        """An operator's wish; `force`."""
+        self.lives += 1
+        wish = NodeDrainRequested(
+            node=NodeName(name),
+            request_id=f"request-{self.lives}",
+            reason="new memory",
+            force="force" in options,
+        )
+        self._record(wish)
+
+    def do_undrain(self, name: str) -> None:
+        self.lives += 1
+        self._record(NodeUndrained(node=NodeName(name), request_id=f"request-{self.lives}"))
+
+    def do_leave(self, *names: str) -> None:
+        """The agents were told to end."""
+        for name in names:
+            self.agents[name]._status(leaving=True)
+            self._tell(self.agents[name])
+
     def do_late(self, seconds: str) -> None:
         """The master was stopped until now: nothing has been read since the command before."""
         self._observe(Tick(late_s=float(seconds)))
@@ -624,6 +649,7 @@ class Player:
             desired = self.state.nodes[NodeName(name)].desired
             plan = f" generation {desired.generation}" if desired.generation else ""
             save = f" save {desired.save}" if desired.save else ""
+            save += " drained" if desired.drained else ""
             self.written.append(f"> {name}: {desired.job_id or 'no job'}{plan}{save}")
 
 
@@ -695,9 +721,11 @@ def told(event: Journaled) -> str:
             how = "at a boundary" if event.boundary else "at once"
             lost = [*event.nodes_lost, *map(str, event.workers_lost)]
             how += ", from a checkpoint" if event.restore else ""
+            how += ", handed over" if event.handover else ""
+            out = f" leaving [{' '.join(map(str, event.leaving))}]" if event.leaving else ""
             return (
                 f"{name} generation {event.plan.generation} {how}, {event.rule} ({event.cause}), "
-                f"lost [{' '.join(lost)}] joined [{' '.join(event.nodes_joined)}], "
+                f"lost [{' '.join(lost)}] joined [{' '.join(event.nodes_joined)}]{out}, "
                 f"can lose {event.can_lose}, store {event.rendezvous.store}: {drawn(event.plan)}"
             )
         case FirstStepCommitted():
@@ -706,7 +734,7 @@ def told(event: Journaled) -> str:
                 f"{name} generation {event.generation} step {event.step}: {phases}, "
                 f"total {event.transition.total_s:.2f}, redo {event.transition.redo_step}"
             )
-        case NodeLeftOut() | NodeReset():
+        case NodeLeftOut() | NodeReset() | NodeKept():
             return f"{name} {event.node}: {event.reason}"
         case NodeLost():
             return f"{name} {event.node} ({event.cause}): {event.reason}"
@@ -715,6 +743,10 @@ def told(event: Journaled) -> str:
         case NodeRegistered():
             stale = " with stale workers" if event.stale_workers else ""
             return f"{name} {event.facts.node}{stale}"
+        case NodeDrainRequested():
+            return f"{name} {event.node}: {event.reason}{', forced' if event.force else ''}"
+        case NodeDrained():
+            return f"{name} {event.node}" + (f", {event.job_id} loses it" if event.job_id else "")
         case NodeCleared():
             return f"{name} {event.node}"
         case JobWaiting():

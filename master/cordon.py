@@ -1,0 +1,65 @@
+"""What keeps a node out of new plans though nothing is wrong with it: how such events are folded.
+
+A drained node stays connected and idle until an operator undrains it, over restarts of its agent
+and of the master. A drain that is the agent's own wish, because it was told to end, ends with it.
+Must not know when work can move off a node: `oobleck.master.draining` decides that.
+"""
+
+from dataclasses import replace
+
+from oobleck.master.events import NodeDrained, NodeDrainRequested, NodeKept, NodeUndrained
+from oobleck.master.state import ClusterState, Drain, Node
+from oobleck.proto.types import NodeFacts
+
+
+def fold(
+    state: ClusterState, event: NodeDrainRequested | NodeKept | NodeDrained | NodeUndrained
+) -> None:
+    node = state.nodes[event.node]
+    match event:
+        case NodeDrainRequested():
+            _note_request(state, event.request_id)
+            node.drain = _wished(node.drain, event)
+        case NodeKept() if node.drain is not None:
+            node.drain = replace(node.drain, kept=event.reason)
+        case NodeDrained() if node.drain is not None:
+            node.drain = replace(node.drain, kept="", done=True)
+        case NodeUndrained():
+            _note_request(state, event.request_id)
+            node.drain = None
+            if state.job is not None:
+                state.job.left_out.pop(event.node, None)
+                state.job.seen.unfit.pop(event.node, None)
+                state.job.seen.stillborn.pop(event.node, None)
+        case _:
+            pass  # it was undrained in the same turn
+
+
+def _note_request(state: ClusterState, request_id: str) -> None:
+    if request_id:
+        state.node_requests.append(request_id)
+
+
+def _wished(before: Drain | None, event: NodeDrainRequested) -> Drain:
+    """An agent's wish does not make an operator's one end with the agent."""
+    by_agent = not event.request_id
+    if before is None:
+        return Drain(by="agent" if by_agent else "operator", reason=event.reason, force=event.force)
+    force = before.force or event.force
+    if by_agent:
+        return replace(before, force=force)
+    return replace(before, by="operator", reason=event.reason or before.reason, force=force)
+
+
+def kept_by(known: Node, facts: NodeFacts) -> Drain | None:
+    """What of the node's drain counts for the agent that registers now."""
+    drain = known.drain
+    if drain is None or drain.by == "operator" or known.facts.incarnation == facts.incarnation:
+        return drain
+    return None
+
+
+def moves_off(node: Node) -> bool:
+    """Whether the node goes on with its part of a plan until that has moved off it."""
+    drain = node.drain
+    return drain is not None and not drain.done and node.registered and not node.stale_workers
