@@ -49,6 +49,7 @@ async def serve(config: AgentConfig) -> int:
         outbox,
         surroundings,
         on_address=supervisor.reached_from,
+        on_detection=supervisor.detect,
         on_assigned=supervisor.assigned,
         on_record=supervisor.record,
         standing_reports=supervisor.standing_reports,

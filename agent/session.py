@@ -17,6 +17,7 @@ from oobleck.agent.address import local_address
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.outbox import Outbox
 from oobleck.agent.state import Desired, PlanPart
+from oobleck.host.detection import Detection
 from oobleck.host.messages import Record
 from oobleck.host.surroundings import Surroundings
 from oobleck.planner.ids import Incarnation, JobId
@@ -25,25 +26,17 @@ from oobleck.planner.jobfile import parse_job
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import convert
 from oobleck.proto.control_pb2_grpc import ControlStub
+from oobleck.proto.detection import keepalive_options, read_welcome
 from oobleck.proto.types import PROTOCOL, Assignment, NodeFacts, Registration, WorkerReport
 
 logger = logging.getLogger(__name__)
 
 _EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
 
-WELCOME_TIMEOUT_S = 5.0
-WRITE_TIMEOUT_S = 5.0
-#: Longest first wait before a new session, and what it grows to; the wait is a random part of it.
+#: Longest first wait before a new session, a random part of which is waited.
 FIRST_RETRY_S = 0.1
-LONGEST_RETRY_S = 2.0
 
-#: A frozen master or a cut wire is noticed within keepalive time + ping time-out; the keepalive
-#: time-out alone is not honoured by gRPC.
 CHANNEL_OPTIONS = (
-    ("grpc.keepalive_time_ms", 2000),
-    ("grpc.keepalive_timeout_ms", 3000),
-    ("grpc.http2.ping_timeout_ms", 3000),
-    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -61,6 +54,10 @@ class _Refused(Exception):
         self.temporary = temporary
 
 
+class _OtherTimeOuts(Exception):
+    """The channel was opened with time-outs that are not the master's."""
+
+
 class Session:
     def __init__(
         self,
@@ -70,6 +67,7 @@ class Session:
         surroundings: Surroundings,
         *,
         on_address: Callable[[str], None],
+        on_detection: Callable[[Detection], None],
         on_assigned: Callable[[Desired | None], None],
         on_record: Callable[[JobId, Record], None],
         standing_reports: Callable[[], list[WorkerReport]],
@@ -80,25 +78,31 @@ class Session:
         self._surroundings = surroundings
         self._now = surroundings.now
         self._on_address = on_address
+        self._on_detection = on_detection
         self._on_assigned = on_assigned
         self._on_record = on_record
         self._standing_reports = standing_reports
         self._address = config.address
         self._closing = False
         self._last_trouble = ""
+        #: As the master told; until then those that most masters have.
+        self._detection = Detection()
         self._retry_s = FIRST_RETRY_S
 
     async def run(self) -> str | None:
         """Until the master refuses for good (the reason) or `close` was called (None)."""
-        async with grpc.aio.insecure_channel(
-            self._config.master, options=CHANNEL_OPTIONS
-        ) as channel:
-            stub = ControlStub(channel)  # type: ignore[no-untyped-call]  # generated
-            return await self.converse(stub)
+        while not self._closing:
+            options = (*CHANNEL_OPTIONS, *keepalive_options(self._detection))
+            async with grpc.aio.insecure_channel(self._config.master, options=options) as channel:
+                stub = ControlStub(channel)  # type: ignore[no-untyped-call]  # generated
+                if (refusal := await self.converse(stub)) is not None:
+                    return refusal
+        return None
 
     async def converse(self, stub: ControlStub) -> str | None:
-        """`run` over a channel that is there."""
-        while not self._closing:
+        """`run` over a channel that is there, which may be until its time-outs must change."""
+        keepalive = keepalive_options(self._detection)
+        while not self._closing and keepalive == keepalive_options(self._detection):
             try:
                 await self._one(stub)
             except _Refused as refusal:
@@ -107,9 +111,11 @@ class Session:
                 self._trouble(f"refused for now: {refusal}")
             except _SessionEnded as end:
                 self._trouble(str(end))
+            except _OtherTimeOuts:
+                return None
             if not self._closing:
                 await asyncio.sleep(self._surroundings.uniform(0.0, self._retry_s))
-                self._retry_s = min(LONGEST_RETRY_S, 2 * self._retry_s)
+                self._retry_s = min(self._detection.longest_retry_s, 2 * self._retry_s)
         return None
 
     def close(self) -> None:
@@ -140,7 +146,7 @@ class Session:
         first = await self._register(call)
         match first.WhichOneof("body"):
             case "welcome":
-                welcome = first.welcome
+                self._welcomed(first.welcome)
             case "refused":
                 raise _Refused(first.refused.reason, temporary=first.refused.temporary)
             case other:
@@ -150,7 +156,7 @@ class Session:
         self._outbox.session_began(self._standing_reports(), self._now())
         halves = (
             asyncio.create_task(self._receive_all(call)),
-            asyncio.create_task(self._send_all(call, max(0.05, welcome.heartbeat_s))),
+            asyncio.create_task(self._send_all(call, self._detection.heartbeat_s)),
         )
         try:
             await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
@@ -162,20 +168,30 @@ class Session:
             if isinstance(result, Exception):
                 raise result
 
+    def _welcomed(self, welcome: pb.Welcome) -> None:
+        try:
+            detection = read_welcome(welcome)
+        except ValueError as error:
+            raise _SessionEnded(f"the master's time-outs make no sense: {error}") from error
+        self._on_detection(detection)
+        before, self._detection = self._detection, detection
+        if keepalive_options(before) != keepalive_options(detection):
+            raise _OtherTimeOuts
+
     async def _register(self, call: Any) -> pb.MasterMessage:
         """The master's answer. What it cannot accept now it never will: that is a refusal."""
         try:
             await self._send(call, self._registration())
-            async with asyncio.timeout(WELCOME_TIMEOUT_S):
+            async with asyncio.timeout(self._detection.answer_s):
                 first: pb.MasterMessage = await call.read()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             first = _EOF
         if first is not _EOF:
             return first
-        async with asyncio.timeout(WELCOME_TIMEOUT_S):
+        async with asyncio.timeout(self._detection.answer_s):
             if await call.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise _Refused(await call.details(), temporary=False)
-        raise await _ended(call)
+        raise await _ended(call, self._detection.answer_s)
 
     def _registration(self) -> pb.AgentMessage:
         address = self._address
@@ -201,7 +217,7 @@ class Session:
         )
 
     async def _send(self, call: Any, message: pb.AgentMessage) -> None:
-        async with asyncio.timeout(WRITE_TIMEOUT_S):
+        async with asyncio.timeout(self._detection.answer_s):
             await call.write(message)
 
     async def _send_all(self, call: Any, heartbeat_s: float) -> None:
@@ -250,7 +266,7 @@ class Session:
                     raise _Refused(message.refused.reason, temporary=message.refused.temporary)
                 case _:
                     pass  # a later protocol's addition; this one's are all above
-        raise await _ended(call)
+        raise await _ended(call, self._detection.answer_s)
 
     def _assigned(self, assignment: pb.Assignment) -> None:
         """Streams keep the order and sessions follow each other: the last word is the newest."""
@@ -297,8 +313,8 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
         return
 
 
-async def _ended(call: Any) -> _SessionEnded:
-    async with asyncio.timeout(WELCOME_TIMEOUT_S):
+async def _ended(call: Any, answer_s: float) -> _SessionEnded:
+    async with asyncio.timeout(answer_s):
         code, details = await call.code(), await call.details()
     if code is grpc.StatusCode.OK:
         return _SessionEnded("the master ended the session")

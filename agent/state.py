@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from oobleck.agent.backoff import StartBudget
+from oobleck.host.detection import Detection
 from oobleck.host.messages import (
     CheckpointSaved,
     Committed,
@@ -80,6 +81,13 @@ class Assigned:
     """The master's word; None: no job."""
 
     desired: Desired | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetectionTold:
+    """The time-outs that the master goes by."""
+
+    detection: Detection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +177,7 @@ class WorkerExited:
 
 Event = (
     Assigned
+    | DetectionTold
     | ShutDown
     | WarmStarted
     | WarmReady
@@ -255,6 +264,8 @@ class NodeState:
     #: Faults of a drill, for the workers of this node.
     faults: Sequence[FaultRule] = ()
     desired: Desired | None = None
+    #: Until a master tells, those that most have.
+    detection: Detection = field(default_factory=Detection)
     shutting_down: bool = False
     warm: WarmState = field(default_factory=WarmState)
     slots: list[Slot] = field(init=False)
@@ -291,6 +302,8 @@ class NodeState:
         match event:
             case Assigned(desired=desired):
                 self._assign(desired)
+            case DetectionTold(detection=detection):
+                self.detection = detection
             case ShutDown():
                 self.shutting_down = True
             case WarmStarted():

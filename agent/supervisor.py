@@ -31,6 +31,7 @@ from oobleck.agent.state import (
     Assigned,
     ChannelClosed,
     Desired,
+    DetectionTold,
     Event,
     ForkAsked,
     MeasureSent,
@@ -49,6 +50,7 @@ from oobleck.agent.state import (
     WorkerKilled,
     WorkerSaid,
 )
+from oobleck.host.detection import Detection
 from oobleck.host.messages import (
     Assign,
     CheckpointSaved,
@@ -133,6 +135,10 @@ class Supervisor:
     def reached_from(self, address: str) -> None:
         """The address that this node's workers are reached by."""
         self._address = address
+
+    def detect(self, detection: Detection) -> None:
+        """What the master goes by."""
+        self._handle(DetectionTold(detection=detection))
 
     def assigned(self, desired: Desired | None) -> None:
         if desired != self._state.desired:

@@ -19,6 +19,7 @@ from oobleck.cli.children import MASTER_GRACE_S, Child, stop
 from oobleck.cli.options import DEFAULT_MASTER, FAILED, USAGE
 from oobleck.host.address import split_address
 from oobleck.host.command import CommandFailed
+from oobleck.host.detection import MODES, Mode
 
 #: More than this is a mistake on any machine; --oversubscribe says that it is none.
 WORKERS_PER_CORE = 16
@@ -73,6 +74,13 @@ master too. Each daemon's own output is in STATE/log. Exit codes: 0 ended by Ctr
     metavar="FILE",
     help="For drills: a JSON list of faults to inject.",
 )
+@click.option(
+    "--detection",
+    type=click.Choice(MODES),
+    default="balanced",
+    show_default=True,
+    help="How fast faults are found: sets all time-outs.",
+)
 @click.option("--master-flag", "master_flags", multiple=True, hidden=True)
 @click.option(
     "--oversubscribe", is_flag=True, help="Start more workers than this machine has room for."
@@ -83,6 +91,7 @@ def local(
     state_dir: Path | None,
     listen: str | None,
     fault_plan: Path | None,
+    detection: Mode,
     master_flags: tuple[str, ...],
     oversubscribe: bool,
 ) -> int:
@@ -91,7 +100,8 @@ def local(
     check_counts(nodes, workers)
     memory = check_room(nodes, workers, oversubscribe)
     address = choose_address(listen)
-    cluster = Cluster(state_dir or fresh_state_dir(), master_flags=master_flags)
+    flags = ("--detection", detection, *master_flags)
+    cluster = Cluster(state_dir or fresh_state_dir(), master_flags=flags)
     with interrupts():
         try:
             cluster.start(address, nodes, workers, memory // (nodes * workers), fault_plan)

@@ -12,7 +12,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,8 +21,9 @@ import click
 import grpc
 
 from oobleck.host import log
+from oobleck.host.detection import MODES, Detection, Mode, choose
 from oobleck.host.process import die_with_parent
-from oobleck.master.config import MasterConfig, Timing
+from oobleck.master.config import MasterConfig
 from oobleck.master.guard import CallGuard
 from oobleck.master.journal import Journal, JournalUnusable
 from oobleck.master.loop import Master
@@ -29,23 +31,23 @@ from oobleck.master.service import OperatorService
 from oobleck.master.session import ControlService
 from oobleck.master.storage import StorageFailed
 from oobleck.proto import control_pb2_grpc as rpc
+from oobleck.proto.detection import keepalive_options
 
-_DEFAULTS = Timing()
 #: Longest wait for the ends of calls that are answered already.
 _ENDING_S = 2.0
-_SERVER_OPTIONS = (
-    # A port in use is an error, not something to share.
-    ("grpc.so_reuseport", 0),
-    ("grpc.keepalive_time_ms", 2_000),
-    ("grpc.keepalive_timeout_ms", 3_000),
-    # The one that is honoured (keepalive_timeout_ms alone is not).
-    ("grpc.http2.ping_timeout_ms", 3_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
-)
+
+
+def server_options(detection: Detection) -> tuple[tuple[str, int], ...]:
+    return (
+        # A port in use is an error, not something to share.
+        ("grpc.so_reuseport", 0),
+        *keepalive_options(detection),
+        # The agents' own questions are no abuse.
+        ("grpc.http2.min_ping_interval_without_data_ms", int(500 * detection.ping_every_s)),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.max_receive_message_length", 64 << 20),
+        ("grpc.max_send_message_length", 64 << 20),
+    )
 
 
 class Unusable(Exception):
@@ -98,7 +100,7 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     """Serve until a signal ends it. Raises Unusable, StorageFailed."""
     _check_address(config.listen)
     master = Master(config, journal)
-    server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=(CallGuard(),))
+    server = grpc.aio.server(options=server_options(config.timing), interceptors=(CallGuard(),))
     # The generated functions have no types.
     rpc.add_ControlServicer_to_server(ControlService(master), server)  # type: ignore[no-untyped-call]
     rpc.add_OperatorServicer_to_server(OperatorService(master), server)  # type: ignore[no-untyped-call]
@@ -142,6 +144,14 @@ def _fail(text: str, code: int = 2) -> NoReturn:
     sys.exit(code)
 
 
+def _time_out_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Hidden flags that set single time-outs, for tests and drills."""
+    for field in reversed(fields(Detection)):
+        flag = "--" + field.name.replace("_", "-")
+        command = click.option(flag, field.name, type=float, hidden=True)(command)
+    return command
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--listen",
@@ -158,20 +168,21 @@ def _fail(text: str, code: int = 2) -> NoReturn:
     help="Journal, metrics, events and logs; a master started on it again goes on from there.",
 )
 @click.option("--exit-with-parent", is_flag=True, help="End when the parent process ends.")
-@click.option("--heartbeat-s", default=_DEFAULTS.heartbeat_s, hidden=True)
-@click.option("--lease-s", default=_DEFAULTS.lease_s, hidden=True)
-@click.option("--replacement-grace-s", default=_DEFAULTS.replacement_grace_s, hidden=True)
-@click.option("--join-settle-s", default=_DEFAULTS.join_settle_s, hidden=True)
-@click.option("--stall-s", default=_DEFAULTS.stall_s, hidden=True)
+@click.option(
+    "--detection",
+    type=click.Choice(MODES),
+    default="balanced",
+    show_default=True,
+    help="How fast faults are found, against how much delay is no fault: sets all time-outs of "
+    "the cluster (docs/operations.md).",
+)
+@_time_out_flags
 def main(
     listen: str,
     state_dir: str,
     exit_with_parent: bool,
-    heartbeat_s: float,
-    lease_s: float,
-    replacement_grace_s: float,
-    join_settle_s: float,
-    stall_s: float,
+    detection: Mode,
+    **time_outs: float | None,
 ) -> None:
     """Head of an Oobleck cluster: takes jobs, plans them onto nodes, and plans anew on losses.
 
@@ -184,13 +195,7 @@ def main(
     if not state_dir:
         _fail("--state-dir: is empty; name a directory, as in --state-dir oobleck-state")
     try:
-        timing = Timing(
-            heartbeat_s=heartbeat_s,
-            lease_s=lease_s,
-            replacement_grace_s=replacement_grace_s,
-            join_settle_s=join_settle_s,
-            stall_s=stall_s,
-        )
+        timing = choose(detection, time_outs)
         config = MasterConfig(listen=listen, state_dir=Path(state_dir).absolute(), timing=timing)
     except ValueError as error:
         _fail(str(error))

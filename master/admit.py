@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from oobleck.master.config import Timing
+from oobleck.host.detection import Detection
 from oobleck.master.events import Journaled, NodeLost, NodeRegistered
+from oobleck.master.losses import lease
 from oobleck.master.state import ClusterState, Node
 from oobleck.proto.types import PROTOCOL, Registration
 
@@ -16,7 +17,7 @@ class Refusal:
 
 
 def admit(
-    state: ClusterState, registration: Registration, now: float, timing: Timing
+    state: ClusterState, registration: Registration, now: float, timing: Detection
 ) -> Refusal | tuple[Journaled, ...]:
     """What is to be recorded of the registration, or why it is refused."""
     facts = registration.facts
@@ -50,7 +51,7 @@ def admit(
     return (restarted, registered)
 
 
-def _name_in_use(state: ClusterState, known: Node, now: float, timing: Timing) -> Refusal | None:
+def _name_in_use(state: ClusterState, known: Node, now: float, timing: Detection) -> Refusal | None:
     old = known.facts
     name = old.node
     if known.connected:
@@ -61,7 +62,7 @@ def _name_in_use(state: ClusterState, known: Node, now: float, timing: Timing) -
         )
     if known.seen.closed_at is None and state.job is not None and name in state.job.members:
         # This master has just started, and the agent with the job's workers may still come back.
-        wait_s = known.seen.last_heard + timing.lease_s - now
+        wait_s = known.seen.last_heard + lease(known, timing) - now
         return Refusal(
             reason=f"node name {name} belongs to another agent (pid {old.pid}, host "
             f"{old.hostname}) that has {wait_s:.1f} s left to reconnect",

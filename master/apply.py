@@ -152,7 +152,7 @@ def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> Non
     match event:
         case MasterStarted():
             for node in state.nodes.values():
-                node.seen = NodeSeen(last_heard=now)
+                node.seen = NodeSeen(last_heard=now, awaited=True)
             for job in state.jobs.values():
                 job.seen = JobSeen(committed_step=job.resumed_step)
                 if job.measuring is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from oobleck.master.config import Timing
+from oobleck.host.detection import Detection
 from oobleck.master.events import Journaled
 from oobleck.master.state import ClusterState
 
@@ -22,7 +22,7 @@ class Decision:
 class Look:
     state: ClusterState
     now: float
-    timing: Timing
+    timing: Detection
     #: Unguessable text for the rendezvous of a plan made now.
     nonce: str
 

@@ -452,6 +452,8 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     """Time has passed; `late_s` is how much later than planned the master looks."""
 
     late_s: float
+    #: Late enough for agents to have given up their streams because of it.
+    cut: bool
 
 
 Observed = (

@@ -184,7 +184,8 @@ class Master:
                 log.warning(
                     "the master was late; leases last as much longer", extra={"late_s": late_s}
                 )
-                self._observe(Tick(late_s=late_s), self.now())
+                cut = late_s >= self.config.timing.ping_timeout_s
+                self._observe(Tick(late_s=late_s, cut=cut), self.now())
 
     async def _turn(self) -> None:
         self._inbox.handle_all()

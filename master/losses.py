@@ -3,19 +3,20 @@
 A node is lost when its agent's stream is closed and, close in time, another node's worker
 reports a lost peer (two witnesses); or when nothing is heard of it for a lease. A worker is lost
 when its agent says so. Pure. A master that came to itself late has extended all leases by as much
-(`Tick`), so its own pauses convict nobody; and while more than half of a plan's nodes are cut
+(`Tick`), and gives everyone the time to come back that agents of a restarted master have, so its
+own pauses convict nobody; and while more than half of a plan's nodes are cut
 off, it is the master that is cut off, and only leases count.
 """
 
 from collections.abc import Iterator
 
-from oobleck.master.config import Timing
+from oobleck.host.detection import Detection
 from oobleck.master.events import NodeLost, WorkerLost
 from oobleck.master.sightings import carried, describe_exit, of_exit
 from oobleck.master.state import ClusterState, Job, Node
 
 
-def lost_nodes(state: ClusterState, now: float, timing: Timing) -> tuple[NodeLost, ...]:
+def lost_nodes(state: ClusterState, now: float, timing: Detection) -> tuple[NodeLost, ...]:
     lost = []
     for _, node in sorted(state.nodes.items()):
         if not node.registered:
@@ -24,8 +25,9 @@ def lost_nodes(state: ClusterState, now: float, timing: Timing) -> tuple[NodeLos
         if (proof := _proof(state, node, timing)) is not None:
             at, reason = proof
             lost.append(_loss(state, node, "witnesses", reason, now, at))
-        elif now >= node.seen.last_heard + timing.lease_s:
-            reason = f"not heard of for {silent_s:.1f} s (the lease is {timing.lease_s:g} s)"
+        elif now >= _lease_end(node, timing):
+            lease_s = lease(node, timing)
+            reason = f"not heard of for {silent_s:.1f} s (the lease is {lease_s:g} s)"
             lost.append(_loss(state, node, "lease", reason, now, node.seen.last_heard))
     return tuple(lost)
 
@@ -44,12 +46,21 @@ def _loss(
     )
 
 
-def next_lease_end(state: ClusterState, timing: Timing) -> float | None:
-    ends = [n.seen.last_heard + timing.lease_s for n in state.nodes.values() if n.registered]
+def next_lease_end(state: ClusterState, timing: Detection) -> float | None:
+    ends = [_lease_end(n, timing) for n in state.nodes.values() if n.registered]
     return min(ends, default=None)
 
 
-def _proof(state: ClusterState, node: Node, timing: Timing) -> tuple[float, str] | None:
+def lease(node: Node, timing: Detection) -> float:
+    """For how long the node may be silent."""
+    return timing.return_s if node.seen.awaited else timing.lease_s
+
+
+def _lease_end(node: Node, timing: Detection) -> float:
+    return node.seen.last_heard + lease(node, timing)
+
+
+def _proof(state: ClusterState, node: Node, timing: Detection) -> tuple[float, str] | None:
     """When the first of two witnesses came, and what they say."""
     job = state.job
     closed_at = node.seen.closed_at

@@ -6,7 +6,7 @@ ever longer intervals, and the job fails only where many meetings and a long tim
 step. Pure.
 """
 
-from oobleck.master.config import Timing
+from oobleck.host.detection import Detection
 from oobleck.master.decision import Decision, Look
 from oobleck.master.ending import transition
 from oobleck.master.events import JobFailed
@@ -26,7 +26,7 @@ def first_peer_lost(job: Job) -> tuple[float, WorkerId, str] | None:
     return min(reports, default=None)
 
 
-def interval_s(job: Job, timing: Timing) -> float:
+def interval_s(job: Job, timing: Detection) -> float:
     """How long after they lost each other the workers meet again."""
     if job.newcomers:  # which are left out where a meeting with them has failed
         return timing.regroup_s
@@ -35,7 +35,7 @@ def interval_s(job: Job, timing: Timing) -> float:
     return min(longest, timing.regroup_s * float(2**doublings))
 
 
-def told_in(job: Job, timing: Timing, now: float) -> str:
+def told_in(job: Job, timing: Detection, now: float) -> str:
     """For the operator: that and when the workers meet again; empty: not to be expected."""
     if job.made is None or job.losses or (first := first_peer_lost(job)) is None:
         return ""

@@ -35,6 +35,7 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
             if state.job is not None:
                 sightings.forget_stream(state.job, event.node)
             node.seen.closed_at = None
+            node.seen.awaited = False
             _take_status(state, node, event.status, now)
             return True
         case StreamClosed():
@@ -106,6 +107,7 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
                 # What came meanwhile may still stand in the queue: that time counts for nobody.
                 for node in state.nodes.values():
                     node.seen.last_heard = min(node.seen.last_heard + event.late_s, now)
+                    node.seen.awaited |= event.cut
                 if state.job is not None:
                     _postpone(state.job.seen, event.late_s, now)
             return True
@@ -119,7 +121,8 @@ def _postpone(seen: JobSeen, late_s: float, now: float) -> None:
 
 
 def _hear(state: ClusterState, worker: WorkerId, now: float) -> bool:
-    state.nodes[worker.node].seen.last_heard = now
+    seen = state.nodes[worker.node].seen
+    seen.last_heard, seen.awaited = now, False
     return True
 
 
@@ -138,7 +141,7 @@ def _take_measurement(job: Job, event: MeasurementReported) -> None:
 
 def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float) -> bool:
     seen = node.seen
-    seen.last_heard = now
+    seen.last_heard, seen.awaited = now, False
     changed = _without_progress(status) != _without_progress(seen.status)
     seen.status = status
     job = state.job

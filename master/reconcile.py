@@ -7,15 +7,15 @@ left. Telling the agents needs no action: their assignments follow from the stat
 sends whichever has changed. Must not know the clock, I/O, or how messages travel.
 """
 
+from oobleck.host.detection import Detection
 from oobleck.master import draining, ending, fitness, plans, saves, stalls
-from oobleck.master.config import Timing
 from oobleck.master.decision import Decision, Look, Rule
 from oobleck.master.events import NodeCleared
 from oobleck.master.losses import lost_nodes, next_lease_end
 from oobleck.master.state import ClusterState
 
 
-def reconcile(state: ClusterState, now: float, config: Timing, *, nonce: str) -> Decision:
+def reconcile(state: ClusterState, now: float, config: Detection, *, nonce: str) -> Decision:
     """What to do next, when to look again, and why. Pure: no clock, no I/O, no randomness."""
     look = Look(state=state, now=now, timing=config, nonce=nonce)
     wake_at: float | None = None

@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator
 import grpc
 
 from oobleck.master.admit import Refusal
-from oobleck.master.config import Timing
 from oobleck.master.dispatch import AgentSession, refused_message
 from oobleck.master.incoming import Incoming, Output, Records
 from oobleck.master.loop import Master
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.convert import read_output, read_records, read_register, read_report, read_status
+from oobleck.proto.detection import welcome_message
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +49,7 @@ class ControlService(rpc.ControlServicer):
         if isinstance(session, Refusal):
             await context.write(refused_message(session))
             return
-        timing: Timing = self._master.config.timing
-        welcome = pb.Welcome(heartbeat_s=timing.heartbeat_s, lease_s=timing.lease_s)
+        welcome = welcome_message(self._master.config.timing)
         try:
             await context.write(pb.MasterMessage(welcome=welcome))
             await self._serve(session, requests, context)

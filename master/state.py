@@ -68,6 +68,8 @@ class NodeSeen:
 
     #: When it was last heard of, or could first have been.
     last_heard: float
+    #: Not heard of since this master began, or since it was paused itself: it has longer.
+    awaited: bool = False
     #: None: no stream.
     session: int | None = None
     #: When its last stream ended; None while one is open, and before the first one.

@@ -7,9 +7,10 @@ silent agent) is told as the reason.
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from oobleck.host.detection import Detection
 from oobleck.host.messages import StepRecord
 from oobleck.master import meetings, planning
-from oobleck.master.config import MasterConfig, Timing
+from oobleck.master.config import MasterConfig
 from oobleck.master.incidentrecord import headline
 from oobleck.master.state import ENDED, ClusterState, Job, Node
 from oobleck.planner.ids import WorkerId
@@ -122,7 +123,7 @@ def tokens_per_s(recent: Sequence[StepRecord]) -> float:
     return sum(record.tokens for record in recent[1:]) / span_s if span_s > 0 else 0.0
 
 
-def _reason(state: ClusterState, job: Job, timing: Timing, now: float) -> str:
+def _reason(state: ClusterState, job: Job, timing: Detection, now: float) -> str:
     way, silent = job.seen.way, job.unanswered()
     if way is not None and silent and now - way.pushed_at > _SLOW_ANSWER_S:
         return f"{job.reason}; no answer so far from {', '.join(map(str, silent))}"

@@ -369,12 +369,56 @@ class MasterMessage(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., assignment: _Optional[_Union[Assignment, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., record: _Optional[_Union[Record, _Mapping]] = ..., clock: _Optional[_Union[ReadClock, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("heartbeat_s", "lease_s")
+    __slots__ = ("detection",)
+    DETECTION_FIELD_NUMBER: _ClassVar[int]
+    detection: Detection
+    def __init__(self, detection: _Optional[_Union[Detection, _Mapping]] = ...) -> None: ...
+
+class Detection(_message.Message):
+    __slots__ = ("heartbeat_s", "lease_s", "return_s", "ping_every_s", "ping_timeout_s", "answer_s", "longest_retry_s", "witness_window_s", "regroup_s", "longest_regroup_s", "hang_s", "stall_s", "lag_limit_s", "replacement_grace_s", "join_settle_s", "storage_s", "first_step_s", "fruitless_s", "start_timeout_s", "away_s", "profile_timeout_s")
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    RETURN_S_FIELD_NUMBER: _ClassVar[int]
+    PING_EVERY_S_FIELD_NUMBER: _ClassVar[int]
+    PING_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_S_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_RETRY_S_FIELD_NUMBER: _ClassVar[int]
+    WITNESS_WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    REGROUP_S_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_REGROUP_S_FIELD_NUMBER: _ClassVar[int]
+    HANG_S_FIELD_NUMBER: _ClassVar[int]
+    STALL_S_FIELD_NUMBER: _ClassVar[int]
+    LAG_LIMIT_S_FIELD_NUMBER: _ClassVar[int]
+    REPLACEMENT_GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    JOIN_SETTLE_S_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    FRUITLESS_S_FIELD_NUMBER: _ClassVar[int]
+    START_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    AWAY_S_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     heartbeat_s: float
     lease_s: float
-    def __init__(self, heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    return_s: float
+    ping_every_s: float
+    ping_timeout_s: float
+    answer_s: float
+    longest_retry_s: float
+    witness_window_s: float
+    regroup_s: float
+    longest_regroup_s: float
+    hang_s: float
+    stall_s: float
+    lag_limit_s: float
+    replacement_grace_s: float
+    join_settle_s: float
+    storage_s: float
+    first_step_s: float
+    fruitless_s: float
+    start_timeout_s: float
+    away_s: float
+    profile_timeout_s: float
+    def __init__(self, heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., return_s: _Optional[float] = ..., ping_every_s: _Optional[float] = ..., ping_timeout_s: _Optional[float] = ..., answer_s: _Optional[float] = ..., longest_retry_s: _Optional[float] = ..., witness_window_s: _Optional[float] = ..., regroup_s: _Optional[float] = ..., longest_regroup_s: _Optional[float] = ..., hang_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., lag_limit_s: _Optional[float] = ..., replacement_grace_s: _Optional[float] = ..., join_settle_s: _Optional[float] = ..., storage_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., fruitless_s: _Optional[float] = ..., start_timeout_s: _Optional[float] = ..., away_s: _Optional[float] = ..., profile_timeout_s: _Optional[float] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("reason", "temporary")

@@ -89,7 +89,7 @@ def test_worker_killed_alone_is_replaced(small_cluster: LocalCluster, text: str)
 
 def test_worker_that_freezes_is_found_out_and_replaced(tmp_path: Path, text: str) -> None:
     # Nothing tells of it: its process is there, its connections are open, its agent is well.
-    options = ["--master-flag=--stall-s=3"]
+    options = ["--detection", "fast"]
     with LocalCluster(2, state_dir=tmp_path / "state", options=options) as cluster:
         job_id = cluster.submit(job(text))
         cluster.wait_step(job_id, 5)

@@ -33,7 +33,7 @@ from oobleck.proto.types import (
 DEADLINE_S = 45.0
 
 #: Short spans, so that tests of waiting do not wait; still far above a busy machine's hiccups.
-QUICK = ("--heartbeat-s", "0.2", "--lease-s", "2", "--join-settle-s", "0.2")
+QUICK = ("--detection", "fast", "--heartbeat-s", "0.2", "--join-settle-s", "0.2")
 
 
 class MasterProcess:

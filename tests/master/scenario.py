@@ -18,6 +18,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from oobleck.host.detection import Detection
 from oobleck.host.messages import (
     CheckpointSaved,
     EvaluationRecord,
@@ -31,7 +32,6 @@ from oobleck.host.messages import (
 )
 from oobleck.master.admit import Refusal, admit
 from oobleck.master.apply import apply
-from oobleck.master.config import Timing
 from oobleck.master.events import (
     CheckpointPublished,
     CheckpointRequested,
@@ -99,6 +99,8 @@ from oobleck.proto.types import (
 )
 
 UNIX = 1_700_000_000.0
+#: Round numbers, far apart, so that transcripts tell which of them something waited for.
+TIMING = Detection(lease_s=5.0, hang_s=20.0, stall_s=30.0)
 
 
 def job_spec(
@@ -199,8 +201,8 @@ class Agent:
 
 
 class Player:
-    def __init__(self, timing: Timing | None = None) -> None:
-        self.timing = timing or Timing()
+    def __init__(self, timing: Detection | None = None) -> None:
+        self.timing = timing or TIMING
         self.state = ClusterState()
         self.journal: list[tuple[float, Journaled]] = []
         self.now = 0.0
@@ -631,7 +633,8 @@ class Player:
 
     def do_late(self, seconds: str) -> None:
         """The master was stopped until now: nothing has been read since the command before."""
-        self._observe(Tick(late_s=float(seconds)))
+        late_s = float(seconds)
+        self._observe(Tick(late_s=late_s, cut=late_s >= self.timing.ping_timeout_s))
 
     def do_look(self) -> None:
         pass

@@ -113,7 +113,13 @@ def test_a_disk_that_takes_no_more_ends_it_in_one_line(tmp_path: Path) -> None:
     [
         ("--listen", "nowhere", "is not HOST:PORT"),
         ("--listen", "127.0.0.1:99999", "is not HOST:PORT"),
-        ("--lease-s", "0.1", "must be at least twice heartbeat_s"),
+        ("--lease-s", "0.1", "lease_s: 0.1 must be at least 2 times heartbeat_s (1)"),
+        (
+            "--ping-every-s",
+            "9",
+            "must be at least ping_every_s + ping_timeout_s (9 + 2)",
+        ),
+        ("--hang-s", "20", "stall_s: 8.5 must be at least hang_s (20)"),
         ("--heartbeat-s", "-1", "heartbeat_s: -1.0"),
     ],
 )

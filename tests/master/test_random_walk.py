@@ -1,17 +1,18 @@
 """Whatever happens in whatever order, the core neither breaks nor contradicts itself."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from scenario import Player
 
-from oobleck.master.config import Timing
+from oobleck.host.detection import DETECTIONS
 from oobleck.planner.ids import NodeName
 
 NODES = ("n1", "n2", "n3", "n4", "n5", "n6")
 COMMANDS_PER_WALK = 60
 #: Longer than all that is waited for, so short is it here.
-TIMING = Timing(stall_s=5.0, fruitless_s=60.0, first_step_s=10.0)
+TIMING = replace(DETECTIONS["fast"], fruitless_s=60.0, first_step_s=10.0)
 LONG_S = 600.0
 
 

@@ -6,7 +6,8 @@ import pytest
 from msgspec.structs import replace
 from scenario import Player
 
-from oobleck.master.config import MasterConfig, Timing
+from oobleck.host.detection import Detection
+from oobleck.master.config import MasterConfig
 from oobleck.master.view import job_status, node_info
 from oobleck.planner.compile import compile_programs
 from oobleck.planner.estimate import estimate_profile
@@ -16,7 +17,7 @@ from oobleck.planner.simulate import simulate
 START = (
     "0.0 register n1 n2 n3 n4\n0.0 submit demo\n0.5 ready n1 n2 n3 n4\n0.7 enter 1 n1 n2 n3 n4\n"
 )
-CONFIG = MasterConfig(listen="127.0.0.1:0", state_dir=Path("/nowhere"), timing=Timing())
+CONFIG = MasterConfig(listen="127.0.0.1:0", state_dir=Path("/nowhere"), timing=Detection())
 
 
 def test_a_job_that_does_not_move_has_no_speed() -> None:

@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import grpc
 
+from oobleck.host.detection import Detection
 from oobleck.host.messages import Measure
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
@@ -18,6 +20,7 @@ from oobleck.proto.control_pb2_grpc import (
     ControlServicer,
     add_ControlServicer_to_server,
 )
+from oobleck.proto.detection import welcome_message
 
 EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
 TIMEOUT_S = 40.0
@@ -69,7 +72,7 @@ class Stream:
         self._news = asyncio.Condition()
 
     async def welcome(self, heartbeat_s: float = 0.2) -> None:
-        await self.say(welcome=pb.Welcome(heartbeat_s=heartbeat_s, lease_s=5.0))
+        await self.say(welcome=welcome_message(replace(Detection(), heartbeat_s=heartbeat_s)))
 
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
         with suppress(grpc.aio.AbortError):

@@ -1,0 +1,173 @@
+"""How fast faults are found: every time-out of a cluster, chosen by one word.
+
+`oobleck-master --detection fast|balanced|wan` picks a column; agents learn it with their welcome.
+
+                    fast  balanced   wan   seconds
+    heartbeat        0.5      1       3    an agent tells its status at least this often
+    lease            2        4      20    a node that is not heard of for this long is lost
+    return           5       10      40    the same after the master's own pause or restart
+    ping every       1        2      10    a connection that says nothing is asked whether it lives
+    ping time-out    1        2      10    and is closed without an answer
+    answer           3        5      20    an agent gives up on a master that does not answer
+    longest retry    1        2       8    agents connect anew after a random part of at most this
+    witness window   1        2       5    a closed stream and a peer's report prove a loss together
+    regroup          1.5      3       8    workers that lost each other meet again; then doubled ...
+    longest regroup 15       30      60    ... up to this
+    hang             4        8      25    a process that is stopped, or hangs, is lost
+    stall            4.5      8.5    30    no progress and everyone waits: the workers meet anew
+    lag limit        0.5      1       3    whoever was itself paused for longer convicts nobody
+    grace            1.5      1.5     3    the plan waits for the replacement of a lost worker
+    settle           1        1       3    nodes that come within this time join together
+
+A host that falls silent is lost between lease - heartbeat and lease after its last sign of life. A
+hang is told `HUNG_STEPS` times the 99th percentile of step times after the last progress, where
+that is longer. The other limits are the same in every column. Owns the numbers and what they must
+be to one another; must not know what is done about a fault.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
+
+Mode = Literal["fast", "balanced", "wan"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+_DAY_S = 86_400.0
+#: So many of the longest usual steps without progress are a hang.
+HUNG_STEPS = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detection:
+    """All spans that decisions depend on, in seconds. Raises ValueError, which names the two that
+    contradict each other."""
+
+    #: Agents send their status at least this often, and ask their workers for a sign of life.
+    heartbeat_s: float = 1.0
+    #: A node that is not heard of for this long is lost.
+    lease_s: float = 4.0
+    #: The same for one that was not heard of since the master started or was paused itself.
+    return_s: float = 10.0
+    #: Both ends of a connection ask each other this often, and close it without an answer.
+    ping_every_s: float = 2.0
+    ping_timeout_s: float = 2.0
+    #: An agent gives up a master that does not take or answer what it sends.
+    answer_s: float = 5.0
+    #: Longest wait before an agent connects anew; it waits for a random part of it.
+    longest_retry_s: float = 2.0
+    #: A closed stream and a peer's report this close together prove a loss.
+    witness_window_s: float = 2.0
+    #: Workers that report a lost peer while nobody is missing meet again after this time; where
+    #: that has led to no step, each time after twice as long, up to the longest.
+    regroup_s: float = 3.0
+    longest_regroup_s: float = 30.0
+    #: A worker process that is stopped or whose training thread hangs is lost after this time.
+    hang_s: float = 8.0
+    #: Without progress for this long, where every worker waits for another, they meet again.
+    stall_s: float = 8.5
+    #: Whoever comes to itself this late gives everyone more time.
+    lag_limit_s: float = 1.0
+    #: How long the plan waits for the replacement of a lost worker.
+    replacement_grace_s: float = 1.5
+    #: Nodes that become ready within this time of each other join together.
+    join_settle_s: float = 1.0
+    #: Files may keep a worker waiting for so long.
+    storage_s: float = 120.0
+    #: A process's first step, when libraries compile and nobody knows yet how long steps take.
+    first_step_s: float = 600.0
+    #: A job whose workers meet again and again, and that has no step for so long, has failed.
+    fruitless_s: float = 900.0
+    #: How long the first plan waits for nodes that are not ready.
+    start_timeout_s: float = 30.0
+    #: It waits no longer for one whose stream has ended, if the others are enough.
+    away_s: float = 1.0
+    #: How long the first plan waits for the measurement of the model; then the estimate is used.
+    profile_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 <= value < _DAY_S:
+                raise ValueError(
+                    f"{field.name}: {value} is not a number of seconds from 0 to a day"
+                )
+        if self.heartbeat_s < 0.05:
+            raise ValueError(f"heartbeat_s: {self.heartbeat_s} is below 0.05 s")
+        for small, factor, large, why in _ORDER:
+            least = factor * getattr(self, small)
+            if getattr(self, large) < least:
+                times = "" if factor == 1 else f"{factor:g} times "
+                raise ValueError(
+                    f"{large}: {getattr(self, large):g} must be at least {times}{small} "
+                    f"({getattr(self, small):g}): {why}"
+                )
+        if self.lease_s < self.ping_every_s + self.ping_timeout_s:
+            raise ValueError(
+                f"lease_s: {self.lease_s:g} must be at least ping_every_s + ping_timeout_s "
+                f"({self.ping_every_s:g} + {self.ping_timeout_s:g}): an agent must notice a cut "
+                "connection before it is given up"
+            )
+
+
+#: What must be at least so many times what, and why.
+_ORDER: tuple[tuple[str, float, str, str], ...] = (
+    ("heartbeat_s", 2, "lease_s", "one late heartbeat is no death"),
+    ("longest_retry_s", 1, "lease_s", "an agent must be able to come back before it is given up"),
+    ("witness_window_s", 1, "lease_s", "two witnesses are to be faster than the lease"),
+    ("lag_limit_s", 2, "lease_s", "a pause of the master must show before it ends a lease"),
+    ("lease_s", 1, "return_s", "who was not heard of for the master's own fault has longer"),
+    ("longest_retry_s", 2, "return_s", "agents must be able to come back to a new master"),
+    ("heartbeat_s", 2, "hang_s", "one late sign of life is no hang"),
+    ("lease_s", 1, "hang_s", "a silent host must be told from a hang"),
+    ("hang_s", 1, "stall_s", "who hangs is to be found before the others meet anew"),
+    ("regroup_s", 1, "longest_regroup_s", "intervals grow"),
+    ("stall_s", 1, "first_step_s", "the first step may take longer than others"),
+    ("hang_s", 1, "storage_s", "files may take longer than computing"),
+)
+
+DETECTIONS: dict[Mode, Detection] = {
+    "fast": Detection(
+        heartbeat_s=0.5,
+        lease_s=2.0,
+        return_s=5.0,
+        ping_every_s=1.0,
+        ping_timeout_s=1.0,
+        answer_s=3.0,
+        longest_retry_s=1.0,
+        witness_window_s=1.0,
+        regroup_s=1.5,
+        longest_regroup_s=15.0,
+        hang_s=4.0,
+        stall_s=4.5,
+        lag_limit_s=0.5,
+    ),
+    "balanced": Detection(),
+    "wan": Detection(
+        heartbeat_s=3.0,
+        lease_s=20.0,
+        return_s=40.0,
+        ping_every_s=10.0,
+        ping_timeout_s=10.0,
+        answer_s=20.0,
+        longest_retry_s=8.0,
+        witness_window_s=5.0,
+        regroup_s=8.0,
+        longest_regroup_s=60.0,
+        hang_s=25.0,
+        stall_s=30.0,
+        lag_limit_s=3.0,
+        replacement_grace_s=3.0,
+        join_settle_s=3.0,
+    ),
+}
+
+
+def choose(mode: Mode, time_outs: Mapping[str, float | None]) -> Detection:
+    """The mode's, with those of `time_outs` in their place that are given. Raises ValueError."""
+    given = {name: value for name, value in time_outs.items() if value is not None}
+    return replace(DETECTIONS[mode], **given)
+
+
+def patience_s(least_s: float, usual_step_s: float) -> float:
+    """How long no progress is no hang, where steps usually take at most `usual_step_s`."""
+    return max(least_s, HUNG_STEPS * usual_step_s)
