@@ -14,7 +14,7 @@ import click
 import psutil
 
 from oobleck.agent.address import check_own_address
-from oobleck.agent.config import AgentConfig
+from oobleck.agent.config import DRAIN_GRACE_S, AgentConfig
 from oobleck.agent.outbox import Outbox
 from oobleck.agent.session import Session
 from oobleck.agent.supervisor import Supervisor, new_incarnation
@@ -33,8 +33,9 @@ logger = logging.getLogger(__name__)
 #: For the last reports, when everything has ended.
 FAREWELL_S = 1.0
 
-EPILOG = """Exit codes: 0 stopped by SIGTERM or SIGINT, 2 wrong usage or refused by the master for
-good (the line says why)."""
+EPILOG = """SIGTERM drains the node: its work moves to others, then the agent ends. SIGINT, or
+a second SIGTERM, ends it at once. Exit codes: 0 stopped by a signal, 2 wrong usage or refused by
+the master for good (the line says why)."""
 
 
 async def serve(config: AgentConfig) -> int:
@@ -55,8 +56,8 @@ async def serve(config: AgentConfig) -> int:
         standing_reports=supervisor.standing_reports,
     )
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, supervisor.shut_down)
+    loop.add_signal_handler(signal.SIGTERM, supervisor.leave)
+    loop.add_signal_handler(signal.SIGINT, supervisor.shut_down)
     logger.info("agent starts", extra={"node": config.name, "master": config.master})
     async with asyncio.TaskGroup() as tasks:
         supervising = tasks.create_task(supervisor.run())
@@ -134,6 +135,14 @@ def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:
     "by the workers that share it]",
 )
 @click.option(
+    "--drain-grace",
+    type=float,
+    default=DRAIN_GRACE_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long the work may take to move off this node after SIGTERM; 0: end at once.",
+)
+@click.option(
     "--exit-with-parent", is_flag=True, help="End, with all workers, when the parent process ends."
 )
 @click.option(
@@ -149,6 +158,7 @@ def agent(
     device: str,
     address: str | None,
     memory_per_worker: str | None,
+    drain_grace: float,
     exit_with_parent: bool,
     fault_plan: Path | None,
 ) -> int:
@@ -181,6 +191,7 @@ def agent(
                 "oobleck.worker.warm",
             ),
             environment=environment,
+            drain_grace_s=drain_grace,
         )
     except ValueError as error:
         raise command.CommandFailed(str(error), 2) from error

@@ -11,6 +11,9 @@ from oobleck.planner.ids import NodeName, check_name
 #: No host holds more; a larger number is a typing error.
 MOST_WORKERS = 1024
 MOST_BYTES = 1 << 62
+#: The shortest notice that clouds give before they take a machine back.
+DRAIN_GRACE_S = 120.0
+MOST_GRACE_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,8 @@ class AgentConfig:
     #: Starts the process that workers are forked from, with this environment.
     warm_command: tuple[str, ...]
     environment: Mapping[str, str]
+    #: How long the work may take to move off when the agent is told to end.
+    drain_grace_s: float = DRAIN_GRACE_S
 
     def __post_init__(self) -> None:
         check_name(self.name, "node")
@@ -44,6 +49,11 @@ class AgentConfig:
             raise ValueError("--memory-per-worker must be more than nothing")
         if self.memory_per_worker_bytes > MOST_BYTES:
             raise ValueError("--memory-per-worker is more than any host has; write it like 8GiB")
+
+        if not 0 <= self.drain_grace_s <= MOST_GRACE_S:
+            raise ValueError(
+                f"--drain-grace {self.drain_grace_s:g}: give seconds from 0 (end at once) to a day"
+            )
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:

@@ -73,8 +73,23 @@ class KillWorker:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """The agent was told to end, and the time for it has come."""
+
+    reason: str
+
+
 Action = (
-    StartWarm | KillWarm | ForkWorker | SendPlan | SendMeasure | SendSave | StopWorker | KillWorker
+    StartWarm
+    | KillWarm
+    | ForkWorker
+    | SendPlan
+    | SendMeasure
+    | SendSave
+    | StopWorker
+    | KillWorker
+    | End
 )
 
 
@@ -105,6 +120,11 @@ class _Agenda:
 def decide(state: NodeState, now: float) -> Decision:
     """The actions that are due, and when the next one will be."""
     agenda = _Agenda(now)
+    if state.leave_by is not None and not state.shutting_down:
+        if state.drained and state.desired is None:
+            agenda.add(End(reason="the node is drained"))
+        else:
+            agenda.add(End(reason="the time for the drain is over"), state.leave_by)
     _warm(state, agenda)
     for worker in state.workers.values():
         _worker(state, worker, agenda)
@@ -187,7 +207,7 @@ def _counts_on(part: PlanPart, worker_id: WorkerId, worker: Worker) -> bool:
         and worker.sent < part.plan.generation
         and worker.slot < len(incarnations)
         and incarnations[worker.slot] == worker.incarnation
-        and worker_id in part.plan.workers
+        and worker_id in (*part.plan.workers, *part.leaving)
     )
 
 

@@ -68,7 +68,7 @@ class Session:
         *,
         on_address: Callable[[str], None],
         on_detection: Callable[[Detection], None],
-        on_assigned: Callable[[Desired | None], None],
+        on_assigned: Callable[[Desired | None, bool], None],
         on_record: Callable[[JobId, Record], None],
         standing_reports: Callable[[], list[WorkerReport]],
     ) -> None:
@@ -271,11 +271,12 @@ class Session:
     def _assigned(self, assignment: pb.Assignment) -> None:
         """Streams keep the order and sessions follow each other: the last word is the newest."""
         try:
-            desired = _desired(convert.read_assignment(assignment))
+            read = convert.read_assignment(assignment)
+            desired = _desired(read)
         except ValueError as error:
             logger.error("assignment not understood", extra={"reason": error})
             return
-        self._on_assigned(desired)
+        self._on_assigned(desired, read.drained)
 
 
 def _desired(assignment: Assignment) -> Desired | None:
@@ -289,6 +290,8 @@ def _desired(assignment: Assignment) -> Desired | None:
             boundary=assignment.boundary,
             worker_incarnations=assignment.worker_incarnations,
             restore=assignment.restore,
+            leaving=assignment.leaving,
+            handover=assignment.handover,
         )
     return Desired(
         job_id=assignment.job_id,

@@ -45,6 +45,8 @@ NO_GENERATION = Generation(0)
 
 #: Evaluations of a worker that a new session of the master is told of.
 KEPT_EVALUATIONS = 256
+#: For an agent without workers: from SIGTERM to its end, if the master does not answer.
+IDLE_GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,8 @@ class PlanPart:
     worker_incarnations: tuple[Incarnation, ...]
     #: See `Assign`.
     restore: bool = False
+    leaving: tuple[WorkerId, ...] = ()
+    handover: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +85,15 @@ class Assigned:
     """The master's word; None: no job."""
 
     desired: Desired | None
+    #: The node is drained.
+    drained: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """The agent is to end as soon as the node is drained, at the latest after the time."""
+
+    grace_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +191,7 @@ class WorkerExited:
 Event = (
     Assigned
     | DetectionTold
+    | Leave
     | ShutDown
     | WarmStarted
     | WarmReady
@@ -266,6 +280,10 @@ class NodeState:
     desired: Desired | None = None
     #: Until a master tells, those that most have.
     detection: Detection = field(default_factory=Detection)
+    #: The node is drained, by the master's last word.
+    drained: bool = False
+    #: When the agent ends at the latest; None: it was not told to.
+    leave_by: float | None = None
     shutting_down: bool = False
     warm: WarmState = field(default_factory=WarmState)
     slots: list[Slot] = field(init=False)
@@ -300,10 +318,14 @@ class NodeState:
     def apply(self, event: Event, now: float) -> None:
         """Take note of `event`; events about processes that are gone change nothing."""
         match event:
-            case Assigned(desired=desired):
+            case Assigned(desired=desired, drained=drained):
                 self._assign(desired)
+                self.drained = drained
             case DetectionTold(detection=detection):
                 self.detection = detection
+            case Leave(grace_s=grace_s):
+                # Without work only the master's answer is waited for.
+                self.leave_by = now + (grace_s if self.workers else min(grace_s, IDLE_GRACE_S))
             case ShutDown():
                 self.shutting_down = True
             case WarmStarted():

@@ -17,6 +17,7 @@ from oobleck.agent.outbox import Outbox
 from oobleck.agent.processes import Listener, WarmProcess, WorkerProcess
 from oobleck.agent.reconcile import (
     Action,
+    End,
     ForkWorker,
     KillWarm,
     KillWorker,
@@ -34,6 +35,7 @@ from oobleck.agent.state import (
     DetectionTold,
     Event,
     ForkAsked,
+    Leave,
     MeasureSent,
     NodeState,
     PlanSent,
@@ -140,18 +142,25 @@ class Supervisor:
         """What the master goes by."""
         self._handle(DetectionTold(detection=detection))
 
-    def assigned(self, desired: Desired | None) -> None:
+    def assigned(self, desired: Desired | None, drained: bool) -> None:
         if desired != self._state.desired:
             generation = desired.part.plan.generation if desired and desired.part else None
             job_id = desired.job_id if desired else None
             logger.info("assigned", extra={"job": job_id, "generation": generation})
-        self._handle(Assigned(desired=desired))
+        self._handle(Assigned(desired=desired, drained=drained))
 
     def record(self, job_id: JobId, wish: Record) -> None:
         """Have the workers of that job record; what they do not hear of is asked for again."""
         for incarnation, worker in self._state.workers.items():
             if worker.job_id == job_id and incarnation in self._processes:
                 self._processes[incarnation].send(wish)
+
+    def leave(self) -> None:
+        """End once the node is drained; told again, at once."""
+        if self._state.leave_by is not None:
+            return self.shut_down()
+        logger.info("told to end; the work is to move off first")
+        return self._handle(Leave(grace_s=self._config.drain_grace_s))
 
     def shut_down(self) -> None:
         if not self._state.shutting_down:
@@ -343,6 +352,8 @@ class Supervisor:
                     rendezvous=part.rendezvous,
                     boundary=part.boundary,
                     restore=part.restore,
+                    leaving=part.leaving,
+                    handover=part.handover,
                 )
                 self._processes[incarnation].send(assign)
                 return PlanSent(incarnation=incarnation, generation=part.plan.generation)
@@ -361,6 +372,9 @@ class Supervisor:
                 logger.warning("killing a worker", extra=fields)
                 process.kill()
                 return WorkerKilled(incarnation=incarnation)
+            case End(reason=reason):
+                logger.info("ending", extra={"reason": reason})
+                return ShutDown()
 
     def _fork(self, slot: int, desired: Desired) -> Event:
         assert self._warm is not None
@@ -385,9 +399,11 @@ class Supervisor:
 
     def _status(self) -> types.NodeStatus:
         desired = self._state.desired
+        leaving = self._state.leave_by is not None
         if desired is None:
-            return types.NodeStatus()
+            return types.NodeStatus(leaving=leaving)
         return types.NodeStatus(
+            leaving=leaving,
             job_id=desired.job_id,
             generation=desired.part.plan.generation if desired.part else Generation(0),
             workers=tuple(

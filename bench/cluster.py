@@ -337,7 +337,7 @@ class LocalCluster(Cluster):
             self.process.send_signal(signal.SIGINT)
         for extra in self._extra:
             if extra.poll() is None:
-                extra.terminate()
+                extra.send_signal(signal.SIGINT)
         for running in [self.process, *self._extra]:
             try:
                 running.wait(timeout=10)

@@ -85,7 +85,7 @@ def stop(master: Child | None, agents: Sequence[Child]) -> None:
 def _end(children: Sequence[Child], grace_s: float) -> None:
     for child in children:
         if child.alive:
-            child.process.send_signal(signal.SIGTERM)
+            child.process.send_signal(signal.SIGINT)  # SIGTERM would drain an agent's node
     deadline = time.monotonic() + grace_s
     while any(child.alive for child in children) and time.monotonic() < deadline:
         time.sleep(0.02)

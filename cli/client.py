@@ -1,6 +1,7 @@
 """Questions to the master, with a deadline, and its errors as lines with the documented codes."""
 
 import re
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,6 +110,19 @@ class Master:
 
     def nodes(self, timeout_s: float = DEADLINE_S) -> list[pb.NodeInfo]:
         return list(self._ask(self._stub.ListNodes, pb.ListNodesRequest(), timeout_s).nodes)
+
+    def drain(self, node: str, reason: str, *, force: bool) -> pb.NodeInfo:
+        """The node as it is then."""
+        request = pb.DrainNodeRequest(
+            request_id=secrets.token_hex(16), node=node, reason=reason, force=force
+        )
+        info: pb.NodeInfo = self._ask(self._stub.DrainNode, request)
+        return info
+
+    def undrain(self, node: str) -> pb.NodeInfo:
+        request = pb.UndrainNodeRequest(request_id=secrets.token_hex(16), node=node)
+        info: pb.NodeInfo = self._ask(self._stub.UndrainNode, request)
+        return info
 
     def watch(self, job_id: str) -> Iterator[pb.JobStatus]:
         return self._stream(self._stub.WatchJob, pb.JobRequest(job_id=job_id))

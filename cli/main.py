@@ -15,6 +15,7 @@ COMMANDS = {
     "local": ("oobleck.cli.local:local", "Run a whole cluster on this machine."),
     "submit": ("oobleck.cli.submit:submit", "Queue a training job."),
     "status": ("oobleck.cli.show:status", "Show the cluster, or one job in full."),
+    "node": ("oobleck.cli.node:node", "Take a node out for maintenance, and back."),
     "nodes": ("oobleck.cli.show:nodes", "List the nodes."),
     "jobs": ("oobleck.cli.show:jobs", "List the jobs."),
     "events": ("oobleck.cli.show:events", "Show what happened to a job."),

@@ -272,6 +272,17 @@ def _sentence(record: dict[str, Any]) -> str:
             return f"node {node} joined"
         case {"event": "node_left_out", "node": node, "reason": reason}:
             return f"node {node} is left out: {reason}"
+        case {"event": "node_draining", "node": node, "reason": reason}:
+            return f"node {node} is to be drained" + (f": {reason}" if reason else "")
+        case {"event": "node_kept", "node": node, "reason": reason}:
+            return f"node {node} is kept for now: {reason}"
+        case {"event": "node_drained", "node": node, "abrupt": abrupt}:
+            how = "; the job must go on without it" if abrupt else ""
+            return f"node {node} is drained{how}"
+        case {"event": "node_undrained", "node": node}:
+            return f"node {node} may take part again"
+        case {"event": "node_lost", "node": node, "cause": "left", "reason": reason}:
+            return f"node {node} left: {reason}"
         case {"event": "node_reset", "node": node, "reason": reason}:
             return f"workers of {node} are ended and started anew: {reason}"
         case {"event": "node_lost", "node": node, "reason": reason, "detect_s": detect_s}:

@@ -72,7 +72,7 @@ async def cluster(workers: int = 1) -> AsyncIterator[tuple[ScriptedMaster, Agent
         finally:
             if agent.process.poll() is None:
                 agent.descendants()
-                agent.process.send_signal(signal.SIGTERM)
+                agent.process.send_signal(signal.SIGINT)
                 assert await agent.ended() == 0
             await agent.gone(2.0)
             assert agent.process.stderr is not None
@@ -175,7 +175,7 @@ async def test_a_worker_that_keeps_quitting_is_not_forked_in_a_tight_loop() -> N
         tail = stream.reports("exited")[0].exited.log_tail.split("\n")
         assert tail == [f"line {n}" for n in range(10, 30)]
         await stream.until(lambda m: len(stream.reports("exited")) == 4)
-        agent.process.send_signal(signal.SIGTERM)
+        agent.process.send_signal(signal.SIGINT)
         assert await agent.ended() == 0
 
 
@@ -362,14 +362,38 @@ async def test_refused_for_now_tries_again() -> None:
 
 
 @scenario
-async def test_sigterm_stops_workers_even_deaf_ones_within_the_grace() -> None:
+async def test_sigint_stops_workers_even_deaf_ones_within_the_grace() -> None:
     async with cluster(workers=2) as (_, agent, stream):
         await stream.assign("deaf-1", job("deaf"))
         await stream.ready(2)
         assert len(agent.descendants()) == 3
-        agent.process.send_signal(signal.SIGTERM)
+        agent.process.send_signal(signal.SIGINT)
         assert await agent.ended() == 0
         await agent.gone(0.5)
+
+
+@scenario
+async def test_sigterm_ends_the_agent_when_the_work_has_moved_off() -> None:
+    async with cluster(workers=2) as (_, agent, stream):
+        await stream.assign("demo-1", job("demo"))
+        await stream.ready(2)
+        agent.process.send_signal(signal.SIGTERM)
+        told = await stream.until(lambda m: m.HasField("status") and m.status.leaving)
+        assert len(told.status.workers) == 2, "it goes on with its part"
+        await stream.say(assignment=pb.Assignment(version=2, drained=True))
+        assert await agent.ended() == 0
+        await agent.gone(0.5)
+
+
+@scenario
+async def test_a_second_sigterm_ends_it_at_once() -> None:
+    async with cluster(workers=2) as (_, agent, stream):
+        await stream.assign("demo-1", job("demo"))
+        await stream.ready(2)
+        agent.process.send_signal(signal.SIGTERM)
+        await stream.until(lambda m: m.HasField("status") and m.status.leaving)
+        agent.process.send_signal(signal.SIGTERM)
+        assert await agent.ended() == 0
 
 
 @pytest.mark.parametrize("state", ["idle", "working"])

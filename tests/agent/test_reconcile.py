@@ -9,6 +9,7 @@ from oobleck.agent.reconcile import (
     STOP_GRACE_S,
     WARM_TIMEOUT_S,
     Action,
+    End,
     ForkWorker,
     KillWarm,
     KillWorker,
@@ -26,6 +27,7 @@ from oobleck.agent.state import (
     Desired,
     Event,
     ForkAsked,
+    Leave,
     MeasureSent,
     NodeState,
     PlanPart,
@@ -59,6 +61,7 @@ from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, Worker
 from support.scripted_master import job, plan
 
 A, B = Incarnation("aaaa"), Incarnation("bbbb")
+G1 = Generation(1)
 
 
 def desired(
@@ -121,6 +124,30 @@ def test_a_plan_goes_to_exactly_the_process_that_it_counts_on() -> None:
     assert node.after(Assigned(desired=desired(generation=1))) == (), "a repeat changes nothing"
     assert node.after(Assigned(desired=desired(generation=2, incarnations="bbbb"))) == ()
     assert kinds(node.after(Assigned(desired=desired(generation=2)))) == [SendPlan]
+
+
+def test_an_agent_that_is_told_to_end_goes_on_until_it_is_drained_or_out_of_time() -> None:
+    node = Node().with_worker()
+    node.after(Assigned(desired=desired(generation=1)), PlanSent(incarnation=A, generation=G1))
+    assert node.after(Leave(grace_s=60.0), at=10.0) == ()
+    assert node.wake_at() == 70.0
+    # The plan without it comes to its worker too, which hands over what it alone holds.
+    part = desired(generation=2).part
+    assert part is not None
+    without = dataclasses.replace(part, plan=plan(2, "n2"), leaving=(WorkerId(NodeName("n1"), 0),))
+    wish = dataclasses.replace(desired(), part=without)
+    assert kinds(node.after(Assigned(desired=wish), at=20.0)) == [SendPlan]
+    node.after(PlanSent(incarnation=A, generation=Generation(2)))
+    assert node.after(at=69.0) == ()
+    assert kinds(node.after(at=70.0)) == [End]
+    assert End in kinds(node.after(Assigned(desired=None, drained=True), at=30.0))
+
+
+def test_an_idle_agent_that_is_told_to_end_waits_only_for_an_answer() -> None:
+    node = Node()
+    node.after(WarmStarted(), WarmReady(), Leave(grace_s=60.0), at=1.0)
+    assert node.wake_at() == 3.0
+    assert kinds(node.after(Assigned(desired=None, drained=True))) == [End]
 
 
 def measuring(attempt: int) -> Desired:

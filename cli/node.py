@@ -1,0 +1,75 @@
+"""The commands that change nodes: drain and undrain."""
+
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from oobleck.cli.options import master_option
+from oobleck.host.command import CommandFailed
+
+if TYPE_CHECKING:
+    from oobleck.cli.client import Master
+    from oobleck.proto import control_pb2 as pb
+
+_POLL_S = 0.2
+MOST_REASON = 500
+
+
+@click.group()
+def node() -> None:
+    """Take a node out for maintenance, and back."""
+
+
+@node.command()
+@click.argument("name", metavar="NODE")
+@click.option("--reason", default="", metavar="TEXT", help="Shown by 'oobleck nodes'.")
+@click.option("--wait", is_flag=True, help="Return when nothing is on the node any more.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Also where a job cannot go on without the node: it waits for nodes then, and what the "
+    "node alone held of its state is lost but for the newest checkpoint.",
+)
+@master_option
+def drain(name: str, reason: str, wait: bool, force: bool, master: str) -> None:
+    """Move the work off NODE at the next step boundary, and give it none until it is undrained.
+
+    No step is lost or done again. Where a job cannot go on without the node, it is kept until it
+    can, or the drain is forced. Asked again, nothing changes.
+    """
+    from oobleck.cli.client import Master
+
+    if len(reason) > MOST_REASON:
+        raise CommandFailed(f"--reason: is longer than {MOST_REASON} characters", 2)
+    with Master(master) as connection:
+        told = _tell(connection.drain(name, reason, force=force))
+        while wait and (info := _find(connection, name)).state not in ("drained", "lost"):
+            told = _tell(info, told)
+            time.sleep(_POLL_S)
+        if wait:
+            _tell(_find(connection, name), told)
+
+
+@node.command()
+@click.argument("name", metavar="NODE")
+@master_option
+def undrain(name: str, master: str) -> None:
+    """Let NODE take part again: one that was drained, is in quarantine, or is left out of the
+    job."""
+    from oobleck.cli.client import Master
+
+    with Master(master) as connection:
+        _tell(connection.undrain(name))
+
+
+def _find(connection: "Master", name: str) -> "pb.NodeInfo":
+    return next(info for info in connection.nodes() if info.node == name)
+
+
+def _tell(info: "pb.NodeInfo", told: str = "") -> str:
+    """Print how the node is, where that is news; the line."""
+    line = f"{info.node} {info.state}" + (f": {info.reason}" if info.reason else "")
+    if line != told:
+        click.echo(line)
+    return line
