@@ -18,12 +18,10 @@ import time
 from collections.abc import Callable
 
 from oobleck.worker.errors import TransportError
-from oobleck.worker.rendezvous import Place
+from oobleck.worker.rendezvous import CONNECT_LIMIT, Place
 
 _GOODBYE = b"\x00"
 _GREETING_BYTES = 16
-#: The neighbours have arrived at the rendezvous and do the same at this moment.
-_CONNECT_TIMEOUT_S = 5.0
 #: The greeting comes with the connection; a silent stranger must not keep the neighbour waiting.
 _GREETING_TIMEOUT_S = 1.0
 #: How long a wait for the neighbour may last before it looks whether it is still wanted.
@@ -59,7 +57,7 @@ class Lifeline:
         after, before = (self._rank + 1) % self._size, (self._rank - 1) % self._size
         try:
             host, _, port = self._place.get(f"lifeline/{after}").rpartition(":")
-            link = socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S)
+            link = self._place.dial(host, int(port))
             self._links.append(link)
             link.sendall(self._greeting)
             greeting = self._place.get(f"greeting/{before}")
@@ -71,7 +69,7 @@ class Lifeline:
         threading.Thread(target=self._watch, args=(on_lost,), name="lifeline", daemon=True).start()
 
     def _accept(self, greeting: str, check_wanted: Callable[[], None]) -> socket.socket:
-        deadline = time.monotonic() + _CONNECT_TIMEOUT_S
+        deadline = time.monotonic() + CONNECT_LIMIT.total_seconds()
         while time.monotonic() < deadline:
             check_wanted()
             with contextlib.suppress(TimeoutError):

@@ -10,6 +10,7 @@ from oobleck.host.messages import Assign
 from oobleck.planner.ids import WorkerId
 from oobleck.worker.connect import Connector
 from oobleck.worker.control import Control
+from oobleck.worker.errors import TransportError
 from oobleck.worker.lifeline import Lifeline
 from oobleck.worker.nccl import Link
 from oobleck.worker.rendezvous import Place, StoreServer, await_arrival
@@ -39,7 +40,7 @@ class Membership:
 
         Raises TransportError when one is lost on the way, Superseded when a newer generation is
         wanted; nothing is left open then. `on_lost` is told, from another thread and at any time
-        after, that a neighbour is gone; whatever waits in a group is released then.
+        once all have arrived, that a neighbour is gone; whatever waits for others is released then.
         """
         generation = assign.plan.generation
         self._control = control
@@ -47,8 +48,11 @@ class Membership:
         rank, size = members.index(worker), len(members)
         store, prefix = assign.rendezvous.store, assign.rendezvous.prefix + meeting
         waits = Waits()
-        # From here on a push of an abrupt change releases whatever waits in the store ...
-        control.on_abrupt(waits.release)
+        self._lost = False
+        # What a push of an abrupt change and a neighbour's death release: first whatever waits for
+        # the store and for connections ...
+        self._release = waits.release
+        control.on_abrupt(self._release)
         try:
             control.check_newest(generation)
             place = Place(store, prefix, own=own_store, waits=waits)
@@ -56,6 +60,10 @@ class Membership:
             try:
                 connector.announce(place)
                 await_arrival(place, size, lambda: control.check_newest(generation), generation)
+                # Before the groups, in which a death is not noticed while they are built.
+                self._lifeline.connect(
+                    self._neighbour_lost, lambda: control.check_wanted(generation)
+                )
                 self.transport = connector.connect(
                     place, rank, size, groups=groups, links=links, waits=waits
                 )
@@ -67,17 +75,20 @@ class Membership:
             waits.close()
             raise
         # ... and from here on in a group.
-        control.on_abrupt(self.transport.abort)
+        self._release = self.transport.abort
+        control.on_abrupt(self._release)
         try:
-            self._lifeline.connect(self._neighbour_lost, lambda: control.check_wanted(generation))
             control.check_wanted(generation)
+            if self._lost:
+                raise TransportError("a neighbour was lost while groups were built")
         except BaseException:
             self.leave(orderly=False)
             raise
 
     def _neighbour_lost(self, detail: str) -> None:
         self._on_lost(detail)
-        self.transport.abort()
+        self._lost = True
+        self._release()
 
     def stand_down(self) -> None:
         """Training is over: the end of a neighbour is no loss any more."""

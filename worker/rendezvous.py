@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError
 
 from oobleck.planner.ids import Generation
-from oobleck.worker.errors import Superseded, peers_may_fail
+from oobleck.worker.errors import Superseded, TransportError, peers_may_fail
 from oobleck.worker.waiting import Waits
 
 T = TypeVar("T")
@@ -25,6 +25,9 @@ T = TypeVar("T")
 STORE_TIMEOUT = timedelta(seconds=5)
 #: After its own time-out a call may take this much longer where the host does answer.
 STORE_GRACE_S = 1.0
+#: For a connection to somebody who has arrived, and does the same at this moment: this long only
+#: where a host is busy with other things. Who dies or is superseded meanwhile releases the wait.
+CONNECT_LIMIT = timedelta(seconds=30)
 #: How long a wait for the others' arrival may last before it looks whether it is still wanted.
 ARRIVAL_POLL = timedelta(milliseconds=50)
 
@@ -92,6 +95,14 @@ class Place:
             return True
 
         return self._call(wait)
+
+    def dial(self, host: str, port: int) -> socket.socket:
+        """A connection to who left word here of listening there."""
+        limit_s = CONNECT_LIMIT.total_seconds()
+        try:
+            return self._waits.run(lambda: socket.create_connection((host, port), limit_s))
+        except OSError as error:
+            raise TransportError(f"{host} does not answer: {error}") from None
 
     def build(self, name: str, build: Callable[[Store], T], limit: timedelta) -> T:
         """Have a group built, whose members find each other by what they leave in the store."""

@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import (
 from oobleck.worker import mesh
 from oobleck.worker.errors import peers_may_fail
 from oobleck.worker.mesh import MeshSum
-from oobleck.worker.rendezvous import Place
+from oobleck.worker.rendezvous import CONNECT_LIMIT, Place
 from oobleck.worker.waiting import Waits
 from oobleck.worker.wires import MOST_BYTES, Wires
 
@@ -147,10 +147,10 @@ def _closes_all_pairs(backend: _GlooGroup, peer: int) -> bool:
 def connect_timeout(size: int) -> timedelta:
     """How long building a group of `size` may take, once all members are known to have arrived.
 
-    This is also how long a death in that moment can hold up the others; 12 ranks on two cores
-    take some 15 ms.
+    12 ranks on two cores take some 15 ms, but on a host that is busy with other things a member
+    may be away for seconds. A member's death is not waited out: it releases the others.
     """
-    return timedelta(seconds=2 + 0.02 * size)
+    return CONNECT_LIMIT + timedelta(milliseconds=20) * size
 
 
 class GlooTransport:

@@ -35,8 +35,6 @@ _TOKEN_BYTES = 16
 _GREETING = struct.Struct(f"!{_TOKEN_BYTES}sI")
 #: The greeting comes with the connection; a silent stranger must not keep the others waiting.
 _GREETING_TIMEOUT_S = 1.0
-#: All have arrived at the meeting, so whoever is called listens.
-_CONNECT_TIMEOUT_S = 2.0
 
 
 @contextlib.contextmanager
@@ -109,8 +107,8 @@ class Wires:
 
     def _call(self, place: Place, peer: int) -> None:
         host, port, token = place.get(f"wire/{peer}").split("|")
+        connection = place.dial(host, int(port))
         with _peers_may_fail():
-            connection = socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S)
             connection.sendall(_GREETING.pack(bytes.fromhex(token), self._rank))
             self._add(peer, connection)
 
