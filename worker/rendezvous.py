@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError
 
 from oobleck.planner.ids import Generation
+from oobleck.worker.addressbook import AddressBook
 from oobleck.worker.errors import Superseded, TransportError, peers_may_fail
 from oobleck.worker.waiting import Waits
 
@@ -66,10 +67,9 @@ class Place:
             self._store = self._call(lambda: _connect(host, int(port)))
         self._store = PrefixStore(prefix, self._store)
 
-    def _call(self, call: Callable[[], T], longer: timedelta = timedelta(0)) -> T:
+    def _call(self, call: Callable[[], T]) -> T:
         with peers_may_fail():
-            limit_s = (STORE_TIMEOUT + longer).total_seconds() + STORE_GRACE_S
-            return self._waits.run(call, limit_s)
+            return self._waits.run(call, STORE_TIMEOUT.total_seconds() + STORE_GRACE_S)
 
     def set(self, key: str, value: str) -> None:
         self._call(lambda: self._store.set(key, value))
@@ -104,9 +104,18 @@ class Place:
         except OSError as error:
             raise TransportError(f"{host} does not answer: {error}") from None
 
+    def connect(self, name: str, connect: Callable[[Store], T], limit: timedelta) -> T:
+        """Have a gloo group connected, whose members find each other by what they leave in the
+        store; it has no use for the store later. A call that is given up ends soon."""
+        book = AddressBook(PrefixStore(name, self._store), lambda: self._waits.released)
+        with peers_may_fail():
+            return self._waits.run(lambda: connect(book), limit.total_seconds(), end=book.end)
+
     def build(self, name: str, build: Callable[[Store], T], limit: timedelta) -> T:
-        """Have a group built, whose members find each other by what they leave in the store."""
-        return self._call(lambda: build(PrefixStore(name, self._store)), limit)
+        """Have a group built that uses its part of the store whenever it likes."""
+        limit_s = (STORE_TIMEOUT + limit).total_seconds()
+        with peers_may_fail():
+            return self._waits.run(lambda: build(PrefixStore(name, self._store)), limit_s)
 
 
 def _connect(host: str, port: int) -> Store:

@@ -200,7 +200,7 @@ class GlooTransport:
         def build(store: Store) -> ProcessGroupGloo:
             return ProcessGroupGloo(store, rank, len(group), options)
 
-        return cast(_GlooGroup, place.build(name, build, timeout))
+        return cast(_GlooGroup, place.connect(name, build, timeout))
 
     def _pending(self, work: Work, tensors: Sequence[torch.Tensor]) -> Pending:
         return _GlooWork(work, tensors, self._waits, self._wires)

@@ -46,6 +46,10 @@ class Meanwhile(Protocol):
         """Have `run` look whether it is done; from any thread, at any time after."""
 
 
+def _nothing() -> None:
+    pass
+
+
 class _Nothing:
     def run(self, done: Callable[[], bool]) -> None:
         pass
@@ -71,22 +75,35 @@ class Waits:
         wait: Callable[[], T],
         limit_s: float | None = None,
         meanwhile: Meanwhile = _NOTHING,
+        end: Callable[[], None] = _nothing,
     ) -> T:
         """Return or raise as `wait` does, or raise TransportError: soon after the release, or
-        after `limit_s`, which is a release for all later calls."""
+        after `limit_s`, which is a release for all later calls. `end`, where given, has a `wait`
+        that is given up end soon."""
         call = _Call(wait, meanwhile.wake)
         self._calls.put(call)
         meanwhile.run(lambda: call.done)
         with self._changed:
-            if not self._changed.wait_for(lambda: call.done or self._released, limit_s):
-                self._released = True
+            in_time = self._changed.wait_for(lambda: call.done or self._released, limit_s)
+            self._released = self._released or not in_time
+        if not call.done:
+            end()
+        with self._changed:
+            if not in_time:
                 raise TransportError(f"no answer for {limit_s:g} s")
             if not self._changed.wait_for(lambda: call.done, ABORT_GRACE_S):
                 raise TransportError("an operation was given up")
         if call.error is not None:
             error, call.error = call.error, None  # its traceback refers to the call
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # and to this frame: what they all hold is freed with the exception
         return call.results.pop()
+
+    @property
+    def released(self) -> bool:
+        return self._released
 
     def release(self) -> None:
         """Let nobody wait any longer, now and later."""
