@@ -15,11 +15,13 @@ import psutil
 
 from oobleck.agent.address import check_own_address
 from oobleck.agent.config import DRAIN_GRACE_S, AgentConfig
+from oobleck.agent.enrol import Denied, Holder, choose_way, join, read_join_token
 from oobleck.agent.outbox import Outbox
 from oobleck.agent.session import Session
 from oobleck.agent.supervisor import Supervisor, new_incarnation
 from oobleck.host import command, log
 from oobleck.host.address import split_address
+from oobleck.host.credentials import Credentials
 from oobleck.host.device import Gpu, find_gpus, worker_environment
 from oobleck.host.messages import FaultRule
 from oobleck.host.process import die_with_parent
@@ -38,8 +40,18 @@ a second SIGTERM, ends it at once. Exit codes: 0 stopped by a signal, 2 wrong us
 the master for good (the line says why)."""
 
 
-async def serve(config: AgentConfig) -> int:
-    """Run until SIGTERM, SIGINT or a refusal; the exit code."""
+async def serve(config: AgentConfig, holder: Holder, token: Credentials | None = None) -> int:
+    """Run until SIGTERM, SIGINT or a refusal; the exit code. Without credentials the agent joins
+    by the token first."""
+    if holder.folder is not None and holder.credentials is None and token is not None:
+        try:
+            holder.credentials = await join(config.master, holder.folder, token, config.name)
+        except Denied as denied:
+            click.echo(f"oobleck-agent: the master denies: {denied}", err=True)
+            return 2
+        except (OSError, ValueError) as error:
+            click.echo(f"oobleck-agent: --credentials {holder.folder}: {error}", err=True)
+            return 2
     surroundings = Surroundings()
     incarnation = new_incarnation(surroundings)
     outbox = Outbox(incarnation)
@@ -49,6 +61,7 @@ async def serve(config: AgentConfig) -> int:
         incarnation,
         outbox,
         surroundings,
+        endpoint=lambda: holder.endpoint,
         on_address=supervisor.reached_from,
         on_detection=supervisor.detect,
         on_assigned=supervisor.assigned,
@@ -62,6 +75,7 @@ async def serve(config: AgentConfig) -> int:
     async with asyncio.TaskGroup() as tasks:
         supervising = tasks.create_task(supervisor.run())
         talking = tasks.create_task(session.run())
+        renewing = tasks.create_task(holder.keep_fresh())
         await asyncio.wait({supervising, talking}, return_when=asyncio.FIRST_COMPLETED)
         refusal = talking.result() if talking.done() else None
         supervisor.shut_down()
@@ -69,6 +83,7 @@ async def serve(config: AgentConfig) -> int:
         session.close()
         await asyncio.wait({talking}, timeout=FAREWELL_S)
         talking.cancel()
+        renewing.cancel()
     if refusal is not None:
         click.echo(f"oobleck-agent: refused by the master: {refusal}", err=True)
         return 2
@@ -143,6 +158,26 @@ def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:
     help="How long the work may take to move off this node after SIGTERM; 0: end at once.",
 )
 @click.option(
+    "--credentials",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar="OOBLECK_CREDENTIALS",
+    metavar="DIR",
+    help="Folder of this node's certificate, which is put there when it joins.  [default: "
+    "~/.oobleck/nodes/NAME, where the master is not on this host]",
+)
+@click.option(
+    "--token-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="A join token from 'oobleck pki token', for the first start; it may also stand in "
+    "OOBLECK_JOIN_TOKEN.",
+)
+@click.option(
+    "--insecure",
+    is_flag=True,
+    help="Talk to a master on this host in the clear, as is the default there.",
+)
+@click.option(
     "--exit-with-parent", is_flag=True, help="End, with all workers, when the parent process ends."
 )
 @click.option(
@@ -159,6 +194,9 @@ def agent(
     address: str | None,
     memory_per_worker: str | None,
     drain_grace: float,
+    credentials: Path | None,
+    token_file: Path | None,
+    insecure: bool,
     exit_with_parent: bool,
     fault_plan: Path | None,
 ) -> int:
@@ -170,6 +208,7 @@ def agent(
         check_master(master)
         if address is not None:
             check_own_address(address)
+        token = read_join_token(token_file)
         environment = {**worker_environment(device), **os.environ}
         gpus = find_gpus(environment) if device == "cuda" else ()
         config = AgentConfig(
@@ -193,10 +232,11 @@ def agent(
             environment=environment,
             drain_grace_s=drain_grace,
         )
+        holder = choose_way(master, config.name, credentials, token, insecure=insecure)
     except ValueError as error:
         raise command.CommandFailed(str(error), 2) from error
     log.configure()
-    return asyncio.run(serve(config))
+    return asyncio.run(serve(config, holder, token))
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from oobleck.agent.config import AgentConfig
 from oobleck.agent.outbox import Outbox
 from oobleck.agent.state import Desired, PlanPart
 from oobleck.host.detection import Detection
+from oobleck.host.endpoint import Endpoint
 from oobleck.host.messages import Record
 from oobleck.host.surroundings import Surroundings
 from oobleck.planner.ids import Incarnation, JobId
@@ -27,6 +28,7 @@ from oobleck.proto import control_pb2 as pb
 from oobleck.proto import convert
 from oobleck.proto.control_pb2_grpc import ControlStub
 from oobleck.proto.detection import keepalive_options, read_welcome
+from oobleck.proto.secure import open_aio_channel
 from oobleck.proto.types import PROTOCOL, Assignment, NodeFacts, Registration, WorkerReport
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,13 @@ CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.max_receive_message_length", 64 << 20),
+)
+
+#: Answers to a registration that another try does not change.
+_FINAL = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
 )
 
 
@@ -66,6 +75,7 @@ class Session:
         outbox: Outbox,
         surroundings: Surroundings,
         *,
+        endpoint: Callable[[], Endpoint],
         on_address: Callable[[str], None],
         on_detection: Callable[[Detection], None],
         on_assigned: Callable[[Desired | None, bool], None],
@@ -77,6 +87,7 @@ class Session:
         self._outbox = outbox
         self._surroundings = surroundings
         self._now = surroundings.now
+        self._endpoint = endpoint
         self._on_address = on_address
         self._on_detection = on_detection
         self._on_assigned = on_assigned
@@ -92,17 +103,23 @@ class Session:
     async def run(self) -> str | None:
         """Until the master refuses for good (the reason) or `close` was called (None)."""
         while not self._closing:
+            endpoint = self._endpoint()
             options = (*CHANNEL_OPTIONS, *keepalive_options(self._detection))
-            async with grpc.aio.insecure_channel(self._config.master, options=options) as channel:
+            async with open_aio_channel(endpoint, options) as channel:
                 stub = ControlStub(channel)  # type: ignore[no-untyped-call]  # generated
                 if (refusal := await self.converse(stub)) is not None:
                     return refusal
         return None
 
     async def converse(self, stub: ControlStub) -> str | None:
-        """`run` over a channel that is there, which may be until its time-outs must change."""
-        keepalive = keepalive_options(self._detection)
-        while not self._closing and keepalive == keepalive_options(self._detection):
+        """`run` over a channel that is there, which may be until its time-outs must change or there
+        is a newer certificate."""
+        endpoint, keepalive = self._endpoint(), keepalive_options(self._detection)
+        while (
+            not self._closing
+            and keepalive == keepalive_options(self._detection)
+            and endpoint == self._endpoint()
+        ):
             try:
                 await self._one(stub)
             except _Refused as refusal:
@@ -189,7 +206,7 @@ class Session:
         if first is not _EOF:
             return first
         async with asyncio.timeout(self._detection.answer_s):
-            if await call.code() is grpc.StatusCode.INVALID_ARGUMENT:
+            if await call.code() in _FINAL:
                 raise _Refused(await call.details(), temporary=False)
         raise await _ended(call, self._detection.answer_s)
 

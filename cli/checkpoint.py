@@ -11,6 +11,7 @@ import click
 
 from oobleck.cli.options import FAILED, NO_SUCH_THING, USAGE, json_option, master_option
 from oobleck.host.command import CommandFailed
+from oobleck.host.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from oobleck.cli.client import Master
@@ -49,7 +50,7 @@ def checkpoint() -> None:
 @click.argument("job_id", metavar="JOB")
 @click.option("--no-wait", is_flag=True, help="Do not wait until it is published.")
 @master_option
-def save(job_id: str, no_wait: bool, master: str) -> None:
+def save(job_id: str, no_wait: bool, master: Endpoint) -> None:
     """Take a checkpoint of JOB as soon as a step ends; print its step and path."""
     from oobleck.cli.client import Master
 
@@ -79,7 +80,7 @@ def _await_answer(connection: "Master", job_id: str, number: int) -> dict[str, A
 @click.argument("target", metavar="PATH|JOB")
 @master_option
 @json_option("A JSON array of checkpoints, newest first.")
-def list_(target: str, master: str, as_json: bool) -> None:
+def list_(target: str, master: Endpoint, as_json: bool) -> None:
     """List the checkpoints in PATH, or of JOB.
 
     PATH is a directory or URL. Newest first; also what is damaged, and what saves under way or
@@ -179,7 +180,7 @@ def export(path: str, output: Path) -> None:
     click.echo(f"step {found.manifest.step}  {output}")
 
 
-def _path(target: str, master: str) -> str:
+def _path(target: str, master: Endpoint) -> str:
     """The place that `target` names: a path, or the job that writes there."""
     if "/" in target or Path(target).exists():
         return target

@@ -13,8 +13,10 @@ from google.protobuf.message import Message
 
 from oobleck.cli import options
 from oobleck.host.command import CommandFailed
+from oobleck.host.endpoint import Endpoint, choose_endpoint
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.control_pb2_grpc import OperatorStub
+from oobleck.proto.control_pb2_grpc import OperatorStub, PkiStub
+from oobleck.proto.secure import open_channel
 
 DEADLINE_S = 5.0
 #: For a timeline: its steps are waited for.
@@ -50,10 +52,15 @@ class Unreachable(CommandFailed):
 class Master:
     """A connection to the master; use it as a context."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    def __init__(self, endpoint: Endpoint | str) -> None:
+        """`endpoint`: an address alone is one on this host, called in the clear."""
+        if isinstance(endpoint, str):
+            endpoint = choose_endpoint(endpoint, None, insecure=True)
+        self.address = endpoint.address
+        self._secured = endpoint.credentials is not None
+        self._channel = open_channel(endpoint, CHANNEL_OPTIONS)
         self._stub: Any = OperatorStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+        self._pki: Any = PkiStub(self._channel)  # type: ignore[no-untyped-call]  # generated
 
     def __enter__(self) -> "Master":
         return self
@@ -135,6 +142,33 @@ class Master:
     ) -> Iterator[pb.LogLine]:
         request = pb.LogsRequest(job_id=job_id, follow=follow, node=node or "", rank=rank)
         return self._stream(self._stub.Logs, request)
+
+    # ---- certificates
+
+    def join(self, request: str, name: str) -> pb.CertificateReply:
+        asked = pb.JoinRequest(request=request, name=name)
+        reply: pb.CertificateReply = self._ask(self._pki.Join, asked)
+        return reply
+
+    def renew(self, request: str) -> pb.CertificateReply:
+        reply: pb.CertificateReply = self._ask(self._pki.Renew, pb.RenewRequest(request=request))
+        return reply
+
+    def create_token(
+        self, request: str, *, role: str, name: str, ttl_s: float
+    ) -> pb.CertificateReply:
+        asked = pb.TokenRequest(request=request, role=role, name=name, ttl_s=ttl_s)
+        reply: pb.CertificateReply = self._ask(self._pki.CreateToken, asked)
+        return reply
+
+    def credentials(self) -> pb.ListCredentialsReply:
+        reply: pb.ListCredentialsReply = self._ask(
+            self._pki.ListCredentials, pb.ListCredentialsRequest()
+        )
+        return reply
+
+    def revoke(self, request: pb.RevokeRequest) -> None:
+        self._ask(self._pki.Revoke, request)
 
     def _ask(self, method: Any, request: Message, timeout_s: float = DEADLINE_S) -> Any:
         with self._errors_as_lines():

@@ -17,9 +17,10 @@ import click
 
 from oobleck.cli.children import MASTER_GRACE_S, Child, stop
 from oobleck.cli.options import DEFAULT_MASTER, FAILED, USAGE
-from oobleck.host.address import split_address
+from oobleck.host.address import leaves_host, split_address
 from oobleck.host.command import CommandFailed
 from oobleck.host.detection import MODES, Mode
+from oobleck.host.endpoint import Endpoint, choose_endpoint
 
 #: More than this is a mistake on any machine; --oversubscribe says that it is none.
 WORKERS_PER_CORE = 16
@@ -66,7 +67,7 @@ master too. Each daemon's own output is in STATE/log. Exit codes: 0 ended by Ctr
     "--listen",
     metavar="HOST:PORT",
     help=f"Where the master listens; port 0 is any free one.  [default: {DEFAULT_MASTER}, or a "
-    "free port if that is taken]",
+    "free port if that is taken; off this host it makes itself an authority in STATE/pki]",
 )
 @click.option(
     "--fault-plan",
@@ -229,6 +230,12 @@ class Cluster:
         self.master: Child | None = None
         self.agents: list[Child] = []
         self.address = ""
+        #: Of the operator; None: the cluster is in the clear, on this host.
+        self.credentials: Path | None = None
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return choose_endpoint(self.address, self.credentials, insecure=self.credentials is None)
 
     def start(
         self, address: str, nodes: int, workers: int, memory: int, fault_plan: Path | None
@@ -242,6 +249,7 @@ class Cluster:
                 f"--state-dir {self._state_dir}: {error.strerror}; choose another one", USAGE
             ) from error
         arguments = ["--listen", address, "--state-dir", str(self._state_dir)]
+        arguments += self._secure(address)
         arguments += self._master_flags
         self.master = Child("master", "oobleck.master", arguments, logs / "master.log", piped=True)
         self.address = self._listening(self.master)
@@ -251,13 +259,37 @@ class Cluster:
         for number in range(1, nodes + 1):
             name = f"n{number}"
             arguments = ["--master", self.address, "--name", name, "--workers", str(workers)]
-            arguments += ["--memory-per-worker", str(memory)]
+            arguments += ["--memory-per-worker", str(memory), *self._agent_credentials(name)]
             if fault_plan is not None:
                 arguments += ["--fault-plan", str(fault_plan.absolute())]
             agent = Child(f"agent {name}", "oobleck.agent", arguments, logs / f"agent-{name}.log")
             self.agents.append(agent)
             self._tell(f"agent {name} pid {agent.pid}")
+        if self.credentials is not None:
+            self._tell(f"credentials {self.credentials}")
         self._tell(f"state {self._state_dir}")
+
+    def _secure(self, address: str) -> list[str]:
+        """What the master needs for it: an authority, where others could reach it."""
+        pki = self._state_dir / "pki"
+        if not leaves_host(address) and not pki.exists():
+            return ["--insecure"]
+        from oobleck.cli.authority import OPERATOR, make_authority
+
+        if not pki.exists():
+            make_authority(pki, ())
+        self.credentials = pki / OPERATOR
+        return ["--pki", str(pki)]
+
+    def _agent_credentials(self, name: str) -> list[str]:
+        if self.credentials is None:
+            return ["--insecure"]
+        from oobleck.cli.authority import issue
+
+        folder = self._state_dir / "pki" / "nodes" / name
+        if not folder.exists():
+            issue(self._state_dir / "pki", folder, "agent", name)
+        return ["--credentials", str(folder)]
 
     def _listening(self, master: Child) -> str:
         """The address from the master's line, which it prints once it listens."""
@@ -284,7 +316,7 @@ class Cluster:
 
         live: set[str] = set()
         deadline = time.monotonic() + READY_TIMEOUT_S
-        with Master(self.address) as connection:
+        with Master(self.endpoint) as connection:
             while True:
                 self._tell_deaths()
                 if self.master is None or not self.master.alive:

@@ -27,13 +27,15 @@ COMMANDS = {
     "cancel": ("oobleck.cli.submit:cancel", "End a job."),
     "data": ("oobleck.cli.data:data", "Make and inspect files of training tokens."),
     "profile": ("oobleck.cli.profile:profile", "Measure a job's model on the real devices."),
+    "pki": ("oobleck.cli.pki:pki", "Make and take back certificates and join tokens."),
     "plan": ("oobleck.cli.plan:plan", "Show the plan that a job would get."),
 }
 
 EPILOG = """\b
 Every command that asks the master takes --master HOST:PORT, or OOBLECK_MASTER
 from the environment; without both it is 127.0.0.1:4600, where `oobleck local`
-listens.
+listens. A master off this host wants a certificate: --credentials DIR, or
+OOBLECK_CREDENTIALS.
 \b
 Exit codes:
   0  done

@@ -7,6 +7,7 @@ import click
 
 from oobleck.cli.options import master_option
 from oobleck.host.command import CommandFailed
+from oobleck.host.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from oobleck.cli.client import Master
@@ -32,7 +33,7 @@ def node() -> None:
     "node alone held of its state is lost but for the newest checkpoint.",
 )
 @master_option
-def drain(name: str, reason: str, wait: bool, force: bool, master: str) -> None:
+def drain(name: str, reason: str, wait: bool, force: bool, master: Endpoint) -> None:
     """Move the work off NODE at the next step boundary, and give it none until it is undrained.
 
     No step is lost or done again. Where a job cannot go on without the node, it is kept until it
@@ -54,7 +55,7 @@ def drain(name: str, reason: str, wait: bool, force: bool, master: str) -> None:
 @node.command()
 @click.argument("name", metavar="NODE")
 @master_option
-def undrain(name: str, master: str) -> None:
+def undrain(name: str, master: Endpoint) -> None:
     """Let NODE take part again: one that was drained, is in quarantine, or is left out of the
     job."""
     from oobleck.cli.client import Master

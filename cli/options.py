@@ -1,11 +1,14 @@
 """Options and codes that the commands share. Must import nothing heavy."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from oobleck.host.address import split_address
+from oobleck.host.endpoint import Endpoint, choose_endpoint
 
 DEFAULT_MASTER = "127.0.0.1:4600"
 
@@ -15,21 +18,64 @@ NO_SUCH_THING = 3
 UNREACHABLE = 4
 DENIED = 5
 
+_CREDENTIALS = "oobleck.credentials"
+_INSECURE = "oobleck.insecure"
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def check_address(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
-    """HOST:PORT, or a usage error that says so."""
+def endpoint(ctx: click.Context, parameter: click.Parameter, value: str) -> Endpoint:
+    """The master to ask and what to show there, or a usage error."""
     try:
         _, port = split_address(value)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
     if port == 0:
         raise click.BadParameter(f"{value!r}: no master has port 0")
-    return value
+    insecure = bool(ctx.meta.get(_INSECURE))
+    credentials = ctx.meta.get(_CREDENTIALS)
+    if insecure and ctx.get_parameter_source("credentials") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--insecure and --credentials exclude each other; leave one out")
+    try:
+        return choose_endpoint(value, credentials, insecure=insecure)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _note(key: str) -> Callable[[click.Context, click.Parameter, Any], None]:
+    """A callback that keeps the option's value for the one that makes the endpoint."""
+
+    def note(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
+        ctx.meta[key] = value
+
+    return note
+
+
+def credential_options(function: F) -> F:
+    """What `endpoint` needs beside the address."""
+    function = click.option(
+        "--insecure",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_note(_INSECURE),
+        help="Ask a master on this host in the clear, as is the default there.",
+    )(function)
+    return click.option(
+        "--credentials",
+        envvar="OOBLECK_CREDENTIALS",
+        type=click.Path(file_okay=False, path_type=Path),
+        show_envvar=True,
+        metavar="DIR",
+        is_eager=True,
+        expose_value=False,
+        callback=_note(_CREDENTIALS),
+        help="Folder of your certificate, without which no master off this host answers.",
+    )(function)
 
 
 def master_option(function: F) -> F:
+    """`master`: the Endpoint that --master, --credentials and --insecure name."""
     return click.option(
         "--master",
         envvar="OOBLECK_MASTER",
@@ -37,9 +83,9 @@ def master_option(function: F) -> F:
         show_default=True,
         show_envvar=True,
         metavar="HOST:PORT",
-        callback=check_address,
+        callback=endpoint,
         help="The master to ask.",
-    )(function)
+    )(credential_options(function))
 
 
 def set_option(function: F) -> F:

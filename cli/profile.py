@@ -26,13 +26,15 @@ from oobleck.cli.options import (
     DEFAULT_MASTER,
     FAILED,
     USAGE,
-    check_address,
+    credential_options,
+    endpoint,
     json_option,
     set_option,
 )
 from oobleck.cli.submit import is_here
 from oobleck.cli.timeline import check_usage, record
 from oobleck.host.command import CommandFailed
+from oobleck.host.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from oobleck.cli.client import Master
@@ -53,8 +55,10 @@ Exit codes: 0 done, 1 it could not be measured or written, 2 wrong usage or a jo
 4 the master cannot be reached, 130 Ctrl-C (the measurement is called off)."""
 
 
-def _check_master(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    return None if value is None else check_address(ctx, parameter, value)
+def _check_master(
+    ctx: click.Context, parameter: click.Parameter, value: str | None
+) -> Endpoint | None:
+    return None if value is None else endpoint(ctx, parameter, value)
 
 
 @click.command(epilog=EPILOG)
@@ -79,6 +83,7 @@ def _check_master(ctx: click.Context, parameter: click.Parameter, value: str | N
     callback=_check_master,
     help="Let the agents of this master measure.  [default: --local]",
 )
+@credential_options
 @click.option(
     "--local", "here", is_flag=True, help="Measure on this machine, with two workers, no master."
 )
@@ -101,7 +106,7 @@ def profile(
     job_file: Path | None,
     overrides: tuple[str, ...],
     output: Path | None,
-    master: str | None,
+    master: Endpoint | None,
     here: bool,
     timeline: Path | None,
     job_id: str | None,
@@ -118,7 +123,7 @@ def profile(
     check_usage(job_file, job_id, timeline, steps)
     if timeline is not None and job_id is not None:
         _check_output("--timeline", timeline)
-        _say(record(master or DEFAULT_MASTER, job_id, steps or 1, timeline))
+        _say(record(master or Endpoint(address=DEFAULT_MASTER), job_id, steps or 1, timeline))
         _say(f"written to {timeline}; open it at ui.perfetto.dev")
         return 0
     assert job_file is not None, "the usage is checked"
@@ -130,12 +135,12 @@ def profile(
     if master is None or is_here(master):
         check_data(job)
         check_weights(job)
-    with interrupts(), _measuring_master(master) as address:
+    with interrupts(), _measuring_master(master) as found:
         # gRPC comes after the daemons have been started: a fork beside its threads is not safe.
         from oobleck.cli.client import Master
         from oobleck.cli.follow import AWAY_S
 
-        with Master(address) as connection:
+        with Master(found) as connection:
             # One that this command has started does not come back.
             text = _measure(connection, job, patience_s=0.0 if master is None else AWAY_S)
     if missing := json.loads(text).get("measured", {}).get("missing"):
@@ -147,8 +152,8 @@ def profile(
 
 
 @contextlib.contextmanager
-def _measuring_master(master: str | None) -> Iterator[str]:
-    """The address of `master`, or of one of a cluster that ends with this context."""
+def _measuring_master(master: Endpoint | None) -> Iterator[Endpoint]:
+    """`master`, or that of a cluster that ends with this context."""
     if master is not None:
         yield master
         return
@@ -159,7 +164,7 @@ def _measuring_master(master: str | None) -> Iterator[str]:
         try:
             cluster.start("127.0.0.1:0", _LOCAL_NODES, 1, memory, None)
             cluster.wait_until_ready()
-            yield cluster.address
+            yield cluster.endpoint
         finally:
             stop(cluster.master, cluster.agents)
 

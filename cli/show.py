@@ -10,6 +10,7 @@ import click
 
 from oobleck.cli.options import NO_SUCH_THING, json_option, master_option
 from oobleck.host.command import CommandFailed
+from oobleck.host.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from oobleck.cli.client import Master
@@ -22,7 +23,7 @@ MOST_RANK = 2**32 - 1
 @click.argument("job_id", metavar="[JOB]", required=False)
 @master_option
 @json_option("One JSON object: the job's status, or {nodes, jobs} of the cluster.")
-def status(job_id: str | None, master: str, as_json: bool) -> None:
+def status(job_id: str | None, master: Endpoint, as_json: bool) -> None:
     """Show one job in full (state and reason, step, loss, pipelines, how many nodes it can still
     lose), or without JOB all nodes and jobs."""
     from oobleck.cli import text
@@ -46,7 +47,7 @@ def status(job_id: str | None, master: str, as_json: bool) -> None:
 @click.command()
 @master_option
 @json_option("A JSON array of nodes.")
-def nodes(master: str, as_json: bool) -> None:
+def nodes(master: Endpoint, as_json: bool) -> None:
     """List the nodes that the master knows: live, disconnected or lost."""
     from oobleck.cli import text
     from oobleck.cli.client import Master
@@ -61,7 +62,7 @@ def nodes(master: str, as_json: bool) -> None:
 @click.command()
 @master_option
 @json_option("A JSON array of jobs.")
-def jobs(master: str, as_json: bool) -> None:
+def jobs(master: Endpoint, as_json: bool) -> None:
     """List all jobs, oldest first."""
     from oobleck.cli import text
     from oobleck.cli.client import Master
@@ -79,7 +80,7 @@ def jobs(master: str, as_json: bool) -> None:
 @click.option("--incidents", is_flag=True, help="Only failures, each with all that came of it.")
 @master_option
 @json_option("One JSON object per line, as in the job's events.jsonl.")
-def events(job_id: str, follow: bool, incidents: bool, master: str, as_json: bool) -> None:
+def events(job_id: str, follow: bool, incidents: bool, master: Endpoint, as_json: bool) -> None:
     """Show what happened to a job, oldest first: losses, reconfigurations, the end. A failure that
     is over is told in full: root cause, who saw it first, seconds per phase, what it cost."""
     from oobleck.cli import incident, text
@@ -113,7 +114,7 @@ def events(job_id: str, follow: bool, incidents: bool, master: str, as_json: boo
 @master_option
 @json_option("One JSON object {node, slot, line} per line.")
 def logs(
-    job_id: str, follow: bool, node: str | None, rank: int | None, master: str, as_json: bool
+    job_id: str, follow: bool, node: str | None, rank: int | None, master: Endpoint, as_json: bool
 ) -> None:
     """Show what a job's workers print, behind the name of the worker."""
     from oobleck.cli import text

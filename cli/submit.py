@@ -10,6 +10,7 @@ from oobleck.cli import options
 from oobleck.cli.job import check_checkpoints, check_data, check_weights, read_job, read_profile
 from oobleck.cli.options import master_option, set_option
 from oobleck.host.command import CommandFailed
+from oobleck.host.endpoint import Endpoint
 
 
 @click.command(epilog="Exit codes: see 'oobleck --help'.")
@@ -19,7 +20,7 @@ from oobleck.host.command import CommandFailed
     "--follow", "following", is_flag=True, help="Stay and show progress until the job has ended."
 )
 @master_option
-def submit(job_file: Path, overrides: tuple[str, ...], following: bool, master: str) -> int:
+def submit(job_file: Path, overrides: tuple[str, ...], following: bool, master: Endpoint) -> int:
     """Queue the job that JOB.yaml (- for standard input) describes and print its id.
 
     Relative paths in it are relative to its folder. With --follow the exit code is 1 when the job
@@ -64,7 +65,7 @@ def _follow(connection: object, job_id: str) -> int:
 @click.command()
 @click.argument("job_id", metavar="JOB")
 @master_option
-def cancel(job_id: str, master: str) -> None:
+def cancel(job_id: str, master: Endpoint) -> None:
     """End a job. A job that has ended stays as it is."""
     from oobleck.cli.client import Master
 
@@ -72,6 +73,6 @@ def cancel(job_id: str, master: str) -> None:
         click.echo(f"{job_id} {connection.cancel(job_id).state}")
 
 
-def is_here(master: str) -> bool:
-    host = master.rpartition(":")[0].strip("[]")
+def is_here(master: Endpoint) -> bool:
+    host = master.address.rpartition(":")[0].strip("[]")
     return host in ("localhost", "::1") or host.startswith("127.")

@@ -9,9 +9,10 @@ import click
 from oobleck.cli import text as words
 from oobleck.cli.options import FAILED
 from oobleck.host.command import CommandFailed
+from oobleck.host.endpoint import Endpoint
 
 
-def record(master: str, job_id: str, steps: int, output: Path) -> str:
+def record(master: Endpoint, job_id: str, steps: int, output: Path) -> str:
     """Write the Chrome trace of `steps` steps to come to `output`; returns what is in it, as
     lines for a person. Raises CommandFailed."""
     from oobleck.cli.client import Master

@@ -1,6 +1,9 @@
-"""HOST:PORT as users write it. Must not know who listens there."""
+"""HOST:PORT as users write it, and whether it stays on this host. Must not know who listens
+there."""
 
+import ipaddress
 import re
+import socket
 
 #: A name or an IPv4 address; an IPv6 address needs its brackets, or its end is not to be seen.
 _ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9_.-]+|\[[0-9A-Za-z:.%]+\]):(?P<port>[0-9]{1,5})")
@@ -12,3 +15,20 @@ def split_address(text: str) -> tuple[str, int]:
     if match is None or int(match["port"]) > 65535:
         raise ValueError(f"{text!r} is not HOST:PORT, such as 127.0.0.1:4600")
     return match["host"].strip("[]"), int(match["port"])
+
+
+def leaves_host(address: str) -> bool:
+    """Whether HOST:PORT resolves to anything but loopback addresses; what does not resolve leads
+    nowhere. Raises ValueError if it is no address."""
+    host, port = split_address(address)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return not all(_is_loopback(str(target[0])) for *_, target in found)
+
+
+def _is_loopback(address: str) -> bool:
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return (mapped or parsed).is_loopback

@@ -15,23 +15,30 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 import grpc
 
 from oobleck.host import log
+from oobleck.host.address import leaves_host
 from oobleck.host.detection import MODES, Detection, Mode, choose
+from oobleck.host.endpoint import check_insecure
 from oobleck.host.process import die_with_parent
+from oobleck.master.access import Access, AccessGuard
 from oobleck.master.config import MasterConfig
 from oobleck.master.guard import CallGuard
 from oobleck.master.journal import Journal, JournalUnusable
 from oobleck.master.loop import Master
+from oobleck.master.pkiservice import PkiService
 from oobleck.master.service import OperatorService
 from oobleck.master.session import ControlService
 from oobleck.master.storage import StorageFailed
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.detection import keepalive_options
+
+if TYPE_CHECKING:
+    from oobleck.master.authority import AuthorityFolder
 
 #: Longest wait for the ends of calls that are answered already.
 _ENDING_S = 2.0
@@ -96,17 +103,58 @@ def _check_address(listen: str) -> None:
         ) from error
 
 
+def _read_authority(config: MasterConfig) -> "AuthorityFolder | None":
+    """None: the service is in the clear. Raises Unusable."""
+    if config.pki is None:
+        return None
+    from oobleck.master.authority import AuthorityFolder
+
+    try:
+        return AuthorityFolder(config.pki)
+    except ValueError as error:
+        raise Unusable(f"--pki: {error}") from error
+
+
+def choose_pki(listen: str, state_dir: Path, pki: str | None, *, insecure: bool) -> Path | None:
+    """The authority's folder; None: in the clear. Raises ValueError with the flag and the fix."""
+    if insecure:
+        if pki is not None:
+            raise ValueError("--insecure and --pki exclude each other; leave one out")
+        check_insecure("--insecure", listen)
+        return None
+    own = state_dir / "pki"
+    if pki is not None:
+        return Path(pki).absolute()
+    if own.exists():
+        return own
+    if leaves_host(listen):
+        raise ValueError(
+            f"--listen {listen}: others than this host could reach the master, so it needs an "
+            f"authority; run 'oobleck pki init --dir {own}', or listen on 127.0.0.1"
+        )
+    return None
+
+
 async def serve(config: MasterConfig, journal: Journal) -> None:
     """Serve until a signal ends it. Raises Unusable, StorageFailed."""
     _check_address(config.listen)
+    authority = _read_authority(config)
     master = Master(config, journal)
-    server = grpc.aio.server(options=server_options(config.timing), interceptors=(CallGuard(),))
+    access = Access(master.state.trust, master.refused, secured=authority is not None)
+    server = grpc.aio.server(
+        options=server_options(config.timing), interceptors=(AccessGuard(access), CallGuard())
+    )
+    pki = PkiService(master, authority.authority if authority else None, config.certificate_life_s)
     # The generated functions have no types.
     rpc.add_ControlServicer_to_server(ControlService(master), server)  # type: ignore[no-untyped-call]
     rpc.add_OperatorServicer_to_server(OperatorService(master), server)  # type: ignore[no-untyped-call]
+    rpc.add_PkiServicer_to_server(pki, server)  # type: ignore[no-untyped-call]
     host = config.listen.rpartition(":")[0]
     try:
-        port = server.add_insecure_port(config.listen)
+        if authority is None:
+            port = server.add_insecure_port(config.listen)
+        else:
+            port = server.add_secure_port(config.listen, authority.server_credentials())
     except RuntimeError as error:
         raise Unusable(f"--listen {config.listen} cannot be bound; choose another one") from error
     stopped = asyncio.Event()
@@ -167,6 +215,19 @@ def _time_out_flags(command: Callable[..., None]) -> Callable[..., None]:
     metavar="DIR",
     help="Journal, metrics, events and logs; a master started on it again goes on from there.",
 )
+@click.option(
+    "--pki",
+    type=click.Path(),
+    metavar="DIR",
+    help="Folder of the cluster's authority, made by 'oobleck pki init'.  [default: pki in "
+    "--state-dir, if it is there]",
+)
+@click.option(
+    "--insecure",
+    is_flag=True,
+    help="Let everybody on this host do everything, in the clear; on loopback addresses only, "
+    "where it is the default without an authority.",
+)
 @click.option("--exit-with-parent", is_flag=True, help="End when the parent process ends.")
 @click.option(
     "--detection",
@@ -176,10 +237,14 @@ def _time_out_flags(command: Callable[..., None]) -> Callable[..., None]:
     help="How fast faults are found, against how much delay is no fault: sets all time-outs of "
     "the cluster (docs/operations.md).",
 )
+@click.option("--certificate-life-s", default=90 * 86_400.0, hidden=True)
 @_time_out_flags
 def main(
     listen: str,
     state_dir: str,
+    pki: str | None,
+    insecure: bool,
+    certificate_life_s: float,
     exit_with_parent: bool,
     detection: Mode,
     **time_outs: float | None,
@@ -192,11 +257,19 @@ def main(
     if exit_with_parent:
         die_with_parent(os.getppid())
     log.configure()
+    os.umask(0o077)
     if not state_dir:
         _fail("--state-dir: is empty; name a directory, as in --state-dir oobleck-state")
     try:
         timing = choose(detection, time_outs)
-        config = MasterConfig(listen=listen, state_dir=Path(state_dir).absolute(), timing=timing)
+        state = Path(state_dir).absolute()
+        config = MasterConfig(
+            listen=listen,
+            state_dir=state,
+            timing=timing,
+            pki=choose_pki(listen, state, pki, insecure=insecure),
+            certificate_life_s=certificate_life_s,
+        )
     except ValueError as error:
         _fail(str(error))
     try:

@@ -55,6 +55,8 @@ from oobleck.master.incidentrecord import summary_of
 from oobleck.master.investigate import closes, incident_after
 from oobleck.master.observe import observe
 from oobleck.master.state import ClusterState, Job, JobSeen, JobState, Node, NodeSeen, Way
+from oobleck.master.trust import fold as fold_trust
+from oobleck.master.trustevents import TrustChanged
 
 TRANSITIONS: Mapping[tuple[JobState, type[Journaled]], JobState] = {
     ("queued", JobStarted): "starting",
@@ -184,6 +186,8 @@ def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> Non
             _drained(state, event, now)
         case NodeReset():
             _reset(state.nodes[event.node], state.jobs[event.job_id], event, now)
+        case _ if isinstance(event, TrustChanged):
+            fold_trust(state.trust, event, unix)
         case _:
             _fold_job(state, state.jobs[event.job_id], event, now, unix)
 

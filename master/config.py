@@ -12,6 +12,10 @@ class MasterConfig:
     listen: str
     state_dir: Path
     timing: Detection
+    #: Folder of the cluster's authority; None: the service is in the clear.
+    pki: Path | None = None
+    #: Of the certificates that agents, operators and viewers are given.
+    certificate_life_s: float = 90 * 86_400.0
 
     def __post_init__(self) -> None:
         host, colon, port = self.listen.rpartition(":")

@@ -31,6 +31,7 @@ from oobleck.host.messages import (
     SaveFailed,
     StepRecord,
 )
+from oobleck.master.trustevents import TrustChanged
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.plan import Plan
@@ -362,6 +363,7 @@ Journaled = (
     | JobSucceeded
     | JobFailed
     | JobCancelled
+    | TrustChanged
 )
 
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from datetime import UTC, datetime
+from typing import TypeVar
 
 from oobleck.host.surroundings import Surroundings
 from oobleck.master.admit import Refusal, admit
@@ -51,6 +52,8 @@ from oobleck.master.records import records_of
 from oobleck.master.state import ENDED, ClusterState
 from oobleck.master.storage import storing
 from oobleck.master.timelines import Timelines
+from oobleck.master.trust import Decide, Denied
+from oobleck.master.trustevents import CredentialsRevoked
 from oobleck.planner.ids import JobId, NodeName, WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.jobfile import format_job
@@ -58,6 +61,8 @@ from oobleck.planner.profile import Profile
 from oobleck.proto.types import NodeStatus, Registration, WorkerReport
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: The loop looks at least this often, so that it notices when it is late.
 _TICK_S = 0.25
@@ -327,6 +332,26 @@ class Master:
                 self._record(JobCancelRequested(job_id=job_id))
 
         await self._inbox.ask(answer)
+
+    async def change_trust(self, decide: Decide[T]) -> T:
+        """What `decide` answers, once what it wants journaled is. Raises Denied."""
+
+        def answer(_: float) -> tuple[T] | Denied:
+            try:
+                event, value = decide(self.state.trust, self._unix())
+            except Denied as denied:
+                return denied
+            self._record(event)
+            if isinstance(event, CredentialsRevoked) and event.role == "agent":
+                refusal = Refusal(reason="its certificate was revoked", temporary=False)
+                for session in [s for s in self._sessions.values() if s.node == event.name]:
+                    self._drop(session, refusal)
+            return (value,)
+
+        answered = await self._inbox.ask(answer)
+        if isinstance(answered, Denied):
+            raise answered
+        return answered[0]
 
     # ---- what agents tell
 

@@ -19,6 +19,12 @@ from oobleck.master.events import (
     ProfileChosen,
     WorkerLost,
 )
+from oobleck.master.trustevents import (
+    CredentialIssued,
+    CredentialsRevoked,
+    TokenCreated,
+    TokenRevoked,
+)
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +69,12 @@ def tell(event: Journaled) -> None:
             fields = {"job": event.job_id, "reason": event.reason}
         case MasterStarted():
             fields = {}
+        case TokenCreated():
+            fields = {"role": event.role, "holder": event.name or "any"}
+        case TokenRevoked():
+            fields = {"token": event.fingerprint}
+        case CredentialIssued() | CredentialsRevoked():
+            fields = {"role": event.role, "holder": event.name}
         case _:
             fields = {"job": getattr(event, "job_id", "")}
     log.info(type(event).__name__, extra=fields)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
+from oobleck.master.access import caller
 from oobleck.master.admit import Refusal
 from oobleck.master.dispatch import AgentSession, refused_message
 from oobleck.master.incoming import Incoming, Output, Records
@@ -43,8 +44,13 @@ class ControlService(rpc.ControlServicer):
             if not first.HasField("register"):
                 raise ValueError("register: must be the first message of a session")
             registration = read_register(first.register, first.incarnation)
+            node = registration.facts.node
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        identity = caller(context)
+        if identity is not None and identity.name != node:
+            text = f"node: the certificate is of {identity.name}, which cannot speak for {node}"
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
         session = await self._master.open_session(registration)
         if isinstance(session, Refusal):
             await context.write(refused_message(session))

@@ -33,6 +33,7 @@ from oobleck.master.events import (
     WorkerLost,
 )
 from oobleck.master.incident import Incident, LastIncident
+from oobleck.master.trust import Trust
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.measurement import Scope
@@ -398,6 +399,8 @@ class ClusterState:
     profiles: dict[str, Profile] = field(default_factory=dict)
     unusable_profiles: dict[str, str] = field(default_factory=dict)
     active: JobId | None = None
+    #: Who may speak to this master.
+    trust: Trust = field(default_factory=Trust)
 
     @property
     def job(self) -> Job | None:

@@ -737,3 +737,93 @@ class LogLine(_message.Message):
     slot: int
     line: str
     def __init__(self, node: _Optional[str] = ..., slot: _Optional[int] = ..., line: _Optional[str] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("request", "name")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    request: str
+    name: str
+    def __init__(self, request: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("request",)
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    request: str
+    def __init__(self, request: _Optional[str] = ...) -> None: ...
+
+class TokenRequest(_message.Message):
+    __slots__ = ("request", "role", "name", "ttl_s")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    request: str
+    role: str
+    name: str
+    ttl_s: float
+    def __init__(self, request: _Optional[str] = ..., role: _Optional[str] = ..., name: _Optional[str] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class CertificateReply(_message.Message):
+    __slots__ = ("certificate", "authority")
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    AUTHORITY_FIELD_NUMBER: _ClassVar[int]
+    certificate: str
+    authority: str
+    def __init__(self, certificate: _Optional[str] = ..., authority: _Optional[str] = ...) -> None: ...
+
+class ListCredentialsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListCredentialsReply(_message.Message):
+    __slots__ = ("tokens", "credentials")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CREDENTIALS_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedCompositeFieldContainer[TokenInfo]
+    credentials: _containers.RepeatedCompositeFieldContainer[CredentialInfo]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[TokenInfo, _Mapping]]] = ..., credentials: _Optional[_Iterable[_Union[CredentialInfo, _Mapping]]] = ...) -> None: ...
+
+class TokenInfo(_message.Message):
+    __slots__ = ("id", "role", "name", "expires_at")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    role: str
+    name: str
+    expires_at: float
+    def __init__(self, id: _Optional[str] = ..., role: _Optional[str] = ..., name: _Optional[str] = ..., expires_at: _Optional[float] = ...) -> None: ...
+
+class CredentialInfo(_message.Message):
+    __slots__ = ("role", "name", "expires_at", "revoked")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    name: str
+    expires_at: float
+    revoked: bool
+    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., expires_at: _Optional[float] = ..., revoked: _Optional[bool] = ...) -> None: ...
+
+class RevokeRequest(_message.Message):
+    __slots__ = ("holder", "token_id")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    holder: Holder
+    token_id: str
+    def __init__(self, holder: _Optional[_Union[Holder, _Mapping]] = ..., token_id: _Optional[str] = ...) -> None: ...
+
+class Holder(_message.Message):
+    __slots__ = ("role", "name")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    name: str
+    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class RevokeReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

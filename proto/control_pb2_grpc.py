@@ -705,3 +705,257 @@ class Operator:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class PkiStub:
+    """Who may speak to the master. FAILED_PRECONDITION where it has no authority (see `oobleck pki`).
+    A holder makes its key itself; what it asks for is a certificate of it.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Join = channel.unary_unary(
+                '/oobleck.Pki/Join',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.JoinRequest.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.CertificateReply.FromString,
+                _registered_method=True)
+        self.Renew = channel.unary_unary(
+                '/oobleck.Pki/Renew',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.RenewRequest.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.CertificateReply.FromString,
+                _registered_method=True)
+        self.CreateToken = channel.unary_unary(
+                '/oobleck.Pki/CreateToken',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.TokenRequest.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.CertificateReply.FromString,
+                _registered_method=True)
+        self.ListCredentials = channel.unary_unary(
+                '/oobleck.Pki/ListCredentials',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.ListCredentialsRequest.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.ListCredentialsReply.FromString,
+                _registered_method=True)
+        self.Revoke = channel.unary_unary(
+                '/oobleck.Pki/Revoke',
+                request_serializer=oobleck_dot_proto_dot_control__pb2.RevokeRequest.SerializeToString,
+                response_deserializer=oobleck_dot_proto_dot_control__pb2.RevokeReply.FromString,
+                _registered_method=True)
+
+
+class PkiServicer:
+    """Who may speak to the master. FAILED_PRECONDITION where it has no authority (see `oobleck pki`).
+    A holder makes its key itself; what it asks for is a certificate of it.
+    """
+
+    def Join(self, request, context):
+        """For the holder of a join token, once: a certificate of its own. Repeating it with the same key
+        gives another certificate of that key.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Renew(self, request, context):
+        """A certificate of the same holder that lasts longer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateToken(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListCredentials(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Revoke(self, request, context):
+        """NOT_FOUND for what was never given out.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_PkiServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Join': grpc.unary_unary_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.JoinRequest.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.CertificateReply.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.RenewRequest.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.CertificateReply.SerializeToString,
+            ),
+            'CreateToken': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateToken,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.TokenRequest.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.CertificateReply.SerializeToString,
+            ),
+            'ListCredentials': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListCredentials,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.ListCredentialsRequest.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.ListCredentialsReply.SerializeToString,
+            ),
+            'Revoke': grpc.unary_unary_rpc_method_handler(
+                    servicer.Revoke,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.RevokeRequest.FromString,
+                    response_serializer=oobleck_dot_proto_dot_control__pb2.RevokeReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'oobleck.Pki', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('oobleck.Pki', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Pki:
+    """Who may speak to the master. FAILED_PRECONDITION where it has no authority (see `oobleck pki`).
+    A holder makes its key itself; what it asks for is a certificate of it.
+    """
+
+    @staticmethod
+    def Join(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/oobleck.Pki/Join',
+            oobleck_dot_proto_dot_control__pb2.JoinRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.CertificateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/oobleck.Pki/Renew',
+            oobleck_dot_proto_dot_control__pb2.RenewRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.CertificateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateToken(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/oobleck.Pki/CreateToken',
+            oobleck_dot_proto_dot_control__pb2.TokenRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.CertificateReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListCredentials(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/oobleck.Pki/ListCredentials',
+            oobleck_dot_proto_dot_control__pb2.ListCredentialsRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.ListCredentialsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Revoke(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/oobleck.Pki/Revoke',
+            oobleck_dot_proto_dot_control__pb2.RevokeRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.RevokeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from oobleck.agent.__main__ import serve
 from oobleck.agent.config import AgentConfig
+from oobleck.agent.enrol import Holder
 from oobleck.host import log
 from oobleck.host.messages import FaultRule
 from oobleck.planner.ids import NodeName, WorkerId
@@ -30,4 +31,4 @@ if __name__ == "__main__":
         warm_command=(sys.executable, str(Path(__file__).parent / "standin_warm.py")),
         environment=dict(os.environ),
     )
-    sys.exit(asyncio.run(serve(config)))
+    sys.exit(asyncio.run(serve(config, Holder(master=master, folder=None, credentials=None))))

@@ -1,0 +1,215 @@
+"""The node's certificate: got by a join token, kept in a folder, renewed before it ends.
+
+Owns the folder. The key is made here, before the token is used, and never leaves it: a join that
+was cut off is repeated with the same key, which the master knows again. Must not know sessions.
+"""
+
+import asyncio
+import logging
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from oobleck.host import pki
+from oobleck.host.address import leaves_host
+from oobleck.host.credentials import (
+    AUTHORITY,
+    CERTIFICATE,
+    KEY,
+    Credentials,
+    make_private,
+    read_credentials,
+    read_secret,
+    write_private,
+)
+from oobleck.host.endpoint import Endpoint, check_insecure
+from oobleck.host.jointoken import read_token
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto.control_pb2_grpc import PkiStub
+from oobleck.proto.secure import open_aio_channel
+
+logger = logging.getLogger(__name__)
+
+#: A certificate is renewed when so much of its life is left, and tried again after a part of that.
+_RENEW_PART = 1 / 3
+_RETRY_PART = 1 / 20
+_LONGEST_LOOK_S = 3600.0
+_SHORTEST_LOOK_S = 0.2
+_CALL_TIMEOUT_S = 10.0
+_JOIN_RETRY_S = 2.0
+#: Answers that another try does not change.
+_FINAL = (
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+)
+
+
+#: Where a join token may stand in the environment.
+TOKEN_VARIABLE = "OOBLECK_JOIN_TOKEN"
+
+
+class Denied(Exception):
+    """The master gives no certificate; the text is its reason."""
+
+
+def read_join_token(path: Path | None) -> Credentials | None:
+    """The token in the file, else that of the environment, which is taken out of there so that no
+    worker inherits it; None: there is neither. Raises ValueError."""
+    text = os.environ.pop(TOKEN_VARIABLE, "")
+    source = TOKEN_VARIABLE
+    if path is not None:
+        text, source = read_secret(path).decode(errors="replace"), f"--token-file {path}"
+    if not text:
+        return None
+    try:
+        return read_token(text)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def choose_way(
+    master: str, name: str, folder: Path | None, token: Credentials | None, *, insecure: bool
+) -> "Holder":
+    """How the agent shows who it is; without credentials in it, the holder is to join by `token`.
+    Raises ValueError with the flag and the fix."""
+    if insecure:
+        if folder is not None or token is not None:
+            raise ValueError("--insecure excludes --credentials and a join token; leave one out")
+        check_insecure("--insecure", master)
+        return Holder(master=master, folder=None, credentials=None)
+    if folder is None and token is None and not leaves_host(master):
+        return Holder(master=master, folder=None, credentials=None)
+    folder = folder or Path.home() / ".oobleck" / "nodes" / name
+    credentials = stored(folder)
+    if credentials is not None and token is not None and _is_newer(token, credentials):
+        credentials = None  # it was made because these are good no more
+    if credentials is None and token is None:
+        raise ValueError(
+            f"--master {master}: the agent needs credentials, and {folder} has none that are "
+            f"valid; give it a token from 'oobleck pki token' by --token-file or {TOKEN_VARIABLE}"
+        )
+    if credentials is not None:
+        identity = pki.identity_of(credentials.certificate)
+        if (identity.role, identity.name) != ("agent", name):
+            raise ValueError(
+                f"--credentials {folder}: are of {identity.role} {identity.name}, and this node "
+                f"is {name}; name another folder, or the node with --name"
+            )
+    return Holder(master=master, folder=folder, credentials=credentials)
+
+
+def _is_newer(token: Credentials, credentials: Credentials) -> bool:
+    made = pki.identity_of(token.certificate).issued_at
+    return made > pki.identity_of(credentials.certificate).issued_at
+
+
+def stored(folder: Path) -> Credentials | None:
+    """The credentials in the folder; None: it has none, or they have ended. Raises ValueError."""
+    if not (folder / CERTIFICATE).exists():
+        return None
+    found = read_credentials(folder)
+    return found if pki.expiry(found.certificate) > time.time() else None
+
+
+async def join(master: str, folder: Path, token: Credentials, name: str) -> Credentials:
+    """Get a certificate by the token; tries until the master answers. Raises Denied, ValueError
+    (the folder), OSError."""
+    key = _own_key(folder)
+    request = pb.JoinRequest(request=pki.new_request(key), name=name)
+    reply = await _until_answered(Endpoint(address=master, credentials=token), request)
+    write_private(folder / AUTHORITY, token.authority)
+    write_private(folder / CERTIFICATE, reply.certificate.encode())
+    logger.info("joined the cluster", extra={"master": master, "node": name})
+    return read_credentials(folder)
+
+
+async def _until_answered(endpoint: Endpoint, request: pb.JoinRequest) -> pb.CertificateReply:
+    """Raises Denied."""
+    told = ""
+    while True:
+        try:
+            reply: pb.CertificateReply = await _call(endpoint, lambda stub: stub.Join, request)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _FINAL:
+                raise Denied(error.details() or error.code().name) from error
+            if (reason := error.code().name) != told:
+                told = reason
+                fields = {"master": endpoint.address, "reason": reason}
+                logger.warning("cannot join, trying on", extra=fields)
+        else:
+            return reply
+        await asyncio.sleep(random.uniform(0.0, _JOIN_RETRY_S))
+
+
+def _own_key(folder: Path) -> pki.Key:
+    make_private(folder)
+    if not (folder / KEY).exists():
+        write_private(folder / KEY, pki.key_pem(pki.new_key()))
+    return pki.read_key(read_secret(folder / KEY))
+
+
+async def _call(
+    endpoint: Endpoint, method: Callable[[Any], Callable[..., Awaitable[Any]]], request: Any
+) -> Any:
+    async with open_aio_channel(endpoint, ()) as channel:
+        stub = PkiStub(channel)  # type: ignore[no-untyped-call]  # generated
+        return await method(stub)(request, timeout=_CALL_TIMEOUT_S)
+
+
+@dataclass(slots=True)
+class Holder:
+    """What the agent shows to the master now."""
+
+    master: str
+    #: None: the master is called in the clear.
+    folder: Path | None
+    credentials: Credentials | None
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(address=self.master, credentials=self.credentials)
+
+    async def keep_fresh(self) -> None:
+        """Renew the certificate before it ends; runs until it is cancelled."""
+        while self.folder is not None and self.credentials is not None:
+            await asyncio.sleep(_wait_s(self.credentials.certificate, time.time()))
+            if _left_s(self.credentials.certificate, time.time()) <= 0:
+                await self._renew(self.folder, self.credentials)
+
+    async def _renew(self, folder: Path, old: Credentials) -> None:
+        request = pb.RenewRequest(request=pki.new_request(pki.read_key(old.key)))
+        try:
+            reply = await _call(self.endpoint, lambda stub: stub.Renew, request)
+            certificate = reply.certificate.encode()
+            write_private(folder / CERTIFICATE, certificate)
+        except (grpc.aio.AioRpcError, OSError) as error:
+            details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            logger.warning("certificate not renewed, trying on", extra={"reason": details})
+            return
+        self.credentials = Credentials(
+            authority=old.authority, certificate=certificate, key=old.key
+        )
+        logger.info("certificate renewed")
+
+
+def _left_s(certificate: bytes, now: float) -> float:
+    """Until the renewal is due."""
+    end = pki.expiry(certificate)
+    return end - _RENEW_PART * (end - pki.begin(certificate)) - now
+
+
+def _wait_s(certificate: bytes, now: float) -> float:
+    """When to look again: clocks may jump, so not only when it is due."""
+    left_s = _left_s(certificate, now)
+    if left_s <= 0:  # the last try failed
+        left_s = _RETRY_PART * (pki.expiry(certificate) - pki.begin(certificate))
+        left_s *= random.uniform(0.5, 1.0)
+    return min(max(left_s, _SHORTEST_LOOK_S), _LONGEST_LOOK_S)

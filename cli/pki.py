@@ -1,0 +1,305 @@
+"""`oobleck pki`: the cluster's authority, join tokens, certificates given out and taken back."""
+
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from oobleck.cli.options import USAGE, F, json_option, master_option
+from oobleck.host.command import CommandFailed
+from oobleck.host.credentials import CERTIFICATE, ROLES, Credentials, read_credentials, read_secret
+from oobleck.host.endpoint import Endpoint
+from oobleck.planner.ids import check_name
+
+if TYPE_CHECKING:
+    from oobleck.host.credentials import Role
+
+DEFAULT_DIR = Path("~/.oobleck/pki")
+DEFAULT_CREDENTIALS = Path("~/.oobleck/credentials")
+TOKEN_VARIABLE = "OOBLECK_JOIN_TOKEN"
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+_TTL = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smhd]?)")
+#: Whom a token may let in; workers talk to their agent alone.
+_JOINING = [role for role in ROLES if role != "worker"]
+
+
+@click.group()
+def pki() -> None:
+    """Make and take back what proves who may speak to a master: certificates and join tokens."""
+
+
+def _dir_option(help_text: str) -> Callable[[F], F]:
+    return click.option(
+        "--dir",
+        "folder",
+        type=click.Path(file_okay=False, path_type=Path),
+        default=DEFAULT_DIR,
+        show_default=True,
+        metavar="DIR",
+        help=help_text,
+    )
+
+
+@pki.command()
+@_dir_option("Where to make the authority; a master looks for STATE-DIR/pki by itself.")
+@click.option(
+    "--name",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="DNS name or IP address to put into the master's certificate, for tools that look at "
+    "it; agents and 'oobleck' do not need it. May be repeated.",
+)
+def init(folder: Path, names: tuple[str, ...]) -> None:
+    """Make a cluster's authority, the master's certificate and the first operator's credentials."""
+    from oobleck.cli.authority import OPERATOR, make_authority
+
+    folder = folder.expanduser().absolute()
+    make_authority(folder, names)
+    click.echo(
+        f"authority            {folder}\n"
+        f"operator credentials {folder / OPERATOR}\n"
+        f"start the master:    oobleck-master --pki {folder} --listen 0.0.0.0:4600 "
+        "--state-dir DIR\n"
+        f"then let nodes in:   oobleck pki token --master HOST:4600 "
+        f"--credentials {folder / OPERATOR}"
+    )
+
+
+@pki.command()
+@click.argument("name", metavar="NAME")
+@click.option("--role", type=click.Choice(ROLES), default="agent", show_default=True)
+@_dir_option("The authority, which must be on this host.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    metavar="DIR",
+    help="Folder for the credentials.",
+)
+def issue(name: str, role: "Role", folder: Path, out: Path) -> None:
+    """Make credentials with the authority's own key, without a master or a token."""
+    from oobleck.cli import authority
+
+    _check_name(name, role)
+    authority.issue(folder.expanduser(), out.expanduser(), role, name)
+    click.echo(out)
+
+
+@pki.command()
+@click.option("--role", type=click.Choice(_JOINING), default="agent", show_default=True)
+@click.option(
+    "--name", default="", metavar="NAME", help="The only name that may join by it.  [default: any]"
+)
+@click.option(
+    "--ttl",
+    default="10m",
+    show_default=True,
+    metavar="TIME",
+    help="How long it is good: 30s, 10m, 2h.",
+)
+@master_option
+def token(role: "Role", name: str, ttl: str, master: Endpoint) -> None:
+    """Print a join token: good for one certificate of that role, for a short time.
+
+    Hand it over in a file or in OOBLECK_JOIN_TOKEN, never as an argument, which other users of a
+    host can read.
+    """
+    ttl_s = _seconds(ttl)
+    if name:
+        _check_name(name, role)
+    from oobleck.cli.client import Master
+    from oobleck.host import pki as certificates
+    from oobleck.host.jointoken import format_token
+
+    key = certificates.new_key()
+    with Master(master) as connection:
+        reply = connection.create_token(
+            certificates.new_request(key), role=role, name=name, ttl_s=ttl_s
+        )
+    click.echo(
+        format_token(
+            Credentials(
+                authority=reply.authority.encode(),
+                certificate=reply.certificate.encode(),
+                key=certificates.key_pem(key),
+            )
+        )
+    )
+
+
+@pki.command()
+@click.argument("name", metavar="NAME")
+@click.option(
+    "--master",
+    envvar="OOBLECK_MASTER",
+    required=True,
+    show_envvar=True,
+    metavar="HOST:PORT",
+    help="The master that the token is of.",
+)
+@click.option(
+    "--token-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help=f"The token.  [default: what {TOKEN_VARIABLE} holds]",
+)
+@click.option(
+    "--credentials",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=DEFAULT_CREDENTIALS,
+    show_default=True,
+    envvar="OOBLECK_CREDENTIALS",
+    metavar="DIR",
+    help="Where to put the credentials.",
+)
+def join(name: str, master: str, token_file: Path | None, folder: Path) -> None:
+    """Get credentials for NAME, an operator or viewer, by a join token. Agents do it themselves."""
+    from oobleck.cli.client import Master
+    from oobleck.host import pki as certificates
+    from oobleck.host.credentials import KEY, make_private, write_credentials, write_private
+
+    folder = folder.expanduser()
+    shown = _read_token(token_file)
+    _check_name(name, certificates.identity_of(shown.certificate).role)
+    if (folder / CERTIFICATE).exists():
+        raise CommandFailed(f"--credentials {folder}: has a certificate already", USAGE)
+    try:
+        make_private(folder)
+        # Kept before the token is used up: the same key may ask again.
+        if not (folder / KEY).exists():
+            write_private(folder / KEY, certificates.key_pem(certificates.new_key()))
+        key = certificates.read_key(read_secret(folder / KEY))
+        with Master(Endpoint(address=master, credentials=shown)) as connection:
+            reply = connection.join(certificates.new_request(key), name)
+        write_credentials(
+            folder,
+            Credentials(
+                authority=shown.authority,
+                certificate=reply.certificate.encode(),
+                key=certificates.key_pem(key),
+            ),
+        )
+    except (OSError, ValueError) as error:
+        raise CommandFailed(f"--credentials {folder}: {error}", USAGE) from error
+    click.echo(folder)
+
+
+@pki.command()
+@click.option(
+    "--credentials",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    envvar="OOBLECK_CREDENTIALS",
+    show_envvar=True,
+    metavar="DIR",
+    help="The credentials to renew.",
+)
+@click.option("--master", envvar="OOBLECK_MASTER", required=True, metavar="HOST:PORT")
+def renew(folder: Path, master: str) -> None:
+    """Have your certificate replaced by one that lasts longer. Agents do it themselves."""
+    from oobleck.cli.client import Master
+    from oobleck.host import pki as certificates
+    from oobleck.host.credentials import write_private
+
+    try:
+        old = read_credentials(folder)
+        request = certificates.new_request(certificates.read_key(old.key))
+        with Master(Endpoint(address=master, credentials=old)) as connection:
+            certificate = connection.renew(request).certificate.encode()
+        write_private(folder / CERTIFICATE, certificate)
+    except (OSError, ValueError) as error:
+        raise CommandFailed(f"--credentials: {error}", USAGE) from error
+    click.echo(f"good until {_moment(certificates.expiry(certificate))}")
+
+
+@pki.command("list")
+@master_option
+@json_option("One JSON object: {tokens, credentials}.")
+def list_(master: Endpoint, as_json: bool) -> None:
+    """List tokens that can still be used, and who was given a certificate by the master."""
+    from oobleck.cli import text
+    from oobleck.cli.client import Master
+
+    with Master(master) as connection:
+        found = connection.credentials()
+    if as_json:
+        click.echo(text.dump(text.plain(found)))
+        return
+    rows = [("kind", "role", "name", "good until")]
+    rows += [
+        (f"token {token.id}", token.role, token.name or "any", _moment(token.expires_at))
+        for token in found.tokens
+    ]
+    rows += [
+        (
+            "certificate",
+            held.role,
+            held.name,
+            "revoked" if held.revoked else _moment(held.expires_at),
+        )
+        for held in found.credentials
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        click.echo("  ".join(cells).rstrip())
+
+
+@pki.command()
+@click.argument("name", metavar="[NAME]", required=False)
+@click.option("--role", type=click.Choice(_JOINING), default="agent", show_default=True)
+@click.option("--token", "token_id", metavar="ID", help="A token, by its id in 'oobleck pki list'.")
+@master_option
+def revoke(name: str | None, role: "Role", token_id: str | None, master: Endpoint) -> None:
+    """Take back all certificates that NAME was given so far, or a token. A node's session ends."""
+    if (name is None) == (token_id is None):
+        raise CommandFailed("give a NAME, or --token ID", USAGE)
+    from oobleck.cli.client import Master
+    from oobleck.proto import control_pb2 as pb
+
+    if name is not None:
+        _check_name(name, role)
+        request = pb.RevokeRequest(holder=pb.Holder(role=role, name=name))
+    else:
+        request = pb.RevokeRequest(token_id=token_id)
+    with Master(master) as connection:
+        connection.revoke(request)
+    click.echo(f"revoked {role} {name}" if name is not None else f"revoked token {token_id}")
+
+
+def _read_token(path: Path | None) -> Credentials:
+    from oobleck.host.jointoken import read_token
+
+    try:
+        text = os.environ.get(TOKEN_VARIABLE, "")
+        if path is not None:
+            text = read_secret(path).decode(errors="replace")
+        return read_token(text)
+    except ValueError as error:
+        source = f"--token-file {path}" if path is not None else TOKEN_VARIABLE
+        raise CommandFailed(f"{source}: {error}", USAGE) from error
+
+
+def _check_name(name: str, role: str) -> None:
+    try:
+        check_name(name, role)
+    except ValueError as error:
+        raise CommandFailed(str(error), USAGE) from error
+
+
+def _seconds(text: str) -> float:
+    match = _TTL.fullmatch(text)
+    if match is None:
+        raise CommandFailed(f"--ttl {text}: write it like 30s, 10m or 2h", USAGE)
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _moment(unix: float, *, revoked: bool = False) -> str:
+    return "revoked" if revoked else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))

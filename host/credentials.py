@@ -1,0 +1,95 @@
+"""What a process shows to prove who it is, in files: a folder per holder.
+
+`client.crt` and `client.key` are the holder's, `ca.crt` is the cluster's authority. Keys are
+readable for their owner alone; a folder where they are not is refused. Must not know certificates'
+contents, nor load the library for them.
+"""
+
+import contextlib
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+#: In every master's certificate, and in no other.
+MASTER_NAME = "master.oobleck"
+
+Role = Literal["agent", "worker", "operator", "viewer"]
+ROLES: tuple[Role, ...] = ("agent", "worker", "operator", "viewer")
+
+AUTHORITY = "ca.crt"
+CERTIFICATE = "client.crt"
+KEY = "client.key"
+_MOST_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """All PEM."""
+
+    authority: bytes
+    certificate: bytes
+    key: bytes
+
+    def __repr__(self) -> str:
+        return "Credentials(...)"  # the key must not come into logs
+
+
+def read_credentials(folder: Path) -> Credentials:
+    """Raises ValueError with the file and the fix."""
+    return Credentials(
+        authority=read_file(folder / AUTHORITY),
+        certificate=read_file(folder / CERTIFICATE),
+        key=read_secret(folder / KEY),
+    )
+
+
+def write_credentials(folder: Path, credentials: Credentials) -> None:
+    """Replaces those that are there. Raises OSError."""
+    make_private(folder)
+    # The key first: it fits the old certificate too where that is being renewed.
+    write_private(folder / KEY, credentials.key)
+    write_private(folder / AUTHORITY, credentials.authority)
+    write_private(folder / CERTIFICATE, credentials.certificate)
+
+
+def read_file(path: Path) -> bytes:
+    """Raises ValueError with the file and the fix."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_MOST_BYTES)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ValueError(f"{path}: {reason}; name a folder with credentials") from error
+
+
+def read_secret(path: Path) -> bytes:
+    """Raises ValueError with the file and the fix, also where others may read it."""
+    content = read_file(path)
+    mode = path.stat().st_mode & 0o777
+    if mode & 0o077:
+        raise ValueError(f"{path}: others may read it (mode {mode:o}); run: chmod 600 {path}")
+    return content
+
+
+def make_private(folder: Path) -> None:
+    """Make the folder, for its owner alone, unless it is there. Raises OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Put the file in place at once, readable for its owner alone. Raises OSError."""
+    # A name that nobody can have put a link at.
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise

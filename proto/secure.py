@@ -1,0 +1,39 @@
+"""Channels to a master: in the clear on this host, else with certificates at both ends (TLS).
+
+A client shows its own certificate and accepts only a master's of the authority that it trusts,
+whatever address leads there. Must not know calls.
+"""
+
+from collections.abc import Sequence
+
+import grpc
+
+from oobleck.host.credentials import MASTER_NAME, Credentials
+from oobleck.host.endpoint import Endpoint
+
+Options = Sequence[tuple[str, int | str]]
+
+#: A certificate is tied to the master's name, not to the address that it is called by.
+_TARGET: Options = (("grpc.ssl_target_name_override", MASTER_NAME),)
+
+
+def channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(
+        credentials.authority, credentials.key, credentials.certificate
+    )
+
+
+def open_channel(endpoint: Endpoint, options: Options) -> grpc.Channel:
+    if endpoint.credentials is None:
+        return grpc.insecure_channel(endpoint.address, options=options)
+    return grpc.secure_channel(
+        endpoint.address, channel_credentials(endpoint.credentials), options=(*options, *_TARGET)
+    )
+
+
+def open_aio_channel(endpoint: Endpoint, options: Options) -> grpc.aio.Channel:
+    if endpoint.credentials is None:
+        return grpc.aio.insecure_channel(endpoint.address, options=options)
+    return grpc.aio.secure_channel(
+        endpoint.address, channel_credentials(endpoint.credentials), options=(*options, *_TARGET)
+    )
