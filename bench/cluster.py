@@ -22,6 +22,7 @@ import psutil
 from oobleck.cli import text
 from oobleck.cli.client import Master
 from oobleck.host.command import CommandFailed
+from oobleck.host.endpoint import Endpoint, choose_endpoint
 
 BIN = Path(sys.executable).parent
 Record = dict[str, Any]
@@ -84,6 +85,8 @@ class Cluster:
         self.log = scratch / "cluster.log"
         self.agents: dict[str, int] = {}
         self.address = ""
+        #: The operator's; None: the cluster is in the clear, on this host.
+        self.credentials: Path | None = None
         self.master_pid = 0
         self._scratch = scratch
 
@@ -116,9 +119,10 @@ class Cluster:
         self, *arguments: str, check: bool = True, timeout_s: float = 60
     ) -> subprocess.CompletedProcess[str]:
         """Run `oobleck VERB ...` against this cluster."""
+        shown = {"OOBLECK_CREDENTIALS": str(self.credentials)} if self.credentials else {}
         done = subprocess.run(
             [str(BIN / "oobleck"), *arguments],
-            env={**os.environ, "OOBLECK_MASTER": self.address},
+            env={**os.environ, "OOBLECK_MASTER": self.address, **shown},
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -149,10 +153,14 @@ class Cluster:
         """Names of the nodes that the master takes for live."""
         return {name for name, node in self.nodes().items() if node["state"] == "live"}
 
+    @property
+    def endpoint(self) -> Endpoint:
+        return choose_endpoint(self.address, self.credentials, insecure=self.credentials is None)
+
     @contextlib.contextmanager
     def _asking(self) -> Iterator[Master]:
         try:
-            with Master(self.address) as master:
+            with Master(self.endpoint) as master:
                 yield master
         except CommandFailed as failed:
             raise ClusterError(str(failed)) from failed

@@ -17,6 +17,7 @@ import psutil
 
 from bench.cluster import BIN, Cluster, ClusterError
 from bench.network import Network
+from oobleck.cli.authority import OPERATOR, issue, make_authority
 
 HEAD = "head"
 PORT = 7070
@@ -54,6 +55,9 @@ class NetCluster(Cluster):
             "--memory-per-worker",
             f"{memory}",
         )
+        self._pki = self.state_dir / "pki"
+        make_authority(self._pki, ())
+        self.credentials = self._pki / OPERATOR
         names = [f"n{number}" for number in range(1, nodes + 1)]
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._master: subprocess.Popen[bytes] | None = None
@@ -91,6 +95,10 @@ class NetCluster(Cluster):
     def start_node(self, name: str, *options: str) -> int:
         arguments = ["--master", self.address, "--name", name, *self._agent_options, *options]
         arguments += ["--fault-plan", str(self._fault_plan)]
+        credentials = self._pki / "nodes" / name
+        if not credentials.exists():
+            issue(self._pki, credentials, "agent", name)
+        arguments += ["--credentials", str(credentials)]
         self.agents[name] = self._start(name, "oobleck-agent", *arguments).pid
         return self.agents[name]
 
