@@ -1,0 +1,84 @@
+"""Nodes that go away on purpose: no step is done again, and the training is the same."""
+
+import json
+import signal
+
+import psutil
+import pytest
+
+from bench.cluster import LocalCluster, Record
+from oobleck.planner.jobfile import parse_job
+from support.reference import train_reference
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+STEPS = 150
+
+
+def job(text: str) -> dict[str, object]:
+    """Pipelines have two nodes or more: three make one, and every layer is with one node alone."""
+    return {
+        "name": "moving",
+        "model": {"kind": "gpt", "layers": 4, "hidden": 16, "heads": 2, "sequence_length": 8},
+        "data": {"text": [text]},
+        "training": {"steps": STEPS, "global_batch": 4, "microbatch": 1, "precision": "fp64"},
+        "fault_tolerance": 0,
+        "resources": {"min_nodes_per_pipeline": 2},
+        "profile": "estimate",
+    }
+
+
+def state_of(cluster: LocalCluster, node: str) -> str:
+    return str(cluster.nodes()[node]["state"])
+
+
+def moves(cluster: LocalCluster, job_id: str) -> list[Record]:
+    return cluster.events(job_id, "reconfigured")
+
+
+def put_back(cluster: LocalCluster, job_id: str, node: str) -> None:
+    """Undrain it while training is held up, until the plan with it is made."""
+    before = cluster.status(job_id)["generation"]
+    with cluster.frozen("n1"):
+        cluster.oobleck("node", "undrain", node)
+        cluster.wait(
+            lambda: cluster.status(job_id)["generation"] > before, f"a plan with {node}", poll_s=0.1
+        )
+
+
+def test_nodes_are_drained_and_agents_told_to_end(small_cluster: LocalCluster, text: str) -> None:
+    cluster = small_cluster
+    job_id = cluster.submit(job(text))
+    cluster.wait_step(job_id, 3)
+
+    told = cluster.oobleck("node", "drain", "n3", "--reason", "new memory", "--wait").stdout
+    assert told.endswith("n3 drained: new memory\n")
+    (drained,) = moves(cluster, job_id)
+    assert (drained["cause"], drained["boundary"]) == ("node drained", True)
+    assert drained["received_bytes"] > 0
+    cluster.wait(lambda: cluster.nodes()["n3"]["workers"] == [], "n3 idle", poll_s=0.1)
+
+    # One node is too few: the next one is kept, and goes when n3 is back.
+    assert f"kept so far: job {job_id} needs it" in cluster.oobleck("node", "drain", "n2").stdout
+    put_back(cluster, job_id, "n3")
+    cluster.wait(lambda: state_of(cluster, "n2") == "drained", "n2 drained", poll_s=0.1)
+
+    # As before a machine is taken back.
+    put_back(cluster, job_id, "n2")
+    agent = psutil.Process(cluster.agents["n3"])
+    agent.send_signal(signal.SIGTERM)
+    cluster.wait(lambda: state_of(cluster, "n3") == "lost", "the end of n3", poll_s=0.1)
+    assert cluster.nodes()["n3"]["reason"] == "its agent has ended, as it was told to"
+    psutil.wait_procs([agent], timeout=60)
+
+    assert cluster.wait_end(job_id) == "succeeded"
+    assert [record["boundary"] for record in moves(cluster, job_id)] == [True] * 4
+    assert [record["redo_step"] for record in moves(cluster, job_id)] == [None] * 4
+    expected = train_reference(parse_job(json.dumps(job(text))))
+    metrics = cluster.metrics(job_id)
+    assert [line["samples_digest"] for line in metrics] == [
+        step.samples_digest for step in expected.steps
+    ]
+    assert [line["loss"] for line in metrics] == pytest.approx(
+        [step.loss for step in expected.steps], rel=1e-12, abs=0
+    )
