@@ -233,11 +233,12 @@ class PeerLost(msgspec.Struct, frozen=True, kw_only=True, tag="peer_lost"):
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """The worker cannot go on; it exits after this.
 
-    user: the job is at fault (data missing, out of memory, an exception in the model): no retry
-    helps. internal: a broken invariant of ours.
+    user: the job is at fault (out of memory, an exception in the model): no retry helps. node: so
+    is what this host has of it (data that are missing or damaged, a device, a disk), which other
+    hosts may have better. internal: a broken invariant of ours.
     """
 
-    kind: Literal["user", "internal"]
+    kind: Literal["user", "node", "internal"]
     message: str
 
 

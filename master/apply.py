@@ -71,6 +71,7 @@ TRANSITIONS: Mapping[tuple[JobState, type[Journaled]], JobState] = {
     ("starting", NodeLost): "starting",
     ("starting", WorkerLost): "starting",
     ("starting", NodeReset): "starting",
+    ("starting", NodeLeftOut): "starting",
     ("starting", FirstStepCommitted): "running",
     ("starting", JobWaiting): "waiting for nodes",
     ("running", NodeLost): "reconfiguring",
@@ -216,9 +217,7 @@ def _register(state: ClusterState, event: NodeRegistered, now: float) -> None:
     node = Node(facts=event.facts, stale_workers=event.stale_workers, seen=NodeSeen(last_heard=now))
     known = state.nodes.get(name)
     if state.job is not None:
-        state.job.left_out.pop(name, None)
-        state.job.seen.unfit.pop(name, None)
-        state.job.seen.stillborn.pop(name, None)
+        cordon.forgive(state.job, name)
     if known is not None:
         node.desired = known.desired
         node.drain = cordon.kept_by(known, event.facts)
@@ -266,6 +265,8 @@ def _leave_out(job: Job, event: NodeLeftOut, now: float) -> None:
         job.losses = (*job.losses, event)
         _note_loss(job, 0.0, now)
     job.left_out[event.node] = event.reason
+    if event.node in job.seen.stillborn and job.trained and event.node in job.trained.plan.nodes:
+        job.seen.given_up[event.node] = event.reason
     job.seen.unfit.pop(event.node, None)
     job.seen.stillborn.pop(event.node, None)
 

@@ -8,7 +8,8 @@ Must not know when work can move off a node: `oobleck.master.draining` decides t
 from dataclasses import replace
 
 from oobleck.master.events import NodeDrained, NodeDrainRequested, NodeKept, NodeUndrained
-from oobleck.master.state import ClusterState, Drain, Node
+from oobleck.master.state import ClusterState, Drain, Job, Node
+from oobleck.planner.ids import NodeName
 from oobleck.proto.types import NodeFacts
 
 
@@ -28,11 +29,18 @@ def fold(
             _note_request(state, event.request_id)
             node.drain = None
             if state.job is not None:
-                state.job.left_out.pop(event.node, None)
-                state.job.seen.unfit.pop(event.node, None)
-                state.job.seen.stillborn.pop(event.node, None)
+                forgive(state.job, event.node)
         case _:
             pass  # it was undrained in the same turn
+
+
+def forgive(job: Job, node: NodeName) -> None:
+    """What the job holds against the node counts no more."""
+    job.left_out.pop(node, None)
+    job.seen.unfit.pop(node, None)
+    job.seen.stillborn.pop(node, None)
+    job.seen.ailing.pop(node, None)
+    job.seen.deaths = {w: ends for w, ends in job.seen.deaths.items() if w.node != node}
 
 
 def _note_request(state: ClusterState, request_id: str) -> None:

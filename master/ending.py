@@ -4,16 +4,12 @@ from oobleck.master.decision import Decision, Look
 from oobleck.master.events import (
     FirstStepCommitted,
     JobCancelled,
-    JobFailed,
     JobStarted,
     JobSucceeded,
     Transition,
 )
-from oobleck.master.sightings import carried, describe_exit
+from oobleck.master.sightings import carried
 from oobleck.master.state import Job
-
-#: Ends of one worker's processes that may follow each other without a committed step in between.
-_MOST_ENDS = 5
 
 
 def transition(look: Look, job: Job) -> Transition | None:
@@ -68,29 +64,7 @@ def end_jobs(look: Look) -> Decision | None:
     active = look.state.job
     if active is None:
         return None
-    if (failure := _failure(active)) is not None:
-        failed = JobFailed(
-            job_id=active.id,
-            reason=failure,
-            transition=transition(look, active),
-            sightings=carried(active, look.now),
-        )
-        return Decision(actions=(failed,), reason=failure)
     return _succeed(look, active)
-
-
-def _failure(job: Job) -> str | None:
-    if job.seen.failure is not None:
-        return job.seen.failure
-    for worker, deaths in sorted(job.seen.deaths.items()):
-        if len(deaths) >= _MOST_ENDS:
-            last = deaths[-1]
-            words = job.seen.complaints.get(worker) or last.log_tail.strip() or "no output"
-            return (
-                f"worker {worker} has ended {len(deaths)} times without a committed step between; "
-                f"the last time {describe_exit(last)}: {words}"
-            )
-    return None
 
 
 def _succeed(look: Look, job: Job) -> Decision | None:

@@ -411,7 +411,7 @@ class WorkerFailedReported(msgspec.Struct, frozen=True, kw_only=True):
     worker: WorkerId
     job_id: JobId
     incarnation: Incarnation
-    kind: Literal["user", "internal"]
+    kind: Literal["user", "node", "internal"]
     message: str
 
 

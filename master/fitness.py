@@ -11,6 +11,7 @@ from oobleck.master.decision import Decision, Look
 from oobleck.master.events import NodeLeftOut
 from oobleck.master.sightings import describe_exit
 from oobleck.master.state import ClusterState, Job, Node
+from oobleck.planner.ids import NodeName
 
 OTHER_DATA = "its data differ from those of the job's other nodes (same paths, other content)"
 #: Ends of a node's processes in plans, with no step that they had a part in.
@@ -37,17 +38,24 @@ def _reason(state: ClusterState, job: Job, node: Node) -> str:
     name = node.facts.node
     if name in job.seen.unfit:
         return job.seen.unfit[name]
-    ends = job.seen.stillborn.get(name, [])
-    if len(ends) >= _MOST_STILLBORN:
-        words = ends[-1].log_tail.strip() or "no output"
-        return (
-            f"its workers ended {len(ends)} times before they had a part in a step; the last "
-            f"time {describe_exit(ends[-1])}: {words}"
-        )
+    if why := ends_early(job, name):
+        return why
     made = job.made
     if made is None or not made.data or not state.is_ready(node, job):
         return ""
     return "" if state.data_of(node) == made.data else OTHER_DATA
+
+
+def ends_early(job: Job, node: NodeName) -> str:
+    """How the node's processes end that plans count on; empty: not often enough to say."""
+    ends = job.seen.stillborn.get(node, [])
+    if len(ends) < _MOST_STILLBORN:
+        return ""
+    words = ends[-1].log_tail.strip() or "no output"
+    return (
+        f"its workers ended {len(ends)} times before they had a part in a step; the last "
+        f"time {describe_exit(ends[-1])}: {words}"
+    )
 
 
 def like_data(state: ClusterState, ready: Sequence[Node]) -> tuple[list[Node], list[Node]]:

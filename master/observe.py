@@ -76,6 +76,8 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
                 job.seen.unfit.setdefault(event.worker.node, event.message)
             elif event.kind == "internal":
                 job.seen.complaints[event.worker] = event.message
+            elif event.kind == "node":
+                job.seen.ailing.setdefault(event.worker.node, (now, event.message))
             elif job.seen.failure is None:
                 job.seen.failure = event.message
             return _hear(state, event.worker, now)
@@ -235,6 +237,7 @@ def _take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None
     if records:
         seen.recorded_at = now
         seen.deaths.clear()
+        seen.given_up.clear()
         seen.complaints.clear()
         seen.regroups = seen.stalls = 0
         seen.fruitless_since = None

@@ -8,7 +8,7 @@ sends whichever has changed. Must not know the clock, I/O, or how messages trave
 """
 
 from oobleck.host.detection import Detection
-from oobleck.master import draining, ending, fitness, plans, saves, stalls
+from oobleck.master import blame, draining, ending, fitness, plans, saves, stalls
 from oobleck.master.decision import Decision, Look, Rule
 from oobleck.master.events import NodeCleared
 from oobleck.master.losses import lost_nodes, next_lease_end
@@ -57,8 +57,10 @@ _RULES: tuple[Rule, ...] = (
     draining.finish,
     saves.note,
     ending.first_step,
+    blame.fail_jobs,
     ending.end_jobs,
     ending.next_job,
+    blame.leave_out,
     fitness.leave_out,
     plans.lose_workers,
     plans.start,

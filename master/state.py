@@ -229,6 +229,10 @@ class JobSeen:
     #: Of steps that are done again: the first and the last committed one that a status told of in
     #: this generation.
     redone: tuple[Generation, int, int] | None = None
+    #: Of nodes that have trained: why they were given up since the last step.
+    given_up: dict[NodeName, str] = field(default_factory=dict)
+    #: What workers that count found wrong with their node, and when; kept when it is left out.
+    ailing: dict[NodeName, tuple[float, str]] = field(default_factory=dict)
     #: Of processes that have had no part in a step, while others have: why they cannot have one,
     #: and the ends of those that a plan counted on.
     unfit: dict[NodeName, str] = field(default_factory=dict)

@@ -412,9 +412,9 @@ def _read_phase(text: str) -> Literal["aborted", "joined", "transferred"]:
             raise ValueError(f"phase: {text!r} is not aborted, joined or transferred")
 
 
-def _read_kind(text: str) -> Literal["user", "internal"]:
+def _read_kind(text: str) -> Literal["user", "node", "internal"]:
     match text:
-        case "user" | "internal":
+        case "user" | "node" | "internal":
             return text
         case _:
             raise ValueError(f"failed.kind: {text!r} is not user or internal")

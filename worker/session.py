@@ -355,7 +355,9 @@ def run(launch: Launch, control: Control, pid: int) -> int:
     except InvariantViolation as error:
         log.exception("invariant violated")
         control.report(Failed(kind="internal", message=f"{type(error).__name__}: {error}"))
-    except (CheckpointError, DataError, DeviceError, ModelError, OutputError, OSError) as error:
+    except (DataError, DeviceError, OSError) as error:
+        control.report(Failed(kind="node", message=str(error)))
+    except (CheckpointError, ModelError, OutputError) as error:
         control.report(Failed(kind="user", message=str(error)))
     except Exception as error:
         # The process boundary: whatever the model or the optimizer raised is the job's failure.

@@ -355,6 +355,14 @@ class Player:
                 self._fresh(agent, slot)
             self._tell(agent)
 
+    def do_starts(self, *names: str) -> None:
+        """As `ready`, but the workers are not up yet."""
+        for name in names:
+            self.do_ready(name)
+            for worker in self.agents[name].status.workers:
+                self.agents[name].worker(worker.slot, store="", data="")
+            self._tell(self.agents[name])
+
     def do_data(self, name: str, data: str) -> None:
         """What the node's next workers read."""
         self.agents[name].data = data
