@@ -37,7 +37,7 @@ from oobleck.proto.secure import open_aio_channel
 logger = logging.getLogger(__name__)
 
 #: A certificate is renewed when so much of its life is left, and tried again after a part of that.
-_RENEW_PART = 1 / 3
+_RENEW_PART = 2 / 3
 _RETRY_PART = 1 / 20
 _LONGEST_LOOK_S = 3600.0
 _SHORTEST_LOOK_S = 0.2
