@@ -289,6 +289,8 @@ def _sentence(record: dict[str, Any]) -> str:
             return f"node {node} lost: {reason} (known after {seconds(detect_s)})"
         case {"event": "worker_lost", "node": node, "slot": slot, "reason": reason}:
             return f"worker {node}/{slot} lost: {reason}"
+        case {"event": "put_back", "instead": instead}:
+            return f"{instead} has the turn meanwhile"
         case {"event": "waiting", "reason": reason}:
             return f"waiting for nodes: {reason}"
         case {"event": "reconfigured"}:

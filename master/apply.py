@@ -5,6 +5,7 @@ A job goes through these states:
     queued --JobStarted--> starting --FirstStepCommitted--> running
     running --a loss or PlanMade--> reconfiguring --FirstStepCommitted--> running
     starting, reconfiguring --JobWaiting--> waiting for nodes
+    waiting for nodes --JobPutBack (no plan yet)--> queued
     waiting for nodes --JobStarted (no plan yet)--> starting, --PlanMade--> reconfiguring
     any of them --JobSucceeded, JobFailed, JobCancelled--> succeeded, failed, cancelled
 
@@ -27,6 +28,7 @@ from oobleck.master.events import (
     JobCancelled,
     JobCancelRequested,
     JobFailed,
+    JobPutBack,
     JobRestored,
     JobStarted,
     JobSubmitted,
@@ -92,6 +94,7 @@ TRANSITIONS: Mapping[tuple[JobState, type[Journaled]], JobState] = {
     ("reconfiguring", FirstStepCommitted): "running",
     ("reconfiguring", JobWaiting): "waiting for nodes",
     ("waiting for nodes", JobStarted): "starting",
+    ("waiting for nodes", JobPutBack): "queued",
     ("waiting for nodes", PlanMade): "reconfiguring",
     ("waiting for nodes", FirstStepCommitted): "waiting for nodes",
     ("waiting for nodes", NodeLost): "waiting for nodes",
@@ -329,6 +332,7 @@ def _fold_job(
     | MeasuringStarted
     | ProfileChosen
     | JobWaiting
+    | JobPutBack
     | PlanMade
     | FirstStepCommitted
     | JobSucceeded
@@ -337,8 +341,12 @@ def _fold_job(
     now: float,
     unix: float,
 ) -> None:
+    why = job.reason
     _move(job, event)
     match event:
+        case JobPutBack():
+            state.active, job.passed_over = None, True
+            job.reason = f"{why}; {event.instead} has its turn meanwhile"
         case JobStarted():
             state.active = job.id
         case MeasuringStarted():
@@ -376,6 +384,8 @@ def _fold_job(
             job.seen.way = None
             if state.active == job.id:
                 state.active = None
+            for other in state.jobs.values():
+                other.passed_over = False
 
 
 def _forget_processes(state: ClusterState, job: Job) -> None:

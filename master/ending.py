@@ -1,10 +1,9 @@
-"""Rules about beginnings and ends: a generation's first step, a job's end, the next job's turn."""
+"""Rules about beginnings and ends: a generation's first step, a job's end."""
 
 from oobleck.master.decision import Decision, Look
 from oobleck.master.events import (
     FirstStepCommitted,
     JobCancelled,
-    JobStarted,
     JobSucceeded,
     Transition,
 )
@@ -83,12 +82,3 @@ def _succeed(look: Look, job: Job) -> Decision | None:
         job_id=job.id, transition=transition(look, job), missing_steps=max(0, steps - through)
     )
     return Decision(actions=(event,), reason="all workers have finished")
-
-
-def next_job(look: Look) -> Decision | None:
-    if look.state.active is not None:
-        return None
-    queued = next((job for job in look.state.jobs.values() if job.state == "queued"), None)
-    if queued is None:
-        return None
-    return Decision(actions=(JobStarted(job_id=queued.id),), reason=f"it is {queued.id}'s turn")

@@ -189,6 +189,13 @@ class JobStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
 
 
+class JobPutBack(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The job, that could not start so far, lets another one have its turn."""
+
+    job_id: JobId
+    instead: JobId
+
+
 class MeasuringStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """These processes measure the job's model, and some of them the links."""
 
@@ -354,6 +361,7 @@ Journaled = (
     | MeasuringStarted
     | ProfileChosen
     | JobWaiting
+    | JobPutBack
     | PlanMade
     | FirstStepCommitted
     | CheckpointRequested

@@ -14,7 +14,7 @@ from oobleck.master.events import NodeDrained, NodeLeftOut
 from oobleck.master.state import ClusterState, Job, Node
 from oobleck.planner.catalogue import Catalogue, Offer
 from oobleck.planner.choose import keep_schedule, with_residents
-from oobleck.planner.errors import LayerLost, PlanInfeasible
+from oobleck.planner.errors import LayerLost, ModelTooLarge, PlanInfeasible
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.firstplan import make_first_plan
 from oobleck.planner.ids import Generation, NodeName, WorkerId
@@ -75,7 +75,7 @@ def _profile(spec: JobSpec, machines: Machines) -> Profile:
                 memory_per_worker_bytes=machines.memory_bytes,
             )
     except InvalidProfile as error:  # of a model beyond all machines
-        raise PlanInfeasible(f"the model's profile: {error}") from error
+        raise ModelTooLarge(f"the model's profile: {error}") from error
     return on_usable_gpus(
         profile, gpus=machines.worker_slots, min_nodes=spec.resources.min_nodes_per_pipeline
     )
@@ -116,6 +116,20 @@ def _predicted_bytes(plan: Plan, profile: Profile) -> Mapping[WorkerId, int]:
 def check_enough(job: Job, nodes: Sequence[Node]) -> None:
     """Raises PlanInfeasible where the job cannot start on `nodes`."""
     _sizes(job.spec, Machines.of(job, nodes), len(nodes))
+
+
+def never_fits(job: Job, nodes: Sequence[Node]) -> bool:
+    """Whether no number of nodes like the largest of `nodes` could hold the job's model."""
+    if not nodes:
+        return False
+    largest = max(nodes, key=lambda node: node.facts.memory_per_worker_bytes)
+    try:
+        check_enough(job, [largest])
+    except ModelTooLarge:
+        return True
+    except PlanInfeasible:
+        pass
+    return False
 
 
 def first_plan(job: Job, nodes: Sequence[Node], generation: Generation) -> Plan:

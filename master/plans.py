@@ -7,6 +7,7 @@ from oobleck.master import draining, fitness, meetings, planning, profiling
 from oobleck.master.decision import Decision, Look
 from oobleck.master.events import (
     Cause,
+    JobFailed,
     JobStarted,
     JobWaiting,
     NodeDrained,
@@ -55,6 +56,11 @@ def start(look: Look) -> Decision | None:
             return first
         plan = planning.first_plan(job, ready, next_generation(look, job))
     except PlanInfeasible as infeasible:
+        if planning.never_fits(job, state.candidates(job)):
+            reason = "; ".join(infeasible.causes)
+            return Decision(actions=(JobFailed(job_id=job.id, reason=reason),), reason=reason)
+        if given_up and (start := _still_starting(look, job, [*ready, *pending], given_up)):
+            return start
         late = f"not ready after {timeout_s:g} s: {_names(given_up)}"
         other = f"{_names(unlike)}: {fitness.OTHER_DATA}"
         more = (*([late] if given_up else []), *([other] if unlike else []))
@@ -65,6 +71,22 @@ def start(look: Look) -> Decision | None:
     event = plan_made(look, job, plan, boundary=False, cause="start", rule="start", reason=reason)
     out = [fitness.left_out(job, node, fitness.OTHER_DATA) for node in unlike]
     return Decision(actions=(*out, event), reason=reason)
+
+
+def _still_starting(look: Look, job: Job, nodes: list[Node], late: list[Node]) -> Decision | None:
+    """Where slow nodes are needed, and do get on, they are waited for."""
+    coming = [
+        node
+        for node in late
+        if node.connected
+        and node.seen.status.job_id == job.id
+        and len(node.seen.status.workers) == node.facts.worker_slots
+    ]
+    if not coming or not _enough(job, [*nodes, *coming]):
+        return None
+    if job.state == "waiting for nodes":
+        return Decision(actions=(JobStarted(job_id=job.id),), reason="enough nodes get ready")
+    return Decision(reason=f"slow, but they get ready: {_names(coming)}")
 
 
 def _start_deadline(look: Look, node: Node) -> float:

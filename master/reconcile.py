@@ -8,7 +8,7 @@ sends whichever has changed. Must not know the clock, I/O, or how messages trave
 """
 
 from oobleck.host.detection import Detection
-from oobleck.master import blame, draining, ending, fitness, plans, saves, stalls
+from oobleck.master import blame, draining, ending, fitness, plans, saves, stalls, turns
 from oobleck.master.decision import Decision, Look, Rule
 from oobleck.master.events import NodeCleared
 from oobleck.master.losses import lost_nodes, next_lease_end
@@ -59,13 +59,14 @@ _RULES: tuple[Rule, ...] = (
     ending.first_step,
     blame.fail_jobs,
     ending.end_jobs,
-    ending.next_job,
+    turns.next_job,
     blame.leave_out,
     fitness.leave_out,
     plans.lose_workers,
     plans.start,
     plans.replan,
     plans.regroup,
+    turns.give_way,
     stalls.rouse,
     draining.move_off,
     plans.join,

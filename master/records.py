@@ -12,6 +12,7 @@ from oobleck.master.events import (
     JobCancelled,
     JobEnded,
     JobFailed,
+    JobPutBack,
     JobRestored,
     JobSubmitted,
     JobSucceeded,
@@ -85,6 +86,8 @@ def _records_of(state: ClusterState, event: Journaled) -> list[tuple[JobId, Reco
             reason = "; ".join(event.causes)
             record: Record = {"event": "waiting", "reason": reason, "causes": event.causes}
             return [(event.job_id, record)]
+        case JobPutBack():
+            return [(event.job_id, {"event": "put_back", "instead": event.instead})]
         case PlanMade():
             return [(event.job_id, record) for record in _plan_records(state, event)]
         case FirstStepCommitted() | JobSucceeded() | JobFailed() | JobCancelled():

@@ -254,6 +254,8 @@ class Job:
     started_at: float = 0.0
     finished_at: float = 0.0
     cancel_requested: bool = False
+    #: It could not start, and waits until a job after it has ended.
+    passed_over: bool = False
     #: It ends as soon as its profile is measured.
     profile_only: bool = False
     #: The attempt at measuring that is under way, and how many there have been.

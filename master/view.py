@@ -4,7 +4,7 @@ It says what is so at this moment: what the fold cannot know (a stream that has 
 silent agent) is told as the reason.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
 from oobleck.host.detection import Detection
@@ -144,12 +144,24 @@ def _passing_reason(state: ClusterState, job: Job) -> str:
             else "the links are measured"
         )
     if job.state == "starting":
-        unready = [n.facts.node for n in state.candidates(job) if not state.is_ready(n, job)]
-        return f"workers start on {', '.join(unready)}" if unready else "the first step is computed"
+        return _start_reason(state, job)
     away = [name for name in job.members if not state.nodes[name].connected]
     if away and job.state not in ENDED:
         return f"not connected, and lost if that lasts: {', '.join(away)}"
     return ""
+
+
+def _start_reason(state: ClusterState, job: Job) -> str:
+    unready = [node for node in state.candidates(job) if not state.is_ready(node, job)]
+    # A process that has been asked for has no pid until its libraries are loaded.
+    loading = [n for n in unready if any(not worker.pid for worker in n.seen.status.workers)]
+    if loading:
+        return f"loading libraries on {_names(loading)}"
+    return f"workers start on {_names(unready)}" if unready else "the first step is computed"
+
+
+def _names(nodes: Iterable[Node]) -> str:
+    return ", ".join(node.facts.node for node in nodes)
 
 
 def node_info(state: ClusterState, node: Node, now: float) -> pb.NodeInfo:

@@ -11,6 +11,10 @@ class PlanInfeasible(ValueError):
         self.causes = causes
 
 
+class ModelTooLarge(PlanInfeasible):
+    """No number of such nodes is enough."""
+
+
 class LayerLost(PlanInfeasible):
     """Nobody alive holds these layers: only a checkpoint or a returning node can help."""
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import lru_cache
 
-from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.errors import ModelTooLarge, PlanInfeasible
 from oobleck.planner.profile import MOST_BYTES, Profile
 from oobleck.planner.templates import feasible_sizes
 from oobleck.planner.units import are, count, format_bytes
@@ -36,10 +36,10 @@ def node_specification(
     if not any(size >= min_nodes for size in sizes):
         sizes = feasible_sizes(profile, layers)
     if not sizes:
-        raise PlanInfeasible(_memory_cause(profile))
+        raise ModelTooLarge(_memory_cause(profile))
     usable = [size for size in sizes if size >= min_nodes]
     if not usable:
-        raise PlanInfeasible(
+        raise ModelTooLarge(
             f"a pipeline cannot have {min_nodes} nodes: the model of {layers} layers "
             f"on {profile.gpus_per_node} GPUs per node fits {sizes[-1]} at most; lower "
             "min_nodes_per_pipeline"

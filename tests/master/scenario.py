@@ -39,6 +39,7 @@ from oobleck.master.events import (
     FirstStepCommitted,
     JobCancelRequested,
     JobFailed,
+    JobPutBack,
     JobRestored,
     JobSubmitted,
     JobWaiting,
@@ -112,6 +113,7 @@ def job_spec(
     measure: int = 0,
     checkpoint: int = 0,
     evaluate: int = 0,
+    memory: int | None = None,
 ) -> JobSpec:
     """`evaluate`: every how many steps, of ten times the samples of a step."""
     return JobSpec(
@@ -120,7 +122,7 @@ def job_spec(
         data=DataSpec(text=("/nowhere/*.py",)),
         training=TrainingSpec(steps=steps, global_batch=16, microbatch=2),
         fault_tolerance=f,
-        resources=ResourceSpec(min_nodes_per_pipeline=min_nodes),
+        resources=ResourceSpec(min_nodes_per_pipeline=min_nodes, memory_per_worker_bytes=memory),
         profile="measure" if measure else "estimate",
         checkpoint=CheckpointSpec(path="/saved") if checkpoint else None,
         evaluation=EvaluationSpec(every=evaluate, fraction=0.1, samples=160) if evaluate else None,
@@ -773,6 +775,8 @@ def told(event: Journaled) -> str:
         case ProfileChosen():
             times = event.profile.layers[1].forward_s if event.profile else "none"
             return f"{name} {event.source} ({event.reason}): {times}"
+        case JobPutBack():
+            return f"{name} {event.job_id} for {event.instead}"
         case JobFailed():
             return f"{name} {event.job_id}: {event.reason}"
         case CheckpointPublished():
