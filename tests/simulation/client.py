@@ -1,0 +1,147 @@
+"""The operator: asks until there is an answer, as `oobleck` does, with the same request id."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import msgspec
+from simulation.clockwork import Process
+from simulation.network import Aborted, Context
+from simulation.watch import Broken
+
+from oobleck.master.inbox import MasterEnded
+from oobleck.master.service import OperatorService
+from oobleck.master.state import Job
+from oobleck.planner.ids import JobId
+from oobleck.planner.job import JobSpec
+from oobleck.planner.jobfile import format_job
+from oobleck.proto import control_pb2 as pb
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+#: An operator asks again where no answer has come in this time.
+ANSWER_S = 3.0
+
+
+async def _answer(asked: Awaitable[Any]) -> Any:
+    """None: the master ended before there was one."""
+    try:
+        return await asked
+    except Aborted as refused:
+        return refused
+    except MasterEnded:
+        return None
+
+
+class Operator:
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self.process = Process(world.loop, "operator")
+        self._busy = 0
+        #: What it has been answered, by number of the submission.
+        self.jobs: dict[int, JobId] = {}
+        self._cancelled: set[JobId] = set()
+        self._saves: dict[JobId, list[int]] = {}
+
+    @property
+    def idle(self) -> bool:
+        return self._busy == 0
+
+    def _later(self, delay_s: float, act: Callable[[], Awaitable[None]]) -> None:
+        self._busy += 1
+
+        async def run() -> None:
+            await asyncio.sleep(delay_s)
+            await act()
+            self._busy -= 1
+
+        self.process.spawn(run())
+
+    async def _ask(self, ask: Callable[[OperatorService, Any], Awaitable[Any]]) -> Any:
+        """The answer, whichever master it comes from. Raises Aborted where it is refused."""
+        while True:
+            master = self._world.master
+            if master is not None and master.process.alive:
+                service = OperatorService(master.core)
+                task = master.process.spawn(_answer(ask(service, Context())))
+                await asyncio.sleep(self._world.delay_s())
+                await asyncio.wait((task,), timeout=ANSWER_S)
+                # An answer may get lost on its way.
+                if task.done() and not task.cancelled() and self._world.draw.random() > 0.1:
+                    answer = task.result()
+                    if isinstance(answer, Aborted):
+                        raise answer
+                    if answer is not None:
+                        return answer
+            await asyncio.sleep(self._world.draw.uniform(0.1, 1.0))
+
+    def submit_later(self, delay_s: float, spec: JobSpec) -> None:
+        number = self._busy + len(self.jobs)
+
+        async def act() -> None:
+            request = pb.SubmitRequest(request_id=f"submit {number}", job=format_job(spec))
+            reply = await self._ask(lambda service, context: service.Submit(request, context))
+            self.jobs[number] = JobId(reply.job_id)
+
+        self._later(delay_s, act)
+
+    def cancel_later(self, delay_s: float, number: int) -> None:
+        async def act() -> None:
+            if number in self.jobs:
+                await self._cancel(self.jobs[number])
+
+        self._later(delay_s, act)
+
+    def cancel_now(self, job_id: JobId) -> None:
+        self._later(0.0, lambda: self._cancel(job_id))
+
+    async def _cancel(self, job_id: JobId) -> None:
+        request = pb.JobRequest(job_id=job_id)
+        await self._ask(lambda service, context: service.CancelJob(request, context))
+        self._cancelled.add(job_id)
+
+    def save_later(self, delay_s: float, number: int) -> None:
+        async def act() -> None:
+            if number not in self.jobs:
+                return
+            request = pb.JobRequest(job_id=self.jobs[number])
+            try:
+                reply = await self._ask(
+                    lambda service, context: service.SaveCheckpoint(request, context)
+                )
+            except Aborted as refused:
+                if refused.code is not grpc.StatusCode.FAILED_PRECONDITION:
+                    raise
+                return
+            self._saves.setdefault(self.jobs[number], []).append(reply.number)
+
+        self._later(delay_s, act)
+
+    # ---- what must have come of it
+
+    def check_end(self, job: Job) -> None:
+        ledger = self._world.ledger(job.id)
+        steps = job.spec.training.steps
+        if job.id not in self.jobs.values():
+            raise Broken(f"{job.id} was submitted twice")
+        if job.state == "cancelled" and job.id not in self._cancelled:
+            raise Broken(f"{job.id} was cancelled, which nobody asked for")
+        if job.state == "failed" and job.id not in self._world.fails_at:
+            raise Broken(f"{job.id} failed: {job.reason}")
+        if job.state == "succeeded":
+            missing = set(range(1, steps + 1)) - ledger.steps
+            if missing:
+                raise Broken(f"{job.id} succeeded without steps {sorted(missing)}")
+        self._check_metrics(job)
+
+    def _check_metrics(self, job: Job) -> None:
+        """metrics.jsonl: each committed step once, in order, none left out."""
+        path = self._world.config.job_directory(job.id) / "metrics.jsonl"
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        found = [msgspec.json.decode(line)["step"] for line in lines]
+        if found != list(range(1, len(found) + 1)):
+            raise Broken(f"metrics.jsonl of {job.id} has steps {found}")
+        if job.state == "succeeded" and len(found) != job.spec.training.steps:
+            raise Broken(f"metrics.jsonl of {job.id} ends at step {len(found)}")

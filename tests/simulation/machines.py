@@ -1,0 +1,324 @@
+"""The daemons of the simulated cluster: the real agent and master cores, with stand-ins for what
+the kernel gives them (processes, pipes, the network, a disk that may fail).
+"""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from simulation import trainer as training
+from simulation.clockwork import Killed, Process
+from simulation.network import Stub, Wire
+from simulation.trainer import Trainer
+
+from oobleck.agent.config import AgentConfig
+from oobleck.agent.outbox import Outbox
+from oobleck.agent.output import Tail
+from oobleck.agent.processes import Listener
+from oobleck.agent.session import Session
+from oobleck.agent.supervisor import Supervisor, new_incarnation
+from oobleck.host.messages import Fork, FromWorker, Launch, ToWorker
+from oobleck.master.config import MasterConfig
+from oobleck.master.events import Journaled
+from oobleck.master.journal import Journal
+from oobleck.master.loop import Master
+from oobleck.master.storage import StorageFailed
+from oobleck.planner.ids import Incarnation, NodeName
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+_SIGKILL = 9
+
+
+class WorkerHandle:
+    """An agent's ends of a worker: what `oobleck.agent.processes.WorkerProcess` is."""
+
+    def __init__(
+        self, world: "World", agent: "Agent", slot: int, incarnation: Incarnation, to: Listener
+    ) -> None:
+        self.slot = slot
+        self.incarnation = incarnation
+        self.pid: int | None = None
+        self.tail = Tail()
+        self.silent = asyncio.Event()
+        self.buried = False
+        self.trainer: Trainer | None = None
+        self._world = world
+        self._agent = agent
+        self._listener = to
+        self._launch: Launch | None = None
+        self._inbound: asyncio.Queue[FromWorker | None] = asyncio.Queue()
+        self._unsent: list[ToWorker] = []
+        self._down_at = self._up_at = 0.0
+
+    def forked(self, pid: int) -> None:
+        self.pid = pid
+
+    async def serve(self, launch: Launch) -> None:
+        self._launch = launch
+        while (message := await self._inbound.get()) is not None:
+            if self._agent.process.alive:
+                self._listener.said(self.incarnation, message)
+        self.silent.set()
+        self._listener.channel_closed(self.incarnation)
+
+    def begin(self) -> None:
+        """The process is there."""
+        assert self._launch is not None
+        name = f"{self._agent.name}/{self.slot}.{self.incarnation[:4]}"
+        process = Process(self._world.loop, name)
+        process.stopped = self._agent.host_stopped
+        trainer = Trainer(self._world, self._launch, self.incarnation, process)
+        self.trainer = trainer
+        trainer.report = self._said
+        process.on_end.append(self._closed)
+        self._agent.trainers[self.incarnation] = trainer
+        self._world.endpoints[trainer.endpoint] = trainer
+        process.spawn(training.run(trainer))
+        for message in self._unsent:
+            self.send(message)
+
+    def _said(self, message: FromWorker | None) -> None:
+        self._up_at = max(self._up_at, self._world.loop.clock + self._world.short_s())
+        self._world.loop.call_at(
+            self._up_at, self._inbound.put_nowait, message, context=self._agent.process.context
+        )
+
+    def _closed(self) -> None:
+        self._said(None)
+        self._agent.trainers.pop(self.incarnation, None)
+        assert self.trainer is not None
+        self._world.endpoints.pop(self.trainer.endpoint, None)
+
+    def send(self, message: ToWorker) -> None:
+        if self.trainer is None:
+            self._unsent.append(message)
+        elif self._agent.process.alive:
+            self._down_at = max(self._down_at, self._world.loop.clock + self._world.short_s())
+            self._world.loop.call_at(
+                self._down_at, self.trainer.hear, message, context=self.trainer.process.context
+            )
+
+    def kill(self) -> None:
+        if self.trainer is not None and self._agent.process.alive:
+            self._world.end_worker(self.trainer, signal=_SIGKILL)
+
+    def gone(self) -> None:
+        pass
+
+
+class WarmHandle:
+    """What `oobleck.agent.processes.WarmProcess` is."""
+
+    def __init__(self, world: "World", agent: "Agent", to: Listener) -> None:
+        self._world = world
+        self._agent = agent
+        self._listener = to
+        self._ended = asyncio.Event()
+        self.alive = True
+        agent.warm = self
+
+    async def run(self, command: object, environment: object) -> None:
+        waiting = asyncio.ensure_future(self._ended.wait())
+        await asyncio.wait((waiting,), timeout=self._world.draw.uniform(0.3, 2.0))
+        if not self._ended.is_set():
+            self._listener.warm_ready()
+        await waiting
+        self._listener.warm_exited(-_SIGKILL)
+
+    def fork(self, request: Fork, worker: WorkerHandle) -> None:
+        self._agent.process.later(self._world.short_s(), self._fork, worker)
+
+    def _fork(self, worker: WorkerHandle) -> None:
+        if not self.alive:
+            return
+        if self._world.draw.random() < self._world.fork_failures:
+            self._listener.fork_failed(worker.incarnation, "Cannot allocate memory")
+            return
+        worker.begin()
+        self._listener.forked(worker.incarnation, self._world.next_pid())
+
+    def exited(self, pid: int, exit_code: int | None, signal: int | None) -> None:
+        if self.alive:
+            delay_s = self._world.short_s()
+            self._agent.process.later(delay_s, self._listener.child_exited, pid, exit_code, signal)
+
+    def kill(self) -> None:
+        if self.alive:
+            self.alive = False
+            for trainer in list(self._agent.trainers.values()):
+                trainer.process.kill()
+            self._ended.set()
+
+
+class Agent:
+    """One start of an agent on a node."""
+
+    def __init__(self, world: "World", name: NodeName, slots: int, wire: Wire) -> None:
+        self.name = name
+        self.slots = slots
+        self.wire = wire
+        self.world = world
+        self.process = Process(world.loop, f"agent {name}")
+        self.trainers: dict[Incarnation, Trainer] = {}
+        self.warm: WarmHandle | None = None
+        self.host_stopped = False
+        config = AgentConfig(
+            master="master:1",
+            name=name,
+            hostname=f"host-{name}",
+            worker_slots=slots,
+            gpus=(),
+            address="10.0.0.1",
+            memory_per_worker_bytes=1 << 30,
+            faults=(),
+            warm_command=(),
+            environment={},
+        )
+        surroundings = world.surroundings(f"agent {name}")
+        incarnation = new_incarnation(surroundings)
+        self.outbox = Outbox(incarnation)
+        self.supervisor = Supervisor(
+            config,
+            self.outbox,
+            surroundings,
+            start_warm=lambda to: WarmHandle(world, self, to),  # type: ignore[arg-type,return-value]
+            start_worker=lambda slot, process, to: WorkerHandle(  # type: ignore[arg-type,return-value]
+                world, self, slot, process, to
+            ),
+        )
+        self.session = Session(
+            config,
+            incarnation,
+            self.outbox,
+            surroundings,
+            on_address=self.supervisor.reached_from,
+            on_detection=self.supervisor.detect,
+            on_assigned=self._assigned,
+            on_record=self.supervisor.record,
+            standing_reports=self.supervisor.standing_reports,
+        )
+        self.refusal: str | None = None
+        self.process.on_end.append(self._ended)
+        self.process.spawn(self.supervisor.run())
+        self.process.spawn(self._talk())
+
+    def _assigned(self, desired: Any, drained: bool) -> None:
+        if self.process.alive:
+            self.world.watch.assigned(self, desired)
+            self.supervisor.assigned(desired, drained)
+
+    async def _talk(self) -> None:
+        stub = Stub(self.world, self.wire, self.process)
+        self.refusal = await self.session.converse(stub)  # type: ignore[arg-type]
+        if self.process.alive:
+            self.world.note(f"agent {self.name} ends: {self.refusal}")
+            self.process.kill()
+
+    def _ended(self) -> None:
+        """The kernel kills the warm process with it, and the workers with that."""
+        if self.warm is not None:
+            self.warm.alive = False
+        for trainer in list(self.trainers.values()):
+            trainer.process.kill()
+
+    def stop_host(self) -> None:
+        self.host_stopped = True
+        for process in self._processes():
+            process.stop()
+
+    def continue_host(self) -> None:
+        self.host_stopped = False
+        for process in self._processes():
+            process.go_on()
+
+    def _processes(self) -> list[Process]:
+        return [self.process, *(trainer.process for trainer in self.trainers.values())]
+
+
+class WatchedJournal(Journal):
+    """The real one, on a disk that may be full, in a process that may be killed at any write."""
+
+    def __init__(self, world: "World", path: Path) -> None:
+        self._world = world
+        self._uncommitted: list[Journaled] = []
+        self.process: Process | None = None
+        #: Calls until it is killed: before or after the commit has reached the disk.
+        self.dies_in: int | None = None
+        self.dies_after = False
+        super().__init__(path)
+
+    def append(self, event: Journaled, unix: float) -> None:
+        self._check()
+        if self._world.disk_full:
+            raise StorageFailed("the disk is full")
+        super().append(event, unix)
+        self._uncommitted.append(event)
+
+    def commit(self) -> None:
+        self._check()
+        waiting, self._uncommitted = self._uncommitted, []
+        if waiting and self.dies_in is not None:
+            self.dies_in -= 1
+        dies = waiting and self.dies_in is not None and self.dies_in <= 0
+        if dies and not self.dies_after:
+            self._die("before a commit")
+        super().commit()
+        for event in waiting:
+            self._world.watch.journaled(event)
+        if dies:
+            self._die("after a commit")
+
+    def _check(self) -> None:
+        if self.process is not None and not self.process.alive:
+            raise Killed
+
+    def _die(self, when: str) -> None:
+        assert self.process is not None
+        self._world.note(f"master killed {when}")
+        self.process.kill()
+        raise Killed
+
+
+class MasterHost:
+    """One start of the master on the head node."""
+
+    def __init__(self, world: "World", config: MasterConfig) -> None:
+        self._world = world
+        self.process = Process(world.loop, "master")
+        self._path = config.state_dir / "journal.db"
+        self.journal = WatchedJournal(world, self._path)
+        self.journal.process = self.process
+        self.process.on_end.append(self._ended)
+        surroundings = world.surroundings("master")
+        self.core: Master = self.process.context.run(Master, config, self.journal, surroundings)
+        self.process.spawn(self._run())
+
+    async def _run(self) -> None:
+        try:
+            await self.core.run()
+        except StorageFailed as failed:
+            self._world.note(f"master ends: {failed}")
+            self.process.kill()
+        except Killed:
+            pass
+
+    def _ended(self) -> None:
+        """What was not committed is gone; what the last write left behind may be a part of one."""
+        kept: dict[Path, bytes] = {}
+        for path in (self._path, self._path.with_name("journal.db-wal")):
+            if path.exists():
+                kept[path] = path.read_bytes()
+        self.journal.close()
+        self.core.close()
+        for path, content in kept.items():
+            path.write_bytes(content)
+        wal = self._path.with_name("journal.db-wal")
+        if wal in kept and (torn := self._world.torn_bytes()):
+            with open(wal, "ab") as file:
+                file.write(torn)
+        shm = self._path.with_name("journal.db-shm")
+        if shm.exists():
+            os.unlink(shm)

@@ -1,0 +1,415 @@
+"""A simulated worker process: the life of `oobleck.worker.session` without tensors.
+
+It enters generations, draws the real agreement from everyone's standing (`worker.rejoin`), moves
+layers, trains, votes, takes checkpoints and finishes. Of each layer it knows only which share of
+it stands at which step. What it does is checked against the job's ledger.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from scenario import measurement
+from simulation.clockwork import Process
+from simulation.ear import Ear
+from simulation.gathering import Gathering
+
+from oobleck.host.messages import (
+    Assign,
+    CheckpointSaved,
+    Committed,
+    Evaluated,
+    EvaluationRecord,
+    Failed,
+    Finished,
+    FromWorker,
+    Launch,
+    LinkMeasured,
+    Measure,
+    Measured,
+    PeerLost,
+    PhaseReached,
+    Ready,
+    Restored,
+    Save,
+    SaveFailed,
+    StepRecord,
+    Stop,
+)
+from oobleck.planner.ids import Generation, Incarnation, WorkerId
+from oobleck.planner.measurement import LinkMeasurement
+from oobleck.planner.plan import Plan
+from oobleck.planner.transfer import LayerLost, Shard, plan_transfers, require_holders
+from oobleck.worker.errors import Superseded, TransportError
+from oobleck.worker.rejoin import Agreement, Held, Standing, agree
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+
+class _Exit(BaseException):
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+_NO_GENERATION = Generation(0)
+
+
+@dataclass(slots=True)
+class Progress:
+    """As in `oobleck.worker.commit`."""
+
+    committed: int = 0
+    begun: int = 0
+    reduced: int = 0
+    reduced_generation: Generation = _NO_GENERATION
+    reduced_layers: range = range(0)
+    voted: int = 0
+    voted_generation: Generation = _NO_GENERATION
+    lineage: int = 0
+    layers: dict[int, Held] = field(default_factory=dict)
+    former: dict[int, Held] = field(default_factory=dict)
+
+
+class Trainer:
+    def __init__(
+        self, world: "World", launch: Launch, incarnation: Incarnation, process: Process
+    ) -> None:
+        self.world = world
+        self.worker: WorkerId = launch.worker
+        self.node = launch.worker.node
+        self.incarnation = incarnation
+        self.process = process
+        self.job_id = launch.job_id
+        self._training = launch.job.training
+        self._job = launch.job
+        self._ledger = world.ledger(launch.job_id)
+        self.ear = Ear()
+        self.progress = Progress()
+        self.endpoint = f"{self.node}:{world.next_pid()}"
+        #: Generation whose layers it has come to hold.
+        self.entered = Generation(0)
+        self.report: Any = None
+        self._saved = 0
+        self._gathering: Gathering | None = None
+        process.on_end.append(self._ended)
+
+    def _ended(self) -> None:
+        if self._gathering is not None:
+            self._gathering.leave(self, "connection closed by peer")
+
+    # ---- from the agent
+
+    def hear(self, message: object) -> None:
+        match message:
+            case Assign():
+                self.ear.accept(message)
+            case Measure():
+                self.ear.wish(message)
+            case Save(number=number):
+                self.ear.save_wish = max(self.ear.save_wish, number)
+            case Stop():
+                self.world.end_worker(self, exit_code=0)
+
+    def lost_peer(self, generation: Generation, detail: str) -> None:
+        self.say(PeerLost(generation=generation, step=self.progress.begun, detail=detail))
+
+    def say(self, message: FromWorker) -> None:
+        if self.process.alive:
+            self.report(message)
+
+    # ---- its life
+
+    async def live(self) -> None:
+        draw = self.world.draw
+        await asyncio.sleep(draw.uniform(0.02, 0.4))
+        self.say(Ready(pid=1, store=self.endpoint, data="5a"))
+        while isinstance(wish := await self.ear.wait_begin(), Measure):
+            await self._measure(wish)
+        while True:
+            wish = await self._enter(wish)
+
+    async def _measure(self, wish: Measure) -> None:
+        await asyncio.sleep(self.world.draw.uniform(0.1, 1.0))
+        attempt = wish.attempt
+        self.say(Measured(attempt=attempt, measurement=measurement(0.001)))
+        for meeting in wish.meetings:
+            if meeting.workers[0] == self.worker:
+                await asyncio.sleep(0.05)
+                link = LinkMeasurement(scope=meeting.scope, latency_s=1e-4, bytes_per_s=1e9)
+                self.say(LinkMeasured(attempt=attempt, scope=meeting.scope, link=link))
+
+    async def _enter(self, assign: Assign) -> Assign:
+        generation = assign.plan.generation
+        self.world.watch.entering(self, assign)
+        detail = ""
+        try:
+            self.say(PhaseReached(generation=generation, phase="aborted"))
+            if assign.handover:
+                members = tuple(sorted({*assign.plan.workers, *assign.leaving}))
+                await self._hand_over(assign.plan, await self._meet(assign, members, "/handover"))
+                self._leave("goodbye", orderly=True)
+            if self.worker in assign.leaving:
+                return await self.ear.wait_next(generation)
+            gathering = await self._meet(assign, assign.plan.workers)
+            await self._settle_in(assign, gathering)
+            return await self._train(assign, gathering)
+        except TransportError as error:
+            detail = str(error)
+            self.lost_peer(generation, detail)
+        except Superseded:
+            detail = "left for a newer generation"
+        finally:
+            self._leave(detail or "connection closed by peer")
+        return await self.ear.wait_next(generation)
+
+    async def _meet(
+        self, assign: Assign, members: tuple[WorkerId, ...], meeting: str = ""
+    ) -> Gathering:
+        self.ear.check_newest(assign.plan.generation)
+        gathering = self._gathering = self.world.gathering(assign, members, meeting)
+        await gathering.meet(self)
+        self.ear.on_newer(None)
+        return gathering
+
+    def _leave(self, detail: str, *, orderly: bool = False) -> None:
+        self.ear.on_newer(None)
+        self.ear.on_abrupt(None)
+        if self._gathering is not None and orderly:
+            self._gathering.leave_in_peace(self)
+        elif self._gathering is not None:
+            self._gathering.leave(self, detail)
+        self._gathering = None
+
+    # ---- into a generation
+
+    async def _settle_in(self, assign: Assign, gathering: Gathering) -> None:
+        plan, progress = assign.plan, self.progress
+        standings = await gathering.exchange(self, "standings", self._standing(plan))
+        agreement = agree(standings)
+        if await self._restore(assign, agreement, gathering):
+            return
+        self._ledger.agreed(plan.generation, agreement, self.world)
+        rolled = await self._roll_forward(plan, agreement, gathering)
+        redo = progress.begun == agreement.step + 1
+        self.say(
+            PhaseReached(
+                generation=plan.generation,
+                phase="joined",
+                committed_step=agreement.step,
+                rolled_forward=rolled,
+                redo=redo,
+            )
+        )
+        await self._transfer(plan, agreement, gathering)
+        progress.committed, progress.lineage = agreement.step, agreement.lineage
+        self.entered = plan.generation
+        self.say(PhaseReached(generation=plan.generation, phase="transferred", received_bytes=1))
+
+    async def _hand_over(self, plan: Plan, gathering: Gathering) -> None:
+        """As `oobleck.worker.entry` does it: those who leave are among the sources."""
+        agreement = agree(await gathering.exchange(self, "standings", self._standing(plan)))
+        try:
+            require_holders(agreement.held, plan.layer_count)
+        except LayerLost:
+            return
+        await self._roll_forward(plan, agreement, gathering)
+        await self._transfer(plan, agreement, gathering)
+        self.progress.committed, self.progress.lineage = agreement.step, agreement.lineage
+        await gathering.exchange(self, "arrived", None)
+
+    async def _roll_forward(self, plan: Plan, agreement: Agreement, gathering: Gathering) -> bool:
+        progress = self.progress
+        rolled = self.worker in agreement.roll_forward
+        if agreement.vote_holder is not None:
+            await gathering.exchange(self, "vote again", None)
+            if rolled:
+                progress.voted = agreement.step
+                progress.voted_generation = progress.reduced_generation
+                self._commit(agreement.step, plan.generation)
+        return rolled
+
+    def _standing(self, plan: Plan) -> Standing:
+        progress = self.progress
+        told = [
+            tuple(held.get(layer, Held()) for layer in range(plan.layer_count))
+            for held in (progress.layers, progress.former)
+        ]
+        return Standing(
+            lineage=progress.lineage,
+            committed=progress.committed,
+            reduced=progress.reduced,
+            reduced_generation=progress.reduced_generation,
+            reduced_layers=progress.reduced_layers,
+            voted=progress.voted,
+            voted_generation=progress.voted_generation,
+            begun=progress.begun,
+            layers=told[0],
+            former=told[1],
+        )
+
+    async def _restore(self, assign: Assign, agreement: Agreement, gathering: Gathering) -> bool:
+        """As `oobleck.worker.entry` does it."""
+        if self._job.checkpoint is None:
+            return False
+        plan = assign.plan
+        fresh = agreement.step == 0 and not any(agreement.held.values())
+        try:
+            require_holders(agreement.held, plan.layer_count)
+            lost = False
+        except LayerLost:
+            lost = agreement.step > 0
+        if not (assign.restore or fresh or lost):
+            return False
+        await asyncio.sleep(self.world.draw.uniform(0.05, 1.0))
+        found = await gathering.exchange(self, "checkpoint", self._ledger.checkpoint)
+        step = found[plan.workers[0]]
+        if step == 0:
+            if not fresh or assign.restore:
+                self.fail("user", "checkpoint.path: there is no checkpoint though one is needed")
+            return False
+        shards = gathering.shards[self.worker]
+        progress = self.progress = Progress(committed=step, lineage=plan.generation)
+        progress.layers = {s.layer: Held(step, s.part, s.parts) for s in shards}
+        self._ledger.went_back(step, plan.generation)
+        self.entered = generation = plan.generation
+        self.say(Restored(generation=generation, step=step, path=f"/saved/{step}"))
+        self.say(PhaseReached(generation=generation, phase="joined", committed_step=step))
+        self.say(PhaseReached(generation=generation, phase="transferred"))
+        return True
+
+    async def _transfer(self, plan: Plan, agreement: Agreement, gathering: Gathering) -> None:
+        progress, step = self.progress, agreement.step
+        current = agreement.held[self.worker]
+        for held in (progress.layers, progress.former):
+            for layer in [i for i, h in held.items() if Shard(i, h.part, h.parts) not in current]:
+                del held[layer]
+        have = {Shard(i, h.part, h.parts) for i, h in progress.layers.items()}
+        needed = gathering.shards.get(self.worker, frozenset()) - have
+        if step > 0:
+            try:
+                plan_transfers(agreement.held, plan, state_bytes=[1 << 20] * plan.layer_count)
+            except LayerLost as lost:
+                self.world.watch.broken(
+                    f"generation {plan.generation} was planned, but at step {step} {lost}"
+                )
+        if needed:
+            await asyncio.sleep(self.world.draw.uniform(0.01, 1.5))
+        await gathering.exchange(self, "layers", None)
+        for shard in needed:
+            before = progress.layers.get(shard.layer)
+            if step > 0 and before is not None and before.version == step:
+                known = [before, *filter(None, [progress.former.get(shard.layer)])]
+                progress.former[shard.layer] = min(known, key=lambda held: held.parts)
+            progress.layers[shard.layer] = Held(step, shard.part, shard.parts)
+
+    # ---- steps
+
+    async def _train(self, assign: Assign, gathering: Gathering) -> Assign:
+        generation, progress = assign.plan.generation, self.progress
+        evaluation = self._job.evaluation
+        while progress.committed < self._training.steps:
+            step = progress.committed + 1
+            switch_to = await self._step(assign, gathering, step)
+            if evaluation is not None and evaluation.due(step, self._training.steps):
+                await gathering.exchange(self, f"evaluation {step}", None)
+                self._tell_evaluation(step, generation)
+            if switch_to:
+                return self.ear.boundary(switch_to)
+        await gathering.exchange(self, "output", None)
+        await self._write_output()
+        await gathering.exchange(self, "manifest", None)
+        self._ledger.finished(self.worker)
+        self.say(Finished(generation=generation, step=progress.committed))
+        gathering.leave_in_peace(self)
+        self._gathering = None
+        return await self.ear.wait_next(generation)
+
+    async def _step(self, assign: Assign, gathering: Gathering, step: int) -> Generation:
+        generation, progress = assign.plan.generation, self.progress
+        progress.begun, progress.reduced = step, 0
+        await asyncio.sleep(self.world.step_s * self.world.draw.uniform(0.8, 1.3))
+        if self.world.fails_at.get(self.job_id) == step:
+            self.fail("user", "the model raised an exception")
+        await gathering.exchange(self, f"gradients {step}", None)
+        layers = gathering.layers[self.worker]
+        progress.reduced, progress.reduced_generation = step, generation
+        progress.reduced_layers = range(layers[0], layers[-1] + 1)
+        ballot = (self.ear.pending_boundary(generation), self.ear.save_wish)
+        votes = await gathering.exchange(self, f"vote {step}", ballot)
+        progress.voted, progress.voted_generation = step, generation
+        self._commit(step, generation)
+        self._save_if_due(assign, step, min(vote[1] for vote in votes.values()))
+        switches = {vote[0] for vote in votes.values()}
+        return switches.pop() if len(switches) == 1 else Generation(0)
+
+    def _commit(self, step: int, generation: Generation) -> None:
+        progress = self.progress
+        for layer in [i for i in progress.layers if i not in progress.reduced_layers]:
+            del progress.layers[layer]
+        progress.former.clear()
+        progress.layers = {i: Held(step, h.part, h.parts) for i, h in progress.layers.items()}
+        progress.committed = step
+        self._ledger.committed(step, progress.lineage, self.world)
+        record = StepRecord(
+            step=step,
+            loss=1.0 / step,
+            grad_norm=1.0,
+            tokens=256,
+            samples_digest=f"{step:064x}",
+            generation=generation,
+            step_seconds=self.world.step_s,
+            time=self.world.unix(),
+        )
+        self.say(Committed(record=record))
+
+    def _tell_evaluation(self, step: int, generation: Generation) -> None:
+        record = EvaluationRecord(
+            step=step,
+            loss=1.0,
+            samples=160,
+            generation=generation,
+            seconds=0.1,
+            time=self.world.unix(),
+        )
+        self.say(Evaluated(record=record))
+
+    # ---- to disk
+
+    def _save_if_due(self, assign: Assign, step: int, wish: int) -> None:
+        spec = self._job.checkpoint
+        if spec is None or assign.plan.workers[0] != self.worker:
+            return
+        if wish > self._saved or step % self.world.save_every == 0:
+            self._saved = max(wish, self._saved)
+            self.process.spawn(self._save(assign, step, wish))
+
+    async def _save(self, assign: Assign, step: int, wish: int) -> None:
+        """All writers must outlive it, and the disk must take it."""
+        await asyncio.sleep(self.world.draw.uniform(0.1, 0.8))
+        if self.world.disk_full:
+            failed = SaveFailed(what="checkpoint", step=step, reason="disk full", request=wish)
+            self.say(failed)
+        elif self.world.all_live(assign):
+            self._ledger.saved(step)
+            path = f"/saved/{step}"
+            self.say(CheckpointSaved(step=step, path=path, bytes=1, seconds=0.1, request=wish))
+
+    async def _write_output(self) -> None:
+        while self.world.disk_full:
+            step = self.progress.committed
+            self.say(SaveFailed(what="output", step=step, reason="disk full"))
+            await asyncio.sleep(5.0)
+        await asyncio.sleep(self.world.draw.uniform(0.01, 0.3))
+
+    def fail(self, kind: Any, message: str) -> None:
+        self.say(Failed(kind=kind, message=message))
+        raise _Exit(1)
+
+
+async def run(trainer: Trainer) -> None:
+    try:
+        await trainer.live()
+    except _Exit as end:
+        trainer.world.end_worker(trainer, exit_code=end.code)

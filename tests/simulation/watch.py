@@ -1,0 +1,207 @@
+"""What must hold at every moment of a simulated run, whatever has failed."""
+
+from typing import TYPE_CHECKING, Any
+
+from oobleck.agent import outbox as outboxes
+from oobleck.agent.records import LIMIT
+from oobleck.host.messages import Assign
+from oobleck.master.events import (
+    JobCancelled,
+    JobFailed,
+    JobSucceeded,
+    Journaled,
+    PlanMade,
+)
+from oobleck.planner.ids import Generation, JobId, WorkerId
+from oobleck.planner.transfer import LayerLost, Shard, require_holders
+from oobleck.worker.rejoin import Agreement
+
+if TYPE_CHECKING:
+    from simulation.machines import Agent
+    from simulation.trainer import Trainer
+    from simulation.world import World
+
+
+#: What grows slowly is looked at only so often.
+_LOOK_S = 1.0
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+class Ledger:
+    """What the workers of one job have really done."""
+
+    def __init__(self, job_id: JobId, world: "World") -> None:
+        self.job_id = job_id
+        self._world = world
+        #: The furthest committed step, by the generation in which all went back to a checkpoint.
+        self.furthest: dict[int, int] = {0: 0}
+        self.checkpoint = 0
+        self.finishers: set[WorkerId] = set()
+        #: Steps that any worker has committed.
+        self.steps: set[int] = set()
+
+    def committed(self, step: int, lineage: int, world: "World") -> None:
+        """Committed steps follow each other, and none is left out."""
+        before = self.furthest.get(lineage, 0)
+        if step > before + 1:
+            world.watch.broken(f"step {step} of {self.job_id} follows step {before}")
+        self.furthest[lineage] = max(before, step)
+        self.steps.add(step)
+
+    def agreed(self, generation: Generation, agreement: Agreement, world: "World") -> None:
+        """No step that anyone has committed is lost, unless all go back to a checkpoint. One that
+        only a worker outside of this plan has seen the vote of is done again, by all."""
+        newest = max(self.furthest)
+        furthest = self.furthest[newest] - 1
+        if agreement.lineage == newest and agreement.step < furthest:
+            world.watch.broken(
+                f"{self.job_id} goes on after step {agreement.step} in generation {generation}, "
+                f"though step {furthest} was committed"
+            )
+        if agreement.lineage < newest and agreement.step < furthest:
+            world.watch.broken(f"{self.job_id} forgot that it went back in generation {newest}")
+
+    def went_back(self, step: int, lineage: int) -> None:
+        self.furthest.setdefault(lineage, step)
+
+    def saved(self, step: int) -> None:
+        self.checkpoint = max(self.checkpoint, step)
+
+    def finished(self, worker: WorkerId) -> None:
+        self.finishers.add(worker)
+
+
+class Watch:
+    """Checks the invariants as things happen; the first that is broken ends the run."""
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self.problem: Broken | None = None
+        #: What was journaled: the plan of each generation, and how each job ended.
+        self.plans: dict[tuple[JobId, Generation], PlanMade] = {}
+        self.ends: dict[JobId, Journaled] = {}
+        self._versions: dict[str, int] = {}
+        self.journaled_events = 0
+        self._look_at = 0.0
+        self._looked_at = (0, 0)
+        self._counted: set[tuple[JobId, Generation]] = set()
+
+    def broken(self, text: str) -> None:
+        self._world.note(f"BROKEN: {text}")
+        if self.problem is None:
+            self.problem = Broken(text)
+
+    def journaled(self, event: Journaled) -> None:
+        """One plan per generation and one end per job, over all lives of the master."""
+        self.journaled_events += 1
+        self._world.note_decision(event)
+        match event:
+            case PlanMade(job_id=job_id, plan=plan):
+                key = job_id, plan.generation
+                if key in self.plans:
+                    self.broken(f"a second plan of generation {plan.generation} of {job_id}")
+                newest = max((g for job, g in self.plans if job == job_id), default=0)
+                if plan.generation <= newest:
+                    self.broken(f"generation {plan.generation} of {job_id} after {newest}")
+                if job_id in self.ends:
+                    self.broken(f"a plan for {job_id}, which has ended")
+                self.plans[key] = event
+            case JobSucceeded() | JobFailed() | JobCancelled():
+                if event.job_id in self.ends:
+                    self.broken(f"{event.job_id} ends again")
+                self.ends[event.job_id] = event
+            case _:
+                pass
+
+    def assigned(self, agent: "Agent", desired: Any) -> None:
+        """Agents are told only of what is journaled."""
+        part = desired.part if desired is not None else None
+        if part is not None:
+            made = self.plans.get((desired.job_id, part.plan.generation))
+            if made is None or made.plan != part.plan or made.rendezvous != part.rendezvous:
+                self.broken(f"{agent.name} was told of a plan that was not made")
+
+    def entering(self, trainer: "Trainer", assign: Assign) -> None:
+        """A worker enters generations that were made, for its own process, and in their order."""
+        generation = assign.plan.generation
+        made = self.plans.get((trainer.job_id, generation))
+        if made is None or made.plan != assign.plan:
+            self.broken(f"{trainer.worker} enters generation {generation}, which was not made")
+        elif trainer.incarnation not in made.incarnations:
+            self.broken(f"{trainer.worker} enters a plan that is not for this process")
+        if generation <= trainer.entered:
+            self.broken(f"{trainer.worker} goes back to generation {generation}")
+
+    # ---- between events
+
+    def look(self) -> None:
+        """After all that happens at one moment."""
+        now, master = self._world.loop.clock, self._world.master
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            self.bounded_outboxes()
+        if master is None or not master.process.alive:
+            return
+        if (at := (id(master), master.core.state.sequence)) != self._looked_at:
+            self._looked_at = at
+            self.versions_grow()
+        self.enough_holders()
+
+    def bounded_outboxes(self) -> None:
+        """What waits for a master that is away has its limits."""
+        for agent in self._world.agents.values():
+            if len(agent.outbox._reports) > outboxes.REPORT_LIMIT + 64:
+                self.broken(f"{agent.name} keeps {len(agent.outbox._reports)} reports")
+            if len(agent.outbox._records) > LIMIT:
+                self.broken(f"{agent.name} keeps {len(agent.outbox._records)} records")
+
+    def versions_grow(self) -> None:
+        """What a node shall do never becomes older, also over restarts of the master."""
+        assert self._world.master is not None
+        for name, node in self._world.master.core.state.nodes.items():
+            version = node.desired.version
+            if version < self._versions.get(name, 0):
+                self.broken(f"the assignment of {name} went back to version {version}")
+            self._versions[name] = version
+
+    def enough_holders(self) -> None:
+        """Where all workers of the plan are in it, it can lose as many nodes as it claims."""
+        assert self._world.master is not None
+        job = self._world.master.core.state.job
+        if job is None or job.made is None or job.state != "running" or job.losses:
+            return
+        plan, made = job.made.plan, job.made
+        key = job.id, plan.generation
+        if key in self._counted or job.stepped != plan.generation:
+            return
+        live = {t.incarnation: t for t in self._world.trainers()}
+        workers = [live.get(process) for process in made.incarnations]
+        if any(w is None or w.entered != plan.generation for w in workers):
+            return
+        self._counted.add(key)
+        holders = [0] * plan.layer_count
+        for node in plan.nodes:
+            held = {
+                worker.worker: frozenset(
+                    Shard(layer, share.part, share.parts)
+                    for layer, share in worker.progress.layers.items()
+                )
+                for worker in workers
+                if worker is not None and worker.node == node
+            }
+            missing: tuple[int, ...] = ()
+            try:
+                require_holders(held, plan.layer_count)
+            except LayerLost as lost:
+                missing = lost.layers
+            for layer in range(plan.layer_count):
+                holders[layer] += layer not in missing
+        fewest = min(holders)
+        if made.can_lose > fewest - 1:
+            self.broken(
+                f"{job.id} claims that it can lose {made.can_lose} nodes, and a layer has "
+                f"{fewest} holders"
+            )

@@ -1,0 +1,181 @@
+"""A whole cluster in virtual time: hosts, their network, the operator, and what befalls them.
+
+Everything that happens follows from the seed. Owns the transcript.
+"""
+
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from scenario import told
+from simulation.clockwork import Process, VirtualLoop
+from simulation.gathering import Gathering
+from simulation.machines import Agent, MasterHost
+from simulation.network import Wire
+from simulation.trainer import Trainer
+from simulation.watch import Ledger, Watch
+
+from oobleck.host.detection import Detection
+from oobleck.host.messages import Assign
+from oobleck.host.surroundings import Surroundings
+from oobleck.master.config import MasterConfig
+from oobleck.master.events import Journaled
+from oobleck.planner.ids import JobId, NodeName, WorkerId
+
+#: Virtual calendar at the start.
+UNIX = 1_700_000_000.0
+
+
+class World:
+    def __init__(self, seed: int, state_dir: Path, timing: Detection, limit_s: float) -> None:
+        self.draw = random.Random(seed)
+        self._seed = seed
+        self.loop = VirtualLoop(limit_s)
+        self.transcript: list[str] = []
+        self.watch = Watch(self)
+        self.config = MasterConfig(listen="master:1", state_dir=state_dir, timing=timing)
+        self.master: MasterHost | None = None
+        self.agents: dict[NodeName, Agent] = {}
+        self.wires: dict[NodeName, Wire] = {}
+        self.endpoints: dict[str, Trainer] = {}
+        self._gatherings: dict[str, Gathering] = {}
+        self.ledgers: dict[JobId, Ledger] = {}
+        #: Directions between nodes in which nothing of the data plane arrives.
+        self.cut: set[tuple[NodeName, NodeName]] = set()
+        self._dead_hosts: set[Process] = set()
+        #: Nodes without power: nothing comes from them, not even the end of a connection.
+        self.dark: set[NodeName] = set()
+        self.disk_full = False
+        self.fork_failures = 0.0
+        self.torn = False
+        self.calendar_jump_s = 0.0
+        self.step_s = 0.2
+        self.save_every = 8
+        #: Step at which a job's model raises an exception.
+        self.fails_at: dict[JobId, int] = {}
+        self._starts = 0
+        self._pids = 1000
+
+    # ---- what the parts ask for
+
+    def surroundings(self, name: str) -> Surroundings:
+        """Chance of its own for each start of a daemon, so that others do not shift it."""
+        self._starts += 1
+        own = random.Random(f"{self._seed} {name} {self._starts}")
+        return Surroundings(
+            now=lambda: self.loop.clock,
+            unix=self.unix,
+            token=lambda size: own.randbytes(size).hex(),
+            uniform=own.uniform,
+        )
+
+    def unix(self) -> float:
+        return UNIX + self.loop.clock + self.calendar_jump_s
+
+    def delay_s(self) -> float:
+        """Of a message between hosts: now and then a long one."""
+        if self.draw.random() < 0.01:
+            return self.draw.uniform(0.1, 1.5)
+        return self.draw.uniform(0.0005, 0.02)
+
+    def short_s(self) -> float:
+        """Of a message inside a host."""
+        return self.draw.uniform(0.0002, 0.003)
+
+    def next_pid(self) -> int:
+        self._pids += 1
+        return self._pids
+
+    def torn_bytes(self) -> bytes:
+        """What a write that was cut off has left behind the last whole one."""
+        return self.draw.randbytes(self.draw.randint(1, 5000)) if self.torn else b""
+
+    def ledger(self, job_id: JobId) -> Ledger:
+        if job_id not in self.ledgers:
+            self.ledgers[job_id] = Ledger(job_id, self)
+        return self.ledgers[job_id]
+
+    def gathering(
+        self, assign: Assign, members: tuple[WorkerId, ...], meeting: str = ""
+    ) -> Gathering:
+        prefix = assign.rendezvous.prefix + meeting
+        if prefix not in self._gatherings:
+            self._gatherings[prefix] = Gathering(self, assign, members)
+        return self._gatherings[prefix]
+
+    def store_host(self, store: str) -> Trainer | None:
+        return self.endpoints.get(store)
+
+    def trainers(self) -> Iterator[Trainer]:
+        for agent in self.agents.values():
+            yield from agent.trainers.values()
+
+    def all_live(self, assign: Assign) -> bool:
+        live = {trainer.worker for trainer in self.trainers()}
+        return live >= set(assign.plan.workers)
+
+    def can_talk(self, one: Trainer, other: Trainer) -> bool:
+        return self.all_can_talk((one.node, other.node))
+
+    def all_can_talk(self, nodes: Iterable[NodeName]) -> bool:
+        if not self.cut and not self.dark:
+            return True
+        among = set(nodes)
+        return not among & self.dark and not any(a in among and b in among for a, b in self.cut)
+
+    def is_host_dead(self, process: Process) -> bool:
+        return process in self._dead_hosts
+
+    def end_worker(
+        self, trainer: Trainer, *, exit_code: int | None = None, signal: int | None = None
+    ) -> None:
+        """The process ends; the warm process, its parent, tells."""
+        agent = self.agents[trainer.node]
+        pid = next(
+            (
+                worker.pid
+                for worker in agent.supervisor._state.workers.values()
+                if worker.incarnation == trainer.incarnation
+            ),
+            None,
+        )
+        trainer.process.kill()
+        if agent.warm is not None and pid is not None:
+            agent.warm.exited(pid, exit_code, signal)
+
+    # ---- the transcript
+
+    def note(self, text: str) -> None:
+        self.transcript.append(f"{self.loop.clock:9.3f} {text}")
+
+    def note_decision(self, event: Journaled) -> None:
+        self.note(f"> {told(event)}")
+
+    # ---- what happens
+
+    def start_agent(self, name: NodeName, slots: int) -> None:
+        self.wires.setdefault(name, Wire())
+        self.dark.discard(name)
+        self.agents[name] = Agent(self, name, slots, self.wires[name])
+        self.look_over()
+
+    def start_master(self) -> None:
+        self.master = MasterHost(self, self.config)
+
+    def lose_host(self, name: NodeName) -> None:
+        """Power is gone: nobody is told."""
+        agent = self.agents[name]
+        self.dark.add(name)
+        self._dead_hosts.add(agent.process)
+        agent.process.kill()
+
+    def set_cut(self, cut: set[tuple[NodeName, NodeName]]) -> None:
+        self.cut = cut
+        self.look_over()
+
+    def look_over(self) -> None:
+        """The network has changed, or processes have stopped or gone on."""
+        for gathering in list(self._gatherings.values()):
+            gathering.reconnected()
+        for wire in self.wires.values():
+            wire.set(up=wire.up, down=wire.down)
