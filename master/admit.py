@@ -6,6 +6,7 @@ from oobleck.host.detection import Detection
 from oobleck.master.events import Journaled, NodeLost, NodeRegistered
 from oobleck.master.losses import lease
 from oobleck.master.state import ClusterState, Node
+from oobleck.planner.ids import Incarnation
 from oobleck.proto.types import PROTOCOL, Registration
 
 
@@ -38,7 +39,7 @@ def admit(
         return (registered,)
     if same:
         return ()
-    refusal = _name_in_use(state, known, now, timing)
+    refusal = _name_in_use(state, known, facts.incarnation, now, timing)
     if refusal is not None:
         return refusal
     restarted = NodeLost(
@@ -51,14 +52,25 @@ def admit(
     return (restarted, registered)
 
 
-def _name_in_use(state: ClusterState, known: Node, now: float, timing: Detection) -> Refusal | None:
+def _both_live(known: Node, newer: Incarnation, timing: Detection) -> bool:
+    """Whether the known agent has spoken since the newer one came. An agent that was started anew
+    may come before its end is seen: the network or this master may have been away meanwhile. What
+    the old one sent before its end may arrive some time after."""
+    rival = known.seen.rival
+    since = rival[1] if rival is not None and rival[0] == newer else None
+    return since is not None and known.seen.last_heard > since + 2 * timing.heartbeat_s
+
+
+def _name_in_use(
+    state: ClusterState, known: Node, newer: Incarnation, now: float, timing: Detection
+) -> Refusal | None:
     old = known.facts
     name = old.node
     if known.connected:
         return Refusal(
             reason=f"node name {name} is in use by a live agent (pid {old.pid}, host "
             f"{old.hostname}); choose another --name",
-            temporary=False,
+            temporary=not _both_live(known, newer, timing),
         )
     if known.seen.closed_at is None and state.job is not None and name in state.job.members:
         # This master has just started, and the agent with the job's workers may still come back.

@@ -386,6 +386,13 @@ class StreamOpened(msgspec.Struct, frozen=True, kw_only=True):
     status: NodeStatus
 
 
+class AgentRefused(msgspec.Struct, frozen=True, kw_only=True):
+    """An agent has registered under this name and was refused."""
+
+    node: NodeName
+    incarnation: Incarnation
+
+
 class StreamClosed(msgspec.Struct, frozen=True, kw_only=True):
     node: NodeName
     session: int
@@ -468,6 +475,7 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
 
 Observed = (
     StreamOpened
+    | AgentRefused
     | StreamClosed
     | StatusReceived
     | WorkerExitReported

@@ -21,6 +21,7 @@ from oobleck.master.dispatch import Acknowledger, AgentSession
 from oobleck.master.evaluations import EvaluationLog
 from oobleck.master.eventlog import EventLog
 from oobleck.master.events import (
+    AgentRefused,
     CheckpointRequested,
     EvaluationReceived,
     JobCancelRequested,
@@ -362,6 +363,8 @@ class Master:
             verdict = admit(self.state, registration, arrived_at, self.config.timing)
             if isinstance(verdict, Refusal):
                 log.warning("agent refused", extra={"node": facts.node, "reason": verdict.reason})
+                refused = AgentRefused(node=facts.node, incarnation=facts.incarnation)
+                self._observe(refused, arrived_at)
                 return verdict
             for event in verdict:
                 self._record(event)

@@ -3,6 +3,7 @@
 from oobleck.host.messages import Measured, PhaseReached, SaveFailed, StepRecord
 from oobleck.master import sightings
 from oobleck.master.events import (
+    AgentRefused,
     EvaluationReceived,
     MeasurementReported,
     Observed,
@@ -38,6 +39,11 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
             node.seen.awaited = False
             _take_status(state, node, event.status, now)
             return True
+        case AgentRefused():
+            seen = state.nodes[event.node].seen if event.node in state.nodes else None
+            if seen is not None and (seen.rival is None or seen.rival[0] != event.incarnation):
+                seen.rival = event.incarnation, now
+            return False
         case StreamClosed():
             node = state.nodes[event.node]
             if node.seen.session != event.session:

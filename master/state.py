@@ -73,6 +73,8 @@ class NodeSeen:
     awaited: bool = False
     #: None: no stream.
     session: int | None = None
+    #: Another agent that wants the node's name, and since when.
+    rival: tuple[Incarnation, float] | None = None
     #: When its last stream ended; None while one is open, and before the first one.
     closed_at: float | None = None
     status: NodeStatus = field(default_factory=NodeStatus)

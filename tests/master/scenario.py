@@ -33,6 +33,7 @@ from oobleck.host.messages import (
 from oobleck.master.admit import Refusal, admit
 from oobleck.master.apply import apply
 from oobleck.master.events import (
+    AgentRefused,
     CheckpointPublished,
     CheckpointRequested,
     EvaluationReceived,
@@ -209,6 +210,8 @@ class Player:
         self.journal: list[tuple[float, Journaled]] = []
         self.now = 0.0
         self.agents: dict[str, Agent] = {}
+        #: The last one of each name that was refused.
+        self.rivals: dict[str, Agent] = {}
         self.lives = 0
         self.wake_at: float | None = None
         self.seen: list[str] = []
@@ -316,6 +319,13 @@ class Player:
             agent = Agent(name, self.lives, int(slots or 1))
             if self._admit(agent):
                 self.agents[name] = agent
+            else:
+                self.rivals[name] = agent
+
+    def do_retry(self, name: str) -> None:
+        """The agent that was refused tries again."""
+        if self._admit(self.rivals[name]):
+            self.agents[name] = self.rivals[name]
 
     def do_reconnect(self, *names: str) -> None:
         for name in names:
@@ -328,6 +338,8 @@ class Player:
         if isinstance(verdict, Refusal):
             kind = "refused for now" if verdict.temporary else "refused"
             self.written.append(f"> {kind}: {verdict.reason}")
+            facts = agent.facts
+            self._observe(AgentRefused(node=facts.node, incarnation=facts.incarnation))
             return False
         for event in verdict:
             self.written.append(f"> {told(event)}")
