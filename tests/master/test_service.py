@@ -168,6 +168,7 @@ def test_a_node_is_lost_and_the_master_killed_and_the_job_ends_well(tmp_path: Pa
                 "started",
                 "node_lost",
                 "reconfigured",
+                "incident",
                 "succeeded",
             ]
             evaluations = lines(state, job_id, "evaluations.jsonl")

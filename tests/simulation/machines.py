@@ -12,12 +12,14 @@ from simulation.clockwork import Killed, Process
 from simulation.network import Stub, Wire
 from simulation.trainer import Trainer
 
+from oobleck.agent.__main__ import FAREWELL_S
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.outbox import Outbox
 from oobleck.agent.output import Tail
 from oobleck.agent.processes import Listener
 from oobleck.agent.session import Session
 from oobleck.agent.supervisor import Supervisor, new_incarnation
+from oobleck.host.endpoint import Endpoint
 from oobleck.host.messages import Fork, FromWorker, Launch, ToWorker
 from oobleck.master.config import MasterConfig
 from oobleck.master.events import Journaled
@@ -179,6 +181,7 @@ class Agent:
         )
         surroundings = world.surroundings(f"agent {name}")
         incarnation = new_incarnation(surroundings)
+        endpoint = Endpoint(address="master:1")
         self.outbox = Outbox(incarnation)
         self.supervisor = Supervisor(
             config,
@@ -194,28 +197,44 @@ class Agent:
             incarnation,
             self.outbox,
             surroundings,
+            endpoint=lambda: endpoint,
             on_address=self.supervisor.reached_from,
             on_detection=self.supervisor.detect,
             on_assigned=self._assigned,
             on_record=self.supervisor.record,
             standing_reports=self.supervisor.standing_reports,
         )
-        self.refusal: str | None = None
+        self._closing = False
         self.process.on_end.append(self._ended)
-        self.process.spawn(self.supervisor.run())
-        self.process.spawn(self._talk())
+        self.process.spawn(self._run())
 
     def _assigned(self, desired: Any, drained: bool) -> None:
         if self.process.alive:
             self.world.watch.assigned(self, desired)
             self.supervisor.assigned(desired, drained)
 
-    async def _talk(self) -> None:
-        stub = Stub(self.world, self.wire, self.process)
-        self.refusal = await self.session.converse(stub)  # type: ignore[arg-type]
+    async def _run(self) -> None:
+        """As `oobleck.agent.__main__` does."""
+        supervising = asyncio.ensure_future(self.supervisor.run())
+        talking = asyncio.ensure_future(self._talk())
+        await asyncio.wait((supervising, talking), return_when=asyncio.FIRST_COMPLETED)
+        refusal = talking.result() if talking.done() else None
+        self.supervisor.shut_down()
+        await supervising
+        self._closing = True
+        self.session.close()
+        await asyncio.wait((talking,), timeout=FAREWELL_S)
         if self.process.alive:
-            self.world.note(f"agent {self.name} ends: {self.refusal}")
+            self.world.note(f"agent {self.name} ends: {refusal or 'told to'}")
             self.process.kill()
+
+    async def _talk(self) -> str | None:
+        """Sessions over one channel after the other."""
+        while not self._closing:
+            stub = Stub(self.world, self.wire, self.process)
+            if (refusal := await self.session.converse(stub)) is not None:  # type: ignore[arg-type]
+                return refusal
+        return None
 
     def _ended(self) -> None:
         """The kernel kills the warm process with it, and the workers with that."""

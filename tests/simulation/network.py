@@ -42,6 +42,10 @@ class Context:
     def __init__(self, write: Callable[[Any], None] = lambda _: None) -> None:
         self._write = write
 
+    def auth_context(self) -> dict[str, list[bytes]]:
+        """In the clear: nobody shows a certificate."""
+        return {}
+
     async def write(self, message: Any) -> None:
         self._write(message)
 
