@@ -31,12 +31,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
 
 from bench.replan import job_spec, memory_per_worker
-from oobleck.agent.session import CHANNEL_OPTIONS, FIRST_RETRY_S, LONGEST_RETRY_S
+from oobleck.agent.session import CHANNEL_OPTIONS, FIRST_RETRY_S
+from oobleck.host.detection import Detection
 from oobleck.host.messages import PeerLost, PhaseReached, StepRecord
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.jobfile import format_job
@@ -63,13 +65,12 @@ class Told:
     """The newest assignment, read once for all agents: it is the same plan for everybody."""
 
     def __init__(self) -> None:
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[bytes, Plan] = {}
 
     def plan(self, assignment: pb.Assignment) -> Plan:
-        generation = assignment.plan.generation
-        if generation not in self._plans:
-            self._plans = {generation: convert.read_plan(assignment.plan)}
-        return self._plans[generation]
+        if assignment.plan not in self._plans:
+            self._plans = {assignment.plan: convert.read_serialised_plan(assignment.plan)}
+        return self._plans[assignment.plan]
 
 
 class Agent:
@@ -93,7 +94,7 @@ class Agent:
         self.step = 0
         self.is_first = False
         self._told = told
-        self._call: grpc.aio.StreamStreamCall | None = None
+        self._call: Any = None
         self._alive = True
 
     async def live(self, address: str) -> None:
@@ -101,7 +102,7 @@ class Agent:
         retry_s = FIRST_RETRY_S
         options = (*CHANNEL_OPTIONS, _OWN_CONNECTION)
         async with grpc.aio.insecure_channel(address, options=options) as channel:
-            stub = rpc.ControlStub(channel)
+            stub = rpc.ControlStub(channel)  # type: ignore[no-untyped-call]  # generated
             while self._alive:
                 before = self.welcomed_at
                 with contextlib.suppress(
@@ -112,7 +113,7 @@ class Agent:
                     retry_s = FIRST_RETRY_S
                 if self._alive:
                     await asyncio.sleep(random.uniform(0.0, retry_s))
-                    retry_s = min(LONGEST_RETRY_S, 2 * retry_s)
+                    retry_s = min(Detection().longest_retry_s, 2 * retry_s)
 
     async def _session(self, stub: rpc.ControlStub) -> None:
         self._call = call = stub.Session()
@@ -124,9 +125,13 @@ class Agent:
                 match message.WhichOneof("body"):
                     case "welcome":
                         self.welcomed_at = time.monotonic()
-                        beating = asyncio.create_task(self._beat(message.welcome.heartbeat_s))
+                        beating = asyncio.create_task(
+                            self._beat(message.welcome.detection.heartbeat_s)
+                        )
                     case "assignment":
                         await self._assigned(message.assignment)
+                    case _:
+                        pass
         finally:
             if beating is not None:
                 beating.cancel()
@@ -158,7 +163,7 @@ class Agent:
             return
         self.told_at = time.monotonic()
         job_id = JobId(assignment.job_id)
-        if not assignment.HasField("plan"):
+        if not assignment.plan:
             self._now(job_id, 0)
             await self._send(status=convert.status_message(self.status))
             return
@@ -250,7 +255,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         if time.monotonic() > deadline:
             raise SystemExit(f"not within {_LIMIT_S:.0f} s: {what}")
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.002)
 
 
 class Trainer:
@@ -274,8 +279,7 @@ class Trainer:
             for agent in self._agents:
                 agent.step = self.step
                 agent._now(self._job_id, agent.generation)
-            while self._lines() < self.step and time.monotonic() - begun < 10:
-                await asyncio.sleep(0.001)
+            await until(lambda: self._lines() >= self.step, "the record of a step")
             self.recorded_s.append(time.monotonic() - begun)
 
     def _lines(self) -> int:
@@ -350,7 +354,7 @@ async def run(arguments: argparse.Namespace, scratch: Path) -> None:
     try:
         await reconnected(agents, begun, f"{count} agents start at once")
         channel = grpc.aio.insecure_channel(master.address)
-        operator = rpc.OperatorStub(channel)
+        operator = rpc.OperatorStub(channel)  # type: ignore[no-untyped-call]  # generated
         reply = await operator.Submit(
             pb.SubmitRequest(request_id=os.urandom(8).hex(), job=format_job(spec)), timeout=60
         )
@@ -382,7 +386,7 @@ async def run(arguments: argparse.Namespace, scratch: Path) -> None:
         changes = agents[0].generation - generation
         print(f"changes of the plan by cut streams and the restart: {changes}")
         print(f"master at the end: {memory(master)}")
-        await channel.close()
+        await channel.close(None)
     finally:
         for agent in agents:
             agent.die()

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from oobleck.master.admit import Refusal
 from oobleck.planner.ids import Incarnation, JobId, NodeName
+from oobleck.planner.plan import Plan
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.convert import assignment_message
+from oobleck.proto.convert import assignment_message, plan_message
 from oobleck.proto.types import Assignment
 
 #: Messages of one agent that may wait for the master's loop; then its stream is not read.
@@ -31,15 +32,17 @@ class AgentSession:
     #: Version of the newest assignment that was put into the outbox.
     told_version: int = -1
     _assignment: Assignment | None = None
+    _plan: bytes = b""
     _acks: dict[JobId, int] = field(default_factory=dict)
     #: Questions that no answer of the master's loop waits for; few, since operators ask them.
     _questions: list[pb.MasterMessage] = field(default_factory=list)
     _refusal: Refusal | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def tell(self, assignment: Assignment) -> None:
+    def tell(self, assignment: Assignment, plan: bytes) -> None:
+        """`plan`: the assignment's, serialised."""
         self.told_version = assignment.version
-        self._assignment = assignment
+        self._assignment, self._plan = assignment, plan
         self._changed.set()
 
     def acknowledge(self, job_id: JobId, through_step: int) -> None:
@@ -62,8 +65,9 @@ class AgentSession:
         self._changed.clear()
         messages = []
         if self._assignment is not None:
-            messages.append(pb.MasterMessage(assignment=assignment_message(self._assignment)))
-            self._assignment = None
+            told = assignment_message(self._assignment, self._plan)
+            messages.append(pb.MasterMessage(assignment=told))
+            self._assignment, self._plan = None, b""
         for job_id, step in self._acks.items():
             messages.append(pb.MasterMessage(ack=pb.Ack(job_id=job_id, through_step=step)))
         self._acks.clear()
@@ -72,6 +76,21 @@ class AgentSession:
         if self._refusal is not None:
             messages.append(refused_message(self._refusal))
         return messages
+
+
+class PlanSerialiser:
+    """Serialises a plan once, for all nodes that are told of it."""
+
+    def __init__(self) -> None:
+        self._plan: Plan | None = None
+        self._serialised = b""
+
+    def __call__(self, plan: Plan | None) -> bytes:
+        if plan is None:
+            return b""
+        if plan is not self._plan:
+            self._plan, self._serialised = plan, plan_message(plan).SerializeToString()
+        return self._serialised
 
 
 class Acknowledger:

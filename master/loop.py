@@ -17,7 +17,7 @@ from oobleck.master.admit import Refusal, admit
 from oobleck.master.apply import apply
 from oobleck.master.config import MasterConfig
 from oobleck.master.decision import Decision
-from oobleck.master.dispatch import Acknowledger, AgentSession
+from oobleck.master.dispatch import Acknowledger, AgentSession, PlanSerialiser
 from oobleck.master.evaluations import EvaluationLog
 from oobleck.master.eventlog import EventLog
 from oobleck.master.events import (
@@ -91,6 +91,7 @@ class Master:
         self._metrics: dict[JobId, MetricsLog] = {}
         self._evaluations: dict[JobId, EvaluationLog] = {}
         self._acknowledger = Acknowledger()
+        self._serialise = PlanSerialiser()
         self._sessions: dict[int, AgentSession] = {}
         self.timelines = Timelines(lambda: list(self._sessions.values()))
         self._last_session = 0
@@ -253,7 +254,8 @@ class Master:
         elif session.told_version != node.desired.version:
             job_id = node.desired.job_id
             text = self._job_text(job_id) if job_id else ""
-            session.tell(self.state.assignment(node, text))
+            assignment = self.state.assignment(node, text)
+            session.tell(assignment, self._serialise(assignment.plan))
 
     def _drop(self, session: AgentSession, refusal: Refusal) -> None:
         del self._sessions[session.number]

@@ -7,6 +7,7 @@ know the clock, files, gRPC or how decisions are made.
 """
 
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -303,6 +304,9 @@ class Job:
     #: The last transitions, for the report of one that is not allowed.
     history: deque[str] = field(default_factory=lambda: deque(maxlen=20))
     seen: JobSeen = field(default_factory=JobSeen)
+    #: `processes`, and the plan that they were gathered from: every report asks for them.
+    _processes: dict[WorkerId, Incarnation] = field(default_factory=dict, repr=False, compare=False)
+    _of_processes: PlanMade | None = field(default=None, repr=False, compare=False)
 
     @property
     def generation(self) -> Generation:
@@ -323,7 +327,8 @@ class Job:
         """Nodes of the newest plan, without those lost since."""
         if self.made is None:
             return ()
-        return tuple(node for node in self.made.plan.nodes if node not in self.lost_nodes)
+        lost = self.lost_nodes
+        return tuple(node for node in self.made.plan.nodes if node not in lost)
 
     @property
     def leaving(self) -> tuple[NodeName, ...]:
@@ -380,11 +385,14 @@ class Job:
             return ()
         return tuple(node for node in self.members if node not in self.trained.plan.nodes)
 
-    def processes(self) -> dict[WorkerId, Incarnation]:
-        """The processes that the newest plan counts on."""
+    def processes(self) -> Mapping[WorkerId, Incarnation]:
+        """The processes that the newest plan counts on, by rank."""
         if self.made is None:
             return {}
-        return dict(zip(self.made.plan.workers, self.made.incarnations, strict=True))
+        if self.made is not self._of_processes:
+            self._of_processes = self.made
+            self._processes = dict(zip(self.made.plan.workers, self.made.incarnations, strict=True))
+        return self._processes
 
     def leaving_processes(self) -> dict[WorkerId, Incarnation]:
         """Those that the newest plan takes out, as long as it may still need them."""
@@ -477,6 +485,8 @@ class ClusterState:
             leaving=made.leaving,
             handover=made.handover,
             worker_incarnations=tuple(
-                processes[worker] for worker in sorted(processes) if worker.node == name
+                processes[worker]
+                for slot in range(made.worker_slots)
+                if (worker := WorkerId(name, slot)) in processes
             ),
         )

@@ -446,7 +446,7 @@ class Assignment(_message.Message):
     version: int
     job_id: str
     job: str
-    plan: Plan
+    plan: bytes
     rendezvous: Rendezvous
     boundary: bool
     worker_incarnations: _containers.RepeatedScalarFieldContainer[str]
@@ -456,7 +456,7 @@ class Assignment(_message.Message):
     leaving: _containers.RepeatedCompositeFieldContainer[WorkerId]
     handover: bool
     drained: bool
-    def __init__(self, version: _Optional[int] = ..., job_id: _Optional[str] = ..., job: _Optional[str] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ..., boundary: _Optional[bool] = ..., worker_incarnations: _Optional[_Iterable[str]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., restore: _Optional[bool] = ..., save: _Optional[int] = ..., leaving: _Optional[_Iterable[_Union[WorkerId, _Mapping]]] = ..., handover: _Optional[bool] = ..., drained: _Optional[bool] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., job_id: _Optional[str] = ..., job: _Optional[str] = ..., plan: _Optional[bytes] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ..., boundary: _Optional[bool] = ..., worker_incarnations: _Optional[_Iterable[str]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., restore: _Optional[bool] = ..., save: _Optional[int] = ..., leaving: _Optional[_Iterable[_Union[WorkerId, _Mapping]]] = ..., handover: _Optional[bool] = ..., drained: _Optional[bool] = ...) -> None: ...
 
 class Measure(_message.Message):
     __slots__ = ("attempt", "meetings", "gpus")

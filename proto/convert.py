@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, cast, get_args
 
+from google.protobuf.message import DecodeError
+
 from oobleck.host.messages import (
     CheckpointSaved,
     Evaluated,
@@ -153,6 +155,15 @@ def read_plan(message: pb.Plan) -> Plan:
             pipelines=tuple(_read_pipeline(pipeline) for pipeline in message.pipelines),
             schedule=_read_schedule(message.schedule),
         )
+
+
+def read_serialised_plan(serialised: bytes) -> Plan:
+    with _field("plan"):
+        try:
+            message = pb.Plan.FromString(serialised)
+        except DecodeError as error:
+            raise ValueError("is no serialised Plan") from error
+    return read_plan(message)
 
 
 def rendezvous_message(rendezvous: Rendezvous) -> pb.Rendezvous:
@@ -565,11 +576,13 @@ def read_output(message: pb.LogLines) -> tuple[JobId, int, tuple[str, ...]]:
 # ---- down
 
 
-def assignment_message(assignment: Assignment) -> pb.Assignment:
+def assignment_message(assignment: Assignment, plan: bytes) -> pb.Assignment:
+    """`plan`: the assignment's plan, serialised; empty where it has none."""
     message = pb.Assignment(
         version=assignment.version,
         job_id=assignment.job_id or "",
         job=assignment.job,
+        plan=plan,
         boundary=assignment.boundary,
         worker_incarnations=list(assignment.worker_incarnations),
         restore=assignment.restore,
@@ -578,8 +591,6 @@ def assignment_message(assignment: Assignment) -> pb.Assignment:
         handover=assignment.handover,
         drained=assignment.drained,
     )
-    if assignment.plan is not None:
-        message.plan.CopyFrom(plan_message(assignment.plan))
     if assignment.rendezvous is not None:
         message.rendezvous.CopyFrom(rendezvous_message(assignment.rendezvous))
     if assignment.measure is not None:
@@ -621,14 +632,14 @@ def read_measure(message: pb.Measure) -> Measure:
 
 def read_assignment(message: pb.Assignment) -> Assignment:
     with _field("assignment"):
-        if message.HasField("plan") != message.HasField("rendezvous"):
+        has_plan = bool(message.plan)
+        if has_plan != message.HasField("rendezvous"):
             raise ValueError("plan and rendezvous come together or not at all")
-        has_plan = message.HasField("plan")
         return Assignment(
             version=message.version,
             job_id=_read_job_id(message.job_id) if message.job_id else None,
             job=message.job,
-            plan=read_plan(message.plan) if has_plan else None,
+            plan=read_serialised_plan(message.plan) if has_plan else None,
             rendezvous=read_rendezvous(message.rendezvous) if has_plan else None,
             boundary=message.boundary,
             worker_incarnations=tuple(

@@ -98,7 +98,7 @@ class Stream:
             worker_incarnations=list(incarnations),
         )
         if placement is not None:
-            message.plan.CopyFrom(convert.plan_message(placement))
+            message.plan = convert.plan_message(placement).SerializeToString()
             message.rendezvous.CopyFrom(pb.Rendezvous(store="127.0.0.1:20000", prefix="p"))
         if measure is not None:
             message.measure.CopyFrom(convert.measure_message(measure))
