@@ -87,12 +87,12 @@ def lost_workers(state: ClusterState, job: Job, now: float) -> tuple[WorkerLost,
 
 
 def _lost_workers(state: ClusterState, job: Job, now: float) -> Iterator[WorkerLost]:
-    known = job.lost_workers
+    known, lost = job.lost_workers, job.lost_nodes
     first_report = min((at for at, _ in job.seen.peers_lost.values()), default=now)
     all_committed = job.seen.committed_step >= job.spec.training.steps
-    for worker, incarnation in (job.processes() | job.leaving_processes()).items():
+    for worker, incarnation in {**job.processes(), **job.leaving_processes()}.items():
         node = state.nodes[worker.node]
-        if worker in known or worker.node in job.lost_nodes or not node.connected:
+        if worker in known or worker.node in lost or not node.connected:
             continue
         exited = job.seen.exits.get(incarnation)
         status = node.seen.status

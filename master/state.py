@@ -471,8 +471,9 @@ class ClusterState:
                 measure=measuring.wish if measuring is not None else None,
             )
         job = self.jobs[desired.job_id]
-        processes = job.processes() | job.leaving_processes()
+        processes, leaving = job.processes(), job.leaving_processes()
         name = node.facts.node
+        workers = [WorkerId(name, slot) for slot in range(made.worker_slots)]
         return Assignment(
             version=desired.version,
             job_id=desired.job_id,
@@ -485,8 +486,8 @@ class ClusterState:
             leaving=made.leaving,
             handover=made.handover,
             worker_incarnations=tuple(
-                processes[worker]
-                for slot in range(made.worker_slots)
-                if (worker := WorkerId(name, slot)) in processes
+                process
+                for worker in workers
+                if (process := processes.get(worker) or leaving.get(worker)) is not None
             ),
         )
