@@ -25,6 +25,7 @@ from oobleck.host.address import leaves_host
 from oobleck.host.detection import MODES, Detection, Mode, choose
 from oobleck.host.endpoint import check_insecure
 from oobleck.host.process import die_with_parent
+from oobleck.master import limits
 from oobleck.master.access import Access, AccessGuard
 from oobleck.master.config import MasterConfig
 from oobleck.master.guard import CallGuard
@@ -35,26 +36,12 @@ from oobleck.master.service import OperatorService
 from oobleck.master.session import ControlService
 from oobleck.master.storage import StorageFailed
 from oobleck.proto import control_pb2_grpc as rpc
-from oobleck.proto.detection import keepalive_options
 
 if TYPE_CHECKING:
     from oobleck.master.authority import AuthorityFolder
 
 #: Longest wait for the ends of calls that are answered already.
 _ENDING_S = 2.0
-
-
-def server_options(detection: Detection) -> tuple[tuple[str, int], ...]:
-    return (
-        # A port in use is an error, not something to share.
-        ("grpc.so_reuseport", 0),
-        *keepalive_options(detection),
-        # The agents' own questions are no abuse.
-        ("grpc.http2.min_ping_interval_without_data_ms", int(500 * detection.ping_every_s)),
-        ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.max_receive_message_length", 64 << 20),
-        ("grpc.max_send_message_length", 64 << 20),
-    )
 
 
 class Unusable(Exception):
@@ -142,7 +129,9 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     master = Master(config, journal)
     access = Access(master.state.trust, master.refused, secured=authority is not None)
     server = grpc.aio.server(
-        options=server_options(config.timing), interceptors=(AccessGuard(access), CallGuard())
+        options=limits.server_options(config.timing),
+        interceptors=(AccessGuard(access), CallGuard()),
+        maximum_concurrent_rpcs=limits.MOST_CALLS,
     )
     pki = PkiService(master, authority.authority if authority else None, config.certificate_life_s)
     # The generated functions have no types.

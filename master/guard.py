@@ -1,7 +1,11 @@
 """Answers what no method answers itself, instead of gRPC's traceback: bytes that are no message of
-ours with INVALID_ARGUMENT, and what is asked of a master that ends with UNAVAILABLE.
+ours with INVALID_ARGUMENT, what is asked of a master that ends with UNAVAILABLE, what takes longer
+than any caller should wait with DEADLINE_EXCEEDED, and a fault of ours with INTERNAL, of which the
+log alone tells more.
 """
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -9,6 +13,9 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from oobleck.master.inbox import MasterEnded
+from oobleck.master.limits import deadline_s
+
+log = logging.getLogger(__name__)
 
 #: A grpc.RpcMethodHandler; its stubs lack most of it.
 Handler = Any
@@ -37,7 +44,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # not at 
 
         guarded: dict[str, object] = {"request_deserializer": deserialize}
         if handler.unary_unary is not None:
-            guarded["unary_unary"] = _unary(handler.unary_unary)
+            limit_s = deadline_s(handler_call_details.method)
+            guarded["unary_unary"] = _unary(handler.unary_unary, limit_s)
         elif handler.unary_stream is not None:
             guarded["unary_stream"] = _unary_stream(handler.unary_stream)
         elif handler.stream_stream is not None:
@@ -54,14 +62,27 @@ async def _ended(context: Any) -> None:
     await context.abort(grpc.StatusCode.UNAVAILABLE, "the master has ended")
 
 
-def _unary(behave: Any) -> Any:
+async def _failed(context: Any) -> None:
+    await context.abort(grpc.StatusCode.INTERNAL, "the master failed; its log tells why")
+
+
+def _unary(behave: Any, limit_s: float) -> Any:
     async def guarded(request: Any, context: Any) -> Any:
         if isinstance(request, _Malformed):
             await _refuse(context)
         try:
-            return await behave(request, context)
+            async with asyncio.timeout(limit_s):
+                return await behave(request, context)
+        except TimeoutError:
+            text = f"the master has no answer after {limit_s:g} s"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
         except MasterEnded:
             await _ended(context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception:
+            log.exception("a call failed")
+            await _failed(context)
 
     return guarded
 
@@ -70,8 +91,14 @@ def _unary_stream(behave: Any) -> Any:
     async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
         if isinstance(request, _Malformed):
             await _refuse(context)
-        async for reply in behave(request, context):
-            yield reply
+        try:
+            async for reply in behave(request, context):
+                yield reply
+        except grpc.aio.AbortError:
+            raise
+        except Exception:
+            log.exception("a call failed")
+            await _failed(context)
 
     return guarded
 
@@ -88,5 +115,10 @@ def _stream_stream(behave: Any) -> Any:
             await behave(readable(), context)
         except MasterEnded:
             await _ended(context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception:
+            log.exception("a call failed")
+            await _failed(context)
 
     return guarded

@@ -5,6 +5,7 @@ changes and send what is new, so a slow reader costs nobody anything.
 """
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator
 from itertools import islice
 from typing import Any
@@ -27,6 +28,9 @@ from oobleck.proto import control_pb2_grpc as rpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+#: Of a job file; a model's whole configuration fits many times.
+MOST_JOB_CHARACTERS = 256 << 10
+_REQUEST_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 #: Lines that are read from log files at a time, outside the event loop's thread.
 _LINES_AT_A_TIME = 1000
 
@@ -47,11 +51,9 @@ class OperatorService(rpc.OperatorServicer):
         return job_status(self._master.state, job, self._master.config, self._master.now())
 
     async def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.SubmitReply:
-        if not request.request_id:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request_id: is empty")
         try:
-            spec = parse_job(request.job)
-            profile = _read_profile(spec, request)
+            # In a thread: for a long text it takes seconds, in which agents must be heard.
+            spec, profile = await asyncio.to_thread(_read_submission, request)
         except ValueError as error:  # also InvalidJob
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         job_id = await self._master.submit(
@@ -197,6 +199,18 @@ class OperatorService(rpc.OperatorServicer):
             text = f"no rank {request.rank}: the job's plan has {len(workers)} workers"
             await context.abort(grpc.StatusCode.NOT_FOUND, text)
         return frozenset({workers[request.rank]})
+
+
+def _read_submission(request: pb.SubmitRequest) -> tuple[JobSpec, Profile | None]:
+    """Raises ValueError."""
+    if _REQUEST_ID.fullmatch(request.request_id) is None:
+        raise ValueError("request_id: is not 1 to 64 letters, digits, '-' and '_'")
+    if len(request.job) > MOST_JOB_CHARACTERS:
+        raise ValueError(
+            f"job: has {len(request.job)} characters, at most {MOST_JOB_CHARACTERS} are a job"
+        )
+    spec = parse_job(request.job)
+    return spec, _read_profile(spec, request)
 
 
 def _read_profile(spec: JobSpec, request: pb.SubmitRequest) -> Profile | None:

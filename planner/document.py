@@ -146,11 +146,13 @@ def _at_place(value: Value, place: str) -> Value:
 
 
 class _Reader:
-    """Turns YAML nodes into values; counts them, since aliases can multiply."""
+    """Turns YAML nodes into values; counts them and how deep they are, since aliases can multiply,
+    pile up and stand for what they are in."""
 
     def __init__(self, source: str) -> None:
         self._source = source
         self._count = 0
+        self._depth = 0
 
     def _place(self, node: yaml.Node) -> str:
         return f"{self._source}:{node.start_mark.line + 1}"
@@ -160,11 +162,18 @@ class _Reader:
         place = self._place(node)
         if self._count > _MAX_NODES:
             raise InvalidJob(f"{place}: too many values for a job")
+        if self._depth >= _MAX_DEPTH:
+            raise InvalidJob(f"{place}: nested too deeply for a job")
+        self._depth += 1
+        content: Scalar | tuple[Value, ...] | Mapping[str, Entry]
         if isinstance(node, yaml.SequenceNode):
-            return Value(place=place, content=tuple(self.convert(item) for item in node.value))
-        if isinstance(node, yaml.MappingNode):
-            return Value(place=place, content=self._mapping(node))
-        return Value(place=place, content=_scalar(node, place))
+            content = tuple(self.convert(item) for item in node.value)
+        elif isinstance(node, yaml.MappingNode):
+            content = self._mapping(node)
+        else:
+            content = _scalar(node, place)
+        self._depth -= 1
+        return Value(place=place, content=content)
 
     def _mapping(self, node: yaml.MappingNode) -> Mapping[str, Entry]:
         entries: dict[str, Entry] = {}

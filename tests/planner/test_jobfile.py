@@ -198,6 +198,11 @@ def test_a_wrong_job_gets_one_line_with_place_and_fix(old: str, new: str, messag
         ("name: a\n---\nname: b\n", "not valid YAML: expected a single document in the stream"),
         ("a: \x00", "job.yaml: not valid YAML: unacceptable character"),
         ("[" * 1_000_000, "job.yaml:1: nested too deeply for a job"),
+        ("a: &a [*a]", "job.yaml:1: nested too deeply for a job"),
+        (
+            "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 3000)),
+            "job.yaml:1: nested too deeply for a job",
+        ),
         ("a: [" + "1, " * 300_000, "job.yaml:1: too many values for a job"),
         ("[a]: 1\n", "job.yaml:1: a key must be a plain word"),
         ('name: "\\ud800"\n', "job.yaml:1: the text holds half a character"),

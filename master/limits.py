@@ -1,0 +1,54 @@
+"""What one caller may take of the master: bytes, streams, connections, pings, time.
+
+Numbers far above what a cluster of some thousand nodes does, so that only a caller that is broken
+or means harm ever meets them. Must not know the calls' contents.
+"""
+
+from oobleck.host.detection import MODES, Detection, choose
+from oobleck.proto.detection import keepalive_options
+
+#: Of a message to the master; the largest are recordings of a hundred steps.
+MOST_RECEIVED_BYTES = 16 << 20
+#: Of a message of the master; the largest are timelines and plans for all nodes.
+MOST_SENT_BYTES = 64 << 20
+MOST_METADATA_BYTES = 16 << 10
+#: Calls of one connection at a time. An agent has one; `oobleck` some.
+MOST_STREAMS = 64
+MOST_CONNECTIONS = 10_000
+#: Calls of all connections at a time; more are told RESOURCE_EXHAUSTED.
+MOST_CALLS = 20_000
+HANDSHAKE_S = 10.0
+#: Pings that come too early; with the next one the connection is closed.
+MOST_PING_STRIKES = 10
+
+#: A call that is answered once is cancelled after this time, whatever deadline its caller set.
+UNARY_S = 60.0
+_LONGER_S = {
+    # Waits for steps of a training job.
+    "/oobleck.Operator/GetTimeline": 3700.0,
+}
+
+
+def deadline_s(method: str) -> float:
+    return _LONGER_S.get(method, UNARY_S)
+
+
+def server_options(detection: Detection) -> tuple[tuple[str, int], ...]:
+    # Before it is told the cluster's, an agent pings by its own time-outs.
+    fastest_s = min(choose(mode, {}).ping_every_s for mode in MODES)
+    ping_every_s = min(detection.ping_every_s, fastest_s)
+    return (
+        # A port in use is an error, not something to share.
+        ("grpc.so_reuseport", 0),
+        *keepalive_options(detection),
+        # The agents' own questions are no abuse.
+        ("grpc.http2.min_ping_interval_without_data_ms", int(500 * ping_every_s)),
+        ("grpc.http2.max_ping_strikes", MOST_PING_STRIKES),
+        ("grpc.max_receive_message_length", MOST_RECEIVED_BYTES),
+        ("grpc.max_send_message_length", MOST_SENT_BYTES),
+        ("grpc.max_concurrent_streams", MOST_STREAMS),
+        ("grpc.max_metadata_size", MOST_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MOST_METADATA_BYTES),
+        ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
+        ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_S)),
+    )
