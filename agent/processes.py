@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -38,6 +39,10 @@ WRITE_LIMIT_BYTES = 64 << 20
 
 _from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
 _from_warm: msgspec.json.Decoder[FromWarm] = msgspec.json.Decoder(FromWarm)
+
+
+def _thread_id(stat: Path) -> int:
+    return int(stat.parent.name)
 
 
 class Listener(Protocol):
@@ -118,6 +123,22 @@ class WorkerProcess:
         if self._handle is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    def kernel(self) -> str:
+        """The kernel's letter for its state: D where any of its threads waits for a disk or file
+        server, else that of its first one; empty: it is gone."""
+        threads = sorted(Path(f"/proc/{self.pid}/task").glob("*/stat"), key=_thread_id)
+        try:
+            states = [stat.read_text().rpartition(") ")[2][:1] for stat in threads]
+        except OSError:  # a thread has just ended
+            return ""
+        return "D" if "D" in states else "".join(states[:1])
+
+    def tell_stacks(self) -> None:
+        """Have it write where its threads are, if it can."""
+        if self._handle is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGUSR1)
 
     def gone(self) -> None:
         """The process has ended: take its last output and let go of everything."""

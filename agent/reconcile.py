@@ -6,6 +6,7 @@ action whose effect has been noted (as an event) is not decided again.
 
 from dataclasses import dataclass
 
+from oobleck.agent.hangs import worst_doubt
 from oobleck.agent.state import NO_GENERATION, Desired, NodeState, PlanPart, Worker
 from oobleck.host.messages import Measure
 from oobleck.planner.ids import Incarnation, WorkerId
@@ -80,6 +81,31 @@ class End:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskWorker:
+    """For a sign of life; `look`: the last question has no answer, so see what the kernel says."""
+
+    incarnation: Incarnation
+    look: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskStacks:
+    """Have it write where its threads are, before it is given up on."""
+
+    incarnation: Incarnation
+    since: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUpWorker:
+    """It hangs: tell the master, and kill it."""
+
+    incarnation: Incarnation
+    since: float
+    reason: str
+
+
 Action = (
     StartWarm
     | KillWarm
@@ -87,6 +113,9 @@ Action = (
     | SendPlan
     | SendMeasure
     | SendSave
+    | AskWorker
+    | AskStacks
+    | GiveUpWorker
     | StopWorker
     | KillWorker
     | End
@@ -174,6 +203,7 @@ def _worker(state: NodeState, worker: Worker, agenda: _Agenda) -> None:
             agenda.add(kill, since + grace_s)
     if worker.stop_sent_at is not None:
         return
+    _look_after(state, worker, agenda)
     if (reason := _why_stop(state, worker)) is not None:
         agenda.add(StopWorker(incarnation=worker.incarnation, reason=reason))
         return
@@ -186,6 +216,23 @@ def _worker(state: NodeState, worker: Worker, agenda: _Agenda) -> None:
     number = state.desired.save if state.desired else 0
     if worker.sent > NO_GENERATION and worker.closed_at is None and worker.save_sent < number:
         agenda.add(SendSave(incarnation=worker.incarnation, number=number))
+
+
+def _look_after(state: NodeState, worker: Worker, agenda: _Agenda) -> None:
+    if not worker.store or worker.closed_at is not None or worker.failed_at is not None:
+        return
+    if (doubt := worst_doubt(state, worker)) is not None:
+        give_up = GiveUpWorker(
+            incarnation=worker.incarnation, since=doubt.since, reason=doubt.reason
+        )
+        agenda.add(give_up, doubt.due)
+        if worker.stacks_since != doubt.since:
+            stacks = AskStacks(incarnation=worker.incarnation, since=doubt.since)
+            agenda.add(stacks, doubt.stacks_due)
+    asked_at, heard_at = worker.asked_alive_at, worker.heard_at
+    look = asked_at is not None and heard_at is not None and heard_at < asked_at
+    due = None if asked_at is None else asked_at + state.detection.heartbeat_s
+    agenda.add(AskWorker(incarnation=worker.incarnation, look=look), due)
 
 
 def _why_stop(state: NodeState, worker: Worker) -> str | None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from oobleck.agent.backoff import StartBudget
 from oobleck.host.detection import Detection
 from oobleck.host.messages import (
+    Alive,
     CheckpointSaved,
     Committed,
     Evaluated,
@@ -40,6 +41,7 @@ from oobleck.host.messages import (
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.plan import Plan
+from oobleck.proto.types import Hung
 
 NO_GENERATION = Generation(0)
 
@@ -47,6 +49,8 @@ NO_GENERATION = Generation(0)
 KEPT_EVALUATIONS = 256
 #: For an agent without workers: from SIGTERM to its end, if the master does not answer.
 IDLE_GRACE_S = 2.0
+#: Steps that tell how long one takes: of so many the longest is the 99th percentile.
+KNOWN_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +108,13 @@ class DetectionTold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Paused:
+    """This agent did not run for so long: nobody is to blame for what did not come meanwhile."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShutDown:
     """The agent is to end: all workers are stopped."""
 
@@ -144,6 +155,7 @@ class WorkerForked:
 class PlanSent:
     incarnation: Incarnation
     generation: Generation
+    boundary: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +171,22 @@ class SaveSent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Whether it is alive; `kernel`: the state that the kernel says it is in."""
+
+    incarnation: Incarnation
+    kernel: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StacksAsked:
+    """It was told to write where its threads are, since it is at the same thing since `since`."""
+
+    incarnation: Incarnation
+    since: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopSent:
     incarnation: Incarnation
 
@@ -168,6 +196,8 @@ class WorkerKilled:
     """SIGKILL was sent; the exit is still to come."""
 
     incarnation: Incarnation
+    #: Where it was killed because of that.
+    hung: Hung | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +222,7 @@ Event = (
     Assigned
     | DetectionTold
     | Leave
+    | Paused
     | ShutDown
     | WarmStarted
     | WarmReady
@@ -202,6 +233,8 @@ Event = (
     | PlanSent
     | MeasureSent
     | SaveSent
+    | Asked
+    | StacksAsked
     | StopSent
     | WorkerKilled
     | WorkerSaid
@@ -246,6 +279,22 @@ class Worker:
     failed_at: float | None = None
     #: What it lost; None again as soon as it has a newer plan.
     peer_lost: PeerLost | None = None
+    #: When it was last asked for a sign of life, and last gave one; with what it then said, and
+    #: since when it says that.
+    asked_alive_at: float | None = None
+    heard_at: float | None = None
+    alive: Alive | None = None
+    moved_at: float | None = None
+    #: A letter of the kernel's for its state; empty: not looked.
+    kernel: str = ""
+    #: Since when it is to leave its generation; None: it has.
+    told_at: float | None = None
+    #: What it was last made to write its stacks for.
+    stacks_since: float | None = None
+    #: It has committed a step.
+    stepped: bool = False
+    #: Why it was taken for one that hangs.
+    hung: Hung | None = None
     stop_sent_at: float | None = None
     closed_at: float | None = None
     killed: bool = False
@@ -287,6 +336,10 @@ class NodeState:
     shutting_down: bool = False
     warm: WarmState = field(default_factory=WarmState)
     slots: list[Slot] = field(init=False)
+    #: Of the job's last committed steps.
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=KNOWN_STEPS))
+    #: The newest of them.
+    timed_step: int = 0
     workers: dict[Incarnation, Worker] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -326,6 +379,9 @@ class NodeState:
             case Leave(grace_s=grace_s):
                 # Without work only the master's answer is waited for.
                 self.leave_by = now + (grace_s if self.workers else min(grace_s, IDLE_GRACE_S))
+            case Paused(seconds=seconds):
+                for each in self.workers.values():
+                    _excuse(each, seconds, now)
             case ShutDown():
                 self.shutting_down = True
             case WarmStarted():
@@ -353,6 +409,8 @@ class NodeState:
         after = desired.job_id if desired else None
         if before != after:
             self.slots = [Slot() for _ in range(self.slot_count)]
+            self.step_seconds.clear()
+            self.timed_step = 0
         self.desired = desired
 
     def _about_worker(
@@ -362,6 +420,8 @@ class NodeState:
         | PlanSent
         | MeasureSent
         | SaveSent
+        | Asked
+        | StacksAsked
         | StopSent
         | WorkerKilled
         | WorkerSaid
@@ -372,17 +432,23 @@ class NodeState:
         match event:
             case WorkerForked(pid=pid):
                 worker.pid = pid
-            case PlanSent(generation=generation):
+            case PlanSent(generation=generation, boundary=boundary):
                 worker.sent, worker.peer_lost = generation, None
+                if not boundary:
+                    worker.told_at = now
                 worker.measured = ()
             case MeasureSent(attempt=attempt):
                 worker.measure_sent, worker.measured = attempt, ()
             case SaveSent(number=number):
                 worker.save_sent = number
+            case Asked(kernel=kernel):
+                worker.asked_alive_at, worker.kernel = now, kernel
+            case StacksAsked(since=since):
+                worker.stacks_since = since
             case StopSent():
                 worker.stop_sent_at = now
-            case WorkerKilled():
-                worker.killed = True
+            case WorkerKilled(hung=hung):
+                worker.killed, worker.hung = True, hung
             case ChannelClosed():
                 worker.closed_at = now
             case WorkerSaid(message=message):
@@ -399,13 +465,25 @@ class NodeState:
         match message:
             case Ready(store=store, data=data):
                 worker.store, worker.data = store, data
+                worker.heard_at = now
+            case Alive():
+                worker.heard_at = now
+                if message != worker.alive:
+                    worker.alive, worker.moved_at = message, now
+            case PhaseReached(phase="aborted", generation=generation):
+                if generation >= worker.sent:
+                    worker.told_at = None
             case PhaseReached(phase="transferred", generation=generation):
                 # A loss at the very end starts a generation for what is still to be saved.
                 worker.entered, worker.finished = generation, False
             case PhaseReached(committed_step=int(step)):
                 worker.committed_step = step
             case Committed(record=record, memory=memory):
-                worker.committed_step = record.step
+                # A process's first step says nothing of the others.
+                if worker.stepped and record.step > self.timed_step:
+                    self.timed_step = record.step
+                    self.step_seconds.append(record.step_seconds)
+                worker.committed_step, worker.stepped = record.step, True
                 worker.memory = memory or worker.memory
             case Evaluated():
                 worker.evaluated.append(message)
@@ -425,3 +503,13 @@ class NodeState:
                 worker.checkpoints = (*kept, message)
             case PhaseReached() | Recorded():
                 pass  # for the master; nothing changes here
+
+
+def _excuse(worker: Worker, seconds: float, now: float) -> None:
+    """Nothing could be heard of it for so long."""
+    if worker.heard_at is not None:
+        worker.heard_at = min(now, worker.heard_at + seconds)
+    if worker.moved_at is not None:
+        worker.moved_at = min(now, worker.moved_at + seconds)
+    if worker.told_at is not None:
+        worker.told_at = min(now, worker.told_at + seconds)

@@ -17,8 +17,11 @@ from oobleck.agent.outbox import Outbox
 from oobleck.agent.processes import Listener, WarmProcess, WorkerProcess
 from oobleck.agent.reconcile import (
     Action,
+    AskStacks,
+    AskWorker,
     End,
     ForkWorker,
+    GiveUpWorker,
     KillWarm,
     KillWorker,
     SendMeasure,
@@ -29,6 +32,7 @@ from oobleck.agent.reconcile import (
     decide,
 )
 from oobleck.agent.state import (
+    Asked,
     Assigned,
     ChannelClosed,
     Desired,
@@ -38,9 +42,11 @@ from oobleck.agent.state import (
     Leave,
     MeasureSent,
     NodeState,
+    Paused,
     PlanSent,
     SaveSent,
     ShutDown,
+    StacksAsked,
     StopSent,
     WarmExited,
     WarmKilled,
@@ -54,6 +60,8 @@ from oobleck.agent.state import (
 )
 from oobleck.host.detection import Detection
 from oobleck.host.messages import (
+    Alive,
+    Ask,
     Assign,
     CheckpointSaved,
     Committed,
@@ -116,6 +124,8 @@ class Supervisor:
         self._warm: WarmProcess | None = None
         self._processes: dict[Incarnation, WorkerProcess] = {}
         self._timer: asyncio.TimerHandle | None = None
+        #: When it is to look again.
+        self._wake_at: float | None = None
         self._done = asyncio.Event()
 
     async def run(self) -> None:
@@ -175,6 +185,7 @@ class Supervisor:
             for worker in self._state.workers.values()
             for what in (
                 worker.failure,
+                worker.hung,
                 worker.peer_lost,
                 *worker.measured,
                 *worker.checkpoints,
@@ -240,7 +251,7 @@ class Supervisor:
                 self._outbox.report(self._report(worker, message))
             case Recorded(recording=recording):
                 self._outbox.recorded(worker.job_id, worker.slot, recording)
-            case Ready() | Finished():
+            case Ready() | Alive() | Finished():
                 pass  # in the status
         self._handle(WorkerSaid(incarnation=incarnation, message=message))
 
@@ -314,6 +325,10 @@ class Supervisor:
 
     def _settle(self) -> None:
         """Act until the decision is to wait."""
+        late_s = 0.0 if self._wake_at is None else self._now() - self._wake_at
+        if late_s > self._state.detection.lag_limit_s:
+            logger.warning("the agent was late", extra={"late_s": round(late_s, 1)})
+            self._state.apply(Paused(seconds=late_s), self._now())
         while True:
             decision = decide(self._state, self._now())
             if not decision.actions:
@@ -323,6 +338,7 @@ class Supervisor:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._wake_at = decision.wake_at
         if decision.wake_at is not None:
             self._timer = asyncio.get_running_loop().call_later(
                 max(0.0, decision.wake_at - self._now()) + 0.001, self._settle
@@ -356,13 +372,26 @@ class Supervisor:
                     handover=part.handover,
                 )
                 self._processes[incarnation].send(assign)
-                return PlanSent(incarnation=incarnation, generation=part.plan.generation)
+                return PlanSent(
+                    incarnation=incarnation,
+                    generation=part.plan.generation,
+                    boundary=part.boundary,
+                )
             case SendMeasure(incarnation=incarnation, wish=wish):
                 self._processes[incarnation].send(wish)
                 return MeasureSent(incarnation=incarnation, attempt=wish.attempt)
             case SendSave(incarnation=incarnation, number=number):
                 self._processes[incarnation].send(Save(number=number))
                 return SaveSent(incarnation=incarnation, number=number)
+            case AskWorker(incarnation=incarnation, look=look):
+                process = self._processes[incarnation]
+                process.send(Ask())
+                return Asked(incarnation=incarnation, kernel=process.kernel() if look else "")
+            case AskStacks(incarnation=incarnation, since=since):
+                self._processes[incarnation].tell_stacks()
+                return StacksAsked(incarnation=incarnation, since=since)
+            case GiveUpWorker(incarnation=incarnation, since=since, reason=reason):
+                return self._give_up(incarnation, self._now() - since, reason)
             case StopWorker(incarnation=incarnation, reason=reason):
                 self._processes[incarnation].send(Stop(reason=reason))
                 return StopSent(incarnation=incarnation)
@@ -375,6 +404,16 @@ class Supervisor:
             case End(reason=reason):
                 logger.info("ending", extra={"reason": reason})
                 return ShutDown()
+
+    def _give_up(self, incarnation: Incarnation, seconds: float, reason: str) -> Event:
+        """Tell at once: what hangs in the kernel does not end when it is killed."""
+        process = self._processes[incarnation]
+        fields = {"slot": process.slot, "pid": process.pid, "reason": reason}
+        logger.warning("killing a worker that hangs", extra=fields)
+        hung = types.Hung(reason=reason, seconds=seconds)
+        self._outbox.report(self._report(self._state.workers[incarnation], hung))
+        process.kill()
+        return WorkerKilled(incarnation=incarnation, hung=hung)
 
     def _fork(self, slot: int, desired: Desired) -> Event:
         assert self._warm is not None
@@ -418,6 +457,9 @@ class Supervisor:
                     finished=worker.finished,
                     peak_memory_bytes=worker.memory.peak_bytes if worker.memory else 0,
                     base_memory_bytes=worker.memory.base_bytes if worker.memory else 0,
+                    beats=worker.alive.beats if worker.alive else 0,
+                    doing=worker.alive.doing if worker.alive else "",
+                    waiting=worker.alive is not None and worker.alive.waiting,
                 )
                 for worker in self._state.serving()
             ),

@@ -15,6 +15,7 @@
     longest regroup 15       30      60    ... up to this
     hang             4        8      25    a process that is stopped, or hangs, is lost
     stall            4.5      8.5    30    no progress and everyone waits: the workers meet anew
+    meeting         15       30      90    the same on the way into a generation
     lag limit        0.5      1       3    whoever was itself paused for longer convicts nobody
     grace            1.5      1.5     3    the plan waits for the replacement of a lost worker
     settle           1        1       3    nodes that come within this time join together
@@ -65,6 +66,8 @@ class Detection:
     hang_s: float = 8.0
     #: Without progress for this long, where every worker waits for another, they meet again.
     stall_s: float = 8.5
+    #: The same while they meet, move layers, and save the result.
+    meeting_s: float = 30.0
     #: Whoever comes to itself this late gives everyone more time.
     lag_limit_s: float = 1.0
     #: How long the plan waits for the replacement of a lost worker.
@@ -121,6 +124,7 @@ _ORDER: tuple[tuple[str, float, str, str], ...] = (
     ("lease_s", 1, "hang_s", "a silent host must be told from a hang"),
     ("hang_s", 1, "stall_s", "who hangs is to be found before the others meet anew"),
     ("regroup_s", 1, "longest_regroup_s", "intervals grow"),
+    ("stall_s", 1, "meeting_s", "groups take longer to build than operations in them"),
     ("stall_s", 1, "first_step_s", "the first step may take longer than others"),
     ("hang_s", 1, "storage_s", "files may take longer than computing"),
 )
@@ -139,6 +143,7 @@ DETECTIONS: dict[Mode, Detection] = {
         longest_regroup_s=15.0,
         hang_s=4.0,
         stall_s=4.5,
+        meeting_s=15.0,
         lag_limit_s=0.5,
     ),
     "balanced": Detection(),
@@ -155,6 +160,7 @@ DETECTIONS: dict[Mode, Detection] = {
         longest_regroup_s=60.0,
         hang_s=25.0,
         stall_s=30.0,
+        meeting_s=90.0,
         lag_limit_s=3.0,
         replacement_grace_s=3.0,
         join_settle_s=3.0,

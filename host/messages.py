@@ -43,8 +43,9 @@ class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
     #: Only this micro-batch (global number); None: the first that comes.
     microbatch: int | None = None
     #: kill_worker / kill_node: SIGKILL (the node: agent and all its workers); hold: wait at the
-    #: point until a newer generation arrives; stop: SIGSTOP itself.
-    action: Literal["kill_worker", "kill_node", "hold", "stop"] = "kill_node"
+    #: point until a newer generation arrives; stop: SIGSTOP itself; hang: the training thread
+    #: never goes on, while the rest of the process does.
+    action: Literal["kill_worker", "kill_node", "hold", "stop", "hang"] = "kill_node"
 
 
 # ---- agent to worker
@@ -127,13 +128,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag="record"):
     last_step: int
 
 
+class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
+    """Answer with `Alive`."""
+
+
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """End now: the job is over, cancelled, or the agent shuts down."""
 
     reason: str
 
 
-ToWorker = Launch | Assign | Measure | Save | Record | Stop
+ToWorker = Launch | Assign | Measure | Save | Record | Ask | Stop
 
 
 # ---- worker to agent
@@ -147,6 +152,20 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     store: str
     #: Fingerprint of the data that it reads, in hexadecimal; those of one generation are equal.
     data: str = ""
+
+
+class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="alive"):
+    """The process runs, and this is what its training thread is at.
+
+    Told by another thread: one that hangs does not keep it from being told.
+    """
+
+    #: Grows with everything that the training thread begins or has waited for.
+    beats: int
+    #: What it has begun last, as a timeline calls it.
+    doing: str
+    #: It waits for another process.
+    waiting: bool
 
 
 class PhaseReached(msgspec.Struct, frozen=True, kw_only=True, tag="phase"):
@@ -308,6 +327,7 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True, tag="restored"):
 
 FromWorker = (
     Ready
+    | Alive
     | Measured
     | LinkMeasured
     | PhaseReached

@@ -394,6 +394,7 @@ def _forget_processes(state: ClusterState, job: Job) -> None:
     known |= {w.incarnation for node in state.nodes.values() for w in node.seen.status.workers}
     seen = job.seen
     seen.exits = {process: end for process, end in seen.exits.items() if process in known}
+    seen.hung = {process: word for process, word in seen.hung.items() if process in known}
     seen.entered = {process: at for process, at in seen.entered.items() if process in known}
     seen.finished = {process: at for process, at in seen.finished.items() if process in known}
 

@@ -76,7 +76,7 @@ def _succeed(look: Look, job: Job) -> Decision | None:
             return Decision(reason=missing)
         # The agents send what they have as soon as they are connected.
         last = max(job.seen.progressed_at or look.now, job.seen.recorded_at or 0.0)
-        if look.now < (due := last + look.timing.stall_s):
+        if look.now < (due := last + look.timing.meeting_s):
             return Decision(wake_at=due, reason=missing)
     event = JobSucceeded(
         job_id=job.id, transition=transition(look, job), missing_steps=max(0, steps - through)

@@ -36,7 +36,7 @@ from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, Worker
 from oobleck.planner.job import JobSpec
 from oobleck.planner.plan import Plan
 from oobleck.planner.profile import Profile
-from oobleck.proto.types import NodeFacts, NodeStatus, WorkerExited
+from oobleck.proto.types import Hung, NodeFacts, NodeStatus, WorkerExited
 
 #: What a plan answers.
 Cause = Literal[
@@ -129,6 +129,8 @@ class WorkerLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     words: str = ""
     #: It had reported that it lost a peer before it ended.
     lost_peer: bool = False
+    #: It did not get on, and its agent has killed it.
+    hung: bool = False
 
 
 class NodeLeftOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -410,6 +412,13 @@ class WorkerExitReported(msgspec.Struct, frozen=True, kw_only=True):
     exited: WorkerExited
 
 
+class WorkerHungReported(msgspec.Struct, frozen=True, kw_only=True):
+    worker: WorkerId
+    job_id: JobId
+    incarnation: Incarnation
+    hung: Hung
+
+
 class PhaseReported(msgspec.Struct, frozen=True, kw_only=True):
     worker: WorkerId
     job_id: JobId
@@ -479,6 +488,7 @@ Observed = (
     | StreamClosed
     | StatusReceived
     | WorkerExitReported
+    | WorkerHungReported
     | PhaseReported
     | PeerLostReported
     | WorkerFailedReported

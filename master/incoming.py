@@ -23,9 +23,10 @@ from oobleck.master.events import (
     SaveReported,
     WorkerExitReported,
     WorkerFailedReported,
+    WorkerHungReported,
 )
 from oobleck.planner.ids import JobId, WorkerId
-from oobleck.proto.types import NodeStatus, WorkerExited, WorkerReport
+from oobleck.proto.types import Hung, NodeStatus, WorkerExited, WorkerReport
 
 
 class Records(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +54,10 @@ def event_of(worker: WorkerId, report: WorkerReport) -> Observed:
         case WorkerExited() as exited:
             return WorkerExitReported(
                 worker=worker, job_id=job_id, incarnation=report.incarnation, exited=exited
+            )
+        case Hung() as hung:
+            return WorkerHungReported(
+                worker=worker, job_id=job_id, incarnation=report.incarnation, hung=hung
             )
         case PhaseReached() as phase:
             return PhaseReported(worker=worker, job_id=job_id, phase=phase)

@@ -98,7 +98,7 @@ def _worker_lost(job: Job, event: WorkerLost, unix: float) -> Setback:
     seen = event.sighting
     exited = seen.exited if seen is not None else None
     return Setback(
-        kind="worker died",
+        kind="hang" if event.hung else "worker died",
         node=event.worker.node,
         worker=event.worker,
         ranks=_ranks(job, event.worker.node, event.worker),

@@ -11,9 +11,11 @@ off, it is the master that is cut off, and only leases count.
 from collections.abc import Iterator
 
 from oobleck.host.detection import Detection
-from oobleck.master.events import NodeLost, WorkerLost
-from oobleck.master.sightings import carried, describe_exit, of_exit
+from oobleck.master.events import NodeLost, Sighting, WorkerLost
+from oobleck.master.sightings import carried, describe_exit, of_exit, of_hang
 from oobleck.master.state import ClusterState, Job, Node
+from oobleck.planner.ids import WorkerId
+from oobleck.proto.types import Hung, WorkerExited
 
 
 def lost_nodes(state: ClusterState, now: float, timing: Detection) -> tuple[NodeLost, ...]:
@@ -94,10 +96,11 @@ def _lost_workers(state: ClusterState, job: Job, now: float) -> Iterator[WorkerL
         node = state.nodes[worker.node]
         if worker in known or worker.node in lost or not node.connected:
             continue
-        exited = job.seen.exits.get(incarnation)
+        exited, hung = job.seen.exits.get(incarnation), job.seen.hung.get(incarnation)
         status = node.seen.status
         process = status.worker(worker.slot) if status.job_id == job.id else None
-        if exited is None and process is not None and process.incarnation == incarnation:
+        here = process is not None and process.incarnation == incarnation
+        if here and not job.seen.is_gone(incarnation):
             continue
         if all_committed and job.has_finished(incarnation):
             continue
@@ -105,9 +108,23 @@ def _lost_workers(state: ClusterState, job: Job, now: float) -> Iterator[WorkerL
             job_id=job.id,
             worker=worker,
             incarnation=incarnation,
-            reason=describe_exit(exited) if exited else "its agent does not have it any more",
-            detect_s=max(0.0, now - first_report),
-            sighting=of_exit(job, worker, exited, now) if exited else None,
+            reason=hung.reason if hung else _end(exited),
+            detect_s=hung.seconds if hung else max(0.0, now - first_report),
+            sighting=_sighting(job, worker, now, exited, hung),
+            hung=hung is not None,
             words=job.seen.complaints.get(worker, ""),
             lost_peer=worker in job.seen.peers_lost,
         )
+
+
+def _end(exited: WorkerExited | None) -> str:
+    return describe_exit(exited) if exited else "its agent does not have it any more"
+
+
+def _sighting(
+    job: Job, worker: WorkerId, now: float, exited: WorkerExited | None, hung: Hung | None
+) -> Sighting | None:
+    """Its agent's word; None: there is none."""
+    if hung is not None:
+        return of_hang(worker, hung)
+    return of_exit(job, worker, exited, now) if exited else None

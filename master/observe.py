@@ -18,6 +18,7 @@ from oobleck.master.events import (
     Tick,
     WorkerExitReported,
     WorkerFailedReported,
+    WorkerHungReported,
 )
 from oobleck.master.state import ClusterState, Job, JobSeen, Node
 from oobleck.planner.ids import Generation, WorkerId
@@ -64,6 +65,13 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
                 job.seen.deaths.setdefault(event.worker, []).append(event.exited)
             elif event.incarnation in job.processes().values():
                 job.seen.stillborn.setdefault(event.worker.node, []).append(event.exited)
+            return _hear(state, event.worker, now)
+        case WorkerHungReported():
+            job = state.jobs[event.job_id]
+            if job.seen.is_gone(event.incarnation):
+                return False
+            job.seen.hung[event.incarnation] = event.hung
+            sightings.note(state, event, now)
             return _hear(state, event.worker, now)
         case PhaseReported():
             _take_phase(state.jobs[event.job_id], event.worker, event.phase, now)
@@ -151,7 +159,7 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
     seen = node.seen
     seen.last_heard, seen.awaited = now, False
     changed = _without_progress(status) != _without_progress(seen.status)
-    seen.status = status
+    before, seen.status = seen.status, status
     job = state.job
     ready = job is not None and state.is_ready(node, job)
     if ready != (seen.ready_at is not None):
@@ -159,6 +167,9 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
         changed = True
     if job is not None and status.job_id == job.id:
         for worker in status.workers:
+            last = before.worker(worker.slot)
+            if last is not None and last.incarnation == worker.incarnation:
+                _take_beats(job, last, worker, now)
             changed |= _take_progress(job, worker, now)
     return changed
 
@@ -180,6 +191,12 @@ def _take_progress(job: Job, worker: WorkerStatus, now: float) -> bool:
         _note_progress(job, worker.generation, now)
     _note_step(job, worker.committed_step, worker.generation, now)
     return job.on_the_way and worker.generation == job.generation and _redoes(job, worker)
+
+
+def _take_beats(job: Job, before: WorkerStatus, worker: WorkerStatus, now: float) -> None:
+    """In a step that takes long, its instructions show that it gets on."""
+    if worker.beats != before.beats:
+        _note_progress(job, worker.generation, now)
 
 
 def _redoes(job: Job, worker: WorkerStatus) -> bool:

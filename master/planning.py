@@ -268,7 +268,7 @@ def departing(state: ClusterState, job: Job, plan: Plan) -> tuple[WorkerId, ...]
         and name not in plan.nodes
         and name not in job.lost_nodes
         for worker in node.seen.status.workers
-        if worker.incarnation not in job.seen.exits
+        if not job.seen.is_gone(worker.incarnation)
     )
 
 

@@ -13,11 +13,12 @@ from oobleck.master.events import (
     StreamClosed,
     WorkerExitReported,
     WorkerFailedReported,
+    WorkerHungReported,
 )
 from oobleck.master.incident import MOST_SIGHTINGS
 from oobleck.master.state import ClusterState, Job
 from oobleck.planner.ids import WorkerId
-from oobleck.proto.types import WorkerExited
+from oobleck.proto.types import Hung, WorkerExited
 
 #: Older ones have nothing to do with a failure that is found now.
 _STALE_S = 60.0
@@ -28,7 +29,11 @@ _TAIL_WIDTH = 400
 
 def note(
     state: ClusterState,
-    event: StreamClosed | WorkerExitReported | PeerLostReported | WorkerFailedReported,
+    event: StreamClosed
+    | WorkerExitReported
+    | WorkerHungReported
+    | PeerLostReported
+    | WorkerFailedReported,
     now: float,
 ) -> None:
     match event:
@@ -40,6 +45,10 @@ def note(
             job = state.jobs[event.job_id]
             if event.incarnation in job.processes().values() or job.made is None:
                 _add(job, now, _exit(event.worker, event.exited))
+        case WorkerHungReported():
+            job = state.jobs[event.job_id]
+            if event.incarnation in job.processes().values() or job.made is None:
+                _add(job, now, of_hang(event.worker, event.hung))
         case PeerLostReported():
             _keep(state.jobs[event.job_id], now, "peer", str(event.worker), "", event.lost.detail)
         case WorkerFailedReported():
@@ -70,6 +79,16 @@ def of_exit(job: Job, worker: WorkerId, exited: WorkerExited, now: float) -> Sig
         if known is not None and sighting.about == str(worker) and known.pid == exited.pid:
             return msgspec.structs.replace(sighting, ago_s=now - at)
     return _exit(worker, exited)
+
+
+def of_hang(worker: WorkerId, hung: Hung) -> Sighting:
+    return Sighting(
+        by="agent",
+        observer=worker.node,
+        about=str(worker),
+        saw=hung.reason[:_TAIL_WIDTH],
+        ago_s=hung.seconds,
+    )
 
 
 def _exit(worker: WorkerId, exited: WorkerExited) -> Sighting:

@@ -1,7 +1,8 @@
 """Want of progress: the net under all other rules.
 
-Losses are told by agents and peers. What nobody tells of is that a job does not get on: a process
-that is stopped or hangs, a message that never comes, a mistake of ours. So in every state in which
+Losses are told by agents and peers, and a process or thread that hangs by its own agent
+(`oobleck.agent.hangs`). What nobody tells of is that a job does not get on though every worker
+waits for another one: a message that never comes, a mistake of ours. So in every state in which
 a job should get on (its workers meet, move layers, train, save the result) it may stay without
 progress only for so long. Then, from the mildest measure to the last one:
 
@@ -16,8 +17,8 @@ progress only for so long. Then, from the mildest measure to the last one:
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from statistics import median
 
+from oobleck.host.detection import patience_s
 from oobleck.master import fitness, meetings, planning
 from oobleck.master.decision import Decision, Look
 from oobleck.master.events import NodeLeftOut, NodeReset
@@ -29,8 +30,6 @@ from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.plan import Plan
 
-#: A step that takes so many times as long as the median of the last ones does not get on.
-_STALLED_STEPS = 10
 #: Steps after which it is known how long they take; the first one often takes longer.
 _KNOWN_STEPS = 2
 #: Slower than this no network and no disk moves layers.
@@ -78,16 +77,31 @@ def _patience_s(look: Look, job: Job) -> float:
     """For how long the newest generation may stay where it is."""
     timing, seen = look.timing, job.seen
     known = len(seen.recent) >= _KNOWN_STEPS
-    usual_s = median(record.step_seconds for record in seen.recent) if known else 0.0
-    patience_s = max(timing.stall_s, _STALLED_STEPS * usual_s * (1 + _evaluation_steps(job)))
+    usual_s = max(record.step_seconds for record in seen.recent) if known else 0.0
+    usual_s *= 1 + _evaluation_steps(job)
     made, way = job.made, seen.way
     assert made is not None, "only asked of a job with a plan"
     met = way is None or len(way.entered) == len(made.plan.workers)
     if not met or seen.furthest_step >= job.spec.training.steps:
-        patience_s += _moving_s(job.spec, made.plan, made.worker_slots)
+        moving_s = _moving_s(job.spec, made.plan, made.worker_slots)
+        limit_s = patience_s(timing.meeting_s, usual_s) + moving_s
     elif not known:
-        patience_s = max(patience_s, timing.first_step_s)
-    return patience_s * float(2 ** max(0, seen.stalls - 1))
+        limit_s = timing.first_step_s
+    else:
+        limit_s = patience_s(timing.stall_s, usual_s)
+    if _busy(look, job):
+        # Whom the others wait for: its agent says whether it hangs, sooner than this.
+        limit_s = max(limit_s, timing.storage_s + timing.stall_s)
+    return limit_s * float(2 ** max(0, seen.stalls - 1))
+
+
+def _busy(look: Look, job: Job) -> bool:
+    """Whether a worker of the plan is at something of its own."""
+    for worker in job.processes():
+        status = look.state.nodes[worker.node].seen.status.worker(worker.slot)
+        if status is not None and status.doing and not status.waiting:
+            return True
+    return False
 
 
 def _evaluation_steps(job: Job) -> float:

@@ -40,7 +40,7 @@ from oobleck.planner.job import JobSpec
 from oobleck.planner.measurement import Scope
 from oobleck.planner.plan import Plan
 from oobleck.planner.profile import Profile
-from oobleck.proto.types import Assignment, NodeFacts, NodeStatus, WorkerExited
+from oobleck.proto.types import Assignment, Hung, NodeFacts, NodeStatus, WorkerExited
 
 #: What workers say of checkpoints, and how many of their last words are known again.
 SaveReport = CheckpointSaved | SaveFailed | Restored
@@ -211,6 +211,8 @@ class JobSeen:
     way: Way | None = None
     #: How worker processes ended, and those of each worker of the plan since the last step.
     exits: dict[Incarnation, WorkerExited] = field(default_factory=dict)
+    #: Processes that their agents have given up on, since they hang.
+    hung: dict[Incarnation, Hung] = field(default_factory=dict)
     deaths: dict[WorkerId, list[WorkerExited]] = field(default_factory=dict)
     #: Plans without a loss of a node since the last step, and when the first of them was made.
     regroups: int = 0
@@ -242,6 +244,10 @@ class JobSeen:
     #: What was seen of failures, and when, that no event has carried yet.
     sightings: list[tuple[float, Sighting]] = field(default_factory=list)
     stillborn: dict[NodeName, list[WorkerExited]] = field(default_factory=dict)
+
+    def is_gone(self, process: Incarnation) -> bool:
+        """Whether it has ended, or is about to."""
+        return process in self.exits or process in self.hung
 
 
 @dataclass(slots=True, kw_only=True)
@@ -449,7 +455,7 @@ class ClusterState:
         The last status may be older than the report of an exit, and still list the dead.
         """
         status = node.seen.status
-        up = [w for w in status.workers if w.store and w.incarnation not in job.seen.exits]
+        up = [w for w in status.workers if w.store and not job.seen.is_gone(w.incarnation)]
         return node.connected and status.job_id == job.id and len(up) == node.facts.worker_slots
 
     def data_of(self, node: Node) -> str:

@@ -117,7 +117,7 @@ class NodeStatus(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., leaving: _Optional[bool] = ..., trouble: _Optional[str] = ..., failed_starts: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("slot", "incarnation", "pid", "store", "generation", "committed_step", "finished", "data", "peak_memory_bytes", "base_memory_bytes")
+    __slots__ = ("slot", "incarnation", "pid", "store", "generation", "committed_step", "finished", "data", "peak_memory_bytes", "base_memory_bytes", "beats", "doing", "waiting")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,9 @@ class WorkerStatus(_message.Message):
     DATA_FIELD_NUMBER: _ClassVar[int]
     PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     BASE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BEATS_FIELD_NUMBER: _ClassVar[int]
+    DOING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     slot: int
     incarnation: str
     pid: int
@@ -138,10 +141,13 @@ class WorkerStatus(_message.Message):
     data: str
     peak_memory_bytes: int
     base_memory_bytes: int
-    def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., store: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., finished: _Optional[bool] = ..., data: _Optional[str] = ..., peak_memory_bytes: _Optional[int] = ..., base_memory_bytes: _Optional[int] = ...) -> None: ...
+    beats: int
+    doing: str
+    waiting: bool
+    def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., store: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., finished: _Optional[bool] = ..., data: _Optional[str] = ..., peak_memory_bytes: _Optional[int] = ..., base_memory_bytes: _Optional[int] = ..., beats: _Optional[int] = ..., doing: _Optional[str] = ..., waiting: _Optional[bool] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("job_id", "slot", "incarnation", "generation", "exited", "phase", "peer_lost", "failed", "measured", "link_measured", "checkpoint_saved", "save_failed", "restored", "evaluated")
+    __slots__ = ("job_id", "slot", "incarnation", "generation", "exited", "phase", "peer_lost", "failed", "measured", "link_measured", "checkpoint_saved", "save_failed", "restored", "evaluated", "hung")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +162,7 @@ class WorkerReport(_message.Message):
     SAVE_FAILED_FIELD_NUMBER: _ClassVar[int]
     RESTORED_FIELD_NUMBER: _ClassVar[int]
     EVALUATED_FIELD_NUMBER: _ClassVar[int]
+    HUNG_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     slot: int
     incarnation: str
@@ -170,7 +177,8 @@ class WorkerReport(_message.Message):
     save_failed: SaveFailed
     restored: Restored
     evaluated: Evaluation
-    def __init__(self, job_id: _Optional[str] = ..., slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., generation: _Optional[int] = ..., exited: _Optional[_Union[WorkerExited, _Mapping]] = ..., phase: _Optional[_Union[PhaseReached, _Mapping]] = ..., peer_lost: _Optional[_Union[PeerLost, _Mapping]] = ..., failed: _Optional[_Union[WorkerFailed, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., link_measured: _Optional[_Union[LinkMeasured, _Mapping]] = ..., checkpoint_saved: _Optional[_Union[CheckpointSaved, _Mapping]] = ..., save_failed: _Optional[_Union[SaveFailed, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ..., evaluated: _Optional[_Union[Evaluation, _Mapping]] = ...) -> None: ...
+    hung: Hung
+    def __init__(self, job_id: _Optional[str] = ..., slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., generation: _Optional[int] = ..., exited: _Optional[_Union[WorkerExited, _Mapping]] = ..., phase: _Optional[_Union[PhaseReached, _Mapping]] = ..., peer_lost: _Optional[_Union[PeerLost, _Mapping]] = ..., failed: _Optional[_Union[WorkerFailed, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., link_measured: _Optional[_Union[LinkMeasured, _Mapping]] = ..., checkpoint_saved: _Optional[_Union[CheckpointSaved, _Mapping]] = ..., save_failed: _Optional[_Union[SaveFailed, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ..., evaluated: _Optional[_Union[Evaluation, _Mapping]] = ..., hung: _Optional[_Union[Hung, _Mapping]] = ...) -> None: ...
 
 class CheckpointSaved(_message.Message):
     __slots__ = ("step", "path", "bytes", "seconds", "request")
@@ -257,6 +265,14 @@ class WorkerExited(_message.Message):
     signal: int
     log_tail: str
     def __init__(self, pid: _Optional[int] = ..., exit_code: _Optional[int] = ..., signal: _Optional[int] = ..., log_tail: _Optional[str] = ...) -> None: ...
+
+class Hung(_message.Message):
+    __slots__ = ("reason", "seconds")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    seconds: float
+    def __init__(self, reason: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class PhaseReached(_message.Message):
     __slots__ = ("phase", "committed_step", "rolled_forward", "redo", "received_bytes", "salvaged_microbatches")
@@ -375,7 +391,7 @@ class Welcome(_message.Message):
     def __init__(self, detection: _Optional[_Union[Detection, _Mapping]] = ...) -> None: ...
 
 class Detection(_message.Message):
-    __slots__ = ("heartbeat_s", "lease_s", "return_s", "ping_every_s", "ping_timeout_s", "answer_s", "longest_retry_s", "witness_window_s", "regroup_s", "longest_regroup_s", "hang_s", "stall_s", "lag_limit_s", "replacement_grace_s", "join_settle_s", "storage_s", "first_step_s", "fruitless_s", "start_timeout_s", "away_s", "profile_timeout_s")
+    __slots__ = ("heartbeat_s", "lease_s", "return_s", "ping_every_s", "ping_timeout_s", "answer_s", "longest_retry_s", "witness_window_s", "regroup_s", "longest_regroup_s", "hang_s", "stall_s", "lag_limit_s", "replacement_grace_s", "join_settle_s", "storage_s", "first_step_s", "fruitless_s", "start_timeout_s", "away_s", "profile_timeout_s", "meeting_s")
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     RETURN_S_FIELD_NUMBER: _ClassVar[int]
@@ -397,6 +413,7 @@ class Detection(_message.Message):
     START_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     AWAY_S_FIELD_NUMBER: _ClassVar[int]
     PROFILE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    MEETING_S_FIELD_NUMBER: _ClassVar[int]
     heartbeat_s: float
     lease_s: float
     return_s: float
@@ -418,7 +435,8 @@ class Detection(_message.Message):
     start_timeout_s: float
     away_s: float
     profile_timeout_s: float
-    def __init__(self, heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., return_s: _Optional[float] = ..., ping_every_s: _Optional[float] = ..., ping_timeout_s: _Optional[float] = ..., answer_s: _Optional[float] = ..., longest_retry_s: _Optional[float] = ..., witness_window_s: _Optional[float] = ..., regroup_s: _Optional[float] = ..., longest_regroup_s: _Optional[float] = ..., hang_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., lag_limit_s: _Optional[float] = ..., replacement_grace_s: _Optional[float] = ..., join_settle_s: _Optional[float] = ..., storage_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., fruitless_s: _Optional[float] = ..., start_timeout_s: _Optional[float] = ..., away_s: _Optional[float] = ..., profile_timeout_s: _Optional[float] = ...) -> None: ...
+    meeting_s: float
+    def __init__(self, heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., return_s: _Optional[float] = ..., ping_every_s: _Optional[float] = ..., ping_timeout_s: _Optional[float] = ..., answer_s: _Optional[float] = ..., longest_retry_s: _Optional[float] = ..., witness_window_s: _Optional[float] = ..., regroup_s: _Optional[float] = ..., longest_regroup_s: _Optional[float] = ..., hang_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., lag_limit_s: _Optional[float] = ..., replacement_grace_s: _Optional[float] = ..., join_settle_s: _Optional[float] = ..., storage_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., fruitless_s: _Optional[float] = ..., start_timeout_s: _Optional[float] = ..., away_s: _Optional[float] = ..., profile_timeout_s: _Optional[float] = ..., meeting_s: _Optional[float] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("reason", "temporary")

@@ -4,6 +4,7 @@
 message is malformed; `x_message(value)` gives the message. Must not know who is talking.
 """
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from oobleck.proto import control_pb2 as pb
 from oobleck.proto.types import (
     Assignment,
     Happening,
+    Hung,
     NodeFacts,
     NodeStatus,
     Registration,
@@ -67,6 +69,12 @@ def _at_least(value: int, minimum: int, field: str) -> int:
     if value < minimum:
         raise ValueError(f"{field}: {value} is below {minimum}")
     return value
+
+
+def _span(seconds: float) -> float:
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"seconds: {seconds} is no span of time")
+    return seconds
 
 
 def read_incarnation(text: str) -> Incarnation:
@@ -209,6 +217,9 @@ def worker_status_message(worker: WorkerStatus) -> pb.WorkerStatus:
         finished=worker.finished,
         peak_memory_bytes=worker.peak_memory_bytes,
         base_memory_bytes=worker.base_memory_bytes,
+        beats=worker.beats,
+        doing=worker.doing,
+        waiting=worker.waiting,
     )
 
 
@@ -224,6 +235,9 @@ def _read_worker_status(message: pb.WorkerStatus) -> WorkerStatus:
         finished=message.finished,
         peak_memory_bytes=message.peak_memory_bytes,
         base_memory_bytes=message.base_memory_bytes,
+        beats=message.beats,
+        doing=message.doing,
+        waiting=message.waiting,
     )
 
 
@@ -305,6 +319,8 @@ def report_message(report: WorkerReport) -> pb.WorkerReport:
                     log_tail=exited.log_tail,
                 )
             )
+        case Hung(reason=reason, seconds=seconds):
+            message.hung.CopyFrom(pb.Hung(reason=reason, seconds=seconds))
         case PhaseReached() as reached:
             message.phase.CopyFrom(
                 pb.PhaseReached(
@@ -450,6 +466,8 @@ def _read_what(message: pb.WorkerReport) -> Happening:
                 signal=exited.signal or None,
                 log_tail=exited.log_tail,
             )
+        case "hung":
+            return Hung(reason=message.hung.reason, seconds=_span(message.hung.seconds))
         case "phase":
             reached = message.phase
             committed = reached.committed_step if reached.HasField("committed_step") else None

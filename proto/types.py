@@ -60,6 +60,10 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     #: held any layer; 0: not known.
     peak_memory_bytes: int = 0
     base_memory_bytes: int = 0
+    #: See oobleck.host.messages.Alive; empty `doing`: not known yet.
+    beats: int = 0
+    doing: str = ""
+    waiting: bool = False
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,9 +100,18 @@ class WorkerExited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
     log_tail: str = ""
 
 
+class Hung(msgspec.Struct, frozen=True, kw_only=True, tag="hung"):
+    """Its agent has killed it, because it did not get on."""
+
+    reason: str
+    #: For how long.
+    seconds: float
+
+
 #: Something that happened to one worker, once.
 Happening = (
     WorkerExited
+    | Hung
     | PhaseReached
     | PeerLost
     | Failed

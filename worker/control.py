@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from oobleck.host.channel import Channel
 from oobleck.host.messages import (
+    Ask,
     Assign,
     FromWorker,
     Launch,
@@ -26,7 +27,7 @@ from oobleck.host.messages import (
     ToWorker,
 )
 from oobleck.planner.ids import Generation
-from oobleck.worker import stacks
+from oobleck.worker import pulse, stacks
 from oobleck.worker.errors import Superseded
 
 log = logging.getLogger(__name__)
@@ -117,7 +118,8 @@ class Control:
                 newest = self._newest()
                 if newest is not None and newest.plan.generation > generation:
                     return newest
-                self._changed.wait()
+                with pulse.PAUSED:
+                    self._changed.wait()
 
     def wait_begin(self) -> Assign | Measure:
         """Before the first generation: the first one to enter, or else what to measure; each
@@ -129,7 +131,8 @@ class Control:
                 if self._measure is not None:
                     wish, self._measure = self._measure, None
                     return wish
-                self._changed.wait()
+                with pulse.PAUSED:
+                    self._changed.wait()
 
     def _newest(self) -> Assign | None:
         pushed = [*self._boundaries.values(), *([self._abrupt] if self._abrupt else [])]
@@ -141,14 +144,16 @@ class Control:
         with self._changed:
             while (left := until - time.monotonic()) > 0:
                 self.check_wanted(generation)
-                self._changed.wait(left)
+                with pulse.PAUSED:
+                    self._changed.wait(left)
 
     def wait_superseded(self, generation: Generation) -> NoReturn:
         """Wait until an abrupt generation newer than `generation` arrives, then raise."""
         with self._changed:
             while True:
                 self.check_wanted(generation)
-                self._changed.wait()
+                with pulse.PAUSED:
+                    self._changed.wait()
 
     def _listen(self) -> None:
         try:
@@ -172,6 +177,8 @@ class Control:
                         self.record = message
                 case Save(number=number):
                     self.save_wish = max(self.save_wish, number)
+                case Ask():
+                    self.report(pulse.read())
                 case Stop(reason=reason):
                     log.info("stopping", extra={"reason": reason})
                     os._exit(0)

@@ -6,6 +6,7 @@ The executor and the entry into a generation tell where they are; a rule that ma
 import logging
 import os
 import signal
+import threading
 import time
 
 from oobleck.host.messages import FaultRule, Launch
@@ -59,3 +60,5 @@ class FaultInjector:
                 self._control.wait_superseded(generation)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            case "hang":
+                threading.Event().wait()

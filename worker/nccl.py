@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, Store, Work
 
+from oobleck.worker import pulse
 from oobleck.worker.errors import TransportError, peers_may_fail
 from oobleck.worker.rendezvous import Place
 from oobleck.worker.transport import (
@@ -174,7 +175,8 @@ class NcclTransport:
             return
         with torch.cuda.stream(self._arrivals):
             yield
-        self._arrivals.synchronize()
+        with pulse.WAITING:
+            self._arrivals.synchronize()
 
     def _on_device(self, tensor: Tensor) -> bool:
         return tensor.device == self._device
@@ -212,7 +214,8 @@ class NcclTransport:
     def complete(self) -> None:
         """An abort ends the wait as well: the kernels that it waits for end."""
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+            with pulse.WAITING:
+                torch.cuda.current_stream(self._device).synchronize()
         self.check()
         self._host.complete()
 

@@ -18,7 +18,7 @@ from oobleck.planner.checkpoint import folder_name, writers
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.reconfigure import can_lose
-from oobleck.worker import vote
+from oobleck.worker import pulse, vote
 from oobleck.worker.collect import collect
 from oobleck.worker.commit import Progress
 from oobleck.worker.control import Control
@@ -137,6 +137,7 @@ class Saver:
         assign, spec = self._assign, self._spec
         assert assign is not None, "steps are run in a generation"
         assert spec is not None, "only asked of jobs with checkpoints"
+        pulse.beat("snapshot")
         plan = assign.plan
         chosen = writers(plan, self._sizes)
         order = Order(

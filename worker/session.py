@@ -29,7 +29,7 @@ from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.plan import Plan
 from oobleck.planner.program import Program
 from oobleck.planner.work import Work
-from oobleck.worker import stacks
+from oobleck.worker import pulse, stacks
 from oobleck.worker.collect import collect
 from oobleck.worker.commit import Progress
 from oobleck.worker.connect import Connector, links_of
@@ -308,6 +308,7 @@ class Session:
     def _finish(self, assign: Assign, transport: Transport) -> None:
         """Save this worker's share of the result: the layers of which it is the first owner."""
         plan, output = assign.plan, self._job.output
+        pulse.beat("output")
         # First: while an output that cannot be written is tried again, the state may get lost.
         self._saver.finish(transport, self._progress.committed, needed=output is None)
         if output is not None:

@@ -1,6 +1,7 @@
 """Where a worker's time goes: spans of the steps that it was asked to record.
 
-While nothing is recorded a span costs a call and a comparison. The phases of the way into a
+While nothing is recorded a span costs two calls and a comparison; the pulse learns of it in any
+case. The phases of the way into a
 generation are few, so those of the last change are always kept. Owns the recording and when it is
 on; must not know what is recorded. One thread makes all spans, so they lie side by side or one
 inside the other; sums, which go on beside them, begin and end at any time.
@@ -13,6 +14,7 @@ from types import TracebackType
 from oobleck.host.messages import Record, Recorded
 from oobleck.host.timeline import Category, Recording, Span
 from oobleck.planner.ids import Generation
+from oobleck.worker import pulse
 
 _OFF: AbstractContextManager[None] = nullcontext()
 
@@ -66,6 +68,7 @@ class Timeline:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A phase of the way into the generation."""
+        pulse.beat(name)
         return OpenSpan(self._phases, name, "recovery")
 
     def first_step(self) -> AbstractContextManager[None]:
@@ -100,6 +103,7 @@ class Timeline:
 
     def span(self, name: str, detail: int | None = None) -> AbstractContextManager[None]:
         """What is done inside of it is called `name`, with `detail` behind."""
+        pulse.beat(name)
         if self._spans is None:
             return _OFF
         return OpenSpan(self._spans, name if detail is None else f"{name} {detail}", "step")

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
+from oobleck.worker import pulse
 from oobleck.worker.errors import TransportError
 
 T = TypeVar("T")
@@ -83,7 +84,7 @@ class Waits:
         call = _Call(wait, meanwhile.wake)
         self._calls.put(call)
         meanwhile.run(lambda: call.done)
-        with self._changed:
+        with pulse.WAITING, self._changed:
             in_time = self._changed.wait_for(lambda: call.done or self._released, limit_s)
             self._released = self._released or not in_time
         if not call.done:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator
 
 import torch
 
+from oobleck.worker import pulse
 from oobleck.worker.errors import TransportError
 from oobleck.worker.rendezvous import Place
 from oobleck.worker.wire import Arrival, Wire, bytes_of
@@ -190,7 +191,9 @@ class Wires:
             for wire in self._by_descriptor.values():
                 write = select.POLLOUT if wire.blocked else 0
                 self._poll.modify(wire.socket, select.POLLIN | write)
-            for descriptor, events in self._poll.poll():
+            with pulse.WAITING:
+                ready = self._poll.poll()
+            for descriptor, events in ready:
                 if descriptor == self._wake_read:
                     os.read(self._wake_read, _WAKES)
                 elif descriptor == self._listener.fileno():

@@ -25,12 +25,9 @@ from oobleck.agent.state import (
     Assigned,
     ChannelClosed,
     Desired,
-    Event,
     ForkAsked,
     Leave,
     MeasureSent,
-    NodeState,
-    PlanPart,
     PlanSent,
     SaveSent,
     ShutDown,
@@ -54,52 +51,13 @@ from oobleck.host.messages import (
     Measured,
     PhaseReached,
     Ready,
-    Rendezvous,
     SaveFailed,
 )
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
-from support.scripted_master import job, plan
+from oobleck.planner.ids import Generation, NodeName, WorkerId
+from support.agents import A, B, Node, desired
+from support.scripted_master import plan
 
-A, B = Incarnation("aaaa"), Incarnation("bbbb")
 G1 = Generation(1)
-
-
-def desired(
-    job_id: str = "demo-1", *, generation: int = 0, slots: int = 1, incarnations: str = "aaaa"
-) -> Desired:
-    part = None
-    if generation:
-        part = PlanPart(
-            plan=plan(generation, "n1", slots=slots),
-            rendezvous=Rendezvous(store="127.0.0.1:1", prefix="p"),
-            boundary=False,
-            worker_incarnations=tuple(Incarnation(i) for i in incarnations.split()),
-        )
-    return Desired(job_id=JobId(job_id), job=job("demo"), part=part)
-
-
-class Node:
-    """Applies events at times and gives the decisions."""
-
-    def __init__(self, slots: int = 1, faults: tuple[FaultRule, ...] = ()) -> None:
-        self.state = NodeState(node=NodeName("n1"), slot_count=slots, faults=faults)
-        self.now = 0.0
-
-    def after(self, *events: Event, at: float | None = None) -> tuple[Action, ...]:
-        self.now = self.now if at is None else at
-        for event in events:
-            self.state.apply(event, self.now)
-        return decide(self.state, self.now).actions
-
-    def wake_at(self) -> float | None:
-        return decide(self.state, self.now).wake_at
-
-    def with_worker(self, job_id: str = "demo-1") -> "Node":
-        """A ready worker of incarnation A in slot 0."""
-        self.after(WarmStarted(), WarmReady(), Assigned(desired=desired(job_id)))
-        self.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
-        self.after(WorkerSaid(incarnation=A, message=Ready(pid=100, store="127.0.0.1:1")))
-        return self
 
 
 def kinds(actions: tuple[Action, ...]) -> list[type[Action]]:
@@ -120,7 +78,7 @@ def test_a_plan_goes_to_exactly_the_process_that_it_counts_on() -> None:
     (send,) = node.after(Assigned(desired=desired(generation=1)))
     assert isinstance(send, SendPlan)
     assert send.incarnation == A
-    assert node.after(PlanSent(incarnation=A, generation=Generation(1))) == ()
+    assert node.after(PlanSent(incarnation=A, generation=Generation(1), boundary=False)) == ()
     assert node.after(Assigned(desired=desired(generation=1))) == (), "a repeat changes nothing"
     assert node.after(Assigned(desired=desired(generation=2, incarnations="bbbb"))) == ()
     assert kinds(node.after(Assigned(desired=desired(generation=2)))) == [SendPlan]
@@ -128,7 +86,10 @@ def test_a_plan_goes_to_exactly_the_process_that_it_counts_on() -> None:
 
 def test_an_agent_that_is_told_to_end_goes_on_until_it_is_drained_or_out_of_time() -> None:
     node = Node().with_worker()
-    node.after(Assigned(desired=desired(generation=1)), PlanSent(incarnation=A, generation=G1))
+    node.after(
+        Assigned(desired=desired(generation=1)),
+        PlanSent(incarnation=A, generation=G1, boundary=False),
+    )
     assert node.after(Leave(grace_s=60.0), at=10.0) == ()
     assert node.wake_at() == 70.0
     # The plan without it comes to its worker too, which hands over what it alone holds.
@@ -163,7 +124,7 @@ def test_a_wish_for_a_checkpoint_goes_once_to_a_worker_that_has_a_plan() -> None
     assert node.after(ready) == (), "it does not train"
     both = dataclasses.replace(desired(generation=1), save=1)
     assert kinds(node.after(Assigned(desired=both))) == [SendPlan]
-    sent = node.after(PlanSent(incarnation=A, generation=Generation(1)))
+    sent = node.after(PlanSent(incarnation=A, generation=Generation(1), boundary=False))
     assert sent == (SendSave(incarnation=A, number=1),)
     assert node.after(SaveSent(incarnation=A, number=1), Assigned(desired=both)) == ()
     newer = dataclasses.replace(both, save=2)
@@ -218,7 +179,7 @@ def test_a_worker_with_a_plan_measures_nothing_and_its_answers_are_forgotten() -
     answer = Measured(attempt=1, measurement=None)
     node.after(MeasureSent(incarnation=A, attempt=1), WorkerSaid(incarnation=A, message=answer))
     node.after(Assigned(desired=desired(generation=1)))
-    node.after(PlanSent(incarnation=A, generation=Generation(1)))
+    node.after(PlanSent(incarnation=A, generation=Generation(1), boundary=False))
     assert node.state.workers[A].measured == ()
     assert node.after(Assigned(desired=measuring(2))) == ()
 

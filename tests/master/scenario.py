@@ -72,6 +72,7 @@ from oobleck.master.events import (
     Tick,
     WorkerExitReported,
     WorkerFailedReported,
+    WorkerHungReported,
     WorkerLost,
 )
 from oobleck.master.reconcile import reconcile
@@ -93,6 +94,7 @@ from oobleck.planner.plan import Plan
 from oobleck.planner.profile import LayerProfile, Profile
 from oobleck.proto.types import (
     PROTOCOL,
+    Hung,
     NodeFacts,
     NodeStatus,
     Registration,
@@ -480,6 +482,24 @@ class Player:
             worker=at, job_id=job.id, incarnation=process.incarnation, exited=exited
         )
         self._observe(event)
+        self._tell(agent)
+
+    def do_hang(self, worker: str, seconds: str) -> None:
+        """Its agent has killed it, since it hangs; the process is still there."""
+        job, at = self.state.job, worker_id(worker)
+        assert job is not None
+        process = self.agents[at.node].status.worker(at.slot)
+        assert process is not None
+        hung = Hung(reason="its training thread hangs (forward)", seconds=float(seconds))
+        self._observe(
+            WorkerHungReported(worker=at, job_id=job.id, incarnation=process.incarnation, hung=hung)
+        )
+
+    def do_at(self, worker: str, beats: str, doing: str, waiting: str = "") -> None:
+        """N1/0 7 forward; N1/0 8 vote waiting: what its training thread is at."""
+        at = worker_id(worker)
+        agent = self.agents[at.node]
+        agent.worker(at.slot, beats=int(beats), doing=doing, waiting=bool(waiting))
         self._tell(agent)
 
     def do_replace(self, worker: str) -> None:

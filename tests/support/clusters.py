@@ -5,7 +5,7 @@ from collections.abc import Set
 from bench.cluster import ENDED, LocalCluster
 
 #: While training is held up for a node that starts, nobody shall take it for a hang.
-PATIENT = ("--master-flag=--stall-s=100",)
+PATIENT = tuple(f"--master-flag=--{name}-s=100" for name in ("hang", "stall", "meeting"))
 
 
 def end_jobs(cluster: LocalCluster) -> None:

@@ -7,6 +7,7 @@ job's seed says (milliseconds per step). What they do beyond that is set by the 
 - `deaf`: ignores Stop and SIGTERM.
 - `quits`: exits with code 7 right after Launch, having printed 30 lines.
 - `loses`: reports PeerLost after entering a plan.
+- `mute`: gives no sign of life once it is ready.
 - `chatty`: prints 5000 lines at its start.
 
 STANDIN_FORKS_TO_FAIL in the environment: so many forks fail first.
@@ -23,6 +24,8 @@ from typing import NoReturn
 
 from oobleck.host.channel import Channel
 from oobleck.host.messages import (
+    Alive,
+    Ask,
     Assign,
     ChildExited,
     Committed,
@@ -93,6 +96,9 @@ def work(channel: Channel[ToWorker]) -> int:
             match channel.receive():
                 case None:
                     return 0
+                case Ask() if name != "mute":
+                    doing = "forward" if running else "wait for the plan"
+                    channel.send(Alive(beats=step, doing=doing, waiting=not running))
                 case Stop() if name != "deaf":
                     return 0
                 case Measure(attempt=attempt, meetings=meetings):

@@ -1,0 +1,96 @@
+"""One agent's state without a process or a clock: events at times, and what it decides then."""
+
+from oobleck.agent.reconcile import Action, AskWorker, decide
+from oobleck.agent.state import (
+    Asked,
+    Assigned,
+    Desired,
+    Event,
+    ForkAsked,
+    NodeState,
+    PlanPart,
+    StacksAsked,
+    WarmReady,
+    WarmStarted,
+    WorkerForked,
+    WorkerSaid,
+)
+from oobleck.host.messages import Alive, FaultRule, Ready, Rendezvous, StepRecord
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
+from support.scripted_master import job, plan
+
+A, B = Incarnation("aaaa"), Incarnation("bbbb")
+#: What a worker without work says when it is asked whether it is alive.
+IDLE = Alive(beats=1, doing="wait for the plan", waiting=True)
+
+
+def desired(
+    job_id: str = "demo-1",
+    *,
+    generation: int = 0,
+    slots: int = 1,
+    incarnations: str = "aaaa",
+    others: int = 0,
+) -> Desired:
+    """`others`: nodes beside n1 with the same layers."""
+    part = None
+    nodes = [f"n{number}" for number in range(1, others + 2)]
+    if generation:
+        part = PlanPart(
+            plan=plan(generation, *nodes, slots=slots),
+            rendezvous=Rendezvous(store="127.0.0.1:1", prefix="p"),
+            boundary=False,
+            worker_incarnations=tuple(Incarnation(i) for i in incarnations.split()),
+        )
+    return Desired(job_id=JobId(job_id), job=job("demo"), part=part)
+
+
+class Node:
+    """Applies events at times and gives the decisions."""
+
+    def __init__(self, slots: int = 1, faults: tuple[FaultRule, ...] = ()) -> None:
+        self.state = NodeState(node=NodeName("n1"), slot_count=slots, faults=faults)
+        self.now = 0.0
+        #: Since when what was at a standstill each time that stacks were asked for.
+        self.stacks: list[float] = []
+
+    def decide(self) -> tuple[Action, ...]:
+        return decide(self.state, self.now).actions
+
+    def asked_stacks(self, since: float) -> None:
+        self.state.apply(StacksAsked(incarnation=A, since=since), self.now)
+        self.stacks.append(since)
+
+    def after(self, *events: Event, at: float | None = None) -> tuple[Action, ...]:
+        self.now = self.now if at is None else at
+        for event in events:
+            self.state.apply(event, self.now)
+        actions = decide(self.state, self.now).actions
+        for action in actions:
+            if isinstance(action, AskWorker):
+                self.state.apply(Asked(incarnation=action.incarnation, kernel=""), self.now)
+                self.state.apply(WorkerSaid(incarnation=action.incarnation, message=IDLE), self.now)
+        return tuple(action for action in actions if not isinstance(action, AskWorker))
+
+    def wake_at(self) -> float | None:
+        return decide(self.state, self.now).wake_at
+
+    def with_worker(self, job_id: str = "demo-1") -> "Node":
+        """A ready worker of incarnation A in slot 0."""
+        self.after(WarmStarted(), WarmReady(), Assigned(desired=desired(job_id)))
+        self.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
+        self.after(WorkerSaid(incarnation=A, message=Ready(pid=100, store="127.0.0.1:1")))
+        return self
+
+
+def record(step: int, *, step_seconds: float = 0.1) -> StepRecord:
+    return StepRecord(
+        step=step,
+        loss=1.0,
+        grad_norm=1.0,
+        tokens=64,
+        samples_digest="0" * 64,
+        generation=Generation(1),
+        step_seconds=step_seconds,
+        time=0.0,
+    )
