@@ -24,6 +24,7 @@ COMMANDS = {
         "oobleck.cli.checkpoint:checkpoint",
         "Take a checkpoint; list, verify or export them.",
     ),
+    "chaos": ("oobleck.cli.chaos:chaos", "Strike a running job with real faults, as a drill."),
     "cancel": ("oobleck.cli.submit:cancel", "End a job."),
     "data": ("oobleck.cli.data:data", "Make and inspect files of training tokens."),
     "profile": ("oobleck.cli.profile:profile", "Measure a job's model on the real devices."),

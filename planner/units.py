@@ -7,6 +7,8 @@ _UNITS: dict[str, int] = {"": 1, "b": 1} | {
     for power, prefix in enumerate("kmgtp", start=1)
     for suffix, base in (("", 1024), ("b", 1000), ("ib", 1024))
 }
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_SPAN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h|)\s*", re.IGNORECASE)
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -28,6 +30,15 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"{text!r} is not a size; write it like 64MiB, 1.5GB or 4096")
     whole, _, fraction = match[1].partition(".")
     return int(whole) * unit + int(fraction or 0) * unit // int(10 ** len(fraction))
+
+
+def parse_seconds(text: str) -> float:
+    """`30s`, `1.5m`, `2h`, `500ms` or a bare number of seconds; more than nothing."""
+    match = _SPAN.fullmatch(text)
+    span_s = float(match[1]) * _SECONDS[match[2].lower()] if match else 0.0
+    if span_s <= 0:
+        raise ValueError(f"{text!r} is not a time; write it like 30s, 10m or 1.5h")
+    return span_s
 
 
 def format_bytes(number: int) -> str:

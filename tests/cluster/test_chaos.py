@@ -1,0 +1,47 @@
+"""A drill by the operator's command on a running job."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.cluster import LocalCluster
+
+# Longer than any wait in vain, which ends with a report.
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+
+def test_a_job_takes_a_drill(small_cluster: LocalCluster, text: str, tmp_path: Path) -> None:
+    cluster = small_cluster
+    job_id = cluster.submit(
+        {
+            "name": "drilled",
+            "model": {"layers": 2, "hidden": 16, "heads": 2, "sequence_length": 16},
+            "data": {"text": [text]},
+            "training": {"steps": 1_000_000, "global_batch": 6, "microbatch": 2},
+            "fault_tolerance": 1,
+            "profile": "estimate",
+        }
+    )
+    cluster.wait_step(job_id, 3)
+    drill = ("chaos", job_id, "--kinds", "kill-worker,stop-worker", "--seed", "3", "--mtbf", "2s")
+    spans = ("--for", "6s", "--stop-for", "1s")
+    told = cluster.oobleck(*drill, *spans, "--dry-run").stdout.splitlines()
+    assert told[0] == "seed 3"
+    strikes = [tuple(line.split()[-2:]) for line in told[1:]]
+    assert {kind for kind, _ in strikes} == {"kill-worker", "stop-worker"}
+    assert cluster.events(job_id, "worker_lost") == []
+
+    before = cluster.worker_pids()
+    output = cluster.oobleck(*drill, *spans, timeout_s=300).stdout
+    struck = re.findall(r"(\S+-worker) (\S+) \(pid (\d+)\)", output)
+    assert [(kind, node) for kind, node, _ in struck] == strikes
+    killed = {int(pid) for kind, _, pid in struck if kind == "kill-worker"}
+    assert killed & set(before.values())
+    assert not killed & set(cluster.worker_pids().values())
+    assert output.count("goes on; longest time without a new step") == len(strikes)
+    assert f"{len(strikes)} faults in " in output
+    assert re.search(r"[\d.]+ % of the time in useful steps", output)
+    assert len(cluster.events(job_id, "worker_lost")) >= len(killed)
+    steps = [line["step"] for line in cluster.metrics(job_id)]
+    assert steps == list(range(1, len(steps) + 1))
