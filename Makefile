@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PACKAGES := planner proto host master agent worker cli
 GENERATED := proto/control_pb2.py proto/control_pb2.pyi proto/control_pb2_grpc.py
 
-.PHONY: setup demo test bench lint proto proto-check clean
+.PHONY: setup demo test soak bench lint proto proto-check clean
 
 # The stamp is older than its inputs after an edit of them, and only then installs again.
 setup: $(VENV)/.installed
@@ -20,6 +20,11 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# Hours of what 'make test' has minutes of.
+soak: setup
+	$(BIN)/python -m pytest -m soak tests/fault
+	$(BIN)/python -m bench.soak
 
 bench: setup
 	$(BIN)/python -m bench.recovery

@@ -137,6 +137,11 @@ class Cluster:
         path.write_text(json.dumps(job))  # JSON is YAML
         return self.oobleck("submit", str(path)).stdout.strip()
 
+    def save(self, job_id: str) -> int:
+        """Have a checkpoint taken, without waiting for it; the number of the wish."""
+        with self._asking() as master:
+            return master.save_checkpoint(job_id)
+
     def status(self, job_id: str) -> Record:
         with self._asking() as master:
             return text.plain(master.job(job_id))

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import signal
+import struct
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,14 @@ PORT = 7070
 #: Agents give their workers 2 s.
 _STOP_S = 15.0
 
-FaultPlan = Sequence[Mapping[str, object]]
+
+def children_of(pid: int) -> list[int]:
+    """Processes that the first thread of `pid` started; looking at all processes takes long."""
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except FileNotFoundError as error:
+        raise ClusterError(f"process {pid} is gone") from error
+    return [int(child) for child in text.split()]
 
 
 class NetCluster(Cluster):
@@ -36,15 +44,14 @@ class NetCluster(Cluster):
         *,
         state_dir: Path | None = None,
         workers_per_node: int = 1,
-        fault_plan: FaultPlan = (),
+        fault_plan: Sequence[Mapping[str, object]] = (),
         master_options: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
+        bytes_per_s: int | None = None,
     ) -> None:
-        """`environment`: added to that of every daemon."""
+        """`bytes_per_s`: of every host's link."""
         self._folder = tempfile.TemporaryDirectory(prefix="oobleck-")
         scratch = Path(self._folder.name)
         super().__init__(state_dir or scratch / "state", scratch)
-        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         self._master_options = tuple(master_options)
         self._fault_plan = scratch / "faults.json"
         self._fault_plan.write_text(json.dumps(list(fault_plan)))
@@ -55,13 +62,15 @@ class NetCluster(Cluster):
             "--memory-per-worker",
             f"{memory}",
         )
-        self._pki = self.state_dir / "pki"
-        make_authority(self._pki, ())
-        self.credentials = self._pki / OPERATOR
         names = [f"n{number}" for number in range(1, nodes + 1)]
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._master: subprocess.Popen[bytes] | None = None
-        self.net = Network([HEAD, *names])
+        # Off loopback nobody talks in the clear.
+        self._pki = self.state_dir / "pki"
+        self.state_dir.mkdir(parents=True, exist_ok=True)
+        make_authority(self._pki, ())
+        self.credentials = self._pki / OPERATOR
+        self.net = Network([HEAD, *names], bytes_per_s)
         try:
             self.address = f"{self.net.address(HEAD)}:{PORT}"
             self.start_master()
@@ -78,6 +87,21 @@ class NetCluster(Cluster):
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def set_clock(self, host: str, offset_s: float) -> None:
+        """Have the wall clock of all processes there be off by so much, from now on."""
+        path = self._scratch / f"clock-{host}"
+        with path.open("r+b" if path.exists() else "wb") as file:
+            file.write(struct.pack("d", offset_s))
+
+    def _environment(self, host: str) -> dict[str, str]:
+        self.set_clock(host, 0.0)
+        return {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "BENCH_CLOCK": str(self._scratch / f"clock-{host}"),
+            "PYTHONPATH": str(Path(__file__).with_name("clock")),
+        }
+
     # ---- daemons
 
     def start_master(self) -> int:
@@ -93,14 +117,25 @@ class NetCluster(Cluster):
         return master.pid
 
     def start_node(self, name: str, *options: str) -> int:
-        arguments = ["--master", self.address, "--name", name, *self._agent_options, *options]
+        arguments = [*self._identity(name), *self._agent_options, *options]
         arguments += ["--fault-plan", str(self._fault_plan)]
-        credentials = self._pki / "nodes" / name
-        if not credentials.exists():
-            issue(self._pki, credentials, "agent", name)
-        arguments += ["--credentials", str(credentials)]
         self.agents[name] = self._start(name, "oobleck-agent", *arguments).pid
         return self.agents[name]
+
+    def run_agent(self, host: str, name: str) -> int:
+        """Exit code of one more agent called `name` on `host`, which has to end by itself."""
+        command = [*self.net.on(host), str(BIN / "oobleck-agent"), *self._identity(name)]
+        with self.log.open("a") as log:
+            done = subprocess.run(
+                command, stdout=log, stderr=log, env=self._environment(host), timeout=60
+            )
+        return done.returncode
+
+    def _identity(self, name: str) -> list[str]:
+        folder = self._pki / "nodes" / name
+        if not folder.exists():
+            issue(self._pki, folder, "agent", name)
+        return ["--master", self.address, "--name", name, "--credentials", str(folder)]
 
     def _start(
         self, host: str, program: str, *arguments: str, piped: bool = False
@@ -112,7 +147,7 @@ class NetCluster(Cluster):
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else log,
                 stderr=log,
-                env=self._environment,
+                env=self._environment(host),
                 start_new_session=True,
             )
         self._daemons.append(daemon)
@@ -135,8 +170,11 @@ class NetCluster(Cluster):
 
     def warm_pid(self, name: str) -> int:
         """The process that the node's workers are forked from."""
-        (warm,) = psutil.Process(self.agents[name]).children()
-        return warm.pid
+        return children_of(self.agents[name])[0]
+
+    def worker_pids_of(self, name: str) -> list[int]:
+        """From the process table, since the master may be away."""
+        return children_of(self.warm_pid(name))
 
     def orphans(self) -> list[str]:
         """Processes on the hosts that belong to no daemon that runs."""
@@ -156,7 +194,7 @@ class NetCluster(Cluster):
         for daemon in reversed(self._daemons):
             if daemon.poll() is None:
                 daemon.send_signal(signal.SIGCONT)
-                daemon.terminate()
+                daemon.send_signal(signal.SIGINT)  # SIGTERM would drain the nodes first
         for daemon in self._daemons:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(_STOP_S)

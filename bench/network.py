@@ -47,7 +47,9 @@ def unusable() -> str:
 class Network:
     """Hosts that reach each other through the router; a context manager that leaves nothing."""
 
-    def __init__(self, hosts: Sequence[str]) -> None:
+    def __init__(self, hosts: Sequence[str], bytes_per_s: int | None = None) -> None:
+        """`bytes_per_s`: what every host can send, and receive; None: as fast as it goes."""
+        self._bytes_per_s = bytes_per_s
         self._hosts: list[str] = []
         self._blocked: set[tuple[str, str]] = set()
         self._net = self._claim()
@@ -103,6 +105,7 @@ class Network:
         self._in_router("route", "add", self.address(host), "dev", port)
         proxy = f"echo 1 > /proc/sys/net/ipv4/conf/{port}/proxy_arp"
         _run(*self._inside(self._router), "sh", "-c", proxy)
+        self._shape(host, self._bytes_per_s)
 
     # ---- who is where
 
@@ -153,9 +156,16 @@ class Network:
 
     def slow(self, host: str, bytes_per_s: int) -> None:
         """Let the host receive, and send, only so much."""
-        shape = ("root", "tbf", "rate", f"{8 * bytes_per_s}bit", "burst", "16kb", "latency", "2s")
-        _run("tc", "-n", self._router, "qdisc", "replace", "dev", self._port(host), *shape)
-        _run("tc", "-n", self._space(host), "qdisc", "replace", "dev", "eth0", *shape)
+        self._shape(host, bytes_per_s)
+
+    def _shape(self, host: str, bytes_per_s: int | None) -> None:
+        for space, device in ((self._router, self._port(host)), (self._space(host), "eth0")):
+            queue = ("tc", "-n", space, "qdisc", "replace", "dev", device, "root")
+            if bytes_per_s is None:
+                _run(*queue, "noqueue")
+            else:
+                rate = ("rate", f"{8 * bytes_per_s}bit", "burst", "16kb", "latency", "2s")
+                _run(*queue, "tbf", *rate)
 
     def heal(self) -> None:
         """Undo all trouble."""
@@ -164,8 +174,7 @@ class Network:
         self._blocked.clear()
         for host in self._hosts:
             self.plug(host)
-            for space, device in ((self._router, self._port(host)), (self._space(host), "eth0")):
-                _run("tc", "-n", space, "qdisc", "del", "dev", device, "root", check=False)
+            self._shape(host, self._bytes_per_s)
 
     def _way(self, source: str, target: str) -> tuple[str, ...]:
         return ("from", self.address(source), "to", self.address(target), "blackhole")

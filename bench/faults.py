@@ -1,0 +1,304 @@
+"""Faults that strike a cluster on hosts of its own: what is done, what shows that it has struck,
+and how it is undone.
+
+Each is real: signals to processes, packets that are lost in a router, bytes sent to open ports.
+What becomes of the job afterwards is for those who strike to check.
+"""
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from bench.cluster import ClusterError, Record
+from bench.netcluster import HEAD, NetCluster
+
+#: Bytes of one message to a port; more than any greeting, and some are a gRPC server's limit.
+_GARBAGE = 1 << 16
+_OVERSIZED = 1 << 20
+_STRANGER_S = 2.0
+_LOSSES = ("worker_lost", "node_lost", "node_reset", "reconfigured")
+#: In the kernel's tables.
+_LISTENING = "0A"
+#: Far more than what waiting takes.
+_WORKED_S = 0.5
+#: So long the master stays away at most.
+_AWAY_S = 4.0
+
+
+@dataclass(frozen=True)
+class Strike:
+    """One fault that has struck: `lost` of the events counted at that moment."""
+
+    cluster: NetCluster
+    job_id: str
+    node: str
+    #: Events of the job, and its newest step, before.
+    events: int
+    step: int
+    worked_before_s: float
+    #: When, on the monotonic clock.
+    at: float
+
+    def told(self, kind: str) -> list[Record]:
+        """Events of that kind since, about the node where they are about one."""
+        since = self.cluster.events(self.job_id)[self.events :]
+        return [e for e in since if e["event"] == kind and e.get("node", self.node) == self.node]
+
+    def losses(self) -> list[Record]:
+        """Events since that tell of a loss, of whichever node."""
+        since = self.cluster.events(self.job_id)[self.events :]
+        return [event for event in since if event["event"] in _LOSSES]
+
+    def steps(self) -> int:
+        return self.cluster.last_step(self.job_id) - self.step
+
+    def worked_s(self) -> float:
+        """Processor time of the workers since, which tells that they train where nobody else can:
+        the records of their steps come with the master."""
+        return working_s(self.cluster) - self.worked_before_s
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    #: Does it to a node, and returns how to undo it.
+    strike: Callable[[NetCluster, str], Callable[[], None]]
+    #: Whether the cluster has taken note (of one that it has to take note of), or has gone on in
+    #: spite of it (of the others); then it is undone.
+    seen: Callable[[Strike], bool]
+    #: A node is lost by it, so it may not come where none can be spared.
+    deadly: bool = True
+
+
+def _nothing() -> None:
+    """Some faults undo themselves."""
+
+
+def _goes_on(strike: Strike) -> bool:
+    return strike.steps() >= 5
+
+
+def _trains_alone(strike: Strike) -> bool:
+    # In the middle of a recovery they may need the master to go on.
+    return strike.worked_s() >= _WORKED_S or time.monotonic() > strike.at + _AWAY_S
+
+
+def _node_lost(strike: Strike) -> bool:
+    return bool(strike.told("node_lost"))
+
+
+def _worker_lost(strike: Strike) -> bool:
+    return bool(strike.told("worker_lost") or strike.told("node_lost"))
+
+
+def _answered(strike: Strike) -> bool:
+    """A loss, a reset or a new meeting has come of it."""
+    return bool(strike.losses())
+
+
+def working_s(cluster: NetCluster) -> float:
+    """Processor time that all workers that live have taken."""
+    total = 0.0
+    for name in cluster.agents:
+        with contextlib.suppress(psutil.Error, ClusterError):
+            for pid in cluster.worker_pids_of(name):
+                times = psutil.Process(pid).cpu_times()
+                total += times.user + times.system
+    return total
+
+
+# ---- signals
+
+
+def _first_worker(cluster: NetCluster, node: str) -> int:
+    return cluster.worker_pids_of(node)[0]
+
+
+def _kill_worker(cluster: NetCluster, node: str) -> Callable[[], None]:
+    os.kill(_first_worker(cluster, node), signal.SIGKILL)
+    return _nothing
+
+
+def _kill_warm(cluster: NetCluster, node: str) -> Callable[[], None]:
+    os.kill(cluster.warm_pid(node), signal.SIGKILL)
+    return _nothing
+
+
+def _kill_agent(cluster: NetCluster, node: str) -> Callable[[], None]:
+    """Its agent alone: what it started has to end by itself."""
+    os.kill(cluster.agents.pop(node), signal.SIGKILL)
+    return lambda: void(cluster.start_node(node))
+
+
+def _kill_node(cluster: NetCluster, node: str) -> Callable[[], None]:
+    """All processes at once, as when the machine dies."""
+    cluster.kill_node(node)
+    return lambda: void(cluster.start_node(node))
+
+
+def _kill_master(cluster: NetCluster, node: str) -> Callable[[], None]:
+    cluster.kill_master()
+    return lambda: void(cluster.start_master())
+
+
+def _stop(
+    find: Callable[[NetCluster, str], int],
+) -> Callable[[NetCluster, str], Callable[[], None]]:
+    def strike(cluster: NetCluster, node: str) -> Callable[[], None]:
+        process = psutil.Process(find(cluster, node))
+        process.suspend()
+
+        def undo() -> None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+        return undo
+
+    return strike
+
+
+# ---- links
+
+
+def _others(cluster: NetCluster, node: str) -> list[str]:
+    return [other for other in cluster.agents if other != node]
+
+
+def _unplug(cluster: NetCluster, node: str) -> Callable[[], None]:
+    cluster.net.unplug(node)
+    return cluster.net.heal
+
+
+def _deaf(cluster: NetCluster, node: str) -> Callable[[], None]:
+    """What the node says arrives; what is said to it does not."""
+    cluster.net.block([HEAD, *_others(cluster, node)], [node])
+    return cluster.net.heal
+
+
+def _mute(cluster: NetCluster, node: str) -> Callable[[], None]:
+    cluster.net.block([node], [HEAD, *_others(cluster, node)])
+    return cluster.net.heal
+
+
+def _no_control(cluster: NetCluster, node: str) -> Callable[[], None]:
+    cluster.net.part([HEAD], [node])
+    return cluster.net.heal
+
+
+def _no_data(cluster: NetCluster, node: str) -> Callable[[], None]:
+    cluster.net.part([node], _others(cluster, node))
+    return cluster.net.heal
+
+
+def _slow(cluster: NetCluster, node: str) -> Callable[[], None]:
+    cluster.net.slow(node, 100_000)
+    return cluster.net.heal
+
+
+# ---- strangers and clocks
+
+
+def ports(pid: int) -> list[tuple[str, int]]:
+    """Where anything listens on the host of a process."""
+    found = []
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state, *_ = line.split()
+        if state == _LISTENING:
+            address, port = (bytes.fromhex(part) for part in local.split(":"))
+            found.append((socket.inet_ntoa(address[::-1]), int.from_bytes(port)))
+    return found
+
+
+def send_garbage(address: str, port: int) -> bool:
+    """One stranger of each kind at a port; whether it was let in at all."""
+    messages = (
+        b"",
+        b"GET / HTTP/1.1\r\n\r\n",
+        secrets.token_bytes(_GARBAGE),
+        b"\xff\xff\xff\xff" + bytes(_OVERSIZED),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + secrets.token_bytes(_GARBAGE),
+    )
+    let_in = False
+    for message in messages:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((address, port), _STRANGER_S) as s,
+        ):
+            let_in = True
+            s.settimeout(_STRANGER_S)
+            s.sendall(message)
+    return let_in
+
+
+def _garbage(cluster: NetCluster, node: str) -> Callable[[], None]:
+    """To every port of all hosts: of the master, of stores, and of what is open at a meeting."""
+    pids = [cluster.master_pid, *cluster.agents.values()]
+    places = {place for pid in pids for place in ports(pid)}
+    with ThreadPoolExecutor(len(places)) as strangers:
+        let_in = list(strangers.map(lambda place: send_garbage(*place), places))
+    if not any(let_in):
+        raise AssertionError(f"nobody listens: {sorted(places)}")
+    return _nothing
+
+
+def _twin(cluster: NetCluster, node: str) -> Callable[[], None]:
+    """A second agent of the same name, on another host."""
+    code = cluster.run_agent(HEAD, node)
+    if code != 2:
+        raise AssertionError(f"the second {node} ended with {code} instead of being refused")
+    return _nothing
+
+
+def _clock(offset_s: float) -> Callable[[NetCluster, str], Callable[[], None]]:
+    """The wall clocks of a node and of the master jump, each the other way."""
+
+    def strike(cluster: NetCluster, node: str) -> Callable[[], None]:
+        cluster.set_clock(node, offset_s)
+        cluster.set_clock(HEAD, -offset_s)
+
+        def undo() -> None:
+            cluster.set_clock(node, 0.0)
+            cluster.set_clock(HEAD, 0.0)
+
+        return undo
+
+    return strike
+
+
+def void(_: object) -> None:
+    """For what is done for its effect."""
+
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault("kill-worker", _kill_worker, _worker_lost),
+        Fault("kill-warm", _kill_warm, _worker_lost),
+        Fault("kill-agent", _kill_agent, _node_lost),
+        Fault("kill-node", _kill_node, _node_lost),
+        Fault("kill-master", _kill_master, _trains_alone, deadly=False),
+        Fault("stop-worker", _stop(_first_worker), _answered),
+        Fault("stop-agent", _stop(lambda c, n: c.agents[n]), _node_lost),
+        Fault("stop-warm", _stop(lambda c, n: c.warm_pid(n)), _goes_on, deadly=False),
+        Fault("stop-master", _stop(lambda c, _: c.master_pid), _trains_alone, deadly=False),
+        Fault("unplug", _unplug, _node_lost),
+        Fault("deaf", _deaf, _node_lost),
+        Fault("mute", _mute, _node_lost),
+        Fault("no-control", _no_control, _node_lost),
+        Fault("no-data", _no_data, _answered),
+        Fault("slow", _slow, _goes_on, deadly=False),
+        Fault("garbage", _garbage, _goes_on, deadly=False),
+        Fault("clock-forward", _clock(5 * 3600.0), _goes_on, deadly=False),
+        Fault("clock-back", _clock(-5 * 3600.0), _goes_on, deadly=False),
+        Fault("twin", _twin, _goes_on, deadly=False),
+    )
+}

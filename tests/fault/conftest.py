@@ -1,0 +1,32 @@
+"""Clusters on hosts of their own, where this machine can have such."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.netcluster import NetCluster
+from bench.network import unusable
+from support import gates
+from support.faulty import JOB_NAME
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster]:
+    """Four nodes with gates; every test leaves them whole."""
+    if reason := unusable():
+        pytest.skip(reason)
+    state_dir: Path = tmp_path_factory.mktemp("fault") / "state"
+    rules = gates.rules(JOB_NAME)
+    # What is silent shall not be waited for longer than a test likes to.
+    fast = ("--detection", "fast")
+    with NetCluster(
+        4,
+        state_dir=state_dir,
+        fault_plan=rules,
+        master_options=fast,
+        # The network is what steps take their time on, so that few of them are to be compared, and
+        # the processor is free for whatever else runs.
+        bytes_per_s=500_000,
+    ) as cluster:
+        yield cluster

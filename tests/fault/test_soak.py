@@ -1,0 +1,84 @@
+"""Faults of every kind in every phase of a job, and a long run of random ones."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.drill import Drill, Use
+from bench.faults import FAULTS
+from bench.netcluster import NetCluster
+from bench.network import unusable
+from bench.soak import Soak, tell
+from support.faulty import assert_equal_to_reference, job
+from support.gates import Gatekeeper
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(4 * 3600)]
+
+RANDOM_FAULTS = 100
+#: Workers of gates are not to be killed.
+VICTIM = "n4"
+PHASES = ("step", "rendezvous", "transfer", "first step", "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def gatekeeper(cluster: NetCluster) -> Iterator[Gatekeeper]:
+    with Gatekeeper(cluster) as keeper:
+        yield keeper
+
+
+def end(drill: Drill) -> None:
+    drill.cluster.oobleck("cancel", drill.job_id)
+    drill.cluster.wait_end(drill.job_id)
+    assert_equal_to_reference(drill)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_fault(
+    cluster: NetCluster, gatekeeper: Gatekeeper, phase: str, tmp_path: Path
+) -> None:
+    drill = Drill(cluster, job(checkpoints=tmp_path))
+    drill.settle("at the start")
+    before = Use.of(cluster)
+    for name in sorted(FAULTS):
+        with contextlib.ExitStack() as gate:
+            if phase != "step":
+                gate.enter_context(gatekeeper.hold(phase))
+                if phase == "checkpoint":
+                    cluster.save(drill.job_id)
+                else:
+                    cluster.kill_worker(VICTIM)
+                gatekeeper.await_held()
+            tell(drill.strike(FAULTS[name], VICTIM, phase=phase, then=gate.close))
+    assert Use.of(cluster).grown(before, descriptors=10, megabytes=30) == []
+    end(drill)
+
+
+@pytest.mark.parametrize("name", sorted(FAULTS))
+def test_every_fault_while_a_job_starts(
+    cluster: NetCluster, gatekeeper: Gatekeeper, name: str, tmp_path: Path
+) -> None:
+    with contextlib.ExitStack() as gate:
+        gate.enter_context(gatekeeper.hold("rendezvous"))
+        drill = Drill(cluster, job(checkpoints=tmp_path))
+        gatekeeper.await_held()
+        tell(drill.strike(FAULTS[name], VICTIM, phase="launch", then=gate.close))
+    end(drill)
+
+
+def test_random_faults(tmp_path: Path) -> None:
+    if reason := unusable():
+        pytest.skip(reason)
+    with NetCluster(
+        4, state_dir=tmp_path / "state", master_options=("--detection", "fast"), bytes_per_s=250_000
+    ) as cluster:
+        drill = Drill(cluster, job(checkpoints=tmp_path / "saved"))
+        drill.settle("at the start")
+        soak, before = Soak(drill, random.randrange(1_000_000)), Use.of(cluster)
+        for _ in range(RANDOM_FAULTS):
+            tell(soak.strike())
+        assert len(drill.struck) == RANDOM_FAULTS
+        assert Use.of(cluster).grown(before, descriptors=10, megabytes=30) == []
+        end(drill)

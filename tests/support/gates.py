@@ -1,0 +1,101 @@
+"""Exact points of a job at which it can be held, from outside, until a fault has struck.
+
+One worker per point stops itself there, every time, by a scripted fault of its agent; a thread here
+lets it go on at once, unless the point is held. Where it stands, all others wait for it soon. A
+worker that was replaced has no gate any more, so workers of gates are not to be killed.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.cluster import ClusterError
+from bench.netcluster import NetCluster
+
+#: Where each worker stops itself: on its way into a plan, in between, and while it saves.
+GATES = {
+    "rendezvous": ("n1", "before:rendezvous"),
+    "transfer": ("n2", "before:transfer"),
+    "first step": ("n3", "after:transfer"),
+    "checkpoint": ("n1", "before:LayerFile"),
+}
+_MOST_STOPS = 200
+_POLL_S = 0.005
+_PATIENCE_S = 120.0
+#: Of looking for a worker that is not there at the moment.
+_GONE = (ClusterError, IndexError, KeyError, ProcessLookupError)
+
+
+def rules(job: str) -> list[dict[str, object]]:
+    """The faults that make the gates of jobs of that name."""
+    return [
+        {"worker": {"node": node, "slot": 0}, "point": point, "job": job, "action": "stop"}
+        for node, point in GATES.values()
+        for _ in range(_MOST_STOPS)
+    ]
+
+
+def _stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+class Gatekeeper:
+    """Lets stopped workers of gates go on; a context manager."""
+
+    def __init__(self, cluster: NetCluster) -> None:
+        self._cluster = cluster
+        self._held: str | None = None
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="gatekeeper")
+
+    def __enter__(self) -> "Gatekeeper":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _keep(self) -> None:
+        nodes = sorted({node for node, _ in GATES.values()})
+        while not self._end.wait(_POLL_S):
+            for node in nodes:
+                # Under the lock, so that a stop that `hold` has seen is not undone after.
+                with self._lock, contextlib.suppress(*_GONE):
+                    pid = self._cluster.worker_pids_of(node)[0]
+                    if self._held != node and _stopped(pid):
+                        os.kill(pid, signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def hold(self, gate: str) -> Iterator[None]:
+        """Keep the worker that comes to the gate there until the end of the context."""
+        with self._lock:
+            self._held, _ = GATES[gate]
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held = None
+
+    def await_held(self) -> None:
+        """Until a worker stands at the held gate."""
+        assert self._held is not None, "only within hold()"
+        deadline = time.monotonic() + _PATIENCE_S
+        while not self._is_held():
+            if time.monotonic() > deadline:
+                raise ClusterError(f"nobody came to the gate\n{self._cluster.report()}")
+            time.sleep(_POLL_S)
+
+    def _is_held(self) -> bool:
+        with contextlib.suppress(*_GONE):
+            assert self._held is not None
+            return _stopped(self._cluster.worker_pids_of(self._held)[0])
+        return False
