@@ -1,0 +1,95 @@
+"""A TCP proxy whose link can be slow, late, stuck or cut, for a machine without such a network.
+
+One thread per direction of a connection: what comes is passed on after `delay_s`, at most
+`bytes_per_s`, and not at all while the proxy is stalled, when both ends still believe that they are
+connected. Chunks keep their order and none is lost: TCP would see to that as well.
+"""
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+
+_CHUNK = 16 << 10
+#: Closing so resets the connection.
+_RESET = struct.pack("ii", 1, 0)
+
+
+class Proxy:
+    """Passes connections on to `target` (HOST:PORT); a context manager."""
+
+    def __init__(self, target: str) -> None:
+        self.delay_s = 0.0
+        self.bytes_per_s: float | None = None
+        self._target = target
+        self._flowing = threading.Event()
+        self._flowing.set()
+        self._ended = threading.Event()
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._threads = [threading.Thread(target=self._accept, name="proxy")]
+        self._threads[0].start()
+
+    def __enter__(self) -> "Proxy":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._flowing.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self.cut()
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+
+    @contextlib.contextmanager
+    def stalled(self) -> Iterator[None]:
+        """Nothing passes, and nobody is told."""
+        self._flowing.clear()
+        try:
+            yield
+        finally:
+            self._flowing.set()
+
+    def cut(self) -> int:
+        """Reset all connections; how many there were."""
+        pairs, self._pairs = self._pairs, []
+        for pair in pairs:
+            for end in pair:
+                with contextlib.suppress(OSError):
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                    end.shutdown(socket.SHUT_RDWR)
+        return len(pairs)
+
+    def _accept(self) -> None:
+        host, _, port = self._target.rpartition(":")
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                far = socket.create_connection((host, int(port)))
+            except OSError:
+                near.close()
+                continue
+            self._pairs.append((near, far))
+            for source, sink in ((near, far), (far, near)):
+                thread = threading.Thread(target=self._pass_on, args=(source, sink), name="proxy")
+                self._threads.append(thread)
+                thread.start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(_CHUNK):
+                late_s = self.delay_s
+                if self.bytes_per_s is not None:
+                    late_s += len(data) / self.bytes_per_s
+                self._ended.wait(late_s)
+                self._flowing.wait()
+                sink.sendall(data)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
