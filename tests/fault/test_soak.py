@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(4 * 3600)]
 RANDOM_FAULTS = 100
 #: Workers of gates are not to be killed.
 VICTIM = "n4"
+LOST_WHEN_IDLE = ("kill-agent", "kill-node", "stop-agent", "unplug", "deaf", "mute", "no-control")
 PHASES = ("step", "rendezvous", "transfer", "first step", "checkpoint")
 
 
@@ -31,8 +32,22 @@ def gatekeeper(cluster: NetCluster) -> Iterator[Gatekeeper]:
 
 def end(drill: Drill) -> None:
     drill.cluster.oobleck("cancel", drill.job_id)
-    drill.cluster.wait_end(drill.job_id)
+    assert drill.cluster.wait_end(drill.job_id) == "cancelled"
     assert_equal_to_reference(drill)
+
+
+def test_every_fault_while_nothing_runs(cluster: NetCluster, tmp_path: Path) -> None:
+    nodes = set(cluster.agents)
+    cluster.wait(lambda: cluster.live() == nodes, "all nodes", poll_s=0.2)
+    for name in sorted(FAULTS.keys() - {"kill-worker", "stop-worker"}):
+        undo = FAULTS[name].strike(cluster, VICTIM)
+        if name in LOST_WHEN_IDLE:
+            cluster.wait(lambda: VICTIM not in cluster.live(), f"{name} to show", poll_s=0.1)
+        undo()
+        cluster.wait(lambda: cluster.live() == nodes, f"all nodes after {name}", poll_s=0.1)
+    drill = Drill(cluster, job(checkpoints=tmp_path))
+    drill.settle("after all that")
+    end(drill)
 
 
 @pytest.mark.parametrize("phase", PHASES)
