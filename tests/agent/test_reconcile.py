@@ -91,14 +91,14 @@ def test_an_agent_that_is_told_to_end_goes_on_until_it_is_drained_or_out_of_time
         PlanSent(incarnation=A, generation=G1, boundary=False),
     )
     assert node.after(Leave(grace_s=60.0), at=10.0) == ()
-    assert node.wake_at() == 70.0
+    assert node.after(at=15.0) == ()
     # The plan without it comes to its worker too, which hands over what it alone holds.
     part = desired(generation=2).part
     assert part is not None
     without = dataclasses.replace(part, plan=plan(2, "n2"), leaving=(WorkerId(NodeName("n1"), 0),))
     wish = dataclasses.replace(desired(), part=without)
     assert kinds(node.after(Assigned(desired=wish), at=20.0)) == [SendPlan]
-    node.after(PlanSent(incarnation=A, generation=Generation(2)))
+    node.after(PlanSent(incarnation=A, generation=Generation(2), boundary=True))
     assert node.after(at=69.0) == ()
     assert kinds(node.after(at=70.0)) == [End]
     assert End in kinds(node.after(Assigned(desired=None, drained=True), at=30.0))

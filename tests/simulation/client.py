@@ -81,7 +81,7 @@ class Operator:
         number = self._busy + len(self.jobs)
 
         async def act() -> None:
-            request = pb.SubmitRequest(request_id=f"submit {number}", job=format_job(spec))
+            request = pb.SubmitRequest(request_id=f"submit-{number}", job=format_job(spec))
             reply = await self._ask(lambda service, context: service.Submit(request, context))
             self.jobs[number] = JobId(reply.job_id)
 

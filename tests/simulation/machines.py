@@ -107,6 +107,14 @@ class WorkerHandle:
         if self.trainer is not None and self._agent.process.alive:
             self._world.end_worker(self.trainer, signal=_SIGKILL)
 
+    def kernel(self) -> str:
+        if self.trainer is None or not self.trainer.process.alive:
+            return ""
+        return "T" if self.trainer.process.stopped else "S"
+
+    def tell_stacks(self) -> None:
+        pass
+
     def gone(self) -> None:
         pass
 

@@ -6,6 +6,8 @@ it stands at which step. What it does is checked against the job's ledger.
 """
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,8 @@ from simulation.ear import Ear
 from simulation.gathering import Gathering
 
 from oobleck.host.messages import (
+    Alive,
+    Ask,
     Assign,
     CheckpointSaved,
     Committed,
@@ -92,6 +96,9 @@ class Trainer:
         self.entered = Generation(0)
         self.report: Any = None
         self._saved = 0
+        #: What it tells of itself when it is asked.
+        self.beats = 0
+        self.doing = ""
         self._gathering: Gathering | None = None
         process.on_end.append(self._ended)
 
@@ -109,11 +116,24 @@ class Trainer:
                 self.ear.wish(message)
             case Save(number=number):
                 self.ear.save_wish = max(self.ear.save_wish, number)
+            case Ask():
+                self.say(Alive(beats=self.beats, doing=self.doing, waiting=not self.doing))
             case Stop():
                 self.world.end_worker(self, exit_code=0)
 
     def lost_peer(self, generation: Generation, detail: str) -> None:
         self.say(PeerLost(generation=generation, step=self.progress.begun, detail=detail))
+
+    @contextlib.contextmanager
+    def busy(self, doing: str) -> Iterator[None]:
+        """At something of its own; else it waits for others."""
+        self.beats += 1
+        self.doing = doing
+        try:
+            yield
+        finally:
+            self.beats += 1
+            self.doing = ""
 
     def say(self, message: FromWorker) -> None:
         if self.process.alive:
@@ -329,7 +349,8 @@ class Trainer:
     async def _step(self, assign: Assign, gathering: Gathering, step: int) -> Generation:
         generation, progress = assign.plan.generation, self.progress
         progress.begun, progress.reduced = step, 0
-        await asyncio.sleep(self.world.step_s * self.world.draw.uniform(0.8, 1.3))
+        with self.busy("forward"):
+            await asyncio.sleep(self.world.step_s * self.world.draw.uniform(0.8, 1.3))
         if self.world.fails_at.get(self.job_id) == step:
             self.fail("user", "the model raised an exception")
         await gathering.exchange(self, f"gradients {step}", None)
@@ -400,7 +421,8 @@ class Trainer:
         while self.world.disk_full:
             step = self.progress.committed
             self.say(SaveFailed(what="output", step=step, reason="disk full"))
-            await asyncio.sleep(5.0)
+            with self.busy("output"):
+                await asyncio.sleep(5.0)
         await asyncio.sleep(self.world.draw.uniform(0.01, 0.3))
 
     def fail(self, kind: Any, message: str) -> None:

@@ -62,15 +62,27 @@ class Node:
         self.stacks.append(since)
 
     def after(self, *events: Event, at: float | None = None) -> tuple[Action, ...]:
-        self.now = self.now if at is None else at
+        if at is not None:
+            self._live_until(at)
         for event in events:
             self.state.apply(event, self.now)
-        actions = decide(self.state, self.now).actions
-        for action in actions:
+        self._answer()
+        return self.decide()
+
+    def _answer(self) -> None:
+        """The workers are alive."""
+        for action in self.decide():
             if isinstance(action, AskWorker):
                 self.state.apply(Asked(incarnation=action.incarnation, kernel=""), self.now)
-                self.state.apply(WorkerSaid(incarnation=action.incarnation, message=IDLE), self.now)
-        return tuple(action for action in actions if not isinstance(action, AskWorker))
+                said = WorkerSaid(incarnation=action.incarnation, message=IDLE)
+                self.state.apply(said, self.now)
+
+    def _live_until(self, at: float) -> None:
+        """The workers answer on the way there, as long as nothing else is to be done."""
+        while self.now < at:
+            self._answer()
+            wake_at = self.wake_at()
+            self.now = at if self.decide() or wake_at is None else min(wake_at, at)
 
     def wake_at(self) -> float | None:
         return decide(self.state, self.now).wake_at
