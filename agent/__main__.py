@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import re
 import signal
 import socket
 import sys
@@ -27,7 +26,7 @@ from oobleck.host.messages import FaultRule
 from oobleck.host.process import die_with_parent
 from oobleck.host.surroundings import Surroundings
 from oobleck.planner.codec import decode
-from oobleck.planner.ids import NodeName
+from oobleck.planner.ids import NodeName, nearest_name
 from oobleck.planner.units import parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ async def serve(config: AgentConfig, holder: Holder, token: Credentials | None =
 
 def default_name(hostname: str) -> str:
     """The host's name with whatever a node name may not contain replaced."""
-    return re.sub(r"[^a-z0-9._-]+", "-", hostname.lower()).strip("-._")[:63] or "node"
+    return nearest_name(hostname) or "node"
 
 
 def check_master(address: str) -> None:

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from oobleck.master.inbox import MasterEnded
 from oobleck.master.limits import deadline_s
+from oobleck.proto.bounds import check_bounds
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +22,14 @@ log = logging.getLogger(__name__)
 Handler = Any
 
 
+_FOREIGN = "the request is not a message of this service; install the same version on both sides"
+
+
 class _Malformed:
     """Stands for a request that could not be read."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
 
 
 class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # not at run time
@@ -38,9 +45,13 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # not at 
 
         def deserialize(data: bytes) -> object:
             try:
-                return read(data)
+                message = read(data)
+                check_bounds(message)
             except DecodeError:
-                return _Malformed()
+                return _Malformed(_FOREIGN)
+            except ValueError as error:
+                return _Malformed(str(error))
+            return message
 
         guarded: dict[str, object] = {"request_deserializer": deserialize}
         if handler.unary_unary is not None:
@@ -53,9 +64,8 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # not at 
         return handler._replace(**guarded)
 
 
-async def _refuse(context: Any) -> None:
-    text = "the request is not a message of this service; install the same version on both sides"
-    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+async def _refuse(context: Any, malformed: _Malformed) -> None:
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, malformed.why)
 
 
 async def _ended(context: Any) -> None:
@@ -69,7 +79,7 @@ async def _failed(context: Any) -> None:
 def _unary(behave: Any, limit_s: float) -> Any:
     async def guarded(request: Any, context: Any) -> Any:
         if isinstance(request, _Malformed):
-            await _refuse(context)
+            await _refuse(context, request)
         try:
             async with asyncio.timeout(limit_s):
                 return await behave(request, context)
@@ -90,7 +100,7 @@ def _unary(behave: Any, limit_s: float) -> Any:
 def _unary_stream(behave: Any) -> Any:
     async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
         if isinstance(request, _Malformed):
-            await _refuse(context)
+            await _refuse(context, request)
         try:
             async for reply in behave(request, context):
                 yield reply
@@ -108,7 +118,7 @@ def _stream_stream(behave: Any) -> Any:
         async def readable() -> AsyncIterator[Any]:
             async for request in requests:
                 if isinstance(request, _Malformed):
-                    raise ValueError("the message is not of this service")
+                    raise ValueError(request.why)
                 yield request
 
         try:

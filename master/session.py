@@ -17,8 +17,10 @@ from oobleck.master.incoming import Incoming, Output, Records
 from oobleck.master.loop import Master
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
+from oobleck.proto.checks import check_slot
 from oobleck.proto.convert import read_output, read_records, read_register, read_report, read_status
 from oobleck.proto.detection import welcome_message
+from oobleck.proto.types import NodeStatus, WorkerReport
 
 log = logging.getLogger(__name__)
 
@@ -81,12 +83,14 @@ class ControlService(rpc.ControlServicer):
                 log.warning("session failed", extra={"node": session.node, "error": repr(result)})
 
     async def _read(self, session: AgentSession, requests: AsyncIterator[pb.AgentMessage]) -> None:
+        slots = self._master.state.nodes[session.node].facts.worker_slots
         async for message in requests:
             if message.incarnation != session.incarnation:
                 self._master.refused["message of another incarnation"] += 1
                 continue
             match message.WhichOneof("body"):
                 case "recorded":
+                    check_slot(message.recorded.slot, slots)
                     self._master.timelines.recorded(session.node, message.recorded)
                     continue
                 case "clock":
@@ -95,6 +99,7 @@ class ControlService(rpc.ControlServicer):
                 case _:
                     pass
             for incoming in _incoming(message):
+                _check_slots(incoming, slots)
                 await self._master.receive(session, incoming)
 
 
@@ -104,6 +109,18 @@ async def _write(session: AgentSession, context: Context) -> None:
             await context.write(message)
             if message.HasField("refused"):
                 return
+
+
+def _check_slots(incoming: Incoming, slots: int) -> None:
+    """Raises ValueError where an agent speaks of workers that its node does not have."""
+    match incoming:
+        case NodeStatus(workers=workers):
+            for worker in workers:
+                check_slot(worker.slot, slots)
+        case WorkerReport(slot=slot) | Output(slot=slot):
+            check_slot(slot, slots)
+        case Records():
+            pass
 
 
 def _incoming(message: pb.AgentMessage) -> list[Incoming]:

@@ -11,17 +11,26 @@ Generation = NewType("Generation", int)
 #: Random hex id of one start of an agent or a worker.
 Incarnation = NewType("Incarnation", str)
 
+#: Characters of a wrong name that a message repeats.
+_SHOWN = 80
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
 
 def check_name(name: str, what: str) -> str:
     """Return `name` if it may name a `what` (node, job); raise ValueError with the rule if not."""
     if _NAME.fullmatch(name) is None:
+        near = nearest_name(name)
+        hint = f"; {near!r} would do" if near else ""
         raise ValueError(
-            f"{what} name {name!r} is not allowed: use 1 to 63 of a-z, 0-9, '.', '_' and '-', "
-            "beginning with a letter or a digit"
+            f"{what} name {name[:_SHOWN]!r} is not allowed: use 1 to 63 of a-z, 0-9, '.', '_' and "
+            f"'-', beginning with a letter or a digit{hint}"
         )
     return name
+
+
+def nearest_name(text: str) -> str:
+    """`text` with whatever a name may not contain replaced; may be empty."""
+    return re.sub(r"[^a-z0-9._-]+", "-", text.lower()).strip("-._")[:63].rstrip("-._")
 
 
 @dataclass(frozen=True, slots=True, order=True)

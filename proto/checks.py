@@ -1,0 +1,81 @@
+"""Checks of single fields, as every reader of messages needs them.
+
+Each raises ValueError whose text begins with the field's name where the value makes no sense. Must
+not know messages.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from oobleck.planner.ids import Incarnation, JobId, check_name
+from oobleck.planner.measurement import Scope
+from oobleck.proto.bounds import MOST_CHARACTERS
+
+_INCARNATION = re.compile(r"[0-9a-f]{4,64}")
+_ADDRESS = re.compile(r"\S{1,255}:[0-9]{1,5}")
+#: No host has more workers.
+MOST_SLOTS = 1024
+
+
+@contextmanager
+def in_field(name: str) -> Iterator[None]:
+    """Names the field in a ValueError from inside."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def one_of(value: str, allowed: Sequence[str]) -> str:
+    if value not in allowed:
+        raise ValueError(f"{value!r} is not one of {', '.join(allowed)}")
+    return value
+
+
+def at_least(value: int, minimum: int, field: str) -> int:
+    if value < minimum:
+        raise ValueError(f"{field}: {value} is below {minimum}")
+    return value
+
+
+def read_incarnation(text: str) -> Incarnation:
+    if _INCARNATION.fullmatch(text) is None:
+        raise ValueError(f"incarnation: {text[:80]!r} is not 4 to 64 lower-case hex digits")
+    return Incarnation(text)
+
+
+def read_job_id(text: str) -> JobId:
+    with in_field("job_id"):
+        return JobId(check_name(text, "job"))
+
+
+def read_address(text: str, field: str) -> str:
+    if _ADDRESS.fullmatch(text) is None:
+        raise ValueError(f"{field}: {text!r} is not HOST:PORT")
+    return text
+
+
+def read_scope(text: str) -> Scope:
+    match text:
+        case "intra_node" | "inter_node":
+            return text
+        case _:
+            raise ValueError(f"scope: {text!r} is not intra_node or inter_node")
+
+
+def read_slot(slot: int) -> int:
+    if slot >= MOST_SLOTS:
+        raise ValueError(f"slot: {slot} is not below {MOST_SLOTS}")
+    return slot
+
+
+def check_slot(slot: int, slots: int) -> None:
+    """Of a node with `slots` workers."""
+    if slot >= slots:
+        raise ValueError(f"slot: {slot} is none of the node's, which has {slots}")
+
+
+def shortened(text: str) -> str:
+    """As much of it as a message may carry, the end where it is too long."""
+    return text[-MOST_CHARACTERS:]
