@@ -311,7 +311,8 @@ class LocalCluster(Cluster):
             path = scratch / "faults.json"
             path.write_text(json.dumps(list(fault_plan)))
             self._faults = ["--fault-plan", str(path)]
-        command += [*self._faults, *options]
+        # Tests fail nodes on purpose, and sooner than any that is to be put aside.
+        command += ["--master-flag=--quarantine-s=0", *self._faults, *options]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
@@ -374,7 +375,8 @@ class LocalCluster(Cluster):
     def start_node(self, name: str, *options: str) -> int:
         """It knows the fault plan too."""
         command = [str(BIN / "oobleck-agent"), "--master", self.address, "--name", name]
-        command += [*self._faults, *options]
+        # Tests fail nodes on purpose, and sooner than any that is to be put aside.
+        command += ["--master-flag=--quarantine-s=0", *self._faults, *options]
         with self.log.open("a") as log:
             agent = subprocess.Popen(command, stdout=log, stderr=log, text=True)
         self._extra.append(agent)

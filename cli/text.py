@@ -279,6 +279,10 @@ def _sentence(record: dict[str, Any]) -> str:
         case {"event": "node_drained", "node": node, "abrupt": abrupt}:
             how = "; the job must go on without it" if abrupt else ""
             return f"node {node} is drained{how}"
+        case {"event": "node_quarantined", "node": node, "reason": reason, "seconds": span_s}:
+            return f"node {node} is put aside for {seconds(span_s)}: {reason}"
+        case {"event": "node_released", "node": node, "reason": reason}:
+            return f"node {node} may take part again: {reason}"
         case {"event": "node_undrained", "node": node}:
             return f"node {node} may take part again"
         case {"event": "node_lost", "node": node, "cause": "left", "reason": reason}:

@@ -86,6 +86,8 @@ class Detection:
     away_s: float = 1.0
     #: How long the first plan waits for the measurement of the model; then the estimate is used.
     profile_timeout_s: float = 60.0
+    #: A node that fails again and again is put aside for so long, then twice as long; 0: never.
+    quarantine_s: float = 60.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -43,7 +43,9 @@ from oobleck.master.events import (
     NodeKept,
     NodeLeftOut,
     NodeLost,
+    NodeQuarantined,
     NodeRegistered,
+    NodeReleased,
     NodeReset,
     NodeUndrained,
     Observed,
@@ -159,6 +161,7 @@ def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> Non
         case MasterStarted():
             for node in state.nodes.values():
                 node.seen = NodeSeen(last_heard=now, awaited=True)
+                cordon.restarted(node, now, unix)
             for job in state.jobs.values():
                 job.seen = JobSeen(committed_step=job.resumed_step)
                 if job.measuring is not None:
@@ -172,7 +175,7 @@ def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> Non
         case NodeCleared():
             state.nodes[event.node].stale_workers = False
         case NodeLost():
-            _lose_node(state, event, now)
+            _lose_node(state, event, now, unix)
         case JobSubmitted():
             state.jobs[event.job_id] = _job(event, unix)
             state.requests[event.request_id] = event.job_id
@@ -184,10 +187,12 @@ def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> Non
             state.jobs[event.job_id].save_request = event.number
         case CheckpointPublished() | SaveProblem() | JobRestored():
             _note_save(state.jobs[event.job_id], event, now)
-        case NodeDrainRequested() | NodeKept() | NodeUndrained():
-            cordon.fold(state, event)
+        case (
+            NodeDrainRequested() | NodeKept() | NodeUndrained() | NodeQuarantined() | NodeReleased()
+        ):
+            cordon.fold(state, event, now, unix)
         case NodeDrained():
-            _drained(state, event, now)
+            _drained(state, event, now, unix)
         case NodeReset():
             _reset(state.nodes[event.node], state.jobs[event.job_id], event, now)
         case _ if isinstance(event, TrustChanged):
@@ -224,6 +229,8 @@ def _register(state: ClusterState, event: NodeRegistered, now: float) -> None:
     if known is not None:
         node.desired = known.desired
         node.drain = cordon.kept_by(known, event.facts)
+        node.failures = known.failures
+        node.seen.release_at = known.seen.release_at
         if known.facts.incarnation == event.facts.incarnation and state.job is not None:
             _take_back_loss(state.job, event)
     state.nodes[name] = node
@@ -240,8 +247,10 @@ def _take_back_loss(job: Job, event: NodeRegistered) -> None:
         job.seen.evidence_at = job.seen.declared_at = None
 
 
-def _lose_node(state: ClusterState, event: NodeLost, now: float) -> None:
+def _lose_node(state: ClusterState, event: NodeLost, now: float, unix: float) -> None:
     node = state.nodes[event.node]
+    if event.cause != "left":
+        cordon.note_failure(node, event.reason, unix)
     node.registered = False
     node.reason = event.reason
     node.stale_workers = False
@@ -253,8 +262,8 @@ def _lose_node(state: ClusterState, event: NodeLost, now: float) -> None:
         _note_loss(job, event.detect_s, now)
 
 
-def _drained(state: ClusterState, event: NodeDrained, now: float) -> None:
-    cordon.fold(state, event)
+def _drained(state: ClusterState, event: NodeDrained, now: float, unix: float) -> None:
+    cordon.fold(state, event, now, unix)
     if event.job_id is not None:
         job = state.jobs[event.job_id]
         _move(job, event)
@@ -361,6 +370,8 @@ def _fold_job(
             job.measuring = None
             job.reason = "; ".join(event.causes)
         case WorkerLost():
+            what = f"{event.worker}: {event.reason}"
+            cordon.note_failure(state.nodes[event.worker.node], what, unix)
             job.losses = (*job.losses, event)
             _note_loss(job, event.detect_s, now)
         case PlanMade():

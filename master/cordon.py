@@ -7,15 +7,29 @@ Must not know when work can move off a node: `oobleck.master.draining` decides t
 
 from dataclasses import replace
 
-from oobleck.master.events import NodeDrained, NodeDrainRequested, NodeKept, NodeUndrained
-from oobleck.master.state import ClusterState, Drain, Job, Node
+from oobleck.master.events import (
+    NodeDrained,
+    NodeDrainRequested,
+    NodeKept,
+    NodeQuarantined,
+    NodeReleased,
+    NodeUndrained,
+)
+from oobleck.master.state import ClusterState, Drain, Failures, Job, Node
 from oobleck.planner.ids import NodeName
 from oobleck.proto.types import NodeFacts
 
+#: Failures within this time of each other count together.
+WINDOW_S = 600.0
+#: A quarantine so long after the last one is the first one again.
+FORGET_S = 3600.0
 
-def fold(
-    state: ClusterState, event: NodeDrainRequested | NodeKept | NodeDrained | NodeUndrained
-) -> None:
+CordonEvent = (
+    NodeDrainRequested | NodeKept | NodeDrained | NodeUndrained | NodeQuarantined | NodeReleased
+)
+
+
+def fold(state: ClusterState, event: CordonEvent, now: float, unix: float) -> None:
     node = state.nodes[event.node]
     match event:
         case NodeDrainRequested():
@@ -25,7 +39,12 @@ def fold(
             node.drain = replace(node.drain, kept=event.reason)
         case NodeDrained() if node.drain is not None:
             node.drain = replace(node.drain, kept="", done=True)
+        case NodeQuarantined() if node.drain is None:
+            _quarantine(node, event, now, unix)
+        case NodeReleased() if is_quarantined(node):
+            node.drain = None
         case NodeUndrained():
+            node.failures = Failures()
             _note_request(state, event.request_id)
             node.drain = None
             if state.job is not None:
@@ -43,6 +62,37 @@ def forgive(job: Job, node: NodeName) -> None:
     job.seen.deaths = {w: ends for w, ends in job.seen.deaths.items() if w.node != node}
 
 
+def _quarantine(node: Node, event: NodeQuarantined, now: float, unix: float) -> None:
+    before, until = node.failures, unix + event.seconds
+    again = unix <= before.quarantined_until + FORGET_S
+    node.drain = Drain(
+        by="quarantine",
+        reason=event.reason,
+        force=False,
+        until=until,
+        until_ready=event.until_ready,
+    )
+    node.failures = Failures(
+        quarantines=before.quarantines + 1 if again else 1, quarantined_until=until
+    )
+    node.seen.release_at = now + event.seconds
+
+
+def restarted(node: Node, now: float, unix: float) -> None:
+    """Another master process goes on: a quarantine ends when it would have ended."""
+    if node.drain is not None and node.drain.by == "quarantine":
+        node.seen.release_at = now + max(0.0, node.drain.until - unix)
+
+
+def note_failure(node: Node, what: str, unix: float) -> None:
+    recent = (at for at in node.failures.times if at > unix - WINDOW_S)
+    node.failures = replace(node.failures, times=(*recent, unix), last=what)
+
+
+def is_quarantined(node: Node) -> bool:
+    return node.drain is not None and node.drain.by == "quarantine"
+
+
 def _note_request(state: ClusterState, request_id: str) -> None:
     if request_id:
         state.node_requests.append(request_id)
@@ -51,7 +101,7 @@ def _note_request(state: ClusterState, request_id: str) -> None:
 def _wished(before: Drain | None, event: NodeDrainRequested) -> Drain:
     """An agent's wish does not make an operator's one end with the agent."""
     by_agent = not event.request_id
-    if before is None:
+    if before is None or before.by == "quarantine":
         return Drain(by="agent" if by_agent else "operator", reason=event.reason, force=event.force)
     force = before.force or event.force
     if by_agent:
@@ -62,7 +112,7 @@ def _wished(before: Drain | None, event: NodeDrainRequested) -> Drain:
 def kept_by(known: Node, facts: NodeFacts) -> Drain | None:
     """What of the node's drain counts for the agent that registers now."""
     drain = known.drain
-    if drain is None or drain.by == "operator" or known.facts.incarnation == facts.incarnation:
+    if drain is None or drain.by != "agent" or known.facts.incarnation == facts.incarnation:
         return drain
     return None
 

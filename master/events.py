@@ -178,6 +178,23 @@ class NodeDrained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str = ""
 
 
+class NodeQuarantined(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The node fails again and again: it is drained, and comes back by itself."""
+
+    node: NodeName
+    reason: str
+    seconds: float
+    #: It starts no workers, and comes back as soon as it does.
+    until_ready: bool = False
+
+
+class NodeReleased(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The node's quarantine is over."""
+
+    node: NodeName
+    reason: str
+
+
 class NodeUndrained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Nothing that is known against the node counts any more."""
 
@@ -358,6 +375,8 @@ Journaled = (
     | NodeDrainRequested
     | NodeKept
     | NodeDrained
+    | NodeQuarantined
+    | NodeReleased
     | NodeUndrained
     | JobStarted
     | MeasuringStarted

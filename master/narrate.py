@@ -12,7 +12,9 @@ from oobleck.master.events import (
     NodeKept,
     NodeLeftOut,
     NodeLost,
+    NodeQuarantined,
     NodeRegistered,
+    NodeReleased,
     NodeReset,
     NodeUndrained,
     PlanMade,
@@ -42,6 +44,8 @@ def tell(event: Journaled) -> None:
             fields = {"node": event.node, "reason": event.reason, "force": event.force}
         case NodeKept() | NodeDrained():
             fields = {"node": event.node, "job": event.job_id or "", "reason": event.reason}
+        case NodeQuarantined() | NodeReleased():
+            fields = {"node": event.node, "reason": event.reason}
         case NodeUndrained():
             fields = {"node": event.node}
         case NodeLeftOut() | NodeReset():

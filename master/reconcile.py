@@ -8,7 +8,17 @@ sends whichever has changed. Must not know the clock, I/O, or how messages trave
 """
 
 from oobleck.host.detection import Detection
-from oobleck.master import blame, draining, ending, fitness, plans, saves, stalls, turns
+from oobleck.master import (
+    blame,
+    draining,
+    ending,
+    fitness,
+    plans,
+    quarantine,
+    saves,
+    stalls,
+    turns,
+)
 from oobleck.master.decision import Decision, Look, Rule
 from oobleck.master.events import NodeCleared
 from oobleck.master.losses import lost_nodes, next_lease_end
@@ -54,6 +64,8 @@ _RULES: tuple[Rule, ...] = (
     _clear_nodes,
     draining.take_wishes,
     draining.farewell,
+    quarantine.put_aside,
+    quarantine.release,
     draining.finish,
     saves.note,
     ending.first_step,

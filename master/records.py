@@ -6,6 +6,7 @@ file lacks. Must not know files; `oobleck.master.eventlog` numbers and writes th
 
 from collections.abc import Mapping
 
+from oobleck.master.cordon import CordonEvent
 from oobleck.master.events import (
     CheckpointPublished,
     FirstStepCommitted,
@@ -24,7 +25,9 @@ from oobleck.master.events import (
     NodeKept,
     NodeLeftOut,
     NodeLost,
+    NodeQuarantined,
     NodeRegistered,
+    NodeReleased,
     NodeReset,
     NodeUndrained,
     PlanMade,
@@ -75,7 +78,14 @@ def _records_of(state: ClusterState, event: Journaled) -> list[tuple[JobId, Reco
         case ProfileChosen():
             fields = {"source": event.source, "key": event.key, "reason": event.reason}
             return [(event.job_id, {"event": "profile", **fields})]
-        case NodeDrainRequested() | NodeKept() | NodeDrained() | NodeUndrained():
+        case (
+            NodeDrainRequested()
+            | NodeKept()
+            | NodeDrained()
+            | NodeUndrained()
+            | NodeQuarantined()
+            | NodeReleased()
+        ):
             return [(state.job.id, _drain_record(state, event))] if state.job else []
         case NodeReset():
             reset = {"event": "node_reset", "node": event.node, "reason": event.reason}
@@ -115,9 +125,7 @@ def _node_record(job: Job, event: NodeRegistered | NodeLost) -> Record:
     }
 
 
-def _drain_record(
-    state: ClusterState, event: NodeDrainRequested | NodeKept | NodeDrained | NodeUndrained
-) -> Record:
+def _drain_record(state: ClusterState, event: CordonEvent) -> Record:
     match event:
         case NodeDrainRequested():
             return {
@@ -135,6 +143,15 @@ def _drain_record(
             return {"event": "node_drained", "node": event.node, "reason": reason, "abrupt": forced}
         case NodeUndrained():
             return {"event": "node_undrained", "node": event.node}
+        case NodeQuarantined():
+            return {
+                "event": "node_quarantined",
+                "node": event.node,
+                "reason": event.reason,
+                "seconds": event.seconds,
+            }
+        case NodeReleased():
+            return {"event": "node_released", "node": event.node, "reason": event.reason}
 
 
 def _worker_record(event: WorkerLost) -> Record:

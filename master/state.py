@@ -81,6 +81,8 @@ class NodeSeen:
     status: NodeStatus = field(default_factory=NodeStatus)
     #: Since when it could prepare for the active job, and since when it is ready for it.
     assigned_at: float | None = None
+    #: When its quarantine ends, by this master's clock.
+    release_at: float | None = None
     ready_at: float | None = None
 
 
@@ -105,13 +107,28 @@ class Drain:
     """The work on a node is to move off it."""
 
     #: Whose wish it is; an agent's own ends with the agent.
-    by: Literal["operator", "agent"]
+    by: Literal["operator", "agent", "quarantine"]
     reason: str
     force: bool
     #: Why a job cannot go on without the node; empty: nothing is known.
     kept: str = ""
     #: Nothing is on it any more.
     done: bool = False
+    #: Of a quarantine: until when it lasts (Unix time), or until the node starts workers again.
+    until: float = 0.0
+    until_ready: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failures:
+    """Of one node, over all starts of its agent."""
+
+    #: Unix times of those close together up to the last one.
+    times: tuple[float, ...] = ()
+    last: str = ""
+    #: Quarantines that followed on each other, and when the newest ends or has ended (Unix time).
+    quarantines: int = 0
+    quarantined_until: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,6 +142,7 @@ class Node:
     stale_workers: bool = False
     #: None: it may get work.
     drain: Drain | None = None
+    failures: Failures = Failures()
     desired: Desired = Desired()
     seen: NodeSeen
 

@@ -11,6 +11,7 @@ from oobleck.host.detection import Detection
 from oobleck.host.messages import StepRecord
 from oobleck.master import meetings, planning
 from oobleck.master.config import MasterConfig
+from oobleck.master.cordon import is_quarantined
 from oobleck.master.incidentrecord import headline
 from oobleck.master.state import ENDED, ClusterState, Job, Node
 from oobleck.planner.ids import WorkerId
@@ -169,7 +170,7 @@ def node_info(state: ClusterState, node: Node, now: float) -> pb.NodeInfo:
     return pb.NodeInfo(
         node=facts.node,
         state=_node_state(node),
-        reason=_node_reason(state, node),
+        reason=_node_reason(state, node, now),
         hostname=facts.hostname,
         address=facts.address,
         pid=facts.pid,
@@ -178,6 +179,7 @@ def node_info(state: ClusterState, node: Node, now: float) -> pb.NodeInfo:
         memory_per_worker_bytes=facts.memory_per_worker_bytes,
         job_id=status.job_id or "",
         generation=status.generation,
+        failures=len(node.failures.times),
         last_heard_s=max(0.0, now - node.seen.last_heard),
         workers=[worker_status_message(w) for w in status.workers] if node.registered else [],
     )
@@ -188,17 +190,24 @@ def _node_state(node: Node) -> str:
         return "lost"
     if not node.connected:
         return "disconnected"
+    if is_quarantined(node):
+        return "quarantined"
     if node.drain is not None:
         return "drained" if node.drain.done else "draining"
     return "live"
 
 
-def _node_reason(state: ClusterState, node: Node) -> str:
+def _node_reason(state: ClusterState, node: Node, now: float) -> str:
     if not node.registered:
         return node.reason
+    if is_quarantined(node) and node.drain is not None and node.seen.release_at is not None:
+        left_s = max(0.0, node.seen.release_at - now)
+        return f"back in {left_s:.0f} s at the latest: {node.drain.reason}"
     if node.drain is not None:
         why = node.drain.reason or "an operator wants it so"
         return f"{why}; kept so far: {node.drain.kept}" if node.drain.kept else why
+    if node.seen.status.trouble:
+        return node.seen.status.trouble
     if node.stale_workers:
         return "its workers of before are to end first"
     job, facts = state.job, node.facts

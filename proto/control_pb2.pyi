@@ -391,7 +391,7 @@ class Welcome(_message.Message):
     def __init__(self, detection: _Optional[_Union[Detection, _Mapping]] = ...) -> None: ...
 
 class Detection(_message.Message):
-    __slots__ = ("heartbeat_s", "lease_s", "return_s", "ping_every_s", "ping_timeout_s", "answer_s", "longest_retry_s", "witness_window_s", "regroup_s", "longest_regroup_s", "hang_s", "stall_s", "lag_limit_s", "replacement_grace_s", "join_settle_s", "storage_s", "first_step_s", "fruitless_s", "start_timeout_s", "away_s", "profile_timeout_s", "meeting_s")
+    __slots__ = ("heartbeat_s", "lease_s", "return_s", "ping_every_s", "ping_timeout_s", "answer_s", "longest_retry_s", "witness_window_s", "regroup_s", "longest_regroup_s", "hang_s", "stall_s", "lag_limit_s", "replacement_grace_s", "join_settle_s", "storage_s", "first_step_s", "fruitless_s", "start_timeout_s", "away_s", "profile_timeout_s", "meeting_s", "quarantine_s")
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     RETURN_S_FIELD_NUMBER: _ClassVar[int]
@@ -414,6 +414,7 @@ class Detection(_message.Message):
     AWAY_S_FIELD_NUMBER: _ClassVar[int]
     PROFILE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     MEETING_S_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINE_S_FIELD_NUMBER: _ClassVar[int]
     heartbeat_s: float
     lease_s: float
     return_s: float
@@ -436,7 +437,8 @@ class Detection(_message.Message):
     away_s: float
     profile_timeout_s: float
     meeting_s: float
-    def __init__(self, heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., return_s: _Optional[float] = ..., ping_every_s: _Optional[float] = ..., ping_timeout_s: _Optional[float] = ..., answer_s: _Optional[float] = ..., longest_retry_s: _Optional[float] = ..., witness_window_s: _Optional[float] = ..., regroup_s: _Optional[float] = ..., longest_regroup_s: _Optional[float] = ..., hang_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., lag_limit_s: _Optional[float] = ..., replacement_grace_s: _Optional[float] = ..., join_settle_s: _Optional[float] = ..., storage_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., fruitless_s: _Optional[float] = ..., start_timeout_s: _Optional[float] = ..., away_s: _Optional[float] = ..., profile_timeout_s: _Optional[float] = ..., meeting_s: _Optional[float] = ...) -> None: ...
+    quarantine_s: float
+    def __init__(self, heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., return_s: _Optional[float] = ..., ping_every_s: _Optional[float] = ..., ping_timeout_s: _Optional[float] = ..., answer_s: _Optional[float] = ..., longest_retry_s: _Optional[float] = ..., witness_window_s: _Optional[float] = ..., regroup_s: _Optional[float] = ..., longest_regroup_s: _Optional[float] = ..., hang_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., lag_limit_s: _Optional[float] = ..., replacement_grace_s: _Optional[float] = ..., join_settle_s: _Optional[float] = ..., storage_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., fruitless_s: _Optional[float] = ..., start_timeout_s: _Optional[float] = ..., away_s: _Optional[float] = ..., profile_timeout_s: _Optional[float] = ..., meeting_s: _Optional[float] = ..., quarantine_s: _Optional[float] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("reason", "temporary")
@@ -691,7 +693,7 @@ class ListNodesReply(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("node", "state", "reason", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "job_id", "generation", "last_heard_s", "workers")
+    __slots__ = ("node", "state", "reason", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "job_id", "generation", "last_heard_s", "workers", "failures")
     NODE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -705,6 +707,7 @@ class NodeInfo(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LAST_HEARD_S_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
     node: str
     state: str
     reason: str
@@ -718,7 +721,8 @@ class NodeInfo(_message.Message):
     generation: int
     last_heard_s: float
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
-    def __init__(self, node: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., job_id: _Optional[str] = ..., generation: _Optional[int] = ..., last_heard_s: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
+    failures: int
+    def __init__(self, node: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., hostname: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., worker_slots: _Optional[int] = ..., device: _Optional[str] = ..., memory_per_worker_bytes: _Optional[int] = ..., job_id: _Optional[str] = ..., generation: _Optional[int] = ..., last_heard_s: _Optional[float] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., failures: _Optional[int] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
     __slots__ = ("job_id", "follow")

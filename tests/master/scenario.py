@@ -54,7 +54,9 @@ from oobleck.master.events import (
     NodeKept,
     NodeLeftOut,
     NodeLost,
+    NodeQuarantined,
     NodeRegistered,
+    NodeReleased,
     NodeReset,
     NodeUndrained,
     Observed,
@@ -673,6 +675,10 @@ class Player:
             self.agents[name]._status(leaving=True)
             self._tell(self.agents[name])
 
+    def do_trouble(self, name: str, failed_starts: str, trouble: str = "") -> None:
+        self.agents[name]._status(failed_starts=int(failed_starts), trouble=trouble)
+        self._tell(self.agents[name])
+
     def do_late(self, seconds: str) -> None:
         """The master was stopped until now: nothing has been read since the command before."""
         late_s = float(seconds)
@@ -779,7 +785,10 @@ def told(event: Journaled) -> str:
                 f"{name} generation {event.generation} step {event.step}: {phases}, "
                 f"total {event.transition.total_s:.2f}, redo {event.transition.redo_step}"
             )
-        case NodeLeftOut() | NodeReset() | NodeKept():
+        case NodeQuarantined():
+            ready = " or until it is ready" if event.until_ready else ""
+            return f"{name} {event.node} for {event.seconds:.0f} s{ready}: {event.reason}"
+        case NodeLeftOut() | NodeReset() | NodeKept() | NodeReleased():
             return f"{name} {event.node}: {event.reason}"
         case NodeLost():
             return f"{name} {event.node} ({event.cause}): {event.reason}"
