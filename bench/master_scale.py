@@ -3,8 +3,9 @@
     python -m bench.master_scale [--agents 1000] [--seconds 60] [--reconnect 500] [--losses 3]
 
 Starts a real `oobleck-master` and, in this process, so many agents with a connection each, which
-register, send heartbeats, have a worker ready, enter every generation that they are told of, and
-report steps, as agents of a job that trains do. Only the training is not there. Then it looks at
+register over mTLS, send heartbeats, have a worker ready, enter every generation that they are told
+of, and report steps, as agents of a job that trains do. Only the training is not there. Then it
+looks at
 
 - the master's processor time and memory while the job trains, and how soon it answers: to an
   operator's calls, and to a step record (the acknowledgement waits up to 0.5 s by design, so what
@@ -38,14 +39,18 @@ import psutil
 
 from bench.replan import job_spec, memory_per_worker
 from oobleck.agent.session import CHANNEL_OPTIONS, FIRST_RETRY_S
+from oobleck.host.credentials import Credentials, read_credentials
 from oobleck.host.detection import Detection
+from oobleck.host.endpoint import Endpoint
 from oobleck.host.messages import PeerLost, PhaseReached, StepRecord
+from oobleck.host.pki import Authority, Identity, key_pem, new_key, read_key
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.jobfile import format_job
 from oobleck.planner.plan import Plan
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto import convert
+from oobleck.proto.secure import open_aio_channel
 from oobleck.proto.types import (
     PROTOCOL,
     NodeFacts,
@@ -96,12 +101,13 @@ class Agent:
         self._told = told
         self._call: Any = None
         self._alive = True
+        self._writing = asyncio.Lock()
 
-    async def live(self, address: str) -> None:
+    async def live(self, address: str, credentials: Credentials) -> None:
         """Sessions, one after the other, with the real agent's waits between them."""
         retry_s = FIRST_RETRY_S
-        options = (*CHANNEL_OPTIONS, _OWN_CONNECTION)
-        async with grpc.aio.insecure_channel(address, options=options) as channel:
+        endpoint = Endpoint(address=address, credentials=credentials)
+        async with open_aio_channel(endpoint, (*CHANNEL_OPTIONS, _OWN_CONNECTION)) as channel:
             stub = rpc.ControlStub(channel)  # type: ignore[no-untyped-call]  # generated
             while self._alive:
                 before = self.welcomed_at
@@ -149,7 +155,8 @@ class Agent:
     async def _send(self, **body: object) -> None:
         assert self._call is not None
         message = pb.AgentMessage(incarnation=self.facts.incarnation, **body)  # type: ignore[arg-type]
-        await self._call.write(message)
+        async with self._writing:  # one at a time on a stream
+            await self._call.write(message)
 
     async def _beat(self, heartbeat_s: float) -> None:
         await asyncio.sleep(random.uniform(0.0, heartbeat_s))
@@ -220,11 +227,31 @@ class Agent:
         await self._send(records=convert.records_message(job_id, [record]))
 
 
+class Keys:
+    """A cluster's authority, as operators make it, and credentials for agents."""
+
+    def __init__(self, folder: Path) -> None:
+        oobleck = Path(sys.executable).with_name("oobleck")
+        command = [str(oobleck), "pki", "init", "--dir", str(folder)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        self.folder = folder
+        self.operator = read_credentials(folder / "operator")
+        key = read_key((folder / "ca.key").read_bytes())
+        self._authority = Authority((folder / "ca.crt").read_bytes(), key)
+
+    def of_agent(self, name: NodeName) -> Credentials:
+        key, identity = new_key(), Identity(role="agent", name=name)
+        certificate = self._authority.sign(key.public_key(), identity, 86_400.0)
+        return Credentials(
+            authority=self._authority.certificate, certificate=certificate, key=key_pem(key)
+        )
+
+
 class Master:
     """`oobleck-master` as a process, and its address."""
 
-    def __init__(self, state_dir: Path) -> None:
-        self._state_dir = state_dir
+    def __init__(self, state_dir: Path, keys: Keys) -> None:
+        self._state_dir, self._keys = state_dir, keys
         self.address = "127.0.0.1:0"
         self.start()
 
@@ -232,7 +259,7 @@ class Master:
         command = [sys.executable, "-m", "oobleck.master", "--listen", self.address]
         with (self._state_dir.parent / "master.log").open("a") as log:
             self._process = subprocess.Popen(
-                [*command, "--state-dir", str(self._state_dir)],
+                [*command, "--state-dir", str(self._state_dir), "--pki", str(self._keys.folder)],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
@@ -346,14 +373,19 @@ async def run(arguments: argparse.Namespace, scratch: Path) -> None:
     # Nobody here measures a model.
     spec = replace(job_spec(microbatches=16 * count), profile="estimate")
     memory_bytes = memory_per_worker(spec, 1)
-    master = Master(scratch / "state")
+    keys = Keys(scratch / "pki")
+    master = Master(scratch / "state", keys)
     told = Told()
     agents = [Agent(number, memory_bytes, told) for number in range(count)]
+    credentials = [keys.of_agent(agent.name) for agent in agents]
     begun = time.monotonic()
-    lives = [asyncio.create_task(agent.live(master.address)) for agent in agents]
+    lives = [
+        asyncio.create_task(agent.live(master.address, own))
+        for agent, own in zip(agents, credentials, strict=True)
+    ]
     try:
         await reconnected(agents, begun, f"{count} agents start at once")
-        channel = grpc.aio.insecure_channel(master.address)
+        channel = open_aio_channel(Endpoint(address=master.address, credentials=keys.operator), ())
         operator = rpc.OperatorStub(channel)  # type: ignore[no-untyped-call]  # generated
         reply = await operator.Submit(
             pb.SubmitRequest(request_id=os.urandom(8).hex(), job=format_job(spec)), timeout=60
@@ -380,7 +412,7 @@ async def run(arguments: argparse.Namespace, scratch: Path) -> None:
         await reconnected(cut, begun, f"{len(cut)} streams cut at once")
         begun = time.monotonic()
         master.kill()
-        master.start()
+        await asyncio.to_thread(master.start)
         await reconnected(agents, begun, "kill -9 of the master and a new one")
         await asyncio.sleep(10)
         changes = agents[0].generation - generation
