@@ -35,6 +35,10 @@ class Tail:
         """The last line, where the output ended without a newline."""
         return self.feed(b"\n") if self._partial else []
 
+    def last_line(self) -> str:
+        """The last one that says something; of a Python error that is its name and text."""
+        return next((line for line in reversed(self._last) if line.strip()), "")
+
     def last_lines(self) -> str:
         return "\n".join(self._last)
 

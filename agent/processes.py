@@ -49,7 +49,7 @@ class Listener(Protocol):
     """Who is told what the processes do; called in the event loop."""
 
     def warm_ready(self) -> None: ...
-    def warm_exited(self, returncode: int | None) -> None: ...
+    def warm_exited(self, returncode: int | None, last_line: str) -> None: ...
     def forked(self, incarnation: Incarnation, pid: int) -> None: ...
     def fork_failed(self, incarnation: Incarnation, reason: str) -> None: ...
     def said(self, incarnation: Incarnation, message: FromWorker) -> None: ...
@@ -181,17 +181,23 @@ class WarmProcess:
         #: To kill it by: asyncio's own way may reap it too, and then its exit status is lost.
         self._handle: int | None = None
         self._killed = False
+        #: Of what it prints; all of it goes to the agent's own standard error.
+        self.tail = Tail()
 
     async def run(self, command: tuple[str, ...], environment: Mapping[str, str]) -> None:
         """Start it, tell the listener what it says, and return when it has ended."""
         reader, writer = await asyncio.open_unix_connection(sock=self._socket)
         process: asyncio.subprocess.Process | None = None
+        output, their_output = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(output, False)
+        asyncio.get_running_loop().add_reader(output, self._pass_on, output)
         try:
             with self._their_socket:
                 process = await asyncio.create_subprocess_exec(
                     *command,
                     stdin=self._their_socket.fileno(),
-                    stdout=sys.stderr,
+                    stdout=their_output,
+                    stderr=their_output,
                     env=environment,
                     start_new_session=True,
                 )
@@ -202,14 +208,30 @@ class WarmProcess:
         except (msgspec.DecodeError, ConnectionError, OSError) as error:
             logger.warning("warm process's channel broke", extra={"reason": error})
         finally:
+            os.close(their_output)
             writer.close()
             self._sender.close()
             self.kill()
         returncode = await process.wait() if process is not None else None
+        asyncio.get_running_loop().remove_reader(output)
+        while self._pass_on(output):
+            pass
+        os.close(output)
+        self.tail.finish()
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
-        self._listener.warm_exited(returncode)
+        self._listener.warm_exited(returncode, self.tail.last_line())
+
+    def _pass_on(self, output: int) -> bool:
+        """What there is of its output; whether there was something."""
+        data, closed = read_available(output)
+        if closed:
+            asyncio.get_running_loop().remove_reader(output)
+        self.tail.feed(data)
+        sys.stderr.buffer.write(data)
+        sys.stderr.flush()
+        return bool(data)
 
     def _dispatch(self, message: FromWarm) -> None:
         match message:

@@ -138,6 +138,9 @@ class WarmKilled:
 class WarmExited:
     """The warm process is gone, and its workers with it (their own exits come separately)."""
 
+    #: Its end, and its last words.
+    how: str = ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkAsked:
@@ -318,6 +321,9 @@ class WarmState:
     ready: bool = False
     killed: bool = False
     budget: StartBudget = field(default_factory=StartBudget)
+    #: Ends in a row before it was ready, and how the last one came.
+    failed_starts: int = 0
+    last_end: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -348,6 +354,17 @@ class NodeState:
     def current(self, slot: int) -> Worker | None:
         """The process that fills `slot`, whichever job it belongs to."""
         return next((w for w in self.workers.values() if w.slot == slot), None)
+
+    def trouble(self) -> str:
+        """Why no worker can be started here; empty: one can."""
+        if self.warm.failed_starts:
+            times = "once" if self.warm.failed_starts == 1 else f"{self.warm.failed_starts} times"
+            return (
+                f"what workers are forked from has ended {times} before it was ready; the last "
+                f"time: {self.warm.last_end}"
+            )
+        failures = (slot.failure.message for slot in self.slots if slot.failure is not None)
+        return next(failures, "")
 
     def serving(self) -> list[Worker]:
         """The workers of the desired job that are not on their way out, by slot."""
@@ -387,13 +404,14 @@ class NodeState:
             case WarmStarted():
                 self.warm.started_at = now
             case WarmReady():
-                self.warm.ready = True
+                self.warm.ready, self.warm.failed_starts = True, 0
             case WarmKilled():
                 self.warm.killed = True
-            case WarmExited():
+            case WarmExited(how=how):
                 if self.warm.started_at is not None:
                     self.warm.budget.ended(started_at=self.warm.started_at, now=now)
-                self.warm = WarmState(budget=self.warm.budget)
+                failed = 0 if self.warm.ready else self.warm.failed_starts + 1
+                self.warm = WarmState(budget=self.warm.budget, failed_starts=failed, last_end=how)
             case ForkAsked(slot=slot, incarnation=incarnation):
                 assert self.desired is not None
                 self.slots[slot].launches += 1

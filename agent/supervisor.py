@@ -98,6 +98,12 @@ def new_incarnation(surroundings: Surroundings) -> Incarnation:
     return Incarnation(surroundings.token(8))
 
 
+def _how(returncode: int | None) -> str:
+    if returncode is None:
+        return "could not be started"
+    return f"was killed by {signal_name(-returncode)}" if returncode < 0 else f"exit {returncode}"
+
+
 class Supervisor:
     """Keeps the processes of one node as the master wants them."""
 
@@ -199,7 +205,7 @@ class Supervisor:
     def warm_ready(self) -> None:
         self._handle(WarmReady())
 
-    def warm_exited(self, returncode: int | None) -> None:
+    def warm_exited(self, returncode: int | None, last_line: str) -> None:
         # The kernel kills the workers with the warm process, and nobody is left to tell how.
         self._warm = None
         for process in list(self._processes.values()):
@@ -207,7 +213,8 @@ class Supervisor:
             self._bury(process, None, signal.SIGKILL)
         if not self._state.shutting_down:
             logger.warning("warm process ended", extra={"returncode": returncode})
-        self._handle(WarmExited())
+        how = _how(returncode) + (f": {last_line}" if last_line else "")
+        self._handle(WarmExited(how=how))
 
     def forked(self, incarnation: Incarnation, pid: int) -> None:
         if (process := self._processes.get(incarnation)) is not None:
@@ -439,10 +446,13 @@ class Supervisor:
     def _status(self) -> types.NodeStatus:
         desired = self._state.desired
         leaving = self._state.leave_by is not None
+        trouble, failed_starts = self._state.trouble(), self._state.warm.failed_starts
         if desired is None:
-            return types.NodeStatus(leaving=leaving)
+            return types.NodeStatus(leaving=leaving, trouble=trouble, failed_starts=failed_starts)
         return types.NodeStatus(
             leaving=leaving,
+            trouble=trouble,
+            failed_starts=failed_starts,
             job_id=desired.job_id,
             generation=desired.part.plan.generation if desired.part else Generation(0),
             workers=tuple(

@@ -372,6 +372,39 @@ async def test_sigint_stops_workers_even_deaf_ones_within_the_grace() -> None:
         await agent.gone(0.5)
 
 
+def test_what_workers_are_forked_from_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    broken.touch()
+    monkeypatch.setenv("STANDIN_BROKEN", str(broken))
+
+    async def body() -> None:
+        async with ScriptedMaster.running() as master:
+            agent = Agent(master.address)
+            stream = await master.next_session()
+            await stream.welcome()
+            told = await stream.until(lambda m: m.status.failed_starts == 3)
+            assert told.status.trouble == (
+                "what workers are forked from has ended 3 times before it was ready; the last "
+                "time: exit 1: ImportError: libcublas.so.12: cannot open shared object file"
+            )
+            broken.unlink()
+            before = len(stream.heard)
+            await stream.until(
+                lambda m: (
+                    m.HasField("status") and not m.status.trouble and m in stream.heard[before:]
+                )
+            )
+            agent.process.send_signal(signal.SIGINT)
+            assert await agent.ended() == 0
+            assert agent.process.stderr is not None
+            assert "ImportError" in agent.process.stderr.read()
+            agent.process.stderr.close()
+
+    scenario(body)()
+
+
 @scenario
 async def test_sigterm_ends_the_agent_when_the_work_has_moved_off() -> None:
     async with cluster(workers=2) as (_, agent, stream):

@@ -136,7 +136,7 @@ class WarmHandle:
         if not self._ended.is_set():
             self._listener.warm_ready()
         await waiting
-        self._listener.warm_exited(-_SIGKILL)
+        self._listener.warm_exited(-_SIGKILL, "")
 
     def fork(self, request: Fork, worker: WorkerHandle) -> None:
         self._agent.process.later(self._world.short_s(), self._fork, worker)

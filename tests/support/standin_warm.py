@@ -10,7 +10,8 @@ job's seed says (milliseconds per step). What they do beyond that is set by the 
 - `mute`: gives no sign of life once it is ready.
 - `chatty`: prints 5000 lines at its start.
 
-STANDIN_FORKS_TO_FAIL in the environment: so many forks fail first.
+STANDIN_FORKS_TO_FAIL in the environment: so many forks fail first. STANDIN_BROKEN: it has a library
+that cannot be loaded as long as a file of that name is there.
 """
 
 import os
@@ -148,6 +149,8 @@ def become_worker(channel_fd: int, output_fd: int, warm_pid: int) -> NoReturn:
 
 def main() -> None:
     die_with_parent(os.getppid())
+    if os.path.exists(os.environ.get("STANDIN_BROKEN", "")):
+        raise ImportError("libcublas.so.12: cannot open shared object file")
     agent: Channel[ToWarm] = Channel(socket.socket(fileno=os.dup(0)), ToWarm)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
