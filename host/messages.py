@@ -30,15 +30,18 @@ class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
     A point is the text of an instruction kind, with `before:` or `after:` in front
     (`before:Forward`, `after:Vote`), a moment inside the vote (`reduced`: all gradients in hand,
     `voting`: its own share is out), `evaluating` (before each instruction of an evaluation after
-    `step`, with `microbatch` of its samples), or a recovery phase (`before:rendezvous`,
-    `before:transfer`, `after:transfer`), or `before:measure`.
+    `step`, with `microbatch` of its samples), or a recovery phase, in this order:
+    `before:rendezvous`, `before:connect` (all have arrived), `before:standings`, `before:transfer`,
+    `sending` and `receiving` (before each piece of state, with the number of pieces before it as
+    `microbatch`), `after:transfer`; or `before:measure`.
     """
 
     worker: WorkerId
     point: str
     #: Only in jobs of this name; None: in every job.
     job: str | None = None
-    #: None: whatever step the worker is in.
+    #: None: in whatever generation, and whatever step, the worker is in.
+    generation: Generation | None = None
     step: int | None = None
     #: Only this micro-batch (global number); None: the first that comes.
     microbatch: int | None = None

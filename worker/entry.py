@@ -8,7 +8,8 @@ how training goes on after.
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -100,6 +101,9 @@ class Entry:
         """
         plan, progress = assign.plan, self._progress
         self._state.drop_partial()
+        self._faults.reached(
+            "before:standings", generation=plan.generation, step=progress.committed
+        )
         with self._timeline.phase("agree"):
             agreement = self._agree(plan, plan.workers, transport)
         if self._restore(assign, agreement, transport):
@@ -276,7 +280,8 @@ class Entry:
         """Come to hold every layer of the plan at the agreed step; returns the bytes received."""
         step, state = agreement.step, self._state
         generation = plan.generation
-        self._faults.reached("before:transfer", generation=generation, step=step)
+        probe = partial(self._faults.reached, generation=generation, step=step)
+        probe("before:transfer")
         current = agreement.held[self._worker]
         state.keep_only(current)
         wanted = plan_shards(plan).get(self._worker, frozenset())
@@ -291,27 +296,35 @@ class Entry:
                 state.write_own(shard.layer)
         if step > 0:
             transfers = self._plan_transfers(agreement, plan)
-        received = self._exchange(transfers, members, transport)
+        received = self._exchange(transfers, members, transport, probe)
         if step > 0:
             for shard in needed:
                 state.complete(shard.layer)
-        self._faults.reached("after:transfer", generation=generation, step=step)
+        probe("after:transfer")
         return received
 
     def _exchange(
-        self, transfers: Iterable[Transfer], members: Sequence[WorkerId], transport: Transport
+        self,
+        transfers: Iterable[Transfer],
+        members: Sequence[WorkerId],
+        transport: Transport,
+        probe: Callable[..., None],
     ) -> int:
         """Send and receive; returns the bytes received."""
         state = self._state
         rank = {member: index for index, member in enumerate(members)}
         pending: list[Pending] = []
         received: list[tuple[Transfer, torch.Tensor]] = []
+        sent = 0
         for transfer in transfers:
             piece = transfer.layer, transfer.start, transfer.stop
             if transfer.source == self._worker:
+                probe("sending", microbatch=sent)
+                sent += 1
                 peer = rank[transfer.destination]
                 pending.append(transport.send(state.read(*piece), peer, transfer.layer))
             elif transfer.destination == self._worker:
+                probe("receiving", microbatch=len(received))
                 room = state.room(*piece)
                 received.append((transfer, room))
                 pending.append(transport.receive(room, rank[transfer.source], transfer.layer))

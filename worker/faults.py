@@ -40,6 +40,7 @@ class FaultInjector:
         for rule in self._rules:
             if (
                 rule.point == point
+                and rule.generation in (None, generation)
                 and rule.step in (None, step)
                 and rule.microbatch in (None, microbatch)
             ):

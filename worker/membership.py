@@ -33,6 +33,7 @@ class Membership:
         links: Sequence[Link],
         control: Control,
         on_lost: Callable[[str], None],
+        on_arrival: Callable[[], None],
         meeting: str = "",
     ) -> None:
         """Join; returns when all `members` have. `meeting`: which one it is, of several in a
@@ -41,6 +42,7 @@ class Membership:
         Raises TransportError when one is lost on the way, Superseded when a newer generation is
         wanted; nothing is left open then. `on_lost` is told, from another thread and at any time
         once all have arrived, that a neighbour is gone; whatever waits for others is released then.
+        `on_arrival` is called in between.
         """
         generation = assign.plan.generation
         self._control = control
@@ -60,6 +62,7 @@ class Membership:
             try:
                 connector.announce(place)
                 await_arrival(place, size, lambda: control.check_newest(generation), generation)
+                on_arrival()
                 # Before the groups, in which a death is not noticed while they are built.
                 self._lifeline.connect(
                     self._neighbour_lost, lambda: control.check_wanted(generation)

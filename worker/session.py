@@ -223,15 +223,17 @@ class Session:
     def _join(self, assign: Assign) -> Membership:
         plan = assign.plan
         self._programs = self._compile(plan)
-        self._faults.reached(
-            "before:rendezvous", generation=plan.generation, step=self._progress.begun
-        )
+        self._probe("before:rendezvous", assign)
         return self._member(
             assign,
             plan.workers,
             groups=owner_groups(self._programs.values(), plan),
             links=links_of(self._programs, plan),
         )
+
+    def _probe(self, point: str, assign: Assign) -> None:
+        generation = assign.plan.generation
+        self._faults.reached(point, generation=generation, step=self._progress.begun)
 
     def _member(
         self,
@@ -252,6 +254,7 @@ class Session:
             links=links,
             control=self._control,
             on_lost=lambda detail: self._lost(assign.plan.generation, detail),
+            on_arrival=lambda: self._probe("before:connect", assign),
             meeting=meeting,
         )
 

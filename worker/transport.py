@@ -37,8 +37,10 @@ from oobleck.worker.wires import MOST_BYTES, Wires
 #: A set of ranks, sorted.
 Group = tuple[int, ...]
 
-#: Operations wait for peers' computation, however long; losses release them, not the clock.
-OPERATION_TIMEOUT = timedelta(hours=24)
+#: Operations wait for peers' computation; losses release them, not the clock. Those that gloo
+#: forgets are the exception (see `waiting`): so long they keep a thread that waits for them, and
+#: their group.
+OPERATION_TIMEOUT = timedelta(hours=1)
 
 #: Between the end of a generation and the end of its connections.
 DISPOSE_DELAY_S = 1.0

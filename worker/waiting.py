@@ -1,8 +1,9 @@
 """Waiting for native calls in such a way that an abort, or a limit of time, always ends the wait.
 
 When a connection breaks, gloo wakes whoever waits for an operation that it has in one of its
-queues, but not one whose message is just being read or written: that wait goes on until the
-operation's time-out, and closing connections does not end it. A store's client waits for the
+queues, but not one whose message is just being read or written (gloo/transport/tcp/pair.cc,
+Pair::signalException): that wait goes on until the operation's time-out, and nothing that can be
+done from outside ends it. A store's client waits for the
 answer of a host that is stopped, whatever its time-out. So the waiting is done by a thread that
 can be given up. Must not know what is waited for.
 """

@@ -128,10 +128,11 @@ class LiveWorker:
 class WarmWorkers:
     """A real warm process; serves many directors one after the other. A context manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, within: Sequence[str] = ()) -> None:
+        """`within`: the command, if any, that runs it, as in a network of its own."""
         self.socket, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "oobleck.worker.warm"],
+            [*within, sys.executable, "-m", "oobleck.worker.warm"],
             stdin=theirs,
             env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
             start_new_session=True,
@@ -166,8 +167,9 @@ class Director:
         *,
         stage_everything: bool = False,
         device: str | None = None,
+        address: str = "127.0.0.1",
     ) -> None:
-        """`device`: what all workers compute on; None: what tests do."""
+        """`device`: what all workers compute on; None: what tests do. `address`: of this host."""
         self.job = job
         self._device = device or str(devices.device())
         self._stage_everything = stage_everything
@@ -178,6 +180,8 @@ class Director:
         self.exits: dict[int, ChildExited] = {}
         self._meetings = 0
         self._warm = warm
+        self._elsewhere: list[WarmWorkers] = []
+        self._address = address
 
     def __enter__(self) -> "Director":
         return self
@@ -189,14 +193,18 @@ class Director:
                     os.kill(live.pid, signal.SIGKILL)
             live.close()
 
-    def start(self, *nodes: str) -> None:
-        """Fork one worker per node and wait until they are ready."""
+    def start(self, *nodes: str, at: tuple[WarmWorkers, str] | None = None) -> None:
+        """Fork one worker per node and wait until they are ready; `at` another host's warm process
+        and address."""
+        warm, address = at or (self._warm, self._address)
+        if warm not in (self._warm, *self._elsewhere):
+            self._elsewhere.append(warm)
         names = [worker_named(node) for node in nodes]
         for worker in names:
             incarnation = Incarnation(os.urandom(4).hex())
             mine, theirs = socket.socketpair()
             log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the worker
-            self._warm.fork(incarnation, theirs, log.fileno(), self.job.model.kind)
+            warm.fork(incarnation, theirs, log.fileno(), self.job.model.kind)
             theirs.close()
             if worker in self.workers:
                 self.workers[worker].close()
@@ -207,7 +215,7 @@ class Director:
                     worker=worker,
                     job_id=JobId("test-1"),
                     job=self.job,
-                    address="127.0.0.1",
+                    address=address,
                     agent_pid=0,
                     device=self._device,
                     device_kind=self._device,
@@ -225,12 +233,13 @@ class Director:
         restore: bool = False,
         leaving: Sequence[str] = (),
         handover: bool = False,
+        store_of: str | None = None,
     ) -> None:
-        """Push `plan` to all its workers and to those that are `leaving`."""
+        """Push `plan` to all its workers and to those that are `leaving`. They meet in the store of
+        the node `store_of`; None: of the first one."""
         self._meetings += 1
-        store = next(
-            self.workers[worker].store for worker in plan.workers if not self.workers[worker].gone
-        )
+        hosts = plan.workers if store_of is None else [worker_named(store_of)]
+        store = next(self.workers[w].store for w in hosts if not self.workers[w].gone)
         message = Assign(
             plan=plan,
             rendezvous=Rendezvous(store=store, prefix=f"meeting-{self._meetings}"),
@@ -303,15 +312,16 @@ class Director:
 
     def _pump(self, timeout_s: float) -> None:
         channels = {live.channel.fileno(): live for live in self.workers.values() if not live.gone}
-        ready, _, _ = select.select([*channels, self._warm.channel.fileno()], [], [], timeout_s)
+        warms = {warm.channel.fileno(): warm for warm in (self._warm, *self._elsewhere)}
+        ready, _, _ = select.select([*channels, *warms], [], [], timeout_s)
         for fileno in ready:
-            if fileno == self._warm.channel.fileno():
-                self._from_warm()
+            if fileno in warms:
+                self._from_warm(warms[fileno])
             else:
                 self._from_worker(channels[fileno])
 
-    def _from_warm(self) -> None:
-        message = self._warm.channel.receive()
+    def _from_warm(self, warm: WarmWorkers) -> None:
+        message = warm.channel.receive()
         assert message is not None, "the warm process died"
         match message:
             case Forked(incarnation=incarnation, pid=pid):

@@ -54,8 +54,21 @@ def undisturbed(warm: WarmWorkers) -> dict[int, float | None]:
         return cluster.losses()
 
 
-def fault(node: str, point: str, *, step: int | None = 3, action: str = "kill_worker") -> FaultRule:
-    return FaultRule(worker=WorkerId(NodeName(node), 0), point=point, step=step, action=action)  # type: ignore[arg-type]
+def fault(
+    node: str,
+    point: str,
+    *,
+    step: int | None = 3,
+    generation: int | None = None,
+    action: str = "kill_worker",
+) -> FaultRule:
+    return FaultRule(
+        worker=WorkerId(NodeName(node), 0),
+        point=point,
+        generation=None if generation is None else Generation(generation),
+        step=step,
+        action=action,  # type: ignore[arg-type]
+    )
 
 
 FIVE = make_plan(1, [[("a", 2), ("b", 3)], [("c", 1), ("d", 2), ("e", 2)]], [4, 4])
@@ -165,16 +178,26 @@ def test_two_losses_one_after_the_other(
         check(cluster, undisturbed)
 
 
-@pytest.mark.parametrize("point", ["before:rendezvous", "before:transfer", "after:transfer"])
+#: By the phase of a recovery the point in it.
+PHASES = {
+    "on its way to the meeting": "before:rendezvous",
+    "building of groups": "before:connect",
+    "standings": "before:standings",
+    "before the copy of state": "before:transfer",
+    "as the source, in mid-copy": "sending",
+    "after the copy of state": "after:transfer",
+    "first step": "before:Backward",
+    "first vote, not given": "reduced",
+    "first vote, given": "voting",
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
 def test_loss_during_the_recovery_from_another(
-    warm: WarmWorkers, undisturbed: dict[int, float | None], point: str
+    warm: WarmWorkers, undisturbed: dict[int, float | None], phase: str
 ) -> None:
-    # before:rendezvous and the transfer points tell the last begun and the last committed step.
-    faults = [
-        fault("e", "after:Forward", step=3),
-        fault("d", point, step=3 if point == "before:rendezvous" else 2),
-    ]
-    with Director(warm, job(), faults) as cluster:
+    second = fault("d", PHASES[phase], step=None, generation=2)
+    with Director(warm, job(), [fault("e", "after:Forward"), second]) as cluster:
         cluster.start("a", "b", "c", "d", "e")
         cluster.assign(FIVE)
         cluster.wait(lambda: is_gone(cluster, "e"), "the first kill")
@@ -182,6 +205,81 @@ def test_loss_during_the_recovery_from_another(
         cluster.wait(lambda: is_gone(cluster, "d"), "the second kill")
         cluster.assign(A_B_C)
         cluster.wait_finished(A_B_C)
+        cluster.stop()
+        check(cluster, undisturbed)
+
+
+@pytest.mark.parametrize("moment", ["before the push", "after the push"])
+def test_second_loss_while_the_first_one_is_left(
+    warm: WarmWorkers, undisturbed: dict[int, float | None], moment: str
+) -> None:
+    with Director(warm, job(), [fault("e", "after:Forward")]) as cluster:
+        cluster.start("a", "b", "c", "d", "e")
+        cluster.assign(FIVE)
+        cluster.wait(lambda: is_gone(cluster, "e"), "the first kill")
+        if moment == "after the push":
+            cluster.assign(WITHOUT_E)
+        cluster.kill("d")
+        if moment == "before the push":
+            cluster.assign(WITHOUT_E)
+        cluster.wait(lambda: is_gone(cluster, "d"), "the second kill")
+        cluster.assign(A_B_C)
+        cluster.wait_finished(A_B_C)
+        cluster.stop()
+        check(cluster, undisturbed)
+
+
+def test_three_losses_each_in_the_recovery_from_the_one_before(
+    warm: WarmWorkers, undisturbed: dict[int, float | None]
+) -> None:
+    faults = [
+        fault("e", "after:Forward"),
+        fault("d", "sending", step=None, generation=2),
+        fault("c", "before:connect", step=None, generation=3),
+    ]
+    plans = [FIVE, WITHOUT_E, A_B_C, make_plan(4, [[("a", 2), ("b", 3)]], [8])]
+    with Director(warm, job(), faults) as cluster:
+        cluster.start("a", "b", "c", "d", "e")
+        for plan, victim in zip(plans, ("e", "d", "c"), strict=False):
+            cluster.assign(plan)
+            cluster.wait(lambda victim=victim: is_gone(cluster, victim), f"{victim} is killed")  # type: ignore[misc]
+        cluster.assign(plans[-1])
+        cluster.wait_finished(plans[-1])
+        cluster.stop()
+        check(cluster, undisturbed)
+
+
+def test_two_losses_at_once(warm: WarmWorkers, undisturbed: dict[int, float | None]) -> None:
+    faults = [fault(node, "before:LoadTokens", action="hold") for node in ("d", "e")]
+    with Director(warm, job(), faults) as cluster:
+        cluster.start("a", "b", "c", "d", "e")
+        cluster.assign(FIVE)
+        for node in ("d", "e"):
+            cluster.wait(lambda node=node: cluster.has_faulted(f"{node}/0"), f"{node} waits")  # type: ignore[misc]
+        for node in ("d", "e"):
+            cluster.kill(node)
+        only = make_plan(2, [[("a", 1), ("b", 3), ("c", 1)]], [8])
+        cluster.assign(only)
+        cluster.wait_finished(only)
+        cluster.stop()
+        check(cluster, undisturbed)
+
+
+@pytest.mark.parametrize("phase", ["standings", "before the copy of state", "first step"])
+def test_join_during_the_recovery_from_a_loss(
+    warm: WarmWorkers, undisturbed: dict[int, float | None], phase: str
+) -> None:
+    # d waits at that point of the recovery until a plan comes in which f has taken e's place.
+    held = fault("d", PHASES[phase], step=None, generation=2, action="hold")
+    with_f = make_plan(3, [[("a", 2), ("b", 3)], [("c", 1), ("d", 2), ("f", 2)]], [4, 4])
+    with Director(warm, job(), [fault("e", "after:Forward"), held]) as cluster:
+        cluster.start("a", "b", "c", "d", "e", "f")
+        cluster.assign(FIVE)
+        cluster.wait(lambda: is_gone(cluster, "e"), "the loss")
+        cluster.assign(WITHOUT_E)
+        cluster.wait(lambda: cluster.has_faulted("d/0"), "the recovery came to the point")
+        cluster.assign(with_f)
+        cluster.wait_finished(with_f)
         cluster.stop()
         check(cluster, undisturbed)
 

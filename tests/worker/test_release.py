@@ -1,0 +1,173 @@
+"""Whoever waits for a peer that is gone is released by the push of the next generation.
+
+Real workers wait in every kind of wait for one that is killed, stopped or cut off from the network
+without a word, and are released without a time-out having struck, in the same processes, which keep
+nothing of it. The training stays the same.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from oobleck.host.messages import FaultRule, PeerLost
+from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.optimization import OptimizerSpec
+from oobleck.planner.plan import Plan
+from oobleck.worker.transport import DISPOSE_DELAY_S
+from support.director import Cut, Director, LiveWorker, WarmWorkers, make_plan
+from support.leftovers import opened
+from support.network import Host
+from support.reference import train_reference
+
+SURVIVORS = ("a", "b", "c")
+#: Where the victim is caught, and so what the others wait for or in.
+WAITS = {
+    "arrival of all": "before:rendezvous",
+    "victim's store": "before:rendezvous",
+    "groups": "before:connect",
+    "standings": "before:standings",
+    "transfer": "sending",
+    "receive and sums": "before:Backward",
+    "vote": "reduced",
+}
+#: Of a group of three in use.
+_GROUP_DESCRIPTORS, _GROUP_THREADS = 6, 4
+#: The words of a wait that nothing but its limit of time has ended.
+TIMED_OUT = ("no answer", "Timed out", "wait timeout", "timed out")
+
+
+def make_job(microbatch: int) -> JobSpec:
+    return JobSpec(
+        name="release",
+        model=ModelSpec(layers=3, hidden=64, heads=2, sequence_length=16),
+        data=DataSpec(text=(str(Path(__file__).parents[2] / "LICENSE"),)),
+        training=TrainingSpec(
+            steps=100_000,
+            global_batch=4 * microbatch,
+            microbatch=microbatch,
+            precision="fp64",
+            optimizer=OptimizerSpec(lr=1e-3),
+        ),
+    )
+
+
+def given_up(live: LiveWorker) -> int:
+    """Operations whose end it did not see."""
+    return live.written().count('detail="an operation was given up"')
+
+
+@pytest.fixture(scope="module")
+def far_host() -> Iterator[tuple[Host, WarmWorkers]]:
+    with Host() as host, WarmWorkers(host.within) as warm:
+        yield host, warm
+
+
+class Drill:
+    """A cluster that loses one worker after the other."""
+
+    def __init__(self, cluster: Director, lose: Callable[[str], None]) -> None:
+        self._cluster = cluster
+        self._lose = lose
+        self._generation = 0
+        cluster.assign(self._plan([("c", 5)]))
+        self._step_of(self._generation)
+
+    def _plan(self, second: list[Cut]) -> Plan:
+        self._generation += 1
+        return make_plan(self._generation, [[("a", 2), ("b", 3)], second], [2, 2])
+
+    def _step_of(self, generation: int) -> None:
+        self._cluster.wait(
+            lambda: any(r[0].generation == generation for r in self._cluster.records.values()),
+            f"a step of generation {generation}",
+        )
+
+    def lose_one(self, wait: str, victim: str) -> None:
+        cluster = self._cluster
+        store_of = victim if wait == "victim's store" else None
+        cluster.assign(self._plan([("c", 2), (victim, 3)]), store_of=store_of)
+        if wait == "transfer":  # once it holds what the others need
+            self._step_of(self._generation)
+            cluster.assign(self._plan([("c", 4), (victim, 1)]))
+        cluster.wait(lambda: cluster.has_faulted(f"{victim}/0"), f"{victim} is caught")
+        self._lose(victim)
+        held_up = Generation(self._generation)
+        cluster.assign(self._plan([("c", 5)]))
+        self._step_of(self._generation)
+        for node in SURVIVORS:
+            for message in cluster.said(WorkerId(NodeName(node), 0), PeerLost, held_up):
+                assert isinstance(message, PeerLost)
+                assert not any(words in message.detail for words in TIMED_OUT), message
+
+
+@pytest.mark.parametrize(
+    ("fault", "microbatch", "waits"),
+    [
+        pytest.param("killed", 1, list(WAITS), id="killed"),
+        pytest.param("stopped", 1, 2 * list(WAITS), id="stopped, again and again"),
+        pytest.param("cut off", 1, list(WAITS), id="cut off"),
+        # Messages that are too large for wires.
+        pytest.param("cut off", 96, ["receive and sums", "vote"], id="cut off, messages by gloo"),
+    ],
+)
+def test_whoever_waits_for_a_lost_peer_is_released(
+    request: pytest.FixtureRequest,
+    warm: WarmWorkers,
+    fault: str,
+    microbatch: int,
+    waits: list[str],
+) -> None:
+    job = make_job(microbatch)
+    far: tuple[Host, WarmWorkers] | None = None
+    if fault == "cut off":
+        far = request.getfixturevalue("far_host")
+    victims = {f"{number}{wait[0]}": wait for number, wait in enumerate(waits)}
+
+    def lose(victim: str) -> None:
+        if far is not None:
+            far[0].cut()
+
+    action = {"killed": "kill_worker", "stopped": "stop", "cut off": "hold"}[fault]
+    with Director(warm, job, address=far[0].near if far else "127.0.0.1") as cluster:
+        cluster.faults = tuple(
+            FaultRule(
+                worker=WorkerId(NodeName(victim), 0),
+                point=WAITS[wait],
+                action=action,  # type: ignore[arg-type]
+            )
+            for victim, wait in victims.items()
+        )
+        cluster.start(*SURVIVORS)
+        cluster.start(*victims, at=(far[1], far[0].far) if far else None)
+        drill = Drill(cluster, lose)
+        survivors = [cluster.workers[WorkerId(NodeName(node), 0)] for node in SURVIVORS]
+        footprints = []
+        for number, (victim, wait) in enumerate(victims.items(), 1):
+            drill.lose_one(wait, victim)
+            if fault != "killed":
+                cluster.kill(victim)
+            if far is not None:
+                far[0].join()
+            if len(waits) > len(WAITS) and number % len(WAITS) == 0:
+                time.sleep(2 * DISPOSE_DELAY_S)  # what a generation leaves is freed after that
+                footprints.append([(*opened(live.pid), given_up(live)) for live in survivors])
+        assert not any(live.gone for live in survivors)
+        cluster.stop()
+        losses = cluster.losses()
+    for then, now in pairwise(footprints):
+        for (descriptors, threads, lost), (later, threads_later, lost_later) in zip(
+            then, now, strict=True
+        ):
+            # What gloo has forgotten keeps its group until the operation's time-out.
+            forgotten = lost_later - lost
+            assert later <= descriptors + 4 + _GROUP_DESCRIPTORS * forgotten
+            assert threads_later <= threads + 2 + _GROUP_THREADS * forgotten
+    training = dataclasses.replace(job.training, steps=len(losses))
+    reference = train_reference(dataclasses.replace(job, training=training))
+    expected = [step.loss for step in reference.steps]
+    assert list(losses.values()) == pytest.approx(expected, rel=1e-9)
