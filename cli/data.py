@@ -71,7 +71,7 @@ def prepare(
     a .jsonl file has one per line; .gz after either is unpacked. A job reads the result with
     `data: {tokens: FILE}`. FILE appears when it is whole.
     """
-    from oobleck.host.tokenfile import DataError, TokenWriter, narrowest
+    from oobleck.host.tokenfile import CannotWrite, DataError, TokenWriter, narrowest, sweep
     from oobleck.host.tokenise import tokenise
     from oobleck.host.tokenizer import load_tokenizer
 
@@ -80,6 +80,7 @@ def prepare(
             f"{output} is there already; --force replaces it, or name another FILE", options.USAGE
         )
     files = _expand(inputs, output)
+    sweep(output)
     try:
         with _terminated_as_interrupted():
             reader = load_tokenizer(tokenizer)
@@ -89,6 +90,8 @@ def prepare(
             total = sum(os.path.getsize(path) for path in files)
             with _bar(total) as report, TokenWriter(output, kind) as writer:
                 info = tokenise(files, reader, writer, field=field, separator=behind, report=report)
+    except CannotWrite as error:
+        raise CommandFailed(str(error), options.FAILED) from error
     except DataError as error:
         raise CommandFailed(str(error), options.USAGE) from error
     click.echo(_summary(output, info))

@@ -15,6 +15,10 @@ from oobleck.host.command import CommandFailed
 if TYPE_CHECKING:
     from oobleck.planner.job import DataSpec, JobSpec
 
+#: Tokens of text that no tokenizer cuts, and how much of it is looked at before a submit.
+_BYTES = 256
+_LOOKED_AT_BYTES = 1 << 24
+
 
 def read_job(
     path: Path, overrides: Sequence[str], shown_as: Mapping[str, str] | None = None
@@ -187,7 +191,26 @@ def _count_tokens(data: "DataSpec", files: set[str], vocabulary: int) -> int | N
         return None
     if not all(map(is_plain, files)):
         return None
+    _check_bytes(sorted(files), vocabulary)
     return sum(os.path.getsize(path) for path in files)
+
+
+def _check_bytes(files: Sequence[str], vocabulary: int) -> None:
+    """Raises DataError where the beginning of the text has a byte that the model does not take."""
+    from oobleck.host.tokenfile import DataError
+
+    left = _LOOKED_AT_BYTES if vocabulary < _BYTES else 0
+    for path in files:
+        if left <= 0:
+            return
+        with open(path, "rb") as file:
+            begin = file.read(left)
+        left -= len(begin)
+        if begin and (highest := max(begin)) >= vocabulary:
+            raise DataError(
+                f"{path} has byte {highest}, and every byte is a token: it is not below "
+                f"model.vocabulary ({vocabulary}); set model.vocabulary to {_BYTES}"
+            )
 
 
 def _data_files(data: "DataSpec", key: str) -> set[str]:

@@ -7,6 +7,8 @@ not know where tokens come from or what they are for.
 """
 
 import contextlib
+import fcntl
+import glob
 import hashlib
 import os
 from pathlib import Path
@@ -24,6 +26,10 @@ Dtype = Literal["uint8", "uint16", "uint32"]
 
 class DataError(ValueError):
     """The data cannot be used as it is asked for; the text names the file or key and the fix."""
+
+
+class CannotWrite(DataError):
+    """The disk does not take it; nothing is wrong with the data."""
 
 
 class TokenFileInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,13 +234,25 @@ class TokenWriter:
     def _open(self) -> BinaryIO:
         if self._file is None:
             self._file = open(self._temporary, "wb")  # noqa: SIM115 - closed by __exit__
+            with contextlib.suppress(OSError):  # of file systems without locks nothing is swept
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return self._file
 
     def _unwritable(self, error: OSError) -> DataError:
-        return DataError(
+        return CannotWrite(
             f"cannot write {self._path}: {error.strerror}; make room there, make it writable, or "
             "name another place"
         )
+
+
+def sweep(path: str | Path) -> None:
+    """Remove what writers of `path` have left behind that were killed: nobody holds its lock."""
+    path = Path(path)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with contextlib.suppress(OSError), open(left, "rb") as file:  # another one was faster
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.with_name(f"{left.name}.json").unlink(missing_ok=True)
+            left.unlink()
 
 
 def _sync_directory(path: Path) -> None:

@@ -57,6 +57,11 @@ def check_writable(directory: str | Path) -> None:
 
 
 def _unwritable(directory: str | Path, error: OSError) -> OutputError:
+    if Path(directory).is_symlink() and not Path(directory).exists():
+        return OutputError(
+            f"output: {directory} is a link to {os.readlink(directory)}, which is not there on "
+            "this node; make that directory, or name another one"
+        )
     return OutputError(
         f"output: cannot write to {directory} on this node: {error.strerror}; make room there, "
         "make it writable, or name another directory"

@@ -1,6 +1,7 @@
 """`oobleck data`, and what `oobleck submit` says of data that does not fit."""
 
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ model: {{kind: gpt, layers: 2, hidden: 8, heads: 2, sequence_length: 8, vocabula
 data: {data}
 training: {{steps: 20, global_batch: 4}}
 """
+#: Bytes of the longest file.
+TEXT_LIMIT = 10_000
 TEXT = "To be, or not to be, that is the question. " * 40
 
 
@@ -81,6 +84,43 @@ def test_prepare_that_is_interrupted_leaves_nothing(tmp_path, signum):
     assert [path.name for path in tmp_path.iterdir()] == ["endless.txt"]
 
 
+def test_prepare_sweeps_what_a_killed_one_has_left(tmp_path):
+    with open(tmp_path / "endless.txt", "wb") as file:
+        file.truncate(1 << 40)
+    (tmp_path / "a.txt").write_text(TEXT)
+    command = [sys.executable, "-m", "oobleck.cli.main", "data", "prepare"]
+    out = ("-o", str(tmp_path / "out.bin"))
+    child = subprocess.Popen([*command, str(tmp_path / "endless.txt"), *out])
+    deadline = time.monotonic() + 60
+    while not (left := list(tmp_path.glob(".out.bin*"))):
+        assert time.monotonic() < deadline
+        assert child.poll() is None
+        time.sleep(0.01)
+    assert run("data", "prepare", str(tmp_path / "a.txt"), *out, "--force").returncode == 0
+    assert left[0].exists(), "it is still being written"
+    child.kill()
+    child.wait()
+    assert run("data", "prepare", str(tmp_path / "a.txt"), *out, "--force").returncode == 0
+    assert list(tmp_path.glob(".out.bin*")) == []
+
+
+def test_a_disk_that_takes_no_more_is_no_wrong_usage(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT * 100)
+    limit = (TEXT_LIMIT, TEXT_LIMIT)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "oobleck.cli.main", "data", "prepare"),
+            *(str(tmp_path / "a.txt"), "-o", str(tmp_path / "out.bin")),
+        ],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+    )
+    assert done.returncode == 1
+    assert f"cannot write {tmp_path}/out.bin: File too large; make room there" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
 def submitted(folder: Path, data: str, vocabulary: int) -> str:
     (folder / "job.yaml").write_text(JOB.format(data=data, vocabulary=vocabulary))
     return refused(run("submit", str(folder / "job.yaml"), "--master", "127.0.0.1:1"), 2)
@@ -95,6 +135,9 @@ def test_a_vocabulary_that_is_too_small_is_refused_before_a_master_is_asked(fold
     assert "set model.vocabulary to 3" in text
     text = submitted(tmp_path, "{text: a.txt, tokenizer: a.txt}", 256)
     assert f"{tmp_path}/a.txt is no tokenizer file" in text
+    text = submitted(tmp_path, "{text: a.txt}", 100)
+    assert "a.txt has byte 117" in text
+    assert "set model.vocabulary to 256" in text
     run("data", "prepare", f"{tmp_path}/a.txt", "-o", f"{tmp_path}/bytes.bin")
     assert "has token 117, which is not below" in submitted(tmp_path, "{tokens: bytes.bin}", 100)
     with open(tmp_path / "bytes.bin", "ab") as file:

@@ -96,6 +96,9 @@ def test_a_directory_that_takes_no_files_is_refused_before_the_training(tmp_path
     (tmp_path / "file").write_text("not a directory")
     with pytest.raises(OutputError, match=r"^output: cannot write to \S+file.*name another"):
         check_writable(tmp_path / "file")
+    (tmp_path / "link").symlink_to("gone")
+    with pytest.raises(OutputError, match="link is a link to gone, which is not there"):
+        check_writable(tmp_path / "link")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
