@@ -46,7 +46,6 @@ from oobleck.host.messages import PeerLost, PhaseReached, StepRecord
 from oobleck.host.pki import Authority, Identity, key_pem, new_key, read_key
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.jobfile import format_job
-from oobleck.planner.plan import Plan
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto import convert
@@ -67,15 +66,17 @@ _LIMIT_S = 300.0
 
 
 class Told:
-    """The newest assignment, read once for all agents: it is the same plan for everybody."""
+    """What the newest assignment says, read once for all agents: everybody has the same plan."""
 
     def __init__(self) -> None:
-        self._plans: dict[bytes, Plan] = {}
+        self._newest = (b"", Generation(0), WorkerId(NodeName(""), 0))
 
-    def plan(self, assignment: pb.Assignment) -> Plan:
-        if assignment.plan not in self._plans:
-            self._plans = {assignment.plan: convert.read_serialised_plan(assignment.plan)}
-        return self._plans[assignment.plan]
+    def plan(self, serialised: bytes) -> tuple[Generation, WorkerId]:
+        """Its generation, and the worker with rank 0."""
+        if serialised != self._newest[0]:
+            plan = convert.read_serialised_plan(serialised)
+            self._newest = (serialised, plan.generation, plan.workers[0])
+        return self._newest[1:]
 
 
 class Agent:
@@ -174,17 +175,17 @@ class Agent:
             self._now(job_id, 0)
             await self._send(status=convert.status_message(self.status))
             return
-        plan = self._told.plan(assignment)
-        if plan.generation == self.generation:
+        generation, first = self._told.plan(assignment.plan)
+        if generation == self.generation:
             return
-        self.generation = plan.generation
-        self.is_first = plan.workers[0] == WorkerId(self.name, 0)
+        self.generation = generation
+        self.is_first = first == WorkerId(self.name, 0)
         for phase in ("aborted", "joined", "transferred"):
             reached = PhaseReached(
-                generation=plan.generation, phase=phase, committed_step=self.step, redo=False
+                generation=generation, phase=phase, committed_step=self.step, redo=False
             )
             await self.report(job_id, reached)
-        self._now(job_id, plan.generation)
+        self._now(job_id, generation)
         await self._send(status=convert.status_message(self.status))
 
     def _now(self, job_id: JobId, generation: int) -> None:
