@@ -19,6 +19,8 @@ from oobleck.proto.control_pb2_grpc import OperatorStub, PkiStub
 from oobleck.proto.secure import open_channel
 
 DEADLINE_S = 5.0
+#: For so long a request is repeated whose reply was lost: a master is started anew in less.
+ASK_AGAIN_S = 10.0
 #: For a timeline: its steps are waited for.
 TIMELINE_S = 3600.0
 
@@ -35,13 +37,22 @@ CHANNEL_OPTIONS = (
 
 #: In what gRPC says when the other end is silent or speaks something else.
 _FOREIGN = re.compile(r"HTTP/2|SETTINGS|http1")
+#: ... and where there was no connection, so that no request has left.
+_NOT_CONNECTED = "failed to connect"
 _NO_MASTER = "what listens there does not answer like an Oobleck master"
 
 Reply = TypeVar("Reply")
 
 
+def _new_id() -> str:
+    """Of a request, so that repeating it is the same request."""
+    return secrets.token_hex(16)
+
+
 class Unreachable(CommandFailed):
-    def __init__(self, address: str, reason: str) -> None:
+    def __init__(self, address: str, reason: str, *, reached: bool = False) -> None:
+        """`reached`: the request may have come to the master, and its reply was lost."""
+        self.reached = reached
         super().__init__(
             f"cannot reach a master at {address} ({reason}); start one with "
             "'oobleck local --nodes 4', or name it with --master or OOBLECK_MASTER",
@@ -76,19 +87,11 @@ class Master:
     def submit(
         self, job: str, request_id: str, *, profile: str = "", profile_only: bool = False
     ) -> str:
-        """The job's id. Asked twice if the first reply is lost: the request's id makes one job.
-
-        `profile`: text of the profile file that the job names.
-        """
+        """The job's id. `profile`: text of the profile file that the job names."""
         request = pb.SubmitRequest(
             request_id=request_id, job=job, profile=profile, profile_only=profile_only
         )
-        try:
-            reply = self._ask(self._stub.Submit, request)
-        except Unreachable:
-            time.sleep(0.2)
-            reply = self._ask(self._stub.Submit, request)
-        return str(reply.job_id)
+        return str(self._change(self._stub.Submit, request).job_id)
 
     def jobs(self) -> list[pb.JobStatus]:
         return list(self._ask(self._stub.ListJobs, pb.ListJobsRequest()).jobs)
@@ -108,11 +111,12 @@ class Master:
 
     def save_checkpoint(self, job_id: str) -> int:
         """The number of the request."""
-        reply = self._ask(self._stub.SaveCheckpoint, pb.JobRequest(job_id=job_id))
-        return int(reply.number)
+        request = pb.SaveCheckpointRequest(request_id=_new_id(), job_id=job_id)
+        return int(self._change(self._stub.SaveCheckpoint, request).number)
 
     def cancel(self, job_id: str) -> pb.JobStatus:
-        status: pb.JobStatus = self._ask(self._stub.CancelJob, pb.JobRequest(job_id=job_id))
+        request = pb.CancelRequest(request_id=_new_id(), job_id=job_id)
+        status: pb.JobStatus = self._change(self._stub.CancelJob, request)
         return status
 
     def nodes(self, timeout_s: float = DEADLINE_S) -> list[pb.NodeInfo]:
@@ -120,15 +124,13 @@ class Master:
 
     def drain(self, node: str, reason: str, *, force: bool) -> pb.NodeInfo:
         """The node as it is then."""
-        request = pb.DrainNodeRequest(
-            request_id=secrets.token_hex(16), node=node, reason=reason, force=force
-        )
-        info: pb.NodeInfo = self._ask(self._stub.DrainNode, request)
+        request = pb.DrainNodeRequest(request_id=_new_id(), node=node, reason=reason, force=force)
+        info: pb.NodeInfo = self._change(self._stub.DrainNode, request)
         return info
 
     def undrain(self, node: str) -> pb.NodeInfo:
-        request = pb.UndrainNodeRequest(request_id=secrets.token_hex(16), node=node)
-        info: pb.NodeInfo = self._ask(self._stub.UndrainNode, request)
+        request = pb.UndrainNodeRequest(request_id=_new_id(), node=node)
+        info: pb.NodeInfo = self._change(self._stub.UndrainNode, request)
         return info
 
     def watch(self, job_id: str) -> Iterator[pb.JobStatus]:
@@ -170,6 +172,21 @@ class Master:
     def revoke(self, request: pb.RevokeRequest) -> None:
         self._ask(self._pki.Revoke, request)
 
+    def _change(self, method: Any, request: Message) -> Any:
+        """The reply to a request that changes something. Where one is lost, as when the master is
+        started anew, the same is asked again: its id makes that it happens once."""
+        try:
+            return self._ask(method, request)
+        except Unreachable as unreachable:
+            until = time.monotonic() + (ASK_AGAIN_S if unreachable.reached else 0.0)
+        while True:
+            time.sleep(0.2)
+            try:
+                return self._ask(method, request)
+            except Unreachable:
+                if time.monotonic() >= until:
+                    raise
+
     def _ask(self, method: Any, request: Message, timeout_s: float = DEADLINE_S) -> Any:
         with self._errors_as_lines():
             return method(request, timeout=timeout_s)
@@ -190,7 +207,9 @@ class Master:
         match error.code():
             case grpc.StatusCode.UNAVAILABLE:
                 cause = details.rpartition(": ")[2].rstrip("]") or "unavailable"
-                return Unreachable(self.address, _NO_MASTER if _FOREIGN.search(details) else cause)
+                foreign = _FOREIGN.search(details)
+                reached = not foreign and _NOT_CONNECTED not in details
+                return Unreachable(self.address, _NO_MASTER if foreign else cause, reached=reached)
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 return Unreachable(self.address, f"{_NO_MASTER} within {DEADLINE_S:.0f} s")
             case grpc.StatusCode.UNIMPLEMENTED:

@@ -58,7 +58,16 @@ from oobleck.master.incident import LastIncident
 from oobleck.master.incidentrecord import summary_of
 from oobleck.master.investigate import closes, incident_after
 from oobleck.master.observe import observe
-from oobleck.master.state import ClusterState, Job, JobSeen, JobState, Node, NodeSeen, Way
+from oobleck.master.state import (
+    KNOWN_REQUESTS,
+    ClusterState,
+    Job,
+    JobSeen,
+    JobState,
+    Node,
+    NodeSeen,
+    Way,
+)
 from oobleck.master.trust import fold as fold_trust
 from oobleck.master.trustevents import TrustChanged
 
@@ -184,7 +193,7 @@ def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> Non
         case NodeLeftOut():
             _leave_out(state.jobs[event.job_id], event, now)
         case CheckpointRequested():
-            state.jobs[event.job_id].save_request = event.number
+            _ask_for_checkpoint(state.jobs[event.job_id], event)
         case CheckpointPublished() | SaveProblem() | JobRestored():
             _note_save(state.jobs[event.job_id], event, now)
         case (
@@ -269,6 +278,13 @@ def _drained(state: ClusterState, event: NodeDrained, now: float, unix: float) -
         _move(job, event)
         job.losses = (*job.losses, event)
         _note_loss(job, 0.0, now)
+
+
+def _ask_for_checkpoint(job: Job, event: CheckpointRequested) -> None:
+    job.save_request = event.number
+    job.save_numbers[event.request_id] = event.number
+    while len(job.save_numbers) > KNOWN_REQUESTS:
+        del job.save_numbers[next(iter(job.save_numbers))]
 
 
 def _leave_out(job: Job, event: NodeLeftOut, now: float) -> None:

@@ -87,6 +87,7 @@ class JobSubmitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class JobCancelRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
+    request_id: str
 
 
 class NodeRegistered(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -312,6 +313,7 @@ class CheckpointRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """An operator wants a checkpoint; requests of a job are numbered from 1."""
 
     job_id: JobId
+    request_id: str
     number: int
 
 

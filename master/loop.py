@@ -296,12 +296,15 @@ class Master:
 
         return await self._inbox.ask(answer)
 
-    async def save(self, job_id: JobId) -> int:
-        """The number of a new request for a checkpoint of the job, which is known."""
+    async def save(self, request_id: str, job_id: JobId) -> int:
+        """The number of the request for a checkpoint of the job, which is known."""
 
         def answer(_: float) -> int:
-            number = self.state.jobs[job_id].save_request + 1
-            self._record(CheckpointRequested(job_id=job_id, number=number))
+            job = self.state.jobs[job_id]
+            if (known := job.save_numbers.get(request_id)) is not None:
+                return known
+            number = job.save_request + 1
+            self._record(CheckpointRequested(job_id=job_id, request_id=request_id, number=number))
             return number
 
         return await self._inbox.ask(answer)
@@ -326,13 +329,13 @@ class Master:
 
         await self._inbox.ask(answer)
 
-    async def cancel(self, job_id: JobId) -> None:
+    async def cancel(self, request_id: str, job_id: JobId) -> None:
         """`job_id` is known."""
 
         def answer(_: float) -> None:
             job = self.state.jobs[job_id]
             if job.state not in ENDED and not job.cancel_requested:
-                self._record(JobCancelRequested(job_id=job_id))
+                self._record(JobCancelRequested(job_id=job_id, request_id=request_id))
 
         await self._inbox.ask(answer)
 

@@ -51,6 +51,7 @@ class OperatorService(rpc.OperatorServicer):
         return job_status(self._master.state, job, self._master.config, self._master.now())
 
     async def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.SubmitReply:
+        await _check_request_id(request.request_id, context)
         try:
             # In a thread: for a long text it takes seconds, in which agents must be heard.
             spec, profile = await asyncio.to_thread(_read_submission, request)
@@ -84,24 +85,28 @@ class OperatorService(rpc.OperatorServicer):
                 return
             await changed.wait()
 
-    async def CancelJob(self, request: pb.JobRequest, context: Context) -> pb.JobStatus:
+    async def CancelJob(self, request: pb.CancelRequest, context: Context) -> pb.JobStatus:
         job = await self._job(request.job_id, context)
-        await self._master.cancel(job.id)
+        await _check_request_id(request.request_id, context)
+        await self._master.cancel(request.request_id, job.id)
         return self._status(job)
 
     async def SaveCheckpoint(
-        self, request: pb.JobRequest, context: Context
+        self, request: pb.SaveCheckpointRequest, context: Context
     ) -> pb.SaveCheckpointReply:
         job = await self._job(request.job_id, context)
+        await _check_request_id(request.request_id, context)
         why = ""
-        if job.spec.checkpoint is None:
+        if request.request_id in job.save_numbers:
+            pass  # what was answered once is answered again, whatever has come since
+        elif job.spec.checkpoint is None:
             why = "takes no checkpoints: submit it with checkpoint.path in its job file"
         elif job.state in ENDED:
             why = f"is {job.state}: it trains no more"
         if why:
             text = f"job {job.id} {why}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
-        return pb.SaveCheckpointReply(number=await self._master.save(job.id))
+        return pb.SaveCheckpointReply(number=await self._master.save(request.request_id, job.id))
 
     async def GetProfile(self, request: pb.JobRequest, context: Context) -> pb.ProfileReply:
         job = await self._job(request.job_id, context)
@@ -137,8 +142,7 @@ class OperatorService(rpc.OperatorServicer):
         return self._node_info(node)
 
     async def _node(self, request_id: str, name: str, context: Context) -> NodeName:
-        if not request_id:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "request_id: is empty")
+        await _check_request_id(request_id, context)
         if NodeName(name) not in self._master.state.nodes:
             known = ", ".join(sorted(self._master.state.nodes)) or "none yet"
             text = f"no node {name!r}; known nodes: {known}"
@@ -201,10 +205,14 @@ class OperatorService(rpc.OperatorServicer):
         return frozenset({workers[request.rank]})
 
 
+async def _check_request_id(request_id: str, context: Context) -> None:
+    if _REQUEST_ID.fullmatch(request_id) is None:
+        text = "request_id: is not 1 to 64 letters, digits, '-' and '_'"
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+
+
 def _read_submission(request: pb.SubmitRequest) -> tuple[JobSpec, Profile | None]:
     """Raises ValueError."""
-    if _REQUEST_ID.fullmatch(request.request_id) is None:
-        raise ValueError("request_id: is not 1 to 64 letters, digits, '-' and '_'")
     if len(request.job) > MOST_JOB_CHARACTERS:
         raise ValueError(
             f"job: has {len(request.job)} characters, at most {MOST_JOB_CHARACTERS} are a job"

@@ -46,6 +46,8 @@ from oobleck.proto.types import Assignment, Hung, NodeFacts, NodeStatus, WorkerE
 SaveReport = CheckpointSaved | SaveFailed | Restored
 _KNOWN_REPORTS = 64
 _KNOWN_REQUESTS = 256
+#: Operators ask again within seconds: so many of their last requests are known again.
+KNOWN_REQUESTS = 64
 #: Step records that rates are taken from.
 RECENT_RECORDS = 10
 NO_GENERATION = Generation(0)
@@ -312,6 +314,8 @@ class Job:
     reconfigurations: int = 0
     #: Number of the newest request for a checkpoint, and of the newest that was answered.
     save_request: int = 0
+    #: The numbers that the last requests got, by the id of the request.
+    save_numbers: dict[str, int] = field(default_factory=dict)
     save_answered: int = 0
     #: The newest checkpoint.
     checkpoint: CheckpointSaved | None = None

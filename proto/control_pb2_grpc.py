@@ -135,12 +135,12 @@ class OperatorStub:
                 _registered_method=True)
         self.CancelJob = channel.unary_unary(
                 '/oobleck.Operator/CancelJob',
-                request_serializer=oobleck_dot_proto_dot_control__pb2.JobRequest.SerializeToString,
+                request_serializer=oobleck_dot_proto_dot_control__pb2.CancelRequest.SerializeToString,
                 response_deserializer=oobleck_dot_proto_dot_control__pb2.JobStatus.FromString,
                 _registered_method=True)
         self.SaveCheckpoint = channel.unary_unary(
                 '/oobleck.Operator/SaveCheckpoint',
-                request_serializer=oobleck_dot_proto_dot_control__pb2.JobRequest.SerializeToString,
+                request_serializer=oobleck_dot_proto_dot_control__pb2.SaveCheckpointRequest.SerializeToString,
                 response_deserializer=oobleck_dot_proto_dot_control__pb2.SaveCheckpointReply.FromString,
                 _registered_method=True)
         self.GetProfile = channel.unary_unary(
@@ -300,12 +300,12 @@ def add_OperatorServicer_to_server(servicer, server):
             ),
             'CancelJob': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelJob,
-                    request_deserializer=oobleck_dot_proto_dot_control__pb2.JobRequest.FromString,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.CancelRequest.FromString,
                     response_serializer=oobleck_dot_proto_dot_control__pb2.JobStatus.SerializeToString,
             ),
             'SaveCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.SaveCheckpoint,
-                    request_deserializer=oobleck_dot_proto_dot_control__pb2.JobRequest.FromString,
+                    request_deserializer=oobleck_dot_proto_dot_control__pb2.SaveCheckpointRequest.FromString,
                     response_serializer=oobleck_dot_proto_dot_control__pb2.SaveCheckpointReply.SerializeToString,
             ),
             'GetProfile': grpc.unary_unary_rpc_method_handler(
@@ -478,7 +478,7 @@ class Operator:
             request,
             target,
             '/oobleck.Operator/CancelJob',
-            oobleck_dot_proto_dot_control__pb2.JobRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.CancelRequest.SerializeToString,
             oobleck_dot_proto_dot_control__pb2.JobStatus.FromString,
             options,
             channel_credentials,
@@ -505,7 +505,7 @@ class Operator:
             request,
             target,
             '/oobleck.Operator/SaveCheckpoint',
-            oobleck_dot_proto_dot_control__pb2.JobRequest.SerializeToString,
+            oobleck_dot_proto_dot_control__pb2.SaveCheckpointRequest.SerializeToString,
             oobleck_dot_proto_dot_control__pb2.SaveCheckpointReply.FromString,
             options,
             channel_credentials,

@@ -313,7 +313,7 @@ class Player:
         )
 
     def do_cancel(self, job_id: str) -> None:
-        self._record(JobCancelRequested(job_id=JobId(job_id)))
+        self._record(JobCancelRequested(job_id=JobId(job_id), request_id="cancel"))
 
     def do_register(self, *names: str) -> None:
         """New agents; NAME:SLOTS for more than one worker."""
@@ -593,7 +593,9 @@ class Player:
         """An operator wants one of the active job."""
         job = self.state.job
         assert job is not None
-        self._record(CheckpointRequested(job_id=job.id, number=job.save_request + 1))
+        number = job.save_request + 1
+        request_id = f"save {number}"
+        self._record(CheckpointRequested(job_id=job.id, request_id=request_id, number=number))
 
     def do_saved(self, step: str, request: str = "0") -> None:
         saved = CheckpointSaved(

@@ -77,7 +77,7 @@ def test_a_torn_write_ahead_log_loses_only_its_end(tmp_path: Path, kept: float) 
     assert found == events[: len(found)]
     assert len(found) < len(events)
     journal = Journal(crashed / "journal.db")  # and it goes on from there
-    journal.append(JobCancelRequested(job_id=JobId("j")), 2.0)
+    journal.append(JobCancelRequested(job_id=JobId("j"), request_id="c"), 2.0)
     journal.commit()
     journal.close()
     assert len(replayed(crashed / "journal.db")) == len(found) + 1

@@ -237,8 +237,8 @@ def test_who_is_refused_and_how(tmp_path: Path) -> None:
                 await broken.disconnect()
 
             for request, wanted in (
-                (control.GetJob(pb.JobRequest(job_id="none-7")), "no job 'none-7'"),
-                (control.CancelJob(pb.JobRequest(job_id="none-7")), "no job 'none-7'"),
+                (control.GetJob(pb.CancelRequest(job_id="none-7")), "no job 'none-7'"),
+                (control.CancelJob(pb.CancelRequest(job_id="none-7")), "no job 'none-7'"),
             ):
                 with pytest.raises(grpc.aio.AioRpcError, match=wanted) as refused:
                     await request
@@ -266,9 +266,9 @@ def test_a_request_that_is_repeated_gives_the_same_job_and_jobs_queue(tmp_path: 
             assert [job.state for job in jobs] == ["waiting for nodes", "queued"]
             assert jobs[0].reason.startswith("no node is ready")
             assert jobs[1].reason == "job demo-1 has its turn"
-            cancelled = await control.CancelJob(pb.JobRequest(job_id="demo-1"))
+            cancelled = await control.CancelJob(pb.CancelRequest(request_id="c1", job_id="demo-1"))
             assert cancelled.state == "cancelled"
-            again = await control.CancelJob(pb.JobRequest(job_id="demo-1"))
+            again = await control.CancelJob(pb.CancelRequest(request_id="c1", job_id="demo-1"))
             assert again.state == "cancelled"
             follow = pb.EventsRequest(job_id="demo-1", follow=True)
             events = [json.loads(e.json)["event"] async for e in control.Events(follow)]
@@ -392,7 +392,7 @@ def test_output_comes_back_by_node_and_rank(tmp_path: Path) -> None:
                 "[7 lines were dropped here: too many at once]",
                 "later",
             ]
-            await control.CancelJob(pb.JobRequest(job_id=job_id))
+            await control.CancelJob(pb.CancelRequest(request_id="c1", job_id=job_id))
             assert await call.read() is grpc.aio.EOF
 
     with master(tmp_path / "state") as running:

@@ -43,6 +43,7 @@ class Operator:
         #: What it has been answered, by number of the submission.
         self.jobs: dict[int, JobId] = {}
         self._cancelled: set[JobId] = set()
+        self._asked = 0
         self._saves: dict[JobId, list[int]] = {}
 
     @property
@@ -98,7 +99,7 @@ class Operator:
         self._later(0.0, lambda: self._cancel(job_id))
 
     async def _cancel(self, job_id: JobId) -> None:
-        request = pb.JobRequest(job_id=job_id)
+        request = pb.CancelRequest(request_id=f"cancel-{job_id}", job_id=job_id)
         await self._ask(lambda service, context: service.CancelJob(request, context))
         self._cancelled.add(job_id)
 
@@ -106,7 +107,10 @@ class Operator:
         async def act() -> None:
             if number not in self.jobs:
                 return
-            request = pb.JobRequest(job_id=self.jobs[number])
+            self._asked += 1
+            request = pb.SaveCheckpointRequest(
+                request_id=f"save-{self._asked}", job_id=self.jobs[number]
+            )
             try:
                 reply = await self._ask(
                     lambda service, context: service.SaveCheckpoint(request, context)

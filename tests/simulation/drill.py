@@ -101,20 +101,11 @@ class Drill:
 
     def _end(self) -> None:
         world = self.world
-        self.outcome.decisions = world.watch.journaled_events
+        self.outcome.decisions = world.watch.facts.total()
         self.outcome.reconfigurations = len(world.watch.plans) - len(world.ledgers)
         self.outcome.turns = world.loop.turns
-        world.loop.at_rest = lambda: None
-        for process in [self.operator.process, *[a.process for a in world.agents.values()]]:
-            process.kill()
-        if world.master is not None:
-            world.master.process.kill()
-        for _ in range(20):
-            if not any(not t.done() for t in asyncio.all_tasks(world.loop)):
-                break
-            world.loop.call_soon(world.loop.stop)
-            world.loop.run_forever()
-        world.loop.close()
+        self.operator.process.kill()
+        world.end()
 
     def _at_rest(self) -> None:
         self.world.watch.look()

@@ -1,5 +1,6 @@
 """What must hold at every moment of a simulated run, whatever has failed."""
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from oobleck.agent import outbox as outboxes
@@ -84,7 +85,8 @@ class Watch:
         self.plans: dict[tuple[JobId, Generation], PlanMade] = {}
         self.ends: dict[JobId, Journaled] = {}
         self._versions: dict[str, int] = {}
-        self.journaled_events = 0
+        #: How many events of each kind were journaled.
+        self.facts: Counter[str] = Counter()
         self._look_at = 0.0
         self._looked_at = (0, 0)
         self._counted: set[tuple[JobId, Generation]] = set()
@@ -96,7 +98,7 @@ class Watch:
 
     def journaled(self, event: Journaled) -> None:
         """One plan per generation and one end per job, over all lives of the master."""
-        self.journaled_events += 1
+        self.facts[type(event).__name__] += 1
         self._world.note_decision(event)
         match event:
             case PlanMade(job_id=job_id, plan=plan):

@@ -3,6 +3,7 @@
 Everything that happens follows from the seed. Owns the transcript.
 """
 
+import asyncio
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -168,6 +169,20 @@ class World:
         self.dark.add(name)
         self._dead_hosts.add(agent.process)
         agent.process.kill()
+
+    def end(self) -> None:
+        """Kill everything that is left, and have it go."""
+        self.loop.at_rest = lambda: None
+        for agent in self.agents.values():
+            agent.process.kill()
+        if self.master is not None:
+            self.master.process.kill()
+        for _ in range(20):
+            if all(task.done() for task in asyncio.all_tasks(self.loop)):
+                break
+            self.loop.call_soon(self.loop.stop)
+            self.loop.run_forever()
+        self.loop.close()
 
     def set_cut(self, cut: set[tuple[NodeName, NodeName]]) -> None:
         self.cut = cut

@@ -1,0 +1,90 @@
+"""Every request that changes something may be repeated: it happens once, and the answer stays."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scenario import job_spec
+from simulation.drill import TIMING
+from simulation.network import Context
+from simulation.world import World
+
+from oobleck.master.service import OperatorService
+from oobleck.planner.ids import NodeName
+from oobleck.planner.jobfile import format_job
+from oobleck.proto import control_pb2 as pb
+
+#: Requests of the operator's service that only look.
+_LOOKS = {
+    "ListJobs", "GetJob", "WatchJob", "GetProfile", "ListNodes", "Events", "GetTimeline", "Logs",
+}  # fmt: skip
+_JOB = format_job(job_spec("demo", steps=20, f=0, min_nodes=1, checkpoint=1))
+_REQUESTS: dict[str, Any] = {
+    "Submit": pb.SubmitRequest(request_id="r", job=_JOB),
+    "SaveCheckpoint": pb.SaveCheckpointRequest(request_id="r", job_id="demo-1"),
+    "DrainNode": pb.DrainNodeRequest(request_id="r", node="n1", reason="fans", force=True),
+    "UndrainNode": pb.UndrainNodeRequest(request_id="r", node="n1"),
+    "CancelJob": pb.CancelRequest(request_id="r", job_id="demo-1"),
+}
+#: What each puts on the disk.
+_FACTS = {
+    "Submit": "JobSubmitted",
+    "SaveCheckpoint": "CheckpointRequested",
+    "DrainNode": "NodeDrainRequested",
+    "UndrainNode": "NodeUndrained",
+    "CancelJob": "JobCancelRequested",
+}
+
+
+def test_every_request_that_changes_something_has_an_id() -> None:
+    service = pb.DESCRIPTOR.services_by_name["Operator"]
+    changing = {m.name: m for m in service.methods if m.name not in _LOOKS}
+    assert set(changing) == set(_REQUESTS), "a new request is tested here, or only looks"
+    for method in changing.values():
+        assert "request_id" in method.input_type.fields_by_name
+
+
+@pytest.mark.parametrize("name", sorted(_REQUESTS))
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_repeated_request_is_the_same_request(name: str, restarted: bool, tmp_path: Path) -> None:
+    """Also of another master on the same journal, and when the world has changed since."""
+    world = World(1, tmp_path, TIMING, 1000.0)
+
+    async def ask(request: Any, method: str = name) -> Any:
+        master = world.master
+        assert master is not None
+        call: Callable[..., Awaitable[Any]] = getattr(OperatorService(master.core), method)
+        return await asyncio.wait_for(master.process.spawn(_awaited(call(request, Context()))), 60)
+
+    async def play() -> None:
+        world.start_master()
+        world.start_agent(NodeName("n1"), 1)
+        if name != "Submit":
+            await ask(pb.SubmitRequest(request_id="first", job=_JOB), "Submit")
+        await asyncio.sleep(4.0)
+        first = await ask(_REQUESTS[name])
+        facts = world.watch.facts[_FACTS[name]]
+        if restarted:
+            assert world.master is not None
+            world.master.process.kill()
+            world.start_master()
+        again = await ask(_REQUESTS[name])
+        assert world.watch.facts[_FACTS[name]] == facts > 0
+        if name in ("Submit", "SaveCheckpoint"):
+            assert again == first
+            # Another id is another request.
+            other = type(_REQUESTS[name])()
+            other.CopyFrom(_REQUESTS[name])
+            other.request_id = "other"
+            assert await ask(other) != first
+
+    try:
+        world.loop.run_until_complete(play())
+    finally:
+        world.end()
+
+
+async def _awaited(call: Awaitable[Any]) -> Any:
+    return await call
