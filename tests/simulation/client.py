@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 ANSWER_S = 3.0
 
 
-async def _answer(asked: Awaitable[Any]) -> Any:
+async def _answer(
+    ask: Callable[[OperatorService, Any], Awaitable[Any]], service: OperatorService
+) -> Any:
     """None: the master ended before there was one."""
     try:
-        return await asked
+        return await ask(service, Context())
     except Aborted as refused:
         return refused
     except MasterEnded:
@@ -66,7 +68,7 @@ class Operator:
             master = self._world.master
             if master is not None and master.process.alive:
                 service = OperatorService(master.core)
-                task = master.process.spawn(_answer(ask(service, Context())))
+                task = master.process.spawn(_answer(ask, service))
                 await asyncio.sleep(self._world.delay_s())
                 await asyncio.wait((task,), timeout=ANSWER_S)
                 # An answer may get lost on its way.

@@ -45,6 +45,7 @@ _WEIGHTS = {
     "lose_host": 3,
     "kill_warm": 1,
     "freeze_worker": 3,
+    "hang_worker": 2,
     "freeze_host": 2,
     "freeze_agent": 1,
     "cut_control": 3,
@@ -222,6 +223,14 @@ class Drill:
         process.stop()
         span_s = self._for_a_while(process.go_on, 60.0)
         return f"{process.name} stopped for {span_s:.1f} s"
+
+    def _hang_worker(self) -> str:
+        trainers = sorted(self.world.trainers(), key=lambda trainer: trainer.worker)
+        if not trainers:
+            return ""
+        trainer = self.draw.choice(trainers)
+        trainer.stuck = True
+        return f"the training thread of {trainer.worker} gets stuck"
 
     def _freeze_host(self) -> str:
         if (name := self._a_node()) is None:

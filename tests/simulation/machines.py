@@ -64,7 +64,8 @@ class WorkerHandle:
             if self._agent.process.alive:
                 self._listener.said(self.incarnation, message)
         self.silent.set()
-        self._listener.channel_closed(self.incarnation)
+        if self._agent.process.alive:
+            self._listener.channel_closed(self.incarnation)
 
     def begin(self) -> None:
         """The process is there."""
@@ -142,7 +143,7 @@ class WarmHandle:
         self._agent.process.later(self._world.short_s(), self._fork, worker)
 
     def _fork(self, worker: WorkerHandle) -> None:
-        if not self.alive:
+        if not self.alive or not self._agent.process.alive:
             return
         if self._world.draw.random() < self._world.fork_failures:
             self._listener.fork_failed(worker.incarnation, "Cannot allocate memory")
@@ -153,7 +154,11 @@ class WarmHandle:
     def exited(self, pid: int, exit_code: int | None, signal: int | None) -> None:
         if self.alive:
             delay_s = self._world.short_s()
-            self._agent.process.later(delay_s, self._listener.child_exited, pid, exit_code, signal)
+            self._agent.process.later(delay_s, self._tell_exit, pid, exit_code, signal)
+
+    def _tell_exit(self, pid: int, exit_code: int | None, signal: int | None) -> None:
+        if self._agent.process.alive:
+            self._listener.child_exited(pid, exit_code, signal)
 
     def kill(self) -> None:
         if self.alive:

@@ -6,8 +6,6 @@ it stands at which step. What it does is checked against the job's ledger.
 """
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -96,9 +94,9 @@ class Trainer:
         self.entered = Generation(0)
         self.report: Any = None
         self._saved = 0
-        #: What it tells of itself when it is asked.
-        self.beats = 0
-        self.doing = ""
+        #: What its training thread tells of itself, and whether it has got stuck.
+        self._beats, self._doing, self._waiting = 0, "begin", False
+        self.stuck = False
         self._gathering: Gathering | None = None
         process.on_end.append(self._ended)
 
@@ -117,27 +115,28 @@ class Trainer:
             case Save(number=number):
                 self.ear.save_wish = max(self.ear.save_wish, number)
             case Ask():
-                self.say(Alive(beats=self.beats, doing=self.doing, waiting=not self.doing))
+                self.say(Alive(beats=self._beats, doing=self._doing, waiting=self._waiting))
             case Stop():
                 self.world.end_worker(self, exit_code=0)
 
     def lost_peer(self, generation: Generation, detail: str) -> None:
         self.say(PeerLost(generation=generation, step=self.progress.begun, detail=detail))
 
-    @contextlib.contextmanager
-    def busy(self, doing: str) -> Iterator[None]:
-        """At something of its own; else it waits for others."""
-        self.beats += 1
-        self.doing = doing
-        try:
-            yield
-        finally:
-            self.beats += 1
-            self.doing = ""
-
     def say(self, message: FromWorker) -> None:
         if self.process.alive:
             self.report(message)
+
+    async def _work(self, doing: str, seconds: float) -> None:
+        """What it does by itself, in which it may get stuck."""
+        self._beats, self._doing, self._waiting = self._beats + 1, doing, False
+        await asyncio.sleep(seconds)
+        if self.stuck:
+            await asyncio.Event().wait()
+
+    async def _exchange(self, gathering: Gathering, name: str, share: object) -> Any:
+        """What it waits for others in."""
+        self._beats, self._doing, self._waiting = self._beats + 1, name, True
+        return await gathering.exchange(self, name, share)
 
     # ---- its life
 
@@ -145,13 +144,21 @@ class Trainer:
         draw = self.world.draw
         await asyncio.sleep(draw.uniform(0.02, 0.4))
         self.say(Ready(pid=1, store=self.endpoint, data="5a"))
-        while isinstance(wish := await self.ear.wait_begin(), Measure):
+        while isinstance(wish := await self._begin(), Measure):
             await self._measure(wish)
         while True:
             wish = await self._enter(wish)
 
+    async def _next(self, generation: Generation) -> Assign:
+        self._beats, self._doing, self._waiting = self._beats + 1, "wait for the plan", True
+        return await self.ear.wait_next(generation)
+
+    async def _begin(self) -> Assign | Measure:
+        self._beats, self._doing, self._waiting = self._beats + 1, "wait", True
+        return await self.ear.wait_begin()
+
     async def _measure(self, wish: Measure) -> None:
-        await asyncio.sleep(self.world.draw.uniform(0.1, 1.0))
+        await self._work("measure", self.world.draw.uniform(0.1, 1.0))
         attempt = wish.attempt
         self.say(Measured(attempt=attempt, measurement=measurement(0.001)))
         for meeting in wish.meetings:
@@ -171,7 +178,7 @@ class Trainer:
                 await self._hand_over(assign.plan, await self._meet(assign, members, "/handover"))
                 self._leave("goodbye", orderly=True)
             if self.worker in assign.leaving:
-                return await self.ear.wait_next(generation)
+                return await self._next(generation)
             gathering = await self._meet(assign, assign.plan.workers)
             await self._settle_in(assign, gathering)
             return await self._train(assign, gathering)
@@ -182,13 +189,14 @@ class Trainer:
             detail = "left for a newer generation"
         finally:
             self._leave(detail or "connection closed by peer")
-        return await self.ear.wait_next(generation)
+        return await self._next(generation)
 
     async def _meet(
         self, assign: Assign, members: tuple[WorkerId, ...], meeting: str = ""
     ) -> Gathering:
         self.ear.check_newest(assign.plan.generation)
         gathering = self._gathering = self.world.gathering(assign, members, meeting)
+        self._beats, self._doing, self._waiting = self._beats + 1, "rendezvous", True
         await gathering.meet(self)
         self.ear.on_newer(None)
         return gathering
@@ -206,7 +214,7 @@ class Trainer:
 
     async def _settle_in(self, assign: Assign, gathering: Gathering) -> None:
         plan, progress = assign.plan, self.progress
-        standings = await gathering.exchange(self, "standings", self._standing(plan))
+        standings = await self._exchange(gathering, "standings", self._standing(plan))
         agreement = agree(standings)
         if await self._restore(assign, agreement, gathering):
             return
@@ -229,7 +237,7 @@ class Trainer:
 
     async def _hand_over(self, plan: Plan, gathering: Gathering) -> None:
         """As `oobleck.worker.entry` does it: those who leave are among the sources."""
-        agreement = agree(await gathering.exchange(self, "standings", self._standing(plan)))
+        agreement = agree(await self._exchange(gathering, "standings", self._standing(plan)))
         try:
             require_holders(agreement.held, plan.layer_count)
         except LayerLost:
@@ -237,13 +245,13 @@ class Trainer:
         await self._roll_forward(plan, agreement, gathering)
         await self._transfer(plan, agreement, gathering)
         self.progress.committed, self.progress.lineage = agreement.step, agreement.lineage
-        await gathering.exchange(self, "arrived", None)
+        await self._exchange(gathering, "arrived", None)
 
     async def _roll_forward(self, plan: Plan, agreement: Agreement, gathering: Gathering) -> bool:
         progress = self.progress
         rolled = self.worker in agreement.roll_forward
         if agreement.vote_holder is not None:
-            await gathering.exchange(self, "vote again", None)
+            await self._exchange(gathering, "vote again", None)
             if rolled:
                 progress.voted = agreement.step
                 progress.voted_generation = progress.reduced_generation
@@ -282,8 +290,8 @@ class Trainer:
             lost = agreement.step > 0
         if not (assign.restore or fresh or lost):
             return False
-        await asyncio.sleep(self.world.draw.uniform(0.05, 1.0))
-        found = await gathering.exchange(self, "checkpoint", self._ledger.checkpoint)
+        await self._work("restore", self.world.draw.uniform(0.05, 1.0))
+        found = await self._exchange(gathering, "checkpoint", self._ledger.checkpoint)
         step = found[plan.workers[0]]
         if step == 0:
             if not fresh or assign.restore:
@@ -315,8 +323,8 @@ class Trainer:
                     f"generation {plan.generation} was planned, but at step {step} {lost}"
                 )
         if needed:
-            await asyncio.sleep(self.world.draw.uniform(0.01, 1.5))
-        await gathering.exchange(self, "layers", None)
+            await self._work("transfer", self.world.draw.uniform(0.01, 1.5))
+        await self._exchange(gathering, "layers", None)
         for shard in needed:
             before = progress.layers.get(shard.layer)
             if step > 0 and before is not None and before.version == step:
@@ -333,32 +341,31 @@ class Trainer:
             step = progress.committed + 1
             switch_to = await self._step(assign, gathering, step)
             if evaluation is not None and evaluation.due(step, self._training.steps):
-                await gathering.exchange(self, f"evaluation {step}", None)
+                await self._exchange(gathering, f"evaluation {step}", None)
                 self._tell_evaluation(step, generation)
             if switch_to:
                 return self.ear.boundary(switch_to)
-        await gathering.exchange(self, "output", None)
+        await self._exchange(gathering, "output", None)
         await self._write_output()
-        await gathering.exchange(self, "manifest", None)
+        await self._exchange(gathering, "manifest", None)
         self._ledger.finished(self.worker)
         self.say(Finished(generation=generation, step=progress.committed))
         gathering.leave_in_peace(self)
         self._gathering = None
-        return await self.ear.wait_next(generation)
+        return await self._next(generation)
 
     async def _step(self, assign: Assign, gathering: Gathering, step: int) -> Generation:
         generation, progress = assign.plan.generation, self.progress
         progress.begun, progress.reduced = step, 0
-        with self.busy("forward"):
-            await asyncio.sleep(self.world.step_s * self.world.draw.uniform(0.8, 1.3))
+        await self._work("forward", self.world.step_s * self.world.draw.uniform(0.8, 1.3))
         if self.world.fails_at.get(self.job_id) == step:
             self.fail("user", "the model raised an exception")
-        await gathering.exchange(self, f"gradients {step}", None)
+        await self._exchange(gathering, f"gradients {step}", None)
         layers = gathering.layers[self.worker]
         progress.reduced, progress.reduced_generation = step, generation
         progress.reduced_layers = range(layers[0], layers[-1] + 1)
         ballot = (self.ear.pending_boundary(generation), self.ear.save_wish)
-        votes = await gathering.exchange(self, f"vote {step}", ballot)
+        votes = await self._exchange(gathering, f"vote {step}", ballot)
         progress.voted, progress.voted_generation = step, generation
         self._commit(step, generation)
         self._save_if_due(assign, step, min(vote[1] for vote in votes.values()))
@@ -421,9 +428,8 @@ class Trainer:
         while self.world.disk_full:
             step = self.progress.committed
             self.say(SaveFailed(what="output", step=step, reason="disk full"))
-            with self.busy("output"):
-                await asyncio.sleep(5.0)
-        await asyncio.sleep(self.world.draw.uniform(0.01, 0.3))
+            await self._work("pause", 5.0)
+        await self._work("write", self.world.draw.uniform(0.01, 0.3))
 
     def fail(self, kind: Any, message: str) -> None:
         self.say(Failed(kind=kind, message=message))
