@@ -250,7 +250,8 @@ def test_three_losses_each_in_the_recovery_from_the_one_before(
 
 
 def test_two_losses_at_once(warm: WarmWorkers, undisturbed: dict[int, float | None]) -> None:
-    faults = [fault(node, "before:LoadTokens", action="hold") for node in ("d", "e")]
+    held = {"d": "before:ReceiveActivation", "e": "before:LoadTokens"}
+    faults = [fault(node, point, action="hold") for node, point in held.items()]
     with Director(warm, job(), faults) as cluster:
         cluster.start("a", "b", "c", "d", "e")
         cluster.assign(FIVE)
