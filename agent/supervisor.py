@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from oobleck.agent.config import AgentConfig
+from oobleck.agent.memory import kernel_kills
 from oobleck.agent.outbox import Outbox
 from oobleck.agent.processes import Listener, WarmProcess, WorkerProcess
 from oobleck.agent.reconcile import (
@@ -128,6 +129,7 @@ class Supervisor:
             node=config.name, slot_count=config.worker_slots, faults=config.faults
         )
         self._warm: WarmProcess | None = None
+        self._kernel_kills = kernel_kills()
         self._processes: dict[Incarnation, WorkerProcess] = {}
         self._timer: asyncio.TimerHandle | None = None
         #: When it is to look again.
@@ -298,6 +300,7 @@ class Supervisor:
             exit_code=exit_code,
             signal=signum,
             log_tail=process.tail.last_lines(),
+            out_of_memory=signum == signal.SIGKILL and self._memory_ran_out(),
         )
         self._outbox.report(self._report(worker, exited))
         self._handle(WorkerExited(incarnation=worker.incarnation))
@@ -305,6 +308,11 @@ class Supervisor:
         if wait_s > 0 and self._state.desired is not None:
             extra = {"slot": worker.slot, "next_start_in_s": round(wait_s, 1)}
             logger.warning("worker keeps ending, waiting before the next start", extra=extra)
+
+    def _memory_ran_out(self) -> bool:
+        """Whether the kernel has ended a process for want of memory since this was asked last."""
+        before, self._kernel_kills = self._kernel_kills, kernel_kills()
+        return self._kernel_kills > before
 
     def _report(
         self,

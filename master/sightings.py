@@ -128,6 +128,11 @@ def _short(exited: WorkerExited) -> WorkerExited:
 
 def describe_exit(exited: WorkerExited) -> str:
     """How a process ended, in words."""
+    if exited.out_of_memory:
+        return (
+            f"pid {exited.pid} was killed by the kernel, since its host is out of memory: lower "
+            "training.microbatch or the agent's --memory-per-worker, or free memory there"
+        )
     if exited.signal is not None:
         return f"pid {exited.pid} was killed by signal {exited.signal}"
     return f"pid {exited.pid} exited with code {exited.exit_code}"

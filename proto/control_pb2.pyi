@@ -255,16 +255,18 @@ class LinkMeasured(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., scope: _Optional[str] = ..., latency_s: _Optional[float] = ..., bytes_per_s: _Optional[float] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class WorkerExited(_message.Message):
-    __slots__ = ("pid", "exit_code", "signal", "log_tail")
+    __slots__ = ("pid", "exit_code", "signal", "log_tail", "out_of_memory")
     PID_FIELD_NUMBER: _ClassVar[int]
     EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
     SIGNAL_FIELD_NUMBER: _ClassVar[int]
     LOG_TAIL_FIELD_NUMBER: _ClassVar[int]
+    OUT_OF_MEMORY_FIELD_NUMBER: _ClassVar[int]
     pid: int
     exit_code: int
     signal: int
     log_tail: str
-    def __init__(self, pid: _Optional[int] = ..., exit_code: _Optional[int] = ..., signal: _Optional[int] = ..., log_tail: _Optional[str] = ...) -> None: ...
+    out_of_memory: bool
+    def __init__(self, pid: _Optional[int] = ..., exit_code: _Optional[int] = ..., signal: _Optional[int] = ..., log_tail: _Optional[str] = ..., out_of_memory: _Optional[bool] = ...) -> None: ...
 
 class Hung(_message.Message):
     __slots__ = ("reason", "seconds")

@@ -45,6 +45,7 @@ def report_message(report: WorkerReport) -> pb.WorkerReport:
                     exit_code=exited.exit_code or 0,
                     signal=exited.signal or 0,
                     log_tail=shortened(exited.log_tail),
+                    out_of_memory=exited.out_of_memory,
                 )
             )
         case Hung(reason=reason, seconds=seconds):
@@ -187,6 +188,7 @@ def _read_what(message: pb.WorkerReport) -> Happening:
                 exit_code=None if exited.signal else exited.exit_code,
                 signal=exited.signal or None,
                 log_tail=exited.log_tail,
+                out_of_memory=exited.out_of_memory,
             )
         case "hung":
             return Hung(reason=message.hung.reason, seconds=message.hung.seconds)

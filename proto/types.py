@@ -98,6 +98,8 @@ class WorkerExited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
     exit_code: int | None
     signal: int | None
     log_tail: str = ""
+    #: It was the kernel that killed it, for want of memory on the host.
+    out_of_memory: bool = False
 
 
 class Hung(msgspec.Struct, frozen=True, kw_only=True, tag="hung"):

@@ -1,0 +1,67 @@
+"""What the agent knows of a host that is out of memory."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from oobleck.agent.memory import kernel_kills
+
+GROUPS = Path("/sys/fs/cgroup/memory")
+LIMIT_BYTES = 64 << 20
+#: Counts, has a child take more than there is, and counts again.
+GREEDY = """
+import os, signal, sys
+open(sys.argv[1], "w").write(str(os.getpid()))
+from oobleck.agent.memory import kernel_kills
+before = kernel_kills()
+child = os.fork()
+if not child:
+    open("/proc/self/oom_score_adj", "w").write("1000")
+    held = [os.urandom(1 << 20) for _ in range(256)]
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+assert os.WTERMSIG(status) == signal.SIGKILL, status
+print(kernel_kills() - before)
+"""
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group with little memory."""
+    path = GROUPS / f"oobleck-test-{os.getpid()}"
+    try:
+        path.mkdir()
+        (path / "memory.limit_in_bytes").write_text(str(LIMIT_BYTES))
+    except OSError:
+        pytest.skip("no control group of memory can be made here")
+    yield path
+    path.rmdir()
+
+
+def test_a_process_that_the_kernel_ends_is_counted(group: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GREEDY, str(group / "cgroup.procs")], capture_output=True, text=True
+    )
+    assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "groups"),
+    [
+        ("sys/fs/cgroup/jobs/one/memory.events", "0::/jobs/one\n"),
+        ("sys/fs/cgroup/memory/one/memory.oom_control", "4:memory:/one\n0::/\n"),
+        ("proc/vmstat", "0::/jobs/one\n"),
+    ],
+)
+def test_the_counter_nearest_to_the_agent_is_read(tmp_path: Path, file: str, groups: str) -> None:
+    assert kernel_kills(tmp_path) == 0
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    (tmp_path / "proc/vmstat").write_text("nr_free_pages 7\noom_kill 1\n")
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text("low 0\noom 5\noom_kill 3\n")
+    assert kernel_kills(tmp_path) == 3
