@@ -29,7 +29,7 @@ _SLOW_ANSWER_S = 5.0
 #: A job without a step for this long, and for so many usual steps, has no speed.
 _STILL_S = 5.0
 _STILL_STEPS = 5
-_WAY_BACK = "; put that right and start its agent anew"
+_WAY_BACK = "; put that right, then 'oobleck node undrain' it or start its agent anew"
 
 
 def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) -> pb.JobStatus:
