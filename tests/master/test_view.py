@@ -70,7 +70,8 @@ def test_a_node_that_is_left_out_is_told_how_to_come_back() -> None:
     info = node_info(player.state, player.state.nodes[NodeName("n5")], 3.0)
     assert (info.state, info.reason) == (
         "live",
-        "cannot join the job: no such device; put that right and start its agent anew",
+        "cannot join the job: no such device; put that right, then 'oobleck node undrain' it or "
+        "start its agent anew",
     )
 
 
