@@ -24,6 +24,7 @@ test: setup
 # Hours of what 'make test' has minutes of.
 soak: setup
 	$(BIN)/python -m pytest -m soak tests/fault
+	$(BIN)/python -m pytest -m soak tests/fuzz
 	$(BIN)/python -m bench.soak
 
 bench: setup

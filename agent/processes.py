@@ -100,7 +100,7 @@ class WorkerProcess:
             self.send(launch)
             while (body := await read_frame(reader)) is not None:
                 self._listener.said(self.incarnation, _from_worker.decode(body))
-        except (msgspec.DecodeError, ConnectionError) as error:
+        except (ValueError, RecursionError, ConnectionError) as error:  # not understood, or cut
             fields = {"slot": self.slot, "pid": self.pid, "reason": error}
             logger.warning("worker's channel broke", extra=fields)
         finally:
@@ -205,7 +205,7 @@ class WarmProcess:
                 self._handle = os.pidfd_open(process.pid)
             while not self._killed and (body := await read_frame(reader)) is not None:
                 self._dispatch(_from_warm.decode(body))
-        except (msgspec.DecodeError, ConnectionError, OSError) as error:
+        except (ValueError, RecursionError, OSError) as error:  # not understood, or cut
             logger.warning("warm process's channel broke", extra={"reason": error})
         finally:
             os.close(their_output)

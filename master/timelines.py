@@ -17,6 +17,7 @@ import msgspec
 from oobleck.host.timeline import Clock, Recording, Track, boot_id, chrome_trace
 from oobleck.master.dispatch import AgentSession
 from oobleck.master.state import ENDED, Job
+from oobleck.planner.codec import decode
 from oobleck.planner.ids import JobId, NodeName, WorkerId
 from oobleck.planner.plan import Plan
 from oobleck.proto import control_pb2 as pb
@@ -62,8 +63,8 @@ class Timelines:
     def recorded(self, node: NodeName, message: pb.Recorded) -> None:
         """Raises ValueError where the recording cannot be read."""
         try:
-            recording = msgspec.json.decode(message.recording, type=Recording)
-        except msgspec.DecodeError as error:
+            recording = decode(Recording, message.recording)
+        except ValueError as error:
             raise ValueError(f"recording: {error}") from error
         wish = self._wishes.get(recording.number)
         if wish is not None and wish.job_id == message.job_id:

@@ -19,5 +19,5 @@ def decode(kind: type[T], text: bytes | str) -> T:
     """The `kind` that `text` describes; raises ValueError where the text does not fit the type."""
     try:
         return msgspec.json.decode(text, type=kind)
-    except msgspec.DecodeError as error:  # ValidationError is one
+    except (ValueError, RecursionError) as error:  # all of msgspec's and of UTF-8 are the former
         raise ValueError(f"not a valid {kind.__name__}: {error}") from error

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -39,13 +39,19 @@ QUICK = ("--detection", "fast", "--heartbeat-s", "0.2", "--join-settle-s", "0.2"
 class MasterProcess:
     """`oobleck-master` as a process of its own."""
 
-    def __init__(self, state_dir: Path, *options: str, listen: str = "127.0.0.1:0") -> None:
+    def __init__(
+        self,
+        state_dir: Path,
+        *options: str,
+        listen: str = "127.0.0.1:0",
+        spans: Sequence[str] = QUICK,
+    ) -> None:
         self.errors = state_dir.with_name(state_dir.name + ".stderr")
         with self.errors.open("a") as errors:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "oobleck.master", "--listen", listen),
-                    *("--state-dir", str(state_dir), *QUICK, *options),
+                    *("--state-dir", str(state_dir), *spans, *options),
                 ],
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -70,8 +76,13 @@ class MasterProcess:
 
 
 @contextlib.contextmanager
-def master(state_dir: Path, *options: str, listen: str = "127.0.0.1:0") -> Iterator[MasterProcess]:
-    running = MasterProcess(state_dir, *options, listen=listen)
+def master(
+    state_dir: Path,
+    *options: str,
+    listen: str = "127.0.0.1:0",
+    spans: Sequence[str] = QUICK,
+) -> Iterator[MasterProcess]:
+    running = MasterProcess(state_dir, *options, listen=listen, spans=spans)
     try:
         yield running
     finally:
