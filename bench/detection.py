@@ -1,0 +1,209 @@
+"""How fast faults are found, and that what is no fault is not.
+
+    python -m bench.detection [--modes balanced] [--exits 20] [--stops 5] [--hosts 10] [--pause 30]
+
+On real clusters, in each of the modes of `oobleck-master --detection`:
+
+- `exit`: SIGKILL of one worker process. How long until the master has it in its journal, and until
+  the last of the other agents has the new plan for its workers.
+- `stop`: SIGSTOP of one worker process, which nothing tells of. How long until the master has it in
+  its journal, and until the next step is committed.
+- `silent`: all packets to and from a host are dropped, in a network of namespaces (this needs
+  root). How long until the master has it in its journal.
+- `pause`: SIGSTOP of the master for so many seconds. Reconfigurations that follow: there must be
+  none.
+
+Clocks are of this machine alone. What shares it with the cluster adds to all times.
+"""
+
+import argparse
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bench import network
+from bench.cluster import Cluster, ClusterError, LocalCluster, Record
+from bench.netcluster import NetCluster
+from oobleck.host.detection import MODES
+
+_NODES = 4
+#: Steps between two disturbances, so that the next one meets a settled cluster.
+_SETTLE_STEPS = 5
+_ASSIGNED = re.compile(r"^(\S+)Z INFO agent\.supervisor assigned .*\bgeneration=(\d+)")
+
+
+def job() -> dict[str, object]:
+    return {
+        "name": "detection",
+        "model": {"layers": 4, "hidden": 32, "heads": 2, "sequence_length": 32},
+        "data": {"text": [str(Path(__file__).resolve().parents[1] / "LICENSE")]},
+        "training": {"steps": 1_000_000, "global_batch": 16, "microbatch": 2},
+        "fault_tolerance": 1,
+        "profile": "estimate",
+    }
+
+
+class Watched:
+    """A cluster with a running job, and what its files say since a moment."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.job_id = cluster.submit(job())
+        cluster.wait_step(self.job_id, _SETTLE_STEPS)
+        self._known = 0
+
+    def settle(self) -> None:
+        """All nodes train, and have for some steps."""
+        cluster, nodes = self.cluster, len(self.cluster.agents)
+        cluster.wait(lambda: len(self._planned()) == nodes, "all nodes to train", poll_s=0.2)
+        cluster.wait_step(self.job_id, cluster.last_step(self.job_id) + _SETTLE_STEPS)
+        self._known = len(cluster.events(self.job_id))
+
+    def _planned(self) -> set[str]:
+        status = self.cluster.status(self.job_id)
+        if status["state"] != "running":
+            return set()
+        return {node for pipeline in status["plan"]["pipelines"] for node in pipeline["nodes"]}
+
+    def since(self, kind: str) -> list[Record]:
+        """Events of that kind since the cluster has settled."""
+        return [e for e in self.cluster.events(self.job_id)[self._known :] if e["event"] == kind]
+
+    def first(self, kind: str, what: str) -> Record:
+        self.cluster.wait(lambda: bool(self.since(kind)), what)
+        return self.since(kind)[0]
+
+    def committed_at(self, generation: int) -> float:
+        """Unix time of the first step of that or a later generation."""
+
+        def steps() -> list[Record]:
+            lines = self.cluster.metrics(self.job_id)
+            return [line for line in lines if line["generation"] >= generation]
+
+        self.cluster.wait(lambda: bool(steps()), f"a step of generation {generation}", poll_s=0.1)
+        return float(steps()[0]["time"])
+
+    def told_at(self, generation: int, nodes: Sequence[str]) -> float:
+        """Unix time at which the last of the agents had that generation for its workers."""
+        moments = [self._assigned_at(node, generation) for node in nodes]
+        return max(moments)
+
+    def _assigned_at(self, node: str, generation: int) -> float:
+        text = (self.cluster.state_dir / "log" / f"agent-{node}.log").read_text()
+        for line in text.splitlines():
+            found = _ASSIGNED.match(line)
+            if found is not None and int(found[2]) >= generation:
+                return datetime.fromisoformat(found[1]).replace(tzinfo=UTC).timestamp()
+        raise ClusterError(f"{node} was not told of generation {generation}")
+
+
+@contextmanager
+def local(mode: str) -> Iterator[Watched]:
+    with LocalCluster(_NODES, options=["--detection", mode]) as cluster:
+        yield Watched(cluster)
+
+
+def exits(watched: Watched, count: int) -> dict[str, list[float]]:
+    known, told = [], []
+    for number in range(count):
+        watched.settle()
+        victim = f"n{number % _NODES + 1}"
+        pid = watched.cluster.worker_pids()[f"{victim}/0"]
+        at = time.time()
+        os.kill(pid, signal.SIGKILL)
+        lost = watched.first("worker_lost", "the loss")
+        made = watched.first("reconfigured", "the recovery")
+        others = [name for name in watched.cluster.agents if name != victim]
+        known.append(float(lost["time"]) - at)
+        told.append(watched.told_at(int(made["to_generation"]), others) - at)
+    return {"exit: the master knows": known, "exit: the survivors are told": told}
+
+
+def stops(watched: Watched, count: int) -> dict[str, list[float]]:
+    flagged, committed = [], []
+    for number in range(count):
+        watched.settle()
+        pid = watched.cluster.worker_pids()[f"n{number % _NODES + 1}/0"]
+        at = time.time()
+        os.kill(pid, signal.SIGSTOP)
+        lost = watched.first("worker_lost", "the verdict")
+        made = watched.first("reconfigured", "the recovery")
+        flagged.append(float(lost["time"]) - at)
+        committed.append(watched.committed_at(int(made["to_generation"])) - at)
+    return {"stop: the master knows": flagged, "stop: the next step is committed": committed}
+
+
+def pause(watched: Watched, seconds: float) -> int:
+    """Reconfigurations after the master was stopped for so long, and the agents are back."""
+    cluster = watched.cluster
+    assert isinstance(cluster, LocalCluster), "its master runs here"
+    watched.settle()
+    os.kill(cluster.master_pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    os.kill(cluster.master_pid, signal.SIGCONT)
+    cluster.wait(lambda: cluster.live() == set(cluster.agents), "all agents back", poll_s=0.2)
+    watched.cluster.wait_step(watched.job_id, cluster.last_step(watched.job_id) + _SETTLE_STEPS)
+    return len(watched.since("reconfigured"))
+
+
+def silences(mode: str, count: int) -> dict[str, list[float]]:
+    declared = []
+    with NetCluster(_NODES, master_options=["--detection", mode]) as cluster:
+        watched = Watched(cluster)
+        for number in range(count):
+            watched.settle()
+            victim = f"n{number % _NODES + 1}"
+            at = time.time()
+            cluster.net.unplug(victim)
+            lost = watched.first("node_lost", "the loss")
+            declared.append(float(lost["time"]) - at)
+            cluster.net.plug(victim)
+    return {"silent host: declared": declared}
+
+
+def tell(mode: str, figures: Mapping[str, Sequence[float]]) -> None:
+    for name, values in figures.items():
+        if values:
+            ordered = sorted(values)
+            shown = "  ".join(f"{quantile(ordered, q):>8.3f}" for q in (0.5, 0.99, 1.0))
+            print(f"{mode:<10}{name:<36}{len(values):>4}  {shown}", flush=True)
+
+
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """The nearest rank."""
+    return ordered[max(0, -(-int(q * 1000) * len(ordered) // 1000) - 1)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["balanced"])
+    parser.add_argument("--exits", type=int, default=20)
+    parser.add_argument("--stops", type=int, default=5)
+    parser.add_argument("--hosts", type=int, default=10)
+    parser.add_argument("--pause", type=float, default=30.0, help="0: none")
+    arguments = parser.parse_args()
+    print(f"{'mode':<10}{'seconds':<36}{'n':>4}  {'p50':>8}  {'p99':>8}  {'max':>8}")
+    for mode in arguments.modes:
+        with local(mode) as watched:
+            tell(mode, exits(watched, arguments.exits))
+            tell(mode, stops(watched, arguments.stops))
+            if arguments.pause:
+                found = pause(watched, arguments.pause)
+                print(
+                    f"{mode:<10}master stopped for {arguments.pause:g} s: {found} reconfigurations"
+                )
+        if not arguments.hosts:
+            continue
+        if problem := network.unusable():
+            print(f"{mode:<10}silent host: not measured ({problem})")
+        else:
+            tell(mode, silences(mode, arguments.hosts))
+
+
+if __name__ == "__main__":
+    main()
