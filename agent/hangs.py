@@ -27,8 +27,6 @@ from oobleck.planner.ids import WorkerId
 from oobleck.planner.plan import Plan
 from oobleck.planner.transfer import plan_shards, require_holders
 
-#: What waits for disks and file servers.
-_STORAGE = frozenset({"load", "restore", "snapshot", "output", "measure", "salvage"})
 #: What the kernel says of a process that a signal has stopped, or a debugger holds.
 STOPPED, TRACED, IN_KERNEL = "T", "t", "D"
 
@@ -104,7 +102,7 @@ def _limit_s(detection: Detection, worker: Worker, usual_s: float) -> float:
     """How long the training thread may be at one thing."""
     assert worker.alive is not None, "asked once it has said what that is"
     limit_s = patience_s(detection.hang_s, usual_s)
-    if worker.alive.doing in _STORAGE:
+    if worker.alive.files:
         limit_s = max(limit_s, detection.storage_s)
     if not worker.stepped:
         limit_s = max(limit_s, detection.first_step_s)

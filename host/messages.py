@@ -169,6 +169,8 @@ class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="alive"):
     doing: str
     #: It waits for another process.
     waiting: bool
+    #: It is at files, which may take long.
+    files: bool = False
 
 
 class PhaseReached(msgspec.Struct, frozen=True, kw_only=True, tag="phase"):

@@ -26,6 +26,7 @@ from oobleck.planner.transfer import (
     plan_transfers,
     require_holders,
 )
+from oobleck.worker import pulse
 from oobleck.worker.commit import Progress, commit, count_votes, make_record
 from oobleck.worker.control import Control
 from oobleck.worker.errors import InvariantViolation
@@ -157,7 +158,7 @@ class Entry:
         lost = agreement.step > 0 and _is_lost(agreement.held, assign.plan.layer_count)
         if not (assign.restore or fresh or lost):
             return False
-        with self._timeline.phase("restore"):
+        with self._timeline.phase("restore"), pulse.FILES:
             found = self._restorer.run(assign, transport, resume=fresh and not assign.restore)
         if found is None:
             return False

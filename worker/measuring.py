@@ -14,7 +14,6 @@ from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.measurement import LinkMeasurement
 from oobleck.planner.sharing import sharing_sizes
-from oobleck.worker import pulse
 from oobleck.worker.connect import Connector
 from oobleck.worker.control import Control
 from oobleck.worker.errors import Superseded, TransportError
@@ -58,7 +57,6 @@ class Measuring:
 
     def run(self, wish: Measure) -> None:
         """Returns when all is reported, or called off by an assignment or a newer wish."""
-        pulse.beat("measure")
         self._faults.reached("before:measure", generation=_BEFORE, step=0)
         try:
             self._control.report(self._measure_layers(wish))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from oobleck.host.tokenfile import DataError
 from oobleck.planner.job import TrainingSpec
+from oobleck.worker import pulse
 from oobleck.worker.data import Dataset, Tokens, row_digest
 
 
@@ -56,7 +57,8 @@ class Prefetcher:
         Raises DataError where they cannot be read.
         """
         try:
-            return self._loads[step, microbatch].result()
+            with pulse.FILES:
+                return self._loads[step, microbatch].result()
         except DataError as error:
             raise DataError(f"{error} (step {step})") from error
 

@@ -1,8 +1,9 @@
 """What the training thread is at, so that another thread can tell that it hangs.
 
-The training thread says what it begins (`beat`) and when it waits for somebody else (`WAITING`);
-the thread that listens to the agent reads it (`read`). A process has one training thread, so this
-is one for the process. Must not know what is a hang: that is the agent's to say.
+The training thread says what it begins (`beat`), and when it waits for another process (`WAITING`)
+or for files (`FILES`); the thread that listens to the agent reads it (`read`). A process has one
+training thread, so this is one for the process. Must not know what is a hang: that is the agent's
+to say.
 """
 
 from types import TracebackType
@@ -10,11 +11,11 @@ from types import TracebackType
 from oobleck.host.messages import Alive
 
 
-class _Waiting:
-    """While it is entered, what goes on is in the hands of other processes."""
+class _Section:
+    """For `with`, again inside too: what is done meanwhile is of one kind."""
 
     def __init__(self, beats: int) -> None:
-        """`beats`: what the end of a wait counts."""
+        """`beats`: what its end counts."""
         self.depth = 0
         self._beats = beats
 
@@ -32,10 +33,12 @@ class _Waiting:
         _beats += self._beats
 
 
-#: For `with`: another process is waited for; may be entered again inside.
-WAITING = _Waiting(beats=1)
+#: Another process is waited for.
+WAITING = _Section(beats=1)
 #: The same where nothing has come of it when it ends: time passes.
-PAUSED = _Waiting(beats=0)
+PAUSED = _Section(beats=0)
+#: Files are read or written, or the state is copied for them.
+FILES = _Section(beats=1)
 _beats = 0
 _doing = "start"
 
@@ -49,4 +52,9 @@ def beat(doing: str) -> None:
 
 def read() -> Alive:
     """From any thread."""
-    return Alive(beats=_beats, doing=_doing, waiting=WAITING.depth + PAUSED.depth > 0)
+    return Alive(
+        beats=_beats,
+        doing=_doing,
+        waiting=WAITING.depth + PAUSED.depth > 0,
+        files=FILES.depth > 0,
+    )

@@ -137,7 +137,6 @@ class Saver:
         assign, spec = self._assign, self._spec
         assert assign is not None, "steps are run in a generation"
         assert spec is not None, "only asked of jobs with checkpoints"
-        pulse.beat("snapshot")
         plan = assign.plan
         chosen = writers(plan, self._sizes)
         order = Order(
@@ -151,7 +150,8 @@ class Saver:
             rank=plan.workers.index(self._worker),
         )
         try:
-            snapshots = self._snapshots(chosen)
+            with pulse.FILES:
+                snapshots = self._snapshots(chosen)
         except TransportError as error:
             # The step is committed all the same; the next one finds the loss.
             log.warning("checkpoint given up", extra={"step": step, "reason": str(error)})

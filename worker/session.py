@@ -311,7 +311,6 @@ class Session:
     def _finish(self, assign: Assign, transport: Transport) -> None:
         """Save this worker's share of the result: the layers of which it is the first owner."""
         plan, output = assign.plan, self._job.output
-        pulse.beat("output")
         # First: while an output that cannot be written is tried again, the state may get lost.
         self._saver.finish(transport, self._progress.committed, needed=output is None)
         if output is not None:
@@ -339,7 +338,8 @@ class Session:
         """Until it has worked: the result of the training is here and nowhere else."""
         while True:
             try:
-                return write()
+                with pulse.FILES:
+                    return write()
             except OutputError as error:
                 log.warning("the output cannot be written", extra={"reason": error})
                 step = self._progress.committed

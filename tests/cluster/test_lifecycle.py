@@ -87,26 +87,6 @@ def test_worker_killed_alone_is_replaced(small_cluster: LocalCluster, text: str)
     )
 
 
-def test_worker_that_freezes_is_found_out_and_replaced(tmp_path: Path, text: str) -> None:
-    # Nothing tells of it: its process is there, its connections are open, its agent is well.
-    options = ["--detection", "fast"]
-    with LocalCluster(2, state_dir=tmp_path / "state", options=options) as cluster:
-        job_id = cluster.submit(job(text))
-        cluster.wait_step(job_id, 5)
-        before = cluster.worker_pids()
-        os.kill(before["n2/0"], signal.SIGSTOP)
-        cluster.wait(lambda: bool(cluster.events(job_id, "reconfigured")), "the recovery")
-        go_on(cluster, job_id)
-        assert not psutil.pid_exists(before["n2/0"])
-        (record,) = cluster.events(job_id, "reconfigured")
-        assert (record["workers_lost"], record["nodes_lost"]) == (["n2/0"], [])
-        (incident,) = cluster.events(job_id, "incident")
-        assert incident["root_cause"]["kind"] == "hang"
-        assert "a signal has stopped it" in incident["root_cause"]["reason"]
-        steps = [line["step"] for line in cluster.metrics(job_id)]
-        assert steps == list(range(1, len(steps) + 1))
-
-
 def test_too_few_nodes_wait_and_say_so(small_cluster: LocalCluster, text: str) -> None:
     cluster = small_cluster
     needs_two = job(text, resources={"min_nodes_per_pipeline": 2})

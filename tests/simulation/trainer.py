@@ -115,7 +115,10 @@ class Trainer:
             case Save(number=number):
                 self.ear.save_wish = max(self.ear.save_wish, number)
             case Ask():
-                self.say(Alive(beats=self._beats, doing=self._doing, waiting=self._waiting))
+                files = self._doing in ("restore", "write")
+                self.say(
+                    Alive(beats=self._beats, doing=self._doing, waiting=self._waiting, files=files)
+                )
             case Stop():
                 self.world.end_worker(self, exit_code=0)
 

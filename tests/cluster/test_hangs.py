@@ -1,0 +1,127 @@
+"""What hangs is found out and replaced; what only has to wait is left alone."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from bench.cluster import LocalCluster, Record
+from oobleck.host.detection import DETECTIONS
+from support.clusters import end_jobs, make_whole
+
+# Longer than any wait in vain, which ends with a report.
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+NODES = {"n1", "n2", "n3"}
+#: Each in the jobs of one name alone, since agents learn of faults when they start.
+FAULTS = [
+    {
+        "worker": {"node": "n2", "slot": 0},
+        "point": "before:Forward",
+        "step": 6,
+        "job": "deadlocked",
+        "action": "hang",
+    },
+    {
+        "worker": {"node": "n3", "slot": 0},
+        "point": "before:Vote",
+        "step": 6,
+        "job": "unanswered",
+        "action": "hold",
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    state_dir = tmp_path_factory.mktemp("hangs") / "state"
+    options = ["--detection", "fast"]
+    with LocalCluster(3, state_dir=state_dir, fault_plan=FAULTS, options=options) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(standing: LocalCluster) -> Iterator[LocalCluster]:
+    make_whole(standing, NODES)
+    yield standing
+    end_jobs(standing)
+
+
+def submit(cluster: LocalCluster, text: str, name: str) -> str:
+    """A job whose layers are each with several nodes."""
+    return cluster.submit(
+        {
+            "name": name,
+            "model": {"layers": 2, "hidden": 32, "heads": 2, "sequence_length": 32},
+            "data": {"text": [text]},
+            "training": {"steps": 100_000, "global_batch": 8, "microbatch": 1},
+            "fault_tolerance": 1,
+            "profile": "estimate",
+        }
+    )
+
+
+def first(cluster: LocalCluster, job_id: str, kind: str) -> Record:
+    cluster.wait(lambda: bool(cluster.events(job_id, kind)), f"an event {kind}")
+    return cluster.events(job_id, kind)[0]
+
+
+def go_on(cluster: LocalCluster, job_id: str) -> None:
+    cluster.wait_step(job_id, cluster.last_step(job_id) + 3)
+    steps = [line["step"] for line in cluster.metrics(job_id)]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_stopped_process_is_replaced(cluster: LocalCluster, text: str) -> None:
+    # Nothing tells of it: its process is there, its connections are open, its agent is well.
+    job_id = submit(cluster, text, "stopped")
+    cluster.wait_step(job_id, 5)
+    before = cluster.worker_pids()
+    os.kill(before["n2/0"], signal.SIGSTOP)
+    record = first(cluster, job_id, "reconfigured")
+    go_on(cluster, job_id)
+    assert not psutil.pid_exists(before["n2/0"])
+    assert (record["workers_lost"], record["nodes_lost"]) == (["n2/0"], [])
+    cause = first(cluster, job_id, "incident")["root_cause"]
+    assert cause["kind"] == "hang"
+    assert "a signal has stopped it" in cause["reason"]
+
+
+def test_a_thread_that_hangs_is_found_out_and_told_where(cluster: LocalCluster, text: str) -> None:
+    job_id = submit(cluster, text, "deadlocked")
+    record = first(cluster, job_id, "reconfigured")
+    go_on(cluster, job_id)
+    assert record["workers_lost"] == ["n2/0"]
+    cause = first(cluster, job_id, "incident")["root_cause"]
+    assert cause["kind"] == "hang"
+    assert "its training thread hangs" in cause["reason"]
+    logs = cluster.oobleck("logs", job_id, "--node", "n2").stdout
+    assert "worker/faults.py" in logs.replace("oobleck/worker", "worker"), logs[-3000:]
+
+
+def test_where_all_wait_for_each_other_they_meet_anew(cluster: LocalCluster, text: str) -> None:
+    job_id = submit(cluster, text, "unanswered")
+    record = first(cluster, job_id, "reconfigured")
+    go_on(cluster, job_id)
+    assert (record["rule"], record["workers_lost"], record["nodes_lost"]) == ("regroup", [], [])
+    assert len(cluster.events(job_id, "reconfigured")) == 1
+
+
+def test_a_master_that_was_stopped_convicts_nobody(cluster: LocalCluster, text: str) -> None:
+    job_id = submit(cluster, text, "patient")
+    cluster.wait_step(job_id, 5)
+    pids = cluster.worker_pids()
+    fast = DETECTIONS["fast"]
+    os.kill(cluster.master_pid, signal.SIGSTOP)
+    try:
+        # Long enough for leases to end, and for agents to give up their streams.
+        time.sleep(2 * fast.lease_s + fast.ping_every_s)
+    finally:
+        os.kill(cluster.master_pid, signal.SIGCONT)
+    cluster.wait(lambda: cluster.live() == NODES, "all agents", poll_s=0.2)
+    go_on(cluster, job_id)
+    assert cluster.events(job_id, "reconfigured") == []
+    assert cluster.worker_pids() == pids
