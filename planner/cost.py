@@ -40,6 +40,7 @@ class StageCosts:
         self._state = _prefix([layer.state_bytes + layer.sum_bytes for layer in layers])
         self._activation = _prefix([layer.activation_bytes for layer in layers])
         self._working = [layer.working_bytes for layer in layers]
+        self._mapped = [layer.mapped_bytes for layer in layers]
         self._exchange = [layer.exchange_bytes for layer in layers]
         self._forward: dict[int, list[int]] = {}
         self._backward: dict[int, list[int]] = {}
@@ -65,7 +66,7 @@ class StageCosts:
             return False
         state = self._state[stop] - self._state[first]
         activation = self._activation[stop] - self._activation[first]
-        working = max(self._working[first:stop])
+        working = max(self._working[first:stop]) + max(self._mapped[first:stop])
         exchange = max(self._exchange[first:stop]) if gpus > 1 else 0
         return state + in_flight * activation + working <= (self._memory - exchange) * gpus
 

@@ -13,6 +13,7 @@ from oobleck.planner.memory import (
     ACTIVATION_ITEM_BYTES,
     STATE_ITEM_BYTES,
     budget_bytes,
+    heap_and_mapped,
     state_bytes,
     with_holes,
 )
@@ -109,7 +110,8 @@ def _embedding(job: JobSpec) -> LayerProfile:
         "embedding",
         counted,
         activation_bytes=_rows(job) * _TOKEN_BYTES + _kept_bytes(job, counted),
-        working_bytes=5 * _hidden_bytes(job),
+        # Messages of both directions, and the gradient of all embeddings, used or not.
+        blocks=[*[_hidden_bytes(job)] * 5, _gradient_bytes(job, counted)],
         output_bytes=_hidden_bytes(job),
         tied_bytes=_tied_bytes(job),
     )
@@ -117,28 +119,33 @@ def _embedding(job: JobSpec) -> LayerProfile:
 
 def _block(job: JobSpec, name: str) -> LayerProfile:
     counted = _counts(job.model).block
-    kept_bytes = _kept_bytes(job, counted)
+    kept_bytes = _kept_bytes(job, counted) + _cast_bytes(job, counted)
     return _layer(
         job,
         name,
         counted,
         activation_bytes=kept_bytes,
-        # Messages of both directions, posted ahead; gradients replace what was kept one by one.
-        working_bytes=4 * _hidden_bytes(job) + 2 * kept_bytes // 5,
+        # Messages of both directions, posted ahead; gradients replace what was kept one by one; the
+        # largest matrix's own, before it is added.
+        blocks=[
+            *[_hidden_bytes(job)] * 4,
+            *_hidden_blocks(job, 2 * kept_bytes // 5),
+            _gradient_bytes(job, counted) // 3,
+        ],
         output_bytes=_hidden_bytes(job),
     )
 
 
 def _head(job: JobSpec) -> LayerProfile:
     counted = _counts(job.model).head
-    item = STATE_ITEM_BYTES[job.training.precision]
+    logits_bytes = _rows(job) * counted.kept_wide * STATE_ITEM_BYTES[job.training.precision]
     return _layer(
         job,
         "head",
         counted,
-        activation_bytes=_kept_bytes(job, counted),
-        # The logits and their gradient.
-        working_bytes=2 * _rows(job) * counted.kept_wide * item,
+        activation_bytes=_kept_bytes(job, counted) + _cast_bytes(job, counted),
+        # The logits' gradient is there with the logits, then with the weight's.
+        blocks=[logits_bytes, max(logits_bytes, _gradient_bytes(job, counted))],
         output_bytes=0,
         tied_bytes=_tied_bytes(job),
     )
@@ -149,6 +156,22 @@ def _kept_bytes(job: JobSpec, counted: LayerCount) -> int:
     precision = job.training.precision
     narrow, wide = ACTIVATION_ITEM_BYTES[precision], STATE_ITEM_BYTES[precision]
     return _rows(job) * (counted.kept * narrow + counted.kept_wide * wide + counted.masks)
+
+
+def _cast_bytes(job: JobSpec, counted: LayerCount) -> int:
+    """The layer's matrices as autocast leaves them to the backward, for every micro-batch."""
+    precision = job.training.precision
+    return counted.parameters * ACTIVATION_ITEM_BYTES[precision] if precision == "bf16" else 0
+
+
+def _hidden_blocks(job: JobSpec, size: int) -> list[int]:
+    """So many bytes of activations in blocks of one hidden state each, as most are."""
+    count, rest = divmod(size, _hidden_bytes(job))
+    return [_hidden_bytes(job)] * count + [rest]
+
+
+def _gradient_bytes(job: JobSpec, counted: LayerCount) -> int:
+    return counted.parameters * STATE_ITEM_BYTES[job.training.precision]
 
 
 def _tied_bytes(job: JobSpec) -> int:
@@ -169,7 +192,7 @@ def _layer(
     counted: LayerCount,
     *,
     activation_bytes: int,
-    working_bytes: int,
+    blocks: Sequence[int],
     output_bytes: int,
     tied_bytes: int = 0,
 ) -> LayerProfile:
@@ -178,8 +201,10 @@ def _layer(
     again = job.training.recompute == "layer"
     if again:
         input_bytes = min(activation_bytes, _hidden_bytes(job))
-        working_bytes += activation_bytes - input_bytes
+        blocks = [*blocks, *_hidden_blocks(job, activation_bytes - input_bytes)]
         activation_bytes = input_bytes
+    heap, mapped = heap_and_mapped(blocks)
+    kept, _ = heap_and_mapped(_hidden_blocks(job, activation_bytes))
     return LayerProfile(
         name=name,
         forward_s={1: forward_s},
@@ -189,6 +214,7 @@ def _layer(
         sum_bytes=counted.parameters * STATE_ITEM_BYTES[precision],
         tied_bytes=tied_bytes,
         activation_bytes=activation_bytes,
-        working_bytes=with_holes(working_bytes, activation_bytes),
+        working_bytes=with_holes(heap, kept),
+        mapped_bytes=mapped,
         output_bytes=output_bytes,
     )

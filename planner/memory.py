@@ -3,6 +3,8 @@
 The one place for both, shared by the estimate, the profiler and the master. Must not know models.
 """
 
+from collections.abc import Iterable
+
 from oobleck.planner.job import Precision, TrainingSpec
 
 #: Weights, gradients and moments are kept in the precision of the weights: bf16 is autocast,
@@ -19,15 +21,31 @@ MARGIN_SHARE = 10
 LEAST_MARGIN_BYTES = 256 << 20
 
 
-#: Of what one layer keeps and works with for a micro-batch, one part in so many is lost in holes
-#: between blocks of the heap. Measured with glibc, whose aligned blocks rarely fit where one of the
-#: same size was (`worker/heap.py`): 5 to 30 MB where a layer takes 16 to 40.
-HOLES_SHARE = 2
+#: On a CPU, blocks from this size on are taken from the kernel and given back one by one; what
+#: smaller ones once took stays with the heap (`worker/heap.py`).
+MAPPED_BYTES = 4 << 20
+#: For each byte of one layer's smaller blocks the heap holds so many more in holes. Measured with
+#: glibc, whose aligned blocks rarely fit where one of the same size was: 13 to 20 MB where a layer
+#: has 11 to 19 in fp32, 4 to 18 where it has 15 to 26 under bf16; what libraries keep from their
+#: first use, some 10 MB, is beside that.
+HOLES_PER_BYTE = 1
 
 
 def with_holes(working_bytes: int, kept_bytes: int) -> int:
-    """`working_bytes` of a layer that keeps `kept_bytes`, and what the allocator holds beside."""
-    return working_bytes + (working_bytes + kept_bytes) // HOLES_SHARE
+    """`working_bytes` in smaller blocks of a layer that keeps `kept_bytes` in such, and what the
+    heap holds beside."""
+    return working_bytes + (working_bytes + kept_bytes) * HOLES_PER_BYTE
+
+
+def heap_and_mapped(blocks: Iterable[int]) -> tuple[int, int]:
+    """How many bytes of `blocks`, all there at once, lie in the heap, and how many are mapped."""
+    heap = mapped = 0
+    for size in blocks:
+        if size < MAPPED_BYTES:
+            heap += size
+        else:
+            mapped += size
+    return heap, mapped
 
 
 def usable_bytes(physical_bytes: int) -> int:

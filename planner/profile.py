@@ -1,6 +1,6 @@
 """The profile of a model on a machine: measured or estimated time and bytes per layer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from oobleck.planner.units import count
@@ -12,7 +12,7 @@ MOST_BYTES, MOST_BYTES_IN_ALL = 2**60 - 1, 2**62 - 1
 LEAST_RATE, MOST_RATE = 1.0, 1e18
 MOST_LAYERS = 1024
 #: Fields of a layer in bytes.
-OPTIONAL_BYTES = ("sum_bytes", "tied_bytes", "working_bytes", "exchange_bytes")
+OPTIONAL_BYTES = ("sum_bytes", "tied_bytes", "working_bytes", "mapped_bytes", "exchange_bytes")
 BYTES = ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes", *OPTIONAL_BYTES)
 _MOST = {"microbatch": 2**31 - 1, "gpus_per_node": 1024, "gpu_memory_bytes": MOST_BYTES}
 
@@ -58,6 +58,9 @@ class LayerProfile:
     #: The most that computing one micro-batch takes beside all that and what is kept: what its
     #: operations hand to each other, and the messages at the stage's borders.
     working_bytes: int = 0
+    #: The same of single blocks that the allocator gives back one by one (`MAPPED_BYTES` in
+    #: `oobleck.planner.memory`): one layer's come when another's `working_bytes` are still held.
+    mapped_bytes: int = 0
     #: What a worker that shares the layer with others of its node has, beside its share, while it
     #: computes the layer (`oobleck.planner.sharing`).
     exchange_bytes: int = 0
@@ -133,6 +136,11 @@ class LayerProfile:
             raise self._wrong(
                 f'{name}["{more[0]}"]', "forward_s lacks that number of GPUs; give it there too"
             )
+
+
+def working_bytes(layers: Sequence[LayerProfile]) -> int:
+    """What a stage of these layers has beside its state and what is kept."""
+    return max(la.working_bytes for la in layers) + max(la.mapped_bytes for la in layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,6 +132,7 @@ def _least_memory(profile: Profile, min_nodes: int, most_nodes: int) -> int | No
         layer.state_bytes
         + layer.sum_bytes
         + layer.working_bytes
+        + layer.mapped_bytes
         + len(layers) * layer.activation_bytes
         for layer in layers
     )

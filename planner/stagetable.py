@@ -47,13 +47,15 @@ class StageTable:
         state = _running([la.state_bytes + la.sum_bytes for la in layers])
         kept = _running([la.activation_bytes for la in layers])
         working = np.array([la.working_bytes for la in layers], dtype=np.int64)
+        mapped = np.array([la.mapped_bytes for la in layers], dtype=np.int64)
         exchange = np.array([la.exchange_bytes for la in layers], dtype=np.int64)
         for k, gpus in enumerate(self.choices):
             units = np.array([round(t * self.per_s) if t != np.inf else t for t in seconds[k]])
             memory = min(profile.gpu_memory_bytes * gpus, 2**62)
             for i in range(self.layers):
                 self.time[k, i, i + 1 :] = np.cumsum(units[i:])
-                left = memory - (state[i + 1 :] - state[i]) - np.maximum.accumulate(working[i:])
+                left = memory - (state[i + 1 :] - state[i])
+                left -= np.maximum.accumulate(working[i:]) + np.maximum.accumulate(mapped[i:])
                 if gpus > 1:
                     left -= gpus * np.maximum.accumulate(exchange[i:])
                 each = kept[i + 1 :] - kept[i]

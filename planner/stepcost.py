@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from oobleck.planner.cost import all_reduce_s
-from oobleck.planner.profile import LayerProfile, Profile
+from oobleck.planner.profile import LayerProfile, Profile, working_bytes
 from oobleck.planner.program import LayerPart, SyncGradient
 from oobleck.planner.sharing import exchange_bytes
 
@@ -44,7 +44,7 @@ class StageCost:
     #: layer's input and its output's gradient, which are 16 hidden widths per token of a
     #: transformer block, as many as the block keeps before.
     activation_bytes: int
-    #: What the layer that takes most has beside, while it is computed.
+    #: What the layers that take most have beside, while they are computed.
     working_bytes: int
     #: What each worker has beside its share of these while it computes.
     exchange_bytes: int
@@ -93,7 +93,7 @@ def _stage_cost(layers: tuple[LayerProfile, ...], gpus: int, resident: bool) -> 
         # Both places of a shared weight have one sum.
         sum_bytes=sum(layer.sum_bytes - layer.tied_bytes for layer in layers) + tied_bytes,
         tied_bytes=tied_bytes,
-        working_bytes=max(layer.working_bytes for layer in layers),
+        working_bytes=working_bytes(layers),
         exchange_bytes=exchange_bytes(layers, gpus, resident=resident),
     )
 

@@ -1,8 +1,9 @@
 """How much memory torch's operations take, tensor by tensor: the most that is there at a time.
 
 On a CPU every result that lies in memory of its own counts from the operation that makes it until
-its last user lets go of it; what an operation takes inside of itself is not seen. On a GPU torch's
-allocator counts. Must not know what is run.
+its last user lets go of it; what an operation takes inside of itself is not seen. Small and large
+blocks count apart, since the heap keeps what small ones once took (`oobleck.planner.memory`). On a
+GPU torch's allocator counts. Must not know what is run.
 """
 
 import weakref
@@ -13,28 +14,33 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from oobleck.planner.memory import heap_and_mapped
 
-def peak_bytes(run: Callable[[], None], device: torch.device) -> int:
-    """The most that `run` has at a time of what it makes on `device`."""
+
+def peak_bytes(run: Callable[[], None], device: torch.device) -> tuple[int, int]:
+    """The most that `run` has at a time of what it makes on `device`, in the heap and mapped; a
+    GPU has no such difference, and the second is 0."""
     if device.type == "cuda":
         before: int = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         run()
         peak: int = torch.cuda.max_memory_allocated(device)
-        return peak - before
+        return peak - before, 0
     footprint = Footprint()
     with footprint:
         run()
-    return footprint.peak_bytes
+    return footprint.heap_peak_bytes, footprint.mapped_peak_bytes
 
 
 class Footprint(TorchDispatchMode):
-    """A context manager: `peak_bytes` of what this thread's operations within it have made."""
+    """A context manager: the peaks of what this thread's operations within it have made."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not say
-        self.peak_bytes = 0
-        self._bytes = 0
+        self.heap_peak_bytes = 0
+        self.mapped_peak_bytes = 0
+        self._heap_bytes = 0
+        self._mapped_bytes = 0
         self._alive: set[int] = set()
 
     def __torch_dispatch__(
@@ -51,14 +57,20 @@ class Footprint(TorchDispatchMode):
             if key not in given and key not in self._alive:
                 size = storage.nbytes()
                 self._alive.add(key)
-                self._bytes += size
+                self._count(size, 1)
                 weakref.finalize(storage, self._freed, key, size)
-        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        self.heap_peak_bytes = max(self.heap_peak_bytes, self._heap_bytes)
+        self.mapped_peak_bytes = max(self.mapped_peak_bytes, self._mapped_bytes)
         return results
 
     def _freed(self, key: int, size: int) -> None:
         self._alive.discard(key)
-        self._bytes -= size
+        self._count(size, -1)
+
+    def _count(self, size: int, times: int) -> None:
+        heap, mapped = heap_and_mapped([size])
+        self._heap_bytes += times * heap
+        self._mapped_bytes += times * mapped
 
 
 def _storages(tree: object) -> Iterator[torch.UntypedStorage]:

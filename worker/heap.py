@@ -12,10 +12,10 @@ what is in use.
 
 import ctypes
 
+from oobleck.planner.memory import MAPPED_BYTES
+
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-#: Larger blocks are mapped and unmapped one by one.
-_LARGEST_KEPT = 4 << 20
 _NEVER_TRIM = (1 << 31) - 1
 
 
@@ -26,5 +26,5 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     return bool(
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT) and mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIM)
+        mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES) and mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIM)
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from oobleck.planner.job import JobSpec
 from oobleck.planner.measurement import Measurement
-from oobleck.planner.memory import with_holes
+from oobleck.planner.memory import heap_and_mapped, with_holes
 from oobleck.planner.profile import LayerProfile
 from oobleck.planner.program import LayerPart
 from oobleck.worker.footprint import peak_bytes
@@ -78,7 +78,7 @@ def measure_layers(
 def _block_count(job: JobSpec, device: torch.device) -> int:
     bench = _Bench(job, [1], device, job.training.microbatch)
     state = bench.state.layers[1]
-    block_bytes = state.storage.nbytes + state.gradient.nbytes + bench.kept_bytes()
+    block_bytes = state.storage.nbytes + state.gradient.nbytes + sum(bench.kept_blocks())
     bench.repeat()
     started = time.perf_counter()
     bench.repeat()
@@ -117,8 +117,8 @@ def _measure(
     """The median over repeats of the layers, which are of one kind, taken in turn, with the rows
     that one of `size` workers has of a micro-batch."""
     bench = _Bench(job, layers, device, job.training.microbatch // size)
-    kept_bytes = bench.kept_bytes()
-    working_bytes = bench.working_bytes(kept_bytes)
+    kept = bench.kept_blocks()
+    working_bytes, mapped_bytes = bench.working_bytes(kept)
     for _ in range(WARM_UP):
         check()
         bench.repeat()
@@ -143,8 +143,9 @@ def _measure(
         state_bytes=state.storage.nbytes + state.gradient.nbytes,
         sum_bytes=state.gradient.nbytes,
         tied_bytes=state.layout.tied * state.gradient.itemsize,
-        activation_bytes=kept_bytes,
-        working_bytes=with_holes(working_bytes, kept_bytes),
+        activation_bytes=sum(kept),
+        working_bytes=working_bytes,
+        mapped_bytes=mapped_bytes,
         output_bytes=bench.output_bytes,
     )
 
@@ -182,8 +183,8 @@ class _Bench:
         self._rows = RowKeys(seed=job.training.seed, step=1, positions=tuple(range(rows)))
         self._step = 0
 
-    def kept_bytes(self) -> int:
-        """What one micro-batch keeps of one layer from its forward to its backward.
+    def kept_blocks(self) -> list[int]:
+        """Bytes of all that one micro-batch keeps of one layer from its forward to its backward.
 
         The layer's input counts, and not its output, which is the next layer's input. Parameters
         are part of the state.
@@ -201,22 +202,35 @@ class _Bench:
         kept[self._input.untyped_storage().data_ptr()] = self._input
         kept.pop(self.state.storage(layer).untyped_storage().data_ptr(), None)
         runner.settle()
-        return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        return [tensor.untyped_storage().nbytes() for tensor in kept.values()]
 
-    def working_bytes(self, kept_bytes: int) -> int:
-        """The most that one micro-batch takes at a moment of its forward or backward beside its
-        `kept_bytes` and the state; with the gradient that comes in, and the messages of a stage
-        that ends with this layer on both sides, posted ahead of their use."""
+    def working_bytes(self, kept: Sequence[int]) -> tuple[int, int]:
+        """The most that one micro-batch takes at a moment of its forward or backward beside the
+        blocks `kept` and the state, in the heap, with its holes, and mapped; with the gradient that
+        comes in, and the messages of a stage that ends with this layer on both sides, posted ahead
+        of their use."""
         runner = self._runners[0]
-        messages: int = self._input.nbytes + self.output_bytes
+        messages = [self._input.nbytes, self.output_bytes]
 
         def run() -> None:
             runner.forward(0, self._input, self._rows, self._targets)
             runner.backward(0, self._gradient)
 
-        made = peak_bytes(run, self._device) + self._input.nbytes + self.output_bytes
+        made = peak_bytes(run, self._device)
         self.state.zero_gradients()
-        return max(0, made - kept_bytes) + AHEAD * messages
+        heap, mapped = (
+            max(0, peak + given - left) + AHEAD * given
+            for peak, given, left in zip(
+                made, self._sorted(messages), self._sorted(kept), strict=True
+            )
+        )
+        if self._device.type == "cpu":
+            heap = with_holes(heap, self._sorted(kept)[0])
+        return heap, mapped
+
+    def _sorted(self, blocks: Sequence[int]) -> tuple[int, int]:
+        """As `peak_bytes` does."""
+        return heap_and_mapped(blocks) if self._device.type == "cpu" else (sum(blocks), 0)
 
     def repeat(self) -> None:
         """Forward of all, backward of all in the other order, and the update of all.

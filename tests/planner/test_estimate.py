@@ -52,7 +52,9 @@ def test_under_autocast_activations_shrink_and_messages_stay_wide() -> None:
         estimate_profile(job(precision), gpus_per_node=1, memory_per_worker_bytes=1 << 30).layers[1]
         for precision in ("fp32", "bf16")
     )
-    assert 1.5 < wide.activation_bytes / narrow.activation_bytes < 2
+    # Autocast leaves the layer's matrices to the backward as well, at half their size.
+    activations = narrow.activation_bytes - narrow.parameter_bytes // 2
+    assert 1.5 < wide.activation_bytes / activations < 2
     assert wide.output_bytes == narrow.output_bytes
     assert wide.state_bytes == narrow.state_bytes
 

@@ -20,7 +20,15 @@ LINKS = Links(intra_node_bytes_per_s=1000.0, inter_node_bytes_per_s=1.0, latency
 
 def sharing(rng: random.Random, layers: int) -> Profile:
     profile = random_profile(rng, layers=layers, gpus_per_node=3, tight=True)
-    changed = (replace(layer, exchange_bytes=rng.randint(0, 3)) for layer in profile.layers)
+    changed = (
+        replace(
+            layer,
+            exchange_bytes=rng.randint(0, 3),
+            working_bytes=rng.randint(0, 2),
+            mapped_bytes=rng.randint(0, 2),
+        )
+        for layer in profile.layers
+    )
     return replace(profile, layers=tuple(changed))
 
 

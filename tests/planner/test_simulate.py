@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from oobleck.planner.compile import compile_programs
-from oobleck.planner.cost import pipeline_cost, seconds
+from oobleck.planner.cost import StageCosts, pipeline_cost, seconds
 from oobleck.planner.errors import ProgramDeadlock
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.plan import Plan, place
@@ -56,6 +56,22 @@ def test_peak_memory_counts_the_microbatches_in_flight() -> None:
     plan = plan_of(generate_templates(profile, range(3, 4)), (3, 8))
     result = simulate(compile_programs(plan, tied=False), profile, plan=plan)
     assert [result.peak_bytes[worker(n)] for n in range(3)] == [1003, 1020, 1100]
+
+
+def test_what_the_heap_keeps_of_one_layer_is_beside_what_is_mapped_for_another() -> None:
+    base = profile_of([1.0] * 3, state=1000, activation=[0, 0, 0])
+    both = ((30, 0), (10, 500), (20, 100))
+    layers = tuple(
+        replace(layer, working_bytes=working, mapped_bytes=mapped)
+        for layer, (working, mapped) in zip(base.layers, both, strict=True)
+    )
+    plan = plan_of_cuts(([1, 2], 1), ([3], 1))
+    profile = replace(base, layers=layers)
+    result = simulate(compile_programs(plan, tied=False), profile, plan=plan)
+    assert list(result.peak_bytes.values()) == [1030, 2520, 3530]
+    for memory, fits in ((3530, True), (3529, False)):
+        costs = StageCosts(replace(profile, gpu_memory_bytes=memory))
+        assert costs.allowed(0, 3, 1, in_flight=1) == fits
 
 
 def test_a_shared_weight_is_summed_in_every_plan_and_once_on_each_worker() -> None:

@@ -2,6 +2,7 @@
 
 import torch
 
+from oobleck.planner.memory import MAPPED_BYTES
 from oobleck.worker.footprint import Footprint
 
 KIB = 1024
@@ -18,7 +19,18 @@ def test_results_count_until_they_are_let_go() -> None:
         del two
         four = three + 1  # 4 KiB still there, 2 KiB
         given.mul_(four.sum())
-    assert footprint.peak_bytes == 8 * KIB
+    assert (footprint.heap_peak_bytes, footprint.mapped_peak_bytes) == (8 * KIB, 0)
+
+
+def test_large_blocks_have_a_peak_of_their_own() -> None:
+    given = torch.ones(KIB)
+    with Footprint() as footprint:
+        small = [given + 1, given + 2]
+        del small
+        large = given.repeat(KIB)  # 4 MiB
+        large + given.repeat(KIB)
+    assert footprint.heap_peak_bytes == 2 * 4 * KIB
+    assert footprint.mapped_peak_bytes == 3 * MAPPED_BYTES
 
 
 def test_a_backward_counts() -> None:
@@ -28,4 +40,4 @@ def test_a_backward_counts() -> None:
         loss = (weight.exp() * 3).sum()
         loss.backward()
     # The exponential is kept; then the gradient of its product with 3 and that of its own.
-    assert 3 * 4 * KIB <= footprint.peak_bytes <= 3 * 4 * KIB + 64
+    assert 3 * 4 * KIB <= footprint.heap_peak_bytes <= 3 * 4 * KIB + 64
