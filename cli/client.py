@@ -70,6 +70,8 @@ class Master:
         self.address = endpoint.address
         self._secured = endpoint.credentials is not None
         self._channel = open_channel(endpoint, CHANNEL_OPTIONS)
+        #: What the last answer said of the master itself; empty: all is well.
+        self.problem = ""
         self._stub: Any = OperatorStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         self._pki: Any = PkiStub(self._channel)  # type: ignore[no-untyped-call]  # generated
 
@@ -94,10 +96,11 @@ class Master:
         return str(self._change(self._stub.Submit, request).job_id)
 
     def jobs(self) -> list[pb.JobStatus]:
-        return list(self._ask(self._stub.ListJobs, pb.ListJobsRequest()).jobs)
+        return list(self._heard(self._ask(self._stub.ListJobs, pb.ListJobsRequest())).jobs)
 
     def job(self, job_id: str) -> pb.JobStatus:
         status: pb.JobStatus = self._ask(self._stub.GetJob, pb.JobRequest(job_id=job_id))
+        self.problem = status.problem
         return status
 
     def profile(self, job_id: str) -> pb.ProfileReply:
@@ -120,7 +123,12 @@ class Master:
         return status
 
     def nodes(self, timeout_s: float = DEADLINE_S) -> list[pb.NodeInfo]:
-        return list(self._ask(self._stub.ListNodes, pb.ListNodesRequest(), timeout_s).nodes)
+        reply = self._ask(self._stub.ListNodes, pb.ListNodesRequest(), timeout_s)
+        return list(self._heard(reply).nodes)
+
+    def _heard(self, reply: Any) -> Any:
+        self.problem = str(reply.problem)
+        return reply
 
     def drain(self, node: str, reason: str, *, force: bool) -> pb.NodeInfo:
         """The node as it is then."""
@@ -220,5 +228,7 @@ class Master:
                 return CommandFailed(f"denied: {details}", options.DENIED)
             case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.FAILED_PRECONDITION:
                 return CommandFailed(details, options.USAGE)
+            case grpc.StatusCode.RESOURCE_EXHAUSTED:
+                return CommandFailed(details)
             case code:
                 return CommandFailed(f"the master failed with {code.name}: {details}")

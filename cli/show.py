@@ -32,9 +32,11 @@ def status(job_id: str | None, master: Endpoint, as_json: bool) -> None:
     with Master(master) as connection:
         if job_id is not None:
             job = connection.job(job_id)
+            _warn(connection)
             click.echo(text.dump(text.plain(job)) if as_json else text.job_text(job))
             return
         nodes, jobs = connection.nodes(), connection.jobs()
+        _warn(connection)
     if as_json:
         both = {"nodes": [*map(text.plain, nodes)], "jobs": [*map(text.plain, jobs)]}
         click.echo(text.dump(both))
@@ -54,6 +56,7 @@ def nodes(master: Endpoint, as_json: bool) -> None:
 
     with Master(master) as connection:
         found = connection.nodes()
+        _warn(connection)
     click.echo(
         text.dump([*map(text.plain, found)]) if as_json else text.nodes_table(found, width=_width())
     )
@@ -69,6 +72,7 @@ def jobs(master: Endpoint, as_json: bool) -> None:
 
     with Master(master) as connection:
         found = connection.jobs()
+        _warn(connection)
     click.echo(
         text.dump([*map(text.plain, found)]) if as_json else text.jobs_table(found, width=_width())
     )
@@ -127,6 +131,12 @@ def logs(
         for entry in connection.logs(job_id, follow=follow, node=node, rank=rank):
             line = f"{entry.node}/{entry.slot}  {entry.line}"
             click.echo(json.dumps(text.plain(entry)) if as_json else line)
+
+
+def _warn(master: "Master") -> None:
+    """Of what ails the master itself; beside the answer, which programs may read."""
+    if master.problem:
+        click.echo(f"warning: {master.problem}", err=True)
 
 
 def _nodes_of(master: "Master", job_id: str) -> list[str]:

@@ -318,6 +318,8 @@ def _sentence(record: dict[str, Any]) -> str:
             return _restored(record)
         case {"event": "failed", "reason": reason}:
             return f"failed: {reason}"
+        case {"event": "journal_cut", "reason": reason}:
+            return str(reason)
         case {"event": "submitted" | "succeeded" | "cancelled" as event}:
             return str(event)
         case _:

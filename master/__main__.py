@@ -25,7 +25,7 @@ from oobleck.host.address import leaves_host
 from oobleck.host.detection import MODES, Detection, Mode, choose
 from oobleck.host.endpoint import check_insecure
 from oobleck.host.process import die_with_parent
-from oobleck.master import limits
+from oobleck.master import crash, limits
 from oobleck.master.access import Access, AccessGuard
 from oobleck.master.config import MasterConfig
 from oobleck.master.guard import CallGuard
@@ -219,6 +219,14 @@ def _time_out_flags(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option("--exit-with-parent", is_flag=True, help="End when the parent process ends.")
 @click.option(
+    "--salvage-journal",
+    is_flag=True,
+    help="Go on with what a damaged journal has before the damage; the rest is kept beside it.",
+)
+@click.option(
+    "--crash-at", metavar="POINT[:COUNT]", help="Die there, as by kill -9 (for tests).", hidden=True
+)
+@click.option(
     "--detection",
     type=click.Choice(MODES),
     default="balanced",
@@ -235,6 +243,8 @@ def main(
     insecure: bool,
     certificate_life_s: float,
     exit_with_parent: bool,
+    salvage_journal: bool,
+    crash_at: str | None,
     detection: Mode,
     **time_outs: float | None,
 ) -> None:
@@ -259,12 +269,17 @@ def main(
             pki=choose_pki(listen, state, pki, insecure=insecure),
             certificate_life_s=certificate_life_s,
         )
+        if crash_at is not None:
+            point, _, times = crash_at.partition(":")
+            crash.arm(point, int(times or 1))
     except ValueError as error:
         _fail(str(error))
     try:
         with (
             _locked(config.state_dir),
-            contextlib.closing(Journal(config.state_dir / "journal.db")) as journal,
+            contextlib.closing(
+                Journal(config.state_dir / "journal.log", salvage=salvage_journal)
+            ) as journal,
         ):
             asyncio.run(serve(config, journal))
     except (Unusable, JournalUnusable) as error:

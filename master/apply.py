@@ -34,6 +34,7 @@ from oobleck.master.events import (
     JobSubmitted,
     JobSucceeded,
     JobWaiting,
+    JournalCut,
     Journaled,
     MasterStarted,
     MeasuringStarted,
@@ -179,6 +180,8 @@ def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> Non
                     _note_loss(job, 0.0, now)
                 if job.made is not None:
                     job.seen.progressed_at = now
+        case JournalCut():
+            pass  # for operators; agents tell what runs
         case NodeRegistered():
             _register(state, event, now)
         case NodeCleared():

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from oobleck.host.messages import EvaluationRecord
+from oobleck.master.storage import append
 from oobleck.planner.codec import decode
 
 
@@ -19,7 +20,8 @@ class EvaluationLog:
     def __init__(self, path: Path) -> None:
         """Cut what is not a whole line off the end of the file, if there is one."""
         self._path = path
-        #: The newest evaluation on disk.
+        self._unwritten: list[bytes] = []
+        #: The newest evaluation.
         self.last: EvaluationRecord | None = None
         if path.exists():
             self._recover()
@@ -33,17 +35,21 @@ class EvaluationLog:
             self.last = decode(EvaluationRecord, lines[-1])
 
     def append(self, record: EvaluationRecord) -> bool:
-        """Take `record`; returns whether it is new, and then on disk."""
+        """Take `record`; returns whether it is new. `write` has it on disk."""
         if self.last is not None and record.step <= self.last.step:
             return False
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self._path, "ab", buffering=0) as file:
-            text = line(record)
-            while text:  # a disk that is nearly full takes a part and refuses the rest
-                text = text[file.write(text) :]
-            os.fdatasync(file.fileno())
+        self._unwritten.append(line(record))
         self.last = record
         return True
+
+    def write(self) -> None:
+        """Put all that was taken on disk. Raises OSError; then nothing of it is."""
+        if not self._unwritten:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._path, "ab", buffering=0) as file:
+            append(file.fileno(), b"".join(self._unwritten), torn="evaluations-torn", sync=True)
+        self._unwritten.clear()
 
 
 def line(record: EvaluationRecord) -> bytes:

@@ -75,6 +75,17 @@ class MasterStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A master has replayed the journal: whatever an earlier one observed is forgotten."""
 
 
+class JournalCut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The journal was found with an end that is no whole event, or without events that had been
+    acted on."""
+
+    #: What was cut off, and the name of the file that has it.
+    bytes: int
+    kept_as: str
+    #: Of jobs whose events.jsonl has more records than the journal gives: how many it has.
+    records: dict[JobId, int]
+
+
 class JobSubmitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
     request_id: str
@@ -366,6 +377,7 @@ class JobCancelled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 JobEnded = JobSucceeded | JobFailed | JobCancelled
 Journaled = (
     MasterStarted
+    | JournalCut
     | JobSubmitted
     | JobCancelRequested
     | NodeRegistered

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from oobleck.master.inbox import MasterEnded
 from oobleck.master.limits import deadline_s
+from oobleck.master.storage import StorageFailed
 from oobleck.proto.bounds import check_bounds
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,8 @@ def _unary(behave: Any, limit_s: float) -> Any:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
         except MasterEnded:
             await _ended(context)
+        except StorageFailed as failed:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(failed))
         except grpc.aio.AbortError:
             raise
         except Exception:

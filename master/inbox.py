@@ -27,14 +27,15 @@ class Inbox:
         self._arrived = asyncio.Event()
         self._answers: list[Callable[[], None]] = []
         self._open: set[asyncio.Future[Any]] = set()
+        self._of_operators: set[asyncio.Future[Any]] = set()
 
     def post(self, handle: Handler) -> None:
         """Callers bound themselves how much of theirs may wait here."""
         self._handlers.append((self._clock(), handle))
         self._arrived.set()
 
-    async def ask(self, answer: Callable[[float], T]) -> T:
-        """Raises MasterEnded."""
+    async def ask(self, answer: Callable[[float], T], *, of_operator: bool = False) -> T:
+        """Raises MasterEnded, and what an operator's question is refused with (`refuse`)."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def settle(value: T) -> None:
@@ -47,16 +48,25 @@ class Inbox:
 
         self.post(handle)
         self._open.add(future)
+        if of_operator:
+            self._of_operators.add(future)
         try:
             return await future
         finally:
             self._open.discard(future)
+            self._of_operators.discard(future)
 
     def close(self) -> None:
         """Whoever still waits for an answer gets none."""
         for future in self._open:
             if not future.done():
                 future.set_exception(MasterEnded)
+
+    def refuse(self, error: Exception) -> None:
+        """Operators who still wait get no other answer; what they asked may be done yet."""
+        for future in self._of_operators:
+            if not future.done():
+                future.set_exception(error)
 
     # ---- the owner's side
 

@@ -13,13 +13,13 @@ from datetime import UTC, datetime
 from typing import TypeVar
 
 from oobleck.host.surroundings import Surroundings
+from oobleck.master import crash
 from oobleck.master.admit import Refusal, admit
 from oobleck.master.apply import apply
+from oobleck.master.archive import Archive
 from oobleck.master.config import MasterConfig
 from oobleck.master.decision import Decision
 from oobleck.master.dispatch import Acknowledger, AgentSession, PlanSerialiser
-from oobleck.master.evaluations import EvaluationLog
-from oobleck.master.eventlog import EventLog
 from oobleck.master.events import (
     AgentRefused,
     CheckpointRequested,
@@ -29,6 +29,7 @@ from oobleck.master.events import (
     JobFailed,
     JobRestored,
     JobSubmitted,
+    JournalCut,
     Journaled,
     MasterStarted,
     NodeDrainRequested,
@@ -43,15 +44,14 @@ from oobleck.master.events import (
 )
 from oobleck.master.inbox import Changes, Inbox
 from oobleck.master.incoming import Incoming, Output, Records, event_of
-from oobleck.master.journal import Journal
-from oobleck.master.logs import LogStore
-from oobleck.master.metrics import MetricsLog
+from oobleck.master.journal import Journal, Snapshot
 from oobleck.master.narrate import tell
 from oobleck.master.profiles import read_profiles, write_profile
 from oobleck.master.reconcile import reconcile
 from oobleck.master.records import records_of
+from oobleck.master.snapshot import restore, take
 from oobleck.master.state import ENDED, ClusterState
-from oobleck.master.storage import storing
+from oobleck.master.storage import StorageFailed, storing
 from oobleck.master.timelines import Timelines
 from oobleck.master.trust import Decide, Denied
 from oobleck.master.trustevents import CredentialsRevoked
@@ -69,6 +69,9 @@ T = TypeVar("T")
 _TICK_S = 0.25
 #: Decisions of one turn; more would never end.
 _MOST_DECISIONS = 1000
+_MAY_BE_DONE = "what was asked may still be done once it can be written"
+#: Between two tries to write a journal that takes nothing.
+_STUCK_S = 0.5
 #: Most of a job's name that becomes part of its id.
 _NAME_IN_ID = 48
 
@@ -82,14 +85,11 @@ class Master:
         self.now = self._surroundings.now
         self._unix = self._surroundings.unix
         self.state = ClusterState()
-        self.events = EventLog(config.state_dir)
-        self.logs = LogStore(config.state_dir)
+        self.archive = Archive(config)
         self.changes = Changes()
         #: Messages that were dropped, by reason.
         self.refused: Counter[str] = Counter()
         self._journal = journal
-        self._metrics: dict[JobId, MetricsLog] = {}
-        self._evaluations: dict[JobId, EvaluationLog] = {}
         self._acknowledger = Acknowledger()
         self._serialise = PlanSerialiser()
         self._sessions: dict[int, AgentSession] = {}
@@ -100,49 +100,73 @@ class Master:
         #: Something changed that has not been decided on and told yet.
         self._dirty = True
         self._reason = ""
+        #: Not even the journal can be written.
+        self._stuck = False
         self._job_texts: dict[JobId, str] = {}
         self._replay()
 
     def _replay(self) -> None:
-        now = self.now()
-        for unix, event in self._journal.replay():
-            self._fold(event, now, unix)
+        """Raises JournalUnusable, StorageFailed."""
+        now, archive = self.now(), self.archive
+        for unix, entry in self._journal.replay():
+            if isinstance(entry, Snapshot):
+                self._restore(entry, now)
+            else:
+                self._fold(entry, now, unix)
+        if self._journal.cut is not None or archive.events.ahead():
+            self._record(self._cut())
         self._record(MasterStarted())
         for job in self.state.jobs.values():
-            records = self._metrics_of(job.id).recent
+            archive.metrics(job.id).start_after(job.resumed_step)
+            records = archive.metrics(job.id).recent
             self._observe(RecordsReceived(job_id=job.id, records=records), now)
-            if (last := self._evaluations_of(job.id).last) is not None:
+            if (last := archive.evaluations(job.id).last) is not None:
                 self._observe(EvaluationReceived(job_id=job.id, record=last), now)
         self._find_profiles()
-        self._journal.commit()
-        self._write_events()
+        while not self._commit():
+            if not archive.storage.give_way():
+                raise StorageFailed(archive.storage.problem)
+        archive.write()
+        self._compact()
+
+    def _restore(self, snapshot: Snapshot, now: float) -> None:
+        try:
+            self.state, given = restore(snapshot.content, now)
+        except ValueError as error:
+            raise self._journal.unusable(str(error)) from error
+        self.archive.events.resume(given)
+
+    def _cut(self) -> JournalCut:
+        cut = self._journal.cut
+        return JournalCut(
+            bytes=cut.bytes if cut is not None else 0,
+            kept_as=cut.kept_as if cut is not None else "",
+            records=self.archive.events.ahead(),
+        )
+
+    def _compact(self) -> None:
+        """Begin the journal anew with what it has led to, where that is much shorter."""
+        if not self._journal.wants_compaction or self.archive.storage.problem:
+            return
+        self.archive.write()
+        try:
+            self.archive.events.sync()  # records of before are not made again
+            self._journal.compact(take(self.state, self.archive.events.given), self._unix())
+        except StorageFailed as failed:
+            self.archive.storage.failed(failed)
+
+    @property
+    def problem(self) -> str:
+        """For operators: what keeps the master from storing; empty: nothing."""
+        return self.archive.storage.problem
 
     def _find_profiles(self) -> None:
         """Operators may add, replace and remove the files."""
         self._observe(read_profiles(self.config.profiles), self.now())
 
-    def _write_events(self) -> None:
-        with storing(self.config.state_dir / "jobs"):
-            self.events.write()
-
-    def _metrics_of(self, job_id: JobId) -> MetricsLog:
-        if job_id not in self._metrics:
-            path = self.config.job_directory(job_id) / "metrics.jsonl"
-            with storing(path):
-                self._metrics[job_id] = MetricsLog(path)
-        return self._metrics[job_id]
-
-    def _evaluations_of(self, job_id: JobId) -> EvaluationLog:
-        if job_id not in self._evaluations:
-            path = self.config.job_directory(job_id) / "evaluations.jsonl"
-            with storing(path):
-                self._evaluations[job_id] = EvaluationLog(path)
-        return self._evaluations[job_id]
-
     def close(self) -> None:
         self._inbox.close()
-        for metrics in self._metrics.values():
-            metrics.close()
+        self.archive.close()
 
     # ---- changes of the state
 
@@ -155,22 +179,27 @@ class Master:
         if isinstance(event, ProfileChosen) and event.source == "measured":
             self._store_profile(event, unix)
         if isinstance(event, JobEnded):
-            self._metrics_of(event.job_id).close()
+            self.archive.end(event.job_id)
 
     def _store_profile(self, event: ProfileChosen, unix: float) -> None:
         if event.profile is None or not event.key:
             return
         notes = {**event.notes, "date": datetime.fromtimestamp(unix, UTC).isoformat("T", "seconds")}
-        with storing(self.config.profiles):
-            write_profile(self.config.profiles, event.key, event.profile, notes)
+        try:
+            with storing(self.config.profiles):
+                write_profile(self.config.profiles, event.key, event.profile, notes)
+        except StorageFailed as failed:
+            log.warning("the profile is not stored", extra={"reason": str(failed)})
         self._find_profiles()
 
     def _fold(self, event: Journaled, now: float, unix: float) -> None:
+        if isinstance(event, JournalCut):
+            self.archive.events.resume(event.records)
         for job_id, record in records_of(self.state, event, unix):
-            self.events.add(job_id, record, unix)
+            self.archive.events.add(job_id, record, unix)
         self._dirty |= apply(self.state, event, now=now, unix=unix)
         if isinstance(event, JobRestored) and event.resumed:
-            self._metrics_of(event.job_id).start_after(event.restored.step)
+            self.archive.metrics(event.job_id).start_after(event.restored.step)
 
     def _observe(self, event: Observed, at: float) -> None:
         self._dirty |= apply(self.state, event, now=at, unix=self._unix())
@@ -178,7 +207,7 @@ class Master:
     # ---- the loop
 
     async def run(self) -> None:
-        """Never returns; ends by cancellation, StorageFailed or a broken invariant."""
+        """Never returns; ends by cancellation or a broken invariant."""
         while True:
             looked_at = self.now()
             await self._turn()
@@ -196,26 +225,62 @@ class Master:
 
     async def _turn(self) -> None:
         self._inbox.handle_all()
+        if self.archive.storage.look(self.now()):
+            self._go_on_storing()
         if self._dirty or self._wake_at is None or self.now() >= self._wake_at:
             await self._decide()
-        if self._dirty:
-            self._journal.commit()
-            self._write_events()
+        changed, self._dirty = self._dirty, False
+        if changed:
+            crash.reach("applied")
+            await self._store()
+            crash.reach("committed")
             for session in list(self._sessions.values()):
                 self._brief(session)
-            self._dirty = False
+            crash.reach("told")
+        self.archive.write()
+        if changed:
+            self._compact()
             self.changes.happened()
         for job_id in self._acknowledger.take(self.now()):
             for session in self._sessions.values():
-                session.acknowledge(job_id, self._metrics_of(job_id).through_step)
+                session.acknowledge(job_id, self.archive.metrics(job_id).stored_step)
         self._inbox.answer_all()
+
+    async def _store(self) -> None:
+        """Have the journal on disk. Where it takes nothing, nobody is told anything until it does:
+        the master is late then, which convicts nobody."""
+        while not self._commit():
+            if not self.archive.storage.give_way():
+                self._stuck = True
+                self._inbox.refuse(StorageFailed(f"{self.problem}; {_MAY_BE_DONE}"))
+                self.changes.happened()
+                await asyncio.sleep(_STUCK_S)
+        self._stuck = False
+
+    def _commit(self) -> bool:
+        try:
+            self._journal.commit()
+        except StorageFailed as failed:
+            self.archive.storage.failed(failed)
+            return False
+        return True
+
+    def _go_on_storing(self) -> None:
+        """There is room again."""
+        self._dirty = True
+        if self.archive.asks_again():
+            again = Refusal(reason="to send again what the full disk did not take", temporary=True)
+            for session in list(self._sessions.values()):
+                self._drop(session, again)
+        for job_id in self.state.jobs:
+            self._acknowledger.note(job_id)
 
     async def _decide(self) -> None:
         # One moment for the whole turn: while a plan is computed, nobody's lease runs out.
         now = self.now()
         decision = Decision()
         for _ in range(_MOST_DECISIONS):
-            self._journal.commit()  # others may look at the state while this waits
+            await self._store()  # others may look at the state while this waits
             # In a thread, since a large plan takes seconds and operators want answers meanwhile.
             # Nothing changes the state under it: that is for this task alone.
             decision = await asyncio.to_thread(self._reconcile, now)
@@ -276,13 +341,18 @@ class Master:
         profile: Profile | None = None,
         profile_only: bool = False,
     ) -> JobId:
-        """`profile`: of the file that the job names; `profile_only`: end once it is measured."""
+        """`profile`: of the file that the job names; `profile_only`: end once it is measured.
+
+        Raises StorageFailed.
+        """
+        if self.problem and request_id not in self.state.requests:
+            raise StorageFailed(self.problem)
 
         def answer(_: float) -> JobId:
             known = self.state.requests.get(request_id)
             if known is not None:
                 return known
-            job_id = JobId(f"{spec.name[:_NAME_IN_ID]}-{len(self.state.jobs) + 1}")
+            job_id = self._new_job_id(spec)
             self._find_profiles()
             submitted = JobSubmitted(
                 job_id=job_id,
@@ -294,10 +364,27 @@ class Master:
             self._record(submitted)
             return job_id
 
-        return await self._inbox.ask(answer)
+        return await self._inbox.ask(answer, of_operator=True)
+
+    def _new_job_id(self, spec: JobSpec) -> JobId:
+        """One that no folder of an earlier job has either, whatever became of its journal."""
+        number = len(self.state.jobs) + 1
+        while True:
+            job_id = JobId(f"{spec.name[:_NAME_IN_ID]}-{number}")
+            if job_id not in self.state.jobs and not self.config.job_directory(job_id).exists():
+                return job_id
+            number += 1
+
+    def _check_not_stuck(self) -> None:
+        if self._stuck:
+            raise StorageFailed(self.problem)
 
     async def save(self, request_id: str, job_id: JobId) -> int:
-        """The number of the request for a checkpoint of the job, which is known."""
+        """The number of the request for a checkpoint of the job, which is known.
+
+        Raises StorageFailed.
+        """
+        self._check_not_stuck()
 
         def answer(_: float) -> int:
             job = self.state.jobs[job_id]
@@ -307,7 +394,7 @@ class Master:
             self._record(CheckpointRequested(job_id=job_id, request_id=request_id, number=number))
             return number
 
-        return await self._inbox.ask(answer)
+        return await self._inbox.ask(answer, of_operator=True)
 
     async def drain(self, request_id: str, node: NodeName, reason: str, *, force: bool) -> None:
         """`node` is known."""
@@ -330,14 +417,15 @@ class Master:
         await self._inbox.ask(answer)
 
     async def cancel(self, request_id: str, job_id: JobId) -> None:
-        """`job_id` is known."""
+        """`job_id` is known. Raises StorageFailed."""
+        self._check_not_stuck()
 
         def answer(_: float) -> None:
             job = self.state.jobs[job_id]
             if job.state not in ENDED and not job.cancel_requested:
                 self._record(JobCancelRequested(job_id=job_id, request_id=request_id))
 
-        await self._inbox.ask(answer)
+        await self._inbox.ask(answer, of_operator=True)
 
     async def change_trust(self, decide: Decide[T]) -> T:
         """What `decide` answers, once what it wants journaled is. Raises Denied."""
@@ -418,29 +506,21 @@ class Master:
                 self._observe(StatusReceived(node=session.node, status=message), arrived_at)
             case WorkerReport():
                 event = event_of(WorkerId(session.node, message.slot), message)
-                if not isinstance(event, EvaluationReceived) or self._store_evaluation(event):
+                new = True
+                if isinstance(event, EvaluationReceived):
+                    new = self.archive.take_evaluation(event.job_id, event.record)
+                if new:
                     self._observe(event, arrived_at)
             case Output():
                 worker = WorkerId(session.node, message.slot)
-                with storing(self.config.job_directory(message.job_id) / "logs"):
-                    self.logs.append(message.job_id, worker, message.lines, self._unix())
+                self.archive.take_output(message.job_id, worker, message.lines, self._unix())
                 self.changes.happened()
             case Records():
                 self._take_records(message, arrived_at)
 
-    def _store_evaluation(self, event: EvaluationReceived) -> bool:
-        """Returns whether it is a new one."""
-        evaluations = self._evaluations_of(event.job_id)
-        with storing(self.config.job_directory(event.job_id) / "evaluations.jsonl"):
-            return evaluations.append(event.record)
-
     def _take_records(self, message: Records, arrived_at: float) -> None:
-        metrics = self._metrics_of(message.job_id)
-        with storing(self.config.job_directory(message.job_id) / "metrics.jsonl"):
-            written = metrics.append(message.records)
-        if written:
-            received = RecordsReceived(job_id=message.job_id, records=written)
+        new = self.archive.take_records(message.job_id, message.records)
+        if new:
+            received = RecordsReceived(job_id=message.job_id, records=new)
             self._observe(received, arrived_at)
-        if self.state.jobs[message.job_id].state in ENDED:
-            metrics.close()
         self._acknowledger.note(message.job_id)

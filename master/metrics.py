@@ -1,6 +1,7 @@
 """metrics.jsonl: one line per committed step, in step order, exactly once, whatever fails.
 
-A record that comes early waits for those before it, one that comes again is dropped. On opening,
+A record that comes early waits for those before it, one that comes again is dropped. What the disk
+does not take waits in memory, and nobody is told that it is on disk. On opening,
 a last line that was cut off is removed; the file's last whole line says how far it goes, so that
 nothing else has to remember it. The file is open only while lines are added, from the first one
 to `close`, so that a master may know any number of jobs. Must not know where records come from.
@@ -14,6 +15,7 @@ import msgspec
 
 from oobleck.host.messages import StepRecord
 from oobleck.master.state import RECENT_RECORDS
+from oobleck.master.storage import append
 from oobleck.planner.codec import decode
 
 #: Enough for the last lines that are looked at.
@@ -24,20 +26,23 @@ _MOST_WAITING = 10_000
 
 class MetricsLog:
     def __init__(self, path: Path) -> None:
-        """Create the file where it lacks, and cut what is not a whole line off its end."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Cut what is not a whole line off the end of the file, if there is one."""
         self._path = path
         self._file: FileIO | None = None
         self._waiting: dict[int, StepRecord] = {}
         #: The last records on disk.
-        self.recent = self._recover()
-        #: Steps up to this one are on disk.
+        self.recent = self._recover() if path.exists() else ()
+        #: Whether records were left because too many wait.
+        self.left_some = False
+        #: Lines that are not on disk yet.
+        self._unwritten: list[bytes] = []
+        #: Steps up to this one have come; those up to `stored_step` are on disk.
         self.through_step = self.recent[-1].step if self.recent else 0
         #: How many of them were skipped. Each line has the number, so that the last one tells it.
         self._skipped_steps = self.recent[-1].skipped_steps if self.recent else 0
 
     def _recover(self) -> tuple[StepRecord, ...]:
-        with open(self._path, "a+b", buffering=0) as file:
+        with open(self._path, "r+b", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             tail_bytes = _TAIL_BYTES
             while True:
@@ -57,30 +62,45 @@ class MetricsLog:
                 os.fsync(file.fileno())
         return tuple(_read(line) for line in lines[-RECENT_RECORDS:])
 
+    @property
+    def stored_step(self) -> int:
+        """Steps up to this one are on disk."""
+        return self.through_step - len(self._unwritten)
+
     def start_after(self, step: int) -> None:
         """The job began at a checkpoint: records of steps up to this one never come."""
         self.through_step = max(self.through_step, step)
 
     def append(self, records: tuple[StepRecord, ...]) -> tuple[StepRecord, ...]:
-        """Take `records`; returns those that are newly on disk, in step order."""
+        """Take `records`; returns those that are new, in step order; `write` has them on disk."""
         for record in records:
-            if record.step > self.through_step and len(self._waiting) < _MOST_WAITING:
+            if record.step <= self.through_step:
+                continue
+            if len(self._waiting) < _MOST_WAITING:
                 self._waiting.setdefault(record.step, record)
-        written = []
-        while (following := self._waiting.pop(self.through_step + 1, None)) is not None:
+            else:
+                self.left_some = True
+        new = []
+        while len(self._unwritten) < _MOST_WAITING:
+            following = self._waiting.pop(self.through_step + 1, None)
+            if following is None:
+                break
             self._skipped_steps += following.skipped
-            written.append(msgspec.structs.replace(following, skipped_steps=self._skipped_steps))
-            self.through_step = following.step
-        if written:
-            self._write(b"".join(line(record) for record in written))
-        return tuple(written)
+            record = msgspec.structs.replace(following, skipped_steps=self._skipped_steps)
+            self._unwritten.append(line(record))
+            self.through_step = record.step
+            new.append(record)
+        return tuple(new)
 
-    def _write(self, text: bytes) -> None:
+    def write(self) -> None:
+        """Put all that was taken on disk. Raises OSError; then nothing of it is."""
+        if not self._unwritten:
+            return
         if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
-        while text:  # a disk that is nearly full takes a part and refuses the rest
-            text = text[self._file.write(text) :]
-        os.fdatasync(self._file.fileno())
+        append(self._file.fileno(), b"".join(self._unwritten), torn="metrics-torn", sync=True)
+        self._unwritten.clear()
 
     def close(self) -> None:
         """Until there is more to add."""

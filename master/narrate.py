@@ -4,6 +4,7 @@ import logging
 
 from oobleck.master.events import (
     JobFailed,
+    JournalCut,
     Journaled,
     MasterStarted,
     MeasuringStarted,
@@ -79,6 +80,10 @@ def tell(event: Journaled) -> None:
             fields = {"token": event.fingerprint}
         case CredentialIssued() | CredentialsRevoked():
             fields = {"role": event.role, "holder": event.name}
+        case JournalCut():
+            fields = {"bytes": event.bytes, "kept_as": event.kept_as, "records": event.records}
+            log.warning("the end of the journal was not whole and is cut off", extra=fields)
+            return
         case _:
             fields = {"job": getattr(event, "job_id", "")}
     log.info(type(event).__name__, extra=fields)

@@ -18,6 +18,7 @@ from oobleck.master.events import (
     JobSubmitted,
     JobSucceeded,
     JobWaiting,
+    JournalCut,
     Journaled,
     MeasuringStarted,
     NodeDrained,
@@ -38,7 +39,7 @@ from oobleck.master.events import (
 )
 from oobleck.master.incidentrecord import record as incident_record
 from oobleck.master.investigate import closes, incident_after
-from oobleck.master.state import ClusterState, Job
+from oobleck.master.state import ENDED, ClusterState, Job
 from oobleck.planner.ids import Generation, JobId
 from oobleck.planner.plan import Plan
 
@@ -62,6 +63,9 @@ def _records_of(state: ClusterState, event: Journaled) -> list[tuple[JobId, Reco
     match event:
         case NodeRegistered() | NodeLost():
             return [(state.job.id, _node_record(state.job, event))] if state.job else []
+        case JournalCut():
+            going_on = [job.id for job in state.jobs.values() if job.state not in ENDED]
+            return [(job_id, _cut_record(event, job_id)) for job_id in going_on]
         case JobSubmitted():
             return [(event.job_id, {"event": "submitted", "name": event.spec.name})]
         case WorkerLost():
@@ -122,6 +126,20 @@ def _node_record(job: Job, event: NodeRegistered | NodeLost) -> Record:
         "reason": event.reason,
         "detect_s": event.detect_s,
         "in_plan": event.node in job.members,
+    }
+
+
+def _cut_record(event: JournalCut, job_id: JobId) -> Record:
+    reason = "the end of the master's journal was not whole"
+    if event.bytes:
+        reason += f": {event.bytes} bytes are cut off, and kept as {event.kept_as}"
+    if job_id in event.records:
+        reason += "; records before this one tell of events that it lacks"
+    return {
+        "event": "journal_cut",
+        "bytes": event.bytes,
+        "kept_as": event.kept_as,
+        "reason": reason,
     }
 
 

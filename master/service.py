@@ -48,7 +48,9 @@ class OperatorService(rpc.OperatorServicer):
         return job
 
     def _status(self, job: Job) -> pb.JobStatus:
-        return job_status(self._master.state, job, self._master.config, self._master.now())
+        status = job_status(self._master.state, job, self._master.config, self._master.now())
+        status.problem = self._master.problem
+        return status
 
     async def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.SubmitReply:
         await _check_request_id(request.request_id, context)
@@ -64,7 +66,9 @@ class OperatorService(rpc.OperatorServicer):
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsReply:
         jobs = self._master.state.jobs.values()
-        return pb.ListJobsReply(jobs=[self._status(job) for job in jobs])
+        return pb.ListJobsReply(
+            jobs=[self._status(job) for job in jobs], problem=self._master.problem
+        )
 
     async def GetJob(self, request: pb.JobRequest, context: Context) -> pb.JobStatus:
         return self._status(await self._job(request.job_id, context))
@@ -129,7 +133,7 @@ class OperatorService(rpc.OperatorServicer):
     async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesReply:
         state, now = self._master.state, self._master.now()
         nodes = [node_info(state, node, now) for _, node in sorted(state.nodes.items())]
-        return pb.ListNodesReply(nodes=nodes)
+        return pb.ListNodesReply(nodes=nodes, problem=self._master.problem)
 
     async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.NodeInfo:
         node = await self._node(request.request_id, request.node, context)
@@ -161,10 +165,12 @@ class OperatorService(rpc.OperatorServicer):
         while True:
             changed = self._master.changes.next
             ended = job.state in ENDED
-            lines = self._master.events.lines(job.id)[told:]
-            told += len(lines)
-            for line in lines:
-                yield pb.EventRecord(json=line)
+            while True:
+                lines, told = self._master.archive.events.read(job.id, told)
+                for line in lines:
+                    yield pb.EventRecord(json=line)
+                if not lines:
+                    break
             if ended or not request.follow:
                 return
             await changed.wait()
@@ -178,8 +184,8 @@ class OperatorService(rpc.OperatorServicer):
                 return False
             return not request.node or worker.node == request.node
 
-        with self._master.logs.follow(job.id, wanted) as follower:
-            past = self._master.logs.snapshot(job.id, wanted)
+        with self._master.archive.logs.follow(job.id, wanted) as follower:
+            past = self._master.archive.logs.snapshot(job.id, wanted)
             while lines := await asyncio.to_thread(_take, past):
                 for line in lines:
                     yield _log_line(line)

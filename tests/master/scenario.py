@@ -30,6 +30,7 @@ from oobleck.host.messages import (
     SaveFailed,
     StepRecord,
 )
+from oobleck.master import snapshot
 from oobleck.master.admit import Refusal, admit
 from oobleck.master.apply import apply
 from oobleck.master.events import (
@@ -296,6 +297,8 @@ class Player:
 
     def _check_replay(self) -> None:
         assert durable(self._replayed()) == durable(self.state)
+        restored, _ = snapshot.restore(snapshot.take(self.state, {}), self.now)
+        assert durable(restored) == durable(self.state)
 
     # ---- commands
 

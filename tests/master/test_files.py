@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from scenario import record
 
-from oobleck.host.messages import EvaluationRecord
+from oobleck.host.messages import EvaluationRecord, StepRecord
 from oobleck.master.evaluations import EvaluationLog
 from oobleck.master.eventlog import EventLog
 from oobleck.master.logs import LogStore
@@ -40,8 +40,15 @@ def steps_in(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
+def written(log: MetricsLog, *records: StepRecord) -> tuple[StepRecord, ...]:
+    """What of the records is new, and then on disk."""
+    new = log.append(records)
+    log.write()
+    return new
+
+
 def test_a_line_has_the_agreed_fields(tmp_path: Path, opened: Opener) -> None:
-    opened(tmp_path / "m").append((record(1, 3, 12.5),))
+    written(opened(tmp_path / "m"), record(1, 3, 12.5))
     (line,) = (tmp_path / "m").read_text().splitlines()
     assert list(json.loads(line)) == [
         "step",
@@ -61,10 +68,10 @@ def test_skipped_steps_are_counted_over_a_restart(tmp_path: Path, opened: Opener
         for step in (2, 4)
     ]
     first = opened(tmp_path / "m")
-    first.append((record(1, 1, 1.0), skipped[0]))
-    (written,) = opened(tmp_path / "m").append((record(3, 1, 3.0),))
-    assert written.skipped_steps == 1
-    opened(tmp_path / "m").append((skipped[1], skipped[0], record(5, 1, 5.0)))
+    written(first, record(1, 1, 1.0), skipped[0])
+    (new,) = written(opened(tmp_path / "m"), record(3, 1, 3.0))
+    assert new.skipped_steps == 1
+    written(opened(tmp_path / "m"), skipped[1], skipped[0], record(5, 1, 5.0))
     lines = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
     assert [line.get("skipped_steps") for line in lines] == [None, 1, 1, 2, 2]
     assert [line.get("skipped") for line in lines] == [None, True, None, True, None]
@@ -79,27 +86,28 @@ def test_records_in_any_order_and_repeated_become_each_step_once(
     told = records * 3
     shuffled.shuffle(told)
     metrics = opened(tmp_path / "m")
-    written = []
+    found = []
     for start in range(0, len(told), 7):
         through_before = metrics.through_step
-        new = metrics.append(tuple(told[start : start + 7]))
+        new = written(metrics, *told[start : start + 7])
         assert [r.step for r in new] == list(range(through_before + 1, metrics.through_step + 1))
-        assert steps_in(tmp_path / "m") == list(range(1, metrics.through_step + 1))
-        written += new
-    assert written == records, f"seed {seed}"
+        if metrics.through_step:
+            assert steps_in(tmp_path / "m") == list(range(1, metrics.through_step + 1))
+        found += new
+    assert found == records, f"seed {seed}"
 
 
 def test_reopened_after_any_cut_it_goes_on_without_gap(tmp_path: Path, opened: Opener) -> None:
     whole = opened(tmp_path / "whole")
     records = tuple(record(step, 1, float(step)) for step in range(1, 6))
-    whole.append(records)
+    written(whole, *records)
     content = (tmp_path / "whole").read_bytes()
     for cut in range(len(content)):
         path = tmp_path / "cut"
         path.write_bytes(content[:cut])
         metrics = opened(path)
         assert metrics.through_step == content[:cut].count(b"\n")
-        metrics.append(records)
+        written(metrics, *records)
         metrics.close()
         assert path.read_bytes() == content
 
@@ -107,7 +115,7 @@ def test_reopened_after_any_cut_it_goes_on_without_gap(tmp_path: Path, opened: O
 def test_a_tail_of_zeros_after_a_power_loss_is_cut(tmp_path: Path, opened: Opener) -> None:
     path = tmp_path / "m"
     metrics = opened(path)
-    metrics.append((record(1, 1, 1.0), record(2, 1, 2.0)))
+    written(metrics, record(1, 1, 1.0), record(2, 1, 2.0))
     metrics.close()
     with path.open("ab") as file:
         file.write(b"\0" * 300)
@@ -118,7 +126,7 @@ def test_a_tail_of_zeros_after_a_power_loss_is_cut(tmp_path: Path, opened: Opene
 def test_rubbish_longer_than_the_tail_that_is_read_is_cut(tmp_path: Path, opened: Opener) -> None:
     path = tmp_path / "m"
     metrics = opened(path)
-    metrics.append((record(1, 1, 1.0), record(2, 1, 2.0)))
+    written(metrics, record(1, 1, 1.0), record(2, 1, 2.0))
     metrics.close()
     with path.open("ab") as file:
         file.write(b"\0" * 200_000)
@@ -126,58 +134,102 @@ def test_rubbish_longer_than_the_tail_that_is_read_is_cut(tmp_path: Path, opened
     assert steps_in(path) == [1, 2]
 
 
-def test_a_line_that_the_disk_takes_in_part_is_an_error_and_is_cut_later(
+def test_what_the_disk_takes_in_part_waits_and_is_written_later(
     tmp_path: Path, opened: Opener
 ) -> None:
     path = tmp_path / "m"
     metrics = opened(path)
     metrics.append((record(1, 1, 1.0),))
+    metrics.write()
+    whole = path.read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 10, limits[1]))
     try:
+        new = metrics.append((record(2, 1, 2.0),))
+        assert [r.step for r in new] == [2]
         with pytest.raises(OSError, match="too large"):
-            metrics.append((record(2, 1, 2.0),))
+            metrics.write()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    again = opened(path)
-    again.append((record(2, 1, 2.0), record(3, 1, 3.0)))
+    assert path.read_bytes() == whole
+    assert (metrics.through_step, metrics.stored_step) == (2, 1)
+    metrics.append((record(2, 1, 2.0), record(3, 1, 3.0)))
+    metrics.write()
+    assert metrics.stored_step == 3
     assert steps_in(path) == [1, 2, 3]
 
 
 def test_any_number_of_jobs_needs_no_more_files(tmp_path: Path, opened: Opener) -> None:
     for number in range(300):
-        opened(tmp_path / str(number))
+        log = opened(tmp_path / str(number))
+        written(log, record(1, 1, 1.0))
+        log.close()
     names = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     assert not [name for name in names if name.startswith(str(tmp_path))]
 
 
 def test_a_long_file_is_known_from_its_end(tmp_path: Path, opened: Opener) -> None:
     records = tuple(record(step, 1, float(step)) for step in range(1, 2001))
-    opened(tmp_path / "m").append(records)
+    written(opened(tmp_path / "m"), *records)
     metrics = opened(tmp_path / "m")
     assert metrics.through_step == 2000
     assert metrics.recent == records[-10:]
 
 
+def told(state_dir: Path, count: int) -> EventLog:
+    """As after a replay of so many events."""
+    log = EventLog(state_dir)
+    for number in range(count):
+        log.add(JOB, {"event": "waiting", "reason": str(number)}, 1000.0 + number)
+    return log
+
+
 @pytest.mark.parametrize("cut", range(0, 140, 7))
 def test_the_event_file_gets_what_it_lacks_and_nothing_twice(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "jobs" / JOB / "events.jsonl"
-
-    def told(count: int) -> EventLog:
-        log = EventLog(tmp_path)
-        for number in range(count):
-            log.add(JOB, {"event": "waiting", "reason": str(number)}, 1000.0 + number)
-        return log
-
-    told(3).write()
+    told(tmp_path, 3).write()
     whole = path.read_bytes()
     path.write_bytes(whole[:cut])
-    restarted = told(3)
+    restarted = told(tmp_path, 3)
     restarted.write()
     assert path.read_bytes() == whole
     restarted.add(JOB, {"event": "cancelled"}, 2000.0)
     restarted.write()
     assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_an_event_file_that_is_ahead_of_the_journal_is_told_and_gone_on_with(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "jobs" / JOB / "events.jsonl"
+    told(tmp_path, 5).write()
+    log = told(tmp_path, 3)
+    assert log.ahead() == {JOB: 5}
+    log.resume(log.ahead())
+    log.add(JOB, {"event": "cancelled"}, 2000.0)
+    log.write()
+    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_rubbish_behind_the_events_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "jobs" / JOB / "events.jsonl"
+    told(tmp_path, 3).write()
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"\0" * 3_000_000)
+    assert told(tmp_path, 3).ahead() == {}
+    assert path.read_bytes() == whole
+
+
+def test_events_are_read_in_whole_lines_from_where_one_was(tmp_path: Path) -> None:
+    log = told(tmp_path, 3)
+    log.write()
+    lines, offset = log.read(JOB, 0)
+    assert [json.loads(line)["id"] for line in lines] == [1, 2, 3]
+    assert log.read(JOB, offset) == ([], offset)
+    log.add(JOB, {"event": "cancelled"}, 2000.0)
+    log.write()
+    assert [json.loads(line)["id"] for line in log.read(JOB, offset)[0]] == [4]
+    assert log.read(JobId("none"), 0) == ([], 0)
 
 
 def test_logs_of_several_workers_come_by_time_and_are_bounded(tmp_path: Path) -> None:
@@ -224,12 +276,14 @@ def test_evaluations_come_once_each_and_survive_a_line_that_was_cut_off(tmp_path
     assert not path.exists()
     new = [log.append(evaluation(step)) for step in (2, 2, 4, 2, 4)]
     assert new == [True, False, True, False, False]
+    log.write()
     with open(path, "a") as file:
         file.write('{"step": 6, "lo')
     again = EvaluationLog(path)
     assert again.last == evaluation(4)
     assert not again.append(evaluation(4))
     assert again.append(evaluation(6, None))
+    again.write()
     assert steps_in(path) == [2, 4, 6]
     first, _, last = map(json.loads, path.read_text().splitlines())
     assert list(first) == [

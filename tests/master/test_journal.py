@@ -1,129 +1,237 @@
-"""What the journal has taken is there after any end; what is damaged is refused."""
+"""What the journal has taken is there after any end, and what is damaged is told or refused."""
 
-import os
+import contextlib
+import json
+import random
+import resource
 import shutil
-import sqlite3
+import zlib
 from pathlib import Path
 
 import pytest
 from scenario import Player, durable
 
 from oobleck.master.apply import apply
-from oobleck.master.events import JobCancelRequested, JobWaiting
-from oobleck.master.journal import Journal, JournalUnusable
+from oobleck.master.events import JobCancelRequested, JobWaiting, Journaled
+from oobleck.master.journal import Cut, Journal, JournalUnusable, Snapshot
 from oobleck.master.state import ClusterState
+from oobleck.master.storage import StorageFailed
 from oobleck.planner.ids import JobId
 
 SCENARIO = Path(__file__).with_name("scenarios") / "overtaken.txt"
+#: Events per commit of `filled`.
+COMMITS = (1, 3, 1, 2, 5, 1, 1, 4)
+MANY = sum(COMMITS)
 
 
-def replayed(path: Path) -> list:
-    journal = Journal(path)
-    try:
-        return [event for _, event in journal.replay()]
-    finally:
-        journal.close()
+def numbered(count: int, first: int = 0) -> list[Journaled]:
+    return [
+        JobWaiting(job_id=JobId("j"), causes=(str(first + i), "x" * (i * 7 % 60)))
+        for i in range(count)
+    ]
 
 
-def numbered(count: int) -> list[JobWaiting]:
-    return [JobWaiting(job_id=JobId("j"), causes=(str(i), "x" * 100)) for i in range(count)]
+def filled(path: Path) -> list[int]:
+    """A journal with all of `numbered(MANY)`; where its commits end."""
+    events = iter(numbered(MANY))
+    ends = []
+    with contextlib.closing(Journal(path)) as journal:
+        for count in COMMITS:
+            for _ in range(count):
+                journal.append(next(events), 1.0)
+            journal.commit()
+            ends.append(path.stat().st_size)
+    return ends
+
+
+def opened(path: Path, *, salvage: bool = False) -> tuple[list[Journaled | Snapshot], Cut | None]:
+    with contextlib.closing(Journal(path, salvage=salvage)) as journal:
+        return [event for _, event in journal.replay()], journal.cut
+
+
+def goes_on(path: Path, before: int) -> None:
+    """One more event is taken and stays."""
+    with contextlib.closing(Journal(path)) as journal:
+        journal.append(JobCancelRequested(job_id=JobId("j"), request_id="c"), 2.0)
+        journal.commit()
+    events, cut = opened(path)
+    assert (len(events), cut) == (before + 1, None)
 
 
 def test_every_kind_of_event_comes_back_as_it_went_in(tmp_path: Path) -> None:
     player = Player()
     player.play(SCENARIO.read_text())
-    journal = Journal(tmp_path / "journal.db")
-    for unix, event in player.journal:
-        journal.append(event, unix)
-    journal.commit()
-    journal.close()
-
+    with contextlib.closing(Journal(tmp_path / "journal.log")) as journal:
+        for unix, event in player.journal:
+            journal.append(event, unix)
+        journal.commit()
     state = ClusterState()
-    journal = Journal(tmp_path / "journal.db")
-    for unix, event in journal.replay():
-        apply(state, event, now=0.0, unix=unix)
-    journal.close()
+    with contextlib.closing(Journal(tmp_path / "journal.log")) as journal:
+        for unix, event in journal.replay():
+            assert not isinstance(event, Snapshot)
+            apply(state, event, now=0.0, unix=unix)
     assert durable(state) == durable(player.state)
 
 
 def test_what_was_not_committed_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "live").mkdir()
-    journal = Journal(tmp_path / "live" / "journal.db")
     events = numbered(3)
-    journal.append(events[0], 1.0)
-    journal.commit()
-    journal.append(events[1], 2.0)
-    journal.append(events[2], 3.0)
-    shutil.copytree(tmp_path / "live", tmp_path / "crashed")  # as the disk is at a kill -9
-    journal.close()
-    assert replayed(tmp_path / "crashed" / "journal.db") == events[:1]
-
-
-@pytest.mark.parametrize("kept", [0.0, 0.2, 0.5, 0.8, 0.99])
-def test_a_torn_write_ahead_log_loses_only_its_end(tmp_path: Path, kept: float) -> None:
-    (tmp_path / "live").mkdir()
-    journal = Journal(tmp_path / "live" / "journal.db")
-    events = numbered(40)
-    for event in events:
-        journal.append(event, 1.0)
+    with contextlib.closing(Journal(tmp_path / "live" / "journal.log")) as journal:
+        journal.append(events[0], 1.0)
         journal.commit()
-    crashed = tmp_path / "crashed"
-    shutil.copytree(tmp_path / "live", crashed)
-    journal.close()
-    log = crashed / "journal.db-wal"
-    os.truncate(log, int(log.stat().st_size * kept))
-
-    found = replayed(crashed / "journal.db")
-    assert found == events[: len(found)]
-    assert len(found) < len(events)
-    journal = Journal(crashed / "journal.db")  # and it goes on from there
-    journal.append(JobCancelRequested(job_id=JobId("j"), request_id="c"), 2.0)
-    journal.commit()
-    journal.close()
-    assert len(replayed(crashed / "journal.db")) == len(found) + 1
+        journal.append(events[1], 2.0)
+        journal.append(events[2], 3.0)
+        shutil.copytree(tmp_path / "live", tmp_path / "crashed")  # as the disk is at a kill -9
+    assert opened(tmp_path / "crashed" / "journal.log") == (events[:1], None)
 
 
-def filled(path: Path) -> None:
-    journal = Journal(path)
-    for event in numbered(200):
-        journal.append(event, 1.0)
-    journal.commit()
-    journal.close()
+def test_cut_at_any_byte_it_recovers_to_the_last_whole_event_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "journal.log"
+    ends = filled(path)
+    content, events = path.read_bytes(), numbered(MANY)
+    first = content.index(b"\n") + 1
+    for size in [*range(0, ends[-2], 29), *range(ends[-2], ends[-1] + 1)]:
+        for left in tmp_path.iterdir():
+            left.unlink()
+        path.write_bytes(content[:size])
+        whole = max(0, content[:size].count(b"\n") - 1)
+        found, cut = opened(path)
+        assert found == events[:whole]
+        rest = content[content[:size].rfind(b"\n") + 1 : size] if size >= first else content[:size]
+        if not rest and size:
+            assert cut is None
+        elif rest:
+            assert cut == Cut(len(rest), whole, "journal.log.cut-1")
+            assert (tmp_path / "journal.log.cut-1").read_bytes() == rest
+    goes_on(path, MANY)
 
 
-def test_a_damaged_file_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
-    filled(path)
+@pytest.mark.parametrize("seed", range(30))
+def test_flipped_bits_in_the_last_commit_cost_what_comes_after_them_alone(
+    tmp_path: Path, seed: int
+) -> None:
+    path, draw = tmp_path / "journal.log", random.Random(seed)
+    ends = filled(path)
     content = bytearray(path.read_bytes())
-    content[4096 : 4096 + 3000] = b"\xa5" * 3000
+    places = [draw.randrange(ends[-2], ends[-1]) for _ in range(draw.choice((1, 1, 5)))]
+    for place in places:
+        content[place] ^= 1 << draw.randrange(8)
+    whole = content[: min(places)].count(b"\n") - 1
     path.write_bytes(content)
-    with pytest.raises(JournalUnusable, match="move this one away to start anew"):
-        replayed(path)
+    found, cut = opened(path)
+    assert found == numbered(MANY)[: len(found)]
+    assert len(found) >= whole
+    assert cut is not None or bytes(content) == path.read_bytes()
+    goes_on(path, len(found))
 
 
-def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
-    path.write_text("this is not a database, and long enough to be none " * 20)
-    with pytest.raises(JournalUnusable, match="cannot be read"):
+@pytest.mark.parametrize("seed", range(20))
+def test_damage_before_the_last_commit_is_refused_and_can_be_salvaged(
+    tmp_path: Path, seed: int
+) -> None:
+    path, draw = tmp_path / "journal.log", random.Random(seed)
+    ends = filled(path)
+    content = bytearray(path.read_bytes())
+    place = draw.randrange(len(b"oobleck-journal 1\n"), ends[-2] - 1)
+    content[place] ^= 1 << draw.randrange(8)
+    path.write_bytes(content)
+    whole = content[:place].count(b"\n") - 1
+    with pytest.raises(JournalUnusable, match="with --salvage-journal to go on from event"):
         Journal(path)
+    assert path.read_bytes() == content
+    found, cut = opened(path, salvage=True)
+    assert found == numbered(MANY)[:whole]
+    assert cut is not None
+    assert path.read_bytes() + (tmp_path / cut.kept_as).read_bytes() == content
+    goes_on(path, whole)
 
 
-def test_a_gap_is_damage(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
+@pytest.mark.parametrize(
+    "content", [b"this is something else\n" * 20, b"oobleck-journal 7\n", b"SQLite format 3\0" * 9]
+)
+def test_a_file_that_is_no_journal_is_refused_and_left_alone(
+    tmp_path: Path, content: bytes
+) -> None:
+    path = tmp_path / "journal.log"
+    path.write_bytes(content)
+    with pytest.raises(JournalUnusable, match="is not a journal of this version of Oobleck"):
+        Journal(path)
+    assert path.read_bytes() == content
+
+
+def test_an_entry_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal.log"
     filled(path)
-    database = sqlite3.connect(path)
-    database.execute("DELETE FROM events WHERE sequence = 7")
-    database.commit()
-    database.close()
-    with pytest.raises(JournalUnusable, match="1 events are missing"):
-        Journal(path)
+    body = b'= [%d,1.0,{"type":"SomethingNew"}]' % (MANY + 1)
+    with path.open("ab") as file:
+        file.write(b"%08x %b\n" % (zlib.crc32(body), body))
+    with pytest.raises(JournalUnusable, match="that this version of Oobleck does not know"):
+        opened(path)
 
 
-def test_another_format_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
+def compacted(path: Path) -> list[Journaled]:
+    """A journal with a snapshot and some events behind it; those events."""
     filled(path)
-    database = sqlite3.connect(path)
-    database.execute("PRAGMA user_version=9")
-    database.close()
-    with pytest.raises(JournalUnusable, match="has format 9"):
-        Journal(path)
+    later = numbered(3, first=100)
+    with contextlib.closing(Journal(path)) as journal:
+        journal.compact(b'{"anything":1}', 5.0)
+        for event in later:
+            journal.append(event, 6.0)
+            journal.commit()
+    return later
+
+
+def test_a_snapshot_stands_for_the_events_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "journal.log"
+    later = compacted(path)
+    (snapshot, *events), cut = opened(path)
+    assert isinstance(snapshot, Snapshot)
+    assert json.loads(bytes(snapshot.content)) == {"anything": 1}
+    assert (events, cut) == (later, None)
+    assert opened(tmp_path / "journal.old")[0] == numbered(MANY)
+    goes_on(path, 4)
+
+
+def test_without_its_snapshot_it_has_the_events_that_led_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "journal.log"
+    later = compacted(path)
+    content = bytearray(path.read_bytes())
+    content[40] ^= 4
+    path.write_bytes(content)
+    found, cut = opened(path)
+    assert found == [*numbered(MANY), *later]
+    assert cut is not None
+    assert (tmp_path / cut.kept_as).read_bytes() == content
+    goes_on(path, MANY + 3)
+
+
+@pytest.mark.parametrize("size", [0, 5, 18, 19, 30, 60])
+def test_cut_in_its_snapshot_it_has_the_events_of_before(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "journal.log"
+    compacted(path)
+    path.write_bytes(path.read_bytes()[:size])
+    found, cut = opened(path)
+    assert found == numbered(MANY)
+    assert cut is not None
+    goes_on(path, MANY)
+
+
+def test_a_commit_that_the_disk_does_not_take_leaves_nothing_and_can_be_tried_again(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "journal.log"
+    filled(path)
+    content = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with contextlib.closing(Journal(path)) as journal:
+        for event in numbered(2, first=MANY):
+            journal.append(event, 1.0)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(content) + 30, limits[1]))
+        try:
+            with pytest.raises(StorageFailed, match="cannot be written"):
+                journal.commit()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert path.read_bytes() == content
+        journal.commit()
+    assert len(opened(path)[0]) == MANY + 2

@@ -1,22 +1,15 @@
 """The master's process: what its flags refuse, and how it ends."""
 
-import contextlib
 import os
-import resource
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import grpc
 import pytest
 from fake_agent import MasterProcess, master
-
-from oobleck.proto import control_pb2 as pb
-from oobleck.proto import control_pb2_grpc as rpc
 
 
 def refused(*arguments: str) -> str:
@@ -60,52 +53,17 @@ def test_a_state_directory_that_is_a_file(tmp_path: Path) -> None:
     assert "cannot be written" in line
 
 
-def test_a_journal_that_is_damaged(tmp_path: Path) -> None:
-    (tmp_path / "journal.db").write_text("no database " * 100)
-    line = refused("--listen", "127.0.0.1:0", "--state-dir", str(tmp_path))
-    assert "move this one away to start anew" in line
-
-
 def test_a_journal_of_another_program_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "journal.db"
-    for schema in (0, 1):
-        path.unlink(missing_ok=True)
-        with contextlib.closing(sqlite3.connect(path)) as database:
-            database.execute("CREATE TABLE x (y)")
-            database.execute(f"PRAGMA user_version={schema}")
-        before = path.read_bytes()
-        line = refused("--listen", "127.0.0.1:0", "--state-dir", str(tmp_path))
-        assert "is a database of something else" in line
-        assert path.read_bytes() == before
+    path = tmp_path / "journal.log"
+    path.write_text("no journal " * 100)
+    line = refused("--listen", "127.0.0.1:0", "--state-dir", str(tmp_path))
+    assert "is not a journal of this version of Oobleck" in line
+    assert "move this one away to start anew" in line
+    assert path.read_text() == "no journal " * 100
 
 
 def test_no_state_directory() -> None:
     assert "--state-dir: is empty" in refused("--state-dir", "")
-
-
-def test_a_disk_that_takes_no_more_ends_it_in_one_line(tmp_path: Path) -> None:
-    arguments = ("--listen", "127.0.0.1:0", "--state-dir", str(tmp_path))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "oobleck.master", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    address = process.stdout.readline().split()[-1]
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1, 1))
-    job = (
-        "name: j\nmodel: {kind: gpt, layers: 4, hidden: 8, heads: 2, sequence_length: 4}\n"
-        "data: {text: [/nowhere]}\ntraining: {steps: 1, global_batch: 2, microbatch: 1}\n"
-    )
-    with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError) as lost:
-        rpc.OperatorStub(channel).Submit(pb.SubmitRequest(request_id="r", job=job), timeout=15)
-    assert lost.value.code() is grpc.StatusCode.UNAVAILABLE  # a command asks once more
-    _, errors = process.communicate(timeout=15)
-    assert process.returncode == 1
-    lines = [line for line in errors.splitlines() if " INFO " not in line]
-    assert len(lines) == 1, errors
-    assert "cannot be written" in lines[0]
 
 
 @pytest.mark.parametrize(

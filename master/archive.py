@@ -1,0 +1,109 @@
+"""The files of jobs: metrics, evaluations, events and output, and whether the disk takes them.
+
+What the disk does not take waits here, bounded, and is written when it does; output of workers is
+not kept. So a full disk stops no job (`oobleck.master.storage`). Must not know the journal.
+"""
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from oobleck.host.messages import EvaluationRecord, StepRecord
+from oobleck.master.config import MasterConfig
+from oobleck.master.evaluations import EvaluationLog
+from oobleck.master.eventlog import EventLog
+from oobleck.master.logs import LogStore
+from oobleck.master.metrics import MetricsLog
+from oobleck.master.storage import Storage, StorageFailed, storing
+from oobleck.planner.ids import JobId, WorkerId
+
+log = logging.getLogger(__name__)
+
+
+class Archive:
+    def __init__(self, config: MasterConfig) -> None:
+        self._config = config
+        self.storage = Storage(config.state_dir)
+        self.events = EventLog(config.state_dir)
+        self.logs = LogStore(config.state_dir)
+        self._metrics: dict[JobId, MetricsLog] = {}
+        self._evaluations: dict[JobId, EvaluationLog] = {}
+        #: What has something to be written.
+        self._unwritten: dict[Path, MetricsLog | EvaluationLog] = {}
+        #: Jobs whose metrics file is not needed open.
+        self._ended: set[JobId] = set()
+
+    def metrics(self, job_id: JobId) -> MetricsLog:
+        """Raises StorageFailed."""
+        if job_id not in self._metrics:
+            path = self._path(job_id, "metrics.jsonl")
+            with storing(path):
+                self._metrics[job_id] = MetricsLog(path)
+        return self._metrics[job_id]
+
+    def evaluations(self, job_id: JobId) -> EvaluationLog:
+        """Raises StorageFailed."""
+        if job_id not in self._evaluations:
+            path = self._path(job_id, "evaluations.jsonl")
+            with storing(path):
+                self._evaluations[job_id] = EvaluationLog(path)
+        return self._evaluations[job_id]
+
+    def take_records(
+        self, job_id: JobId, records: tuple[StepRecord, ...]
+    ) -> tuple[StepRecord, ...]:
+        """Those that are new, in step order."""
+        metrics = self.metrics(job_id)
+        self._unwritten[self._path(job_id, "metrics.jsonl")] = metrics
+        return metrics.append(records)
+
+    def take_evaluation(self, job_id: JobId, record: EvaluationRecord) -> bool:
+        """Whether it is a new one."""
+        evaluations = self.evaluations(job_id)
+        self._unwritten[self._path(job_id, "evaluations.jsonl")] = evaluations
+        return evaluations.append(record)
+
+    def take_output(self, job_id: JobId, worker: WorkerId, lines: Sequence[str], at: float) -> None:
+        if self.storage.problem:
+            return
+        try:
+            with storing(self._path(job_id, "logs")):
+                self.logs.append(job_id, worker, lines, at)
+        except StorageFailed as failed:
+            self.storage.failed(failed)
+
+    def end(self, job_id: JobId) -> None:
+        """The job's metrics are complete, but for what may come late."""
+        self._ended.add(job_id)
+
+    def write(self) -> None:
+        """Put what waits on disk, unless that failed and nothing has changed since."""
+        if self.storage.problem:
+            return
+        try:
+            self.events.write()
+            for path, log_file in list(self._unwritten.items()):
+                with storing(path):
+                    log_file.write()
+                del self._unwritten[path]
+        except StorageFailed as failed:
+            self.storage.failed(failed)
+        for job_id in self._ended & self._metrics.keys():
+            self._metrics[job_id].close()
+
+    def asks_again(self) -> bool:
+        """Whether records were left while the disk was full; asked once."""
+        left = [metrics for metrics in self._metrics.values() if metrics.left_some]
+        for metrics in left:
+            metrics.left_some = False
+        return bool(left)
+
+    def close(self) -> None:
+        with suppress(StorageFailed):
+            self.events.write()
+        for metrics in self._metrics.values():
+            metrics.close()
+
+    def _path(self, job_id: JobId, name: str) -> Path:
+        return self._config.job_directory(job_id) / name
