@@ -6,7 +6,6 @@ not kept. So a full disk stops no job (`oobleck.master.storage`). Must not know 
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from oobleck.host.messages import EvaluationRecord, StepRecord
@@ -100,8 +99,6 @@ class Archive:
         return bool(left)
 
     def close(self) -> None:
-        with suppress(StorageFailed):
-            self.events.write()
         for metrics in self._metrics.values():
             metrics.close()
 

@@ -187,8 +187,8 @@ class Journal:
     def unusable(self, problem: str) -> JournalUnusable:
         """The error that says `problem` of this journal, with the way out."""
         return JournalUnusable(
-            f"the journal {self._path} {problem}; "
-            "or choose another --state-dir, or move this one away to start anew"
+            f"the journal {self._path} {problem}; choose another --state-dir, or move this one "
+            "away to start anew"
         )
 
     # ---- reading

@@ -3,7 +3,6 @@ the kernel gives them (processes, pipes, the network, a disk that may fail).
 """
 
 import asyncio
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -284,13 +283,13 @@ class WatchedJournal(Journal):
 
     def append(self, event: Journaled, unix: float) -> None:
         self._check()
-        if self._world.disk_full:
-            raise StorageFailed("the disk is full")
         super().append(event, unix)
         self._uncommitted.append(event)
 
     def commit(self) -> None:
         self._check()
+        if self._uncommitted and self._world.disk_full:
+            raise StorageFailed("the disk is full")
         waiting, self._uncommitted = self._uncommitted, []
         if waiting and self.dies_in is not None:
             self.dies_in -= 1
@@ -320,7 +319,7 @@ class MasterHost:
     def __init__(self, world: "World", config: MasterConfig) -> None:
         self._world = world
         self.process = Process(world.loop, "master")
-        self._path = config.state_dir / "journal.db"
+        self._path = config.state_dir / "journal.log"
         self.journal = WatchedJournal(world, self._path)
         self.journal.process = self.process
         self.process.on_end.append(self._ended)
@@ -339,18 +338,8 @@ class MasterHost:
 
     def _ended(self) -> None:
         """What was not committed is gone; what the last write left behind may be a part of one."""
-        kept: dict[Path, bytes] = {}
-        for path in (self._path, self._path.with_name("journal.db-wal")):
-            if path.exists():
-                kept[path] = path.read_bytes()
         self.journal.close()
         self.core.close()
-        for path, content in kept.items():
-            path.write_bytes(content)
-        wal = self._path.with_name("journal.db-wal")
-        if wal in kept and (torn := self._world.torn_bytes()):
-            with open(wal, "ab") as file:
+        if torn := self._world.torn_bytes():
+            with open(self._path, "ab") as file:
                 file.write(torn)
-        shm = self._path.with_name("journal.db-shm")
-        if shm.exists():
-            os.unlink(shm)
