@@ -13,6 +13,7 @@ from simulation.watch import Broken
 from oobleck.master.inbox import MasterEnded
 from oobleck.master.service import OperatorService
 from oobleck.master.state import Job
+from oobleck.master.storage import StorageFailed
 from oobleck.planner.ids import JobId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.jobfile import format_job
@@ -28,12 +29,12 @@ ANSWER_S = 3.0
 async def _answer(
     ask: Callable[[OperatorService, Any], Awaitable[Any]], service: OperatorService
 ) -> Any:
-    """None: the master ended before there was one."""
+    """None: the master ended before there was one, or cannot store now."""
     try:
         return await ask(service, Context())
     except Aborted as refused:
         return refused
-    except MasterEnded:
+    except (MasterEnded, StorageFailed):
         return None
 
 
