@@ -44,7 +44,7 @@ class JournalUnusable(Exception):
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What the events before it have led to, in a form that only its maker reads."""
 
-    content: msgspec.Raw
+    content: str
 
 
 class Cut(NamedTuple):
@@ -236,13 +236,13 @@ class Journal:
         least = max(_COMPACT_BYTES, _COMPACT_SNAPSHOTS * self._snapshot_bytes)
         return self._tail_bytes > least
 
-    def compact(self, content: bytes, unix: float) -> None:
-        """Replace all events, which are committed, by a snapshot: the JSON text `content`.
+    def compact(self, content: str, unix: float) -> None:
+        """Replace all events, which are committed, by a snapshot: the text `content`.
 
         Raises StorageFailed; the journal is then as it was.
         """
         assert not self._batch, "only what is committed can be replaced"
-        entry = encode(_Entry(self._last, unix, Snapshot(content=msgspec.Raw(content))))
+        entry = encode(_Entry(self._last, unix, Snapshot(content=content)))
         with storing(self._old):
             spare = self._old.with_name(self._old.name + ".new")
             spare.unlink(missing_ok=True)
