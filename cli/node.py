@@ -30,7 +30,7 @@ def node() -> None:
     "--force",
     is_flag=True,
     help="Also where a job cannot go on without the node: it waits for nodes then, and what the "
-    "node alone held of its state is lost but for the newest checkpoint.",
+    "node alone held is lost, but for the checkpoint that is taken first if the job takes any.",
 )
 @master_option
 def drain(name: str, reason: str, wait: bool, force: bool, master: Endpoint) -> None:

@@ -36,7 +36,8 @@ def fold(state: ClusterState, event: CordonEvent, now: float, unix: float) -> No
             _note_request(state, event.request_id)
             node.drain = _wished(node.drain, event)
         case NodeKept() if node.drain is not None:
-            node.drain = replace(node.drain, kept=event.reason)
+            save = max(node.drain.save, event.save)
+            node.drain = replace(node.drain, kept=event.reason, save=save)
         case NodeDrained() if node.drain is not None:
             node.drain = replace(node.drain, kept="", done=True)
         case NodeQuarantined() if node.drain is None:

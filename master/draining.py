@@ -14,6 +14,7 @@ from oobleck.master import planning
 from oobleck.master.cordon import moves_off
 from oobleck.master.decision import Decision, Look
 from oobleck.master.events import (
+    CheckpointRequested,
     Journaled,
     NodeDrained,
     NodeDrainRequested,
@@ -21,7 +22,7 @@ from oobleck.master.events import (
     NodeLost,
 )
 from oobleck.master.making import next_generation, plan_made
-from oobleck.master.state import ClusterState, Job, Node
+from oobleck.master.state import ClusterState, Drain, Job, Node
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.reconfigure import Reconfiguration
 
@@ -171,11 +172,25 @@ def _find(
             found = planning.next_plan(state, job, _sorted([*ready, *rest]), generation)
         except PlanInfeasible as infeasible:
             if node.drain is not None and node.drain.force:
-                return None, [_without(job, node)]
+                return None, _by_force(job, node, node.drain)
             events += _kept(job, node, "; ".join(infeasible.causes))
         else:
             staying = rest
     return found, events
+
+
+def _by_force(job: Job, node: Node, drain: Drain) -> list[Journaled]:
+    """The job must do without the node, but not without what a last checkpoint can save."""
+    if job.spec.checkpoint is None or 0 < drain.save <= job.save_answered:
+        return [_without(job, node)]
+    if drain.save:
+        return []
+    number, name = job.save_request + 1, node.facts.node
+    reason = f"job {job.id} cannot go on without it, and takes a checkpoint first"
+    return [
+        CheckpointRequested(job_id=job.id, request_id=f"drain-{name}-{number}", number=number),
+        NodeKept(node=name, job_id=job.id, reason=reason, save=number),
+    ]
 
 
 def _kept(job: Job, node: Node, why: str) -> Iterator[NodeKept]:

@@ -179,6 +179,8 @@ class NodeKept(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     node: NodeName
     job_id: JobId
     reason: str
+    #: Number of the request for a checkpoint that is waited for; 0: none.
+    save: int = 0
 
 
 class NodeDrained(msgspec.Struct, frozen=True, kw_only=True, tag=True):

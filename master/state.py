@@ -114,6 +114,8 @@ class Drain:
     force: bool
     #: Why a job cannot go on without the node; empty: nothing is known.
     kept: str = ""
+    #: Number of the request for a checkpoint that a forced drain waits for; 0: none.
+    save: int = 0
     #: Nothing is on it any more.
     done: bool = False
     #: Of a quarantine: until when it lasts (Unix time), or until the node starts workers again.
