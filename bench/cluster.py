@@ -375,8 +375,7 @@ class LocalCluster(Cluster):
     def start_node(self, name: str, *options: str) -> int:
         """It knows the fault plan too."""
         command = [str(BIN / "oobleck-agent"), "--master", self.address, "--name", name]
-        # Tests fail nodes on purpose, and sooner than any that is to be put aside.
-        command += ["--master-flag=--quarantine-s=0", *self._faults, *options]
+        command += [*self._faults, *options]
         with self.log.open("a") as log:
             agent = subprocess.Popen(command, stdout=log, stderr=log, text=True)
         self._extra.append(agent)
