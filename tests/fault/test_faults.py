@@ -44,11 +44,9 @@ CASES = [
     Case("no-control", "n4"),
     Case("no-data", "n4"),
     Case("mute", "n4", "transfer"),
-    Case("stop-worker", "n4"),
     Case("kill-agent", "n4", "rendezvous"),
     Case("stop-master", "n4", "first step"),
     Case("clock-forward", "n4"),
-    Case("clock-back", "n4"),
     Case("twin", "n4"),
 ]
 

@@ -56,11 +56,11 @@ class Proxy:
     def cut(self) -> int:
         """Reset all connections; how many there were."""
         pairs, self._pairs = self._pairs, []
-        for pair in pairs:
-            for end in pair:
-                with contextlib.suppress(OSError):
-                    end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-                    end.shutdown(socket.SHUT_RDWR)
+        for end in (end for pair in pairs for end in pair):
+            with contextlib.suppress(OSError):  # it has ended already
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                end.shutdown(socket.SHUT_RD)  # wakes who reads here, and tells nobody
+            end.close()
         return len(pairs)
 
     def _accept(self) -> None:
