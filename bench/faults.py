@@ -204,7 +204,7 @@ def _slow(cluster: NetCluster, node: str) -> Callable[[], None]:
     return cluster.net.heal
 
 
-# ---- strangers and clocks
+# ---- strangers, clocks and disks
 
 
 def ports(pid: int) -> set[int]:
@@ -258,6 +258,15 @@ def _twin(cluster: NetCluster, node: str) -> Callable[[], None]:
     return _nothing
 
 
+def _disk_full(cluster: NetCluster, node: str) -> Callable[[], None]:
+    """The master's; nothing more goes on it."""
+    filler = cluster.state_dir / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(_GARBAGE))
+    return filler.unlink
+
+
 def _clock(offset_s: float) -> Callable[[NetCluster, str], Callable[[], None]]:
     """The wall clocks of a node and of the master jump, each the other way."""
 
@@ -297,6 +306,7 @@ FAULTS = {
         Fault("no-data", _no_data, _answered),
         Fault("slow", _slow, _goes_on, deadly=False),
         Fault("garbage", _garbage, _goes_on, deadly=False),
+        Fault("disk-full", _disk_full, _trains_alone, deadly=False),
         Fault("clock-forward", _clock(5 * 3600.0), _goes_on, deadly=False),
         Fault("clock-back", _clock(-5 * 3600.0), _goes_on, deadly=False),
         Fault("twin", _twin, _goes_on, deadly=False),

@@ -47,8 +47,10 @@ class NetCluster(Cluster):
         fault_plan: Sequence[Mapping[str, object]] = (),
         master_options: Sequence[str] = (),
         bytes_per_s: int | None = None,
+        state_mb: int = 64,
     ) -> None:
-        """`bytes_per_s`: of every host's link."""
+        """`bytes_per_s`: of every host's link; `state_mb`: of the disk that the state directory is
+        on, so that it can be filled."""
         self._folder = tempfile.TemporaryDirectory(prefix="oobleck-")
         scratch = Path(self._folder.name)
         super().__init__(state_dir or scratch / "state", scratch)
@@ -65,13 +67,13 @@ class NetCluster(Cluster):
         names = [f"n{number}" for number in range(1, nodes + 1)]
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._master: subprocess.Popen[bytes] | None = None
-        # Off loopback nobody talks in the clear.
         self._pki = self.state_dir / "pki"
-        self.state_dir.mkdir(parents=True, exist_ok=True)
-        make_authority(self._pki, ())
         self.credentials = self._pki / OPERATOR
         self.net = Network([HEAD, *names], bytes_per_s)
         try:
+            self._mount(state_mb)
+            # Off loopback nobody talks in the clear.
+            make_authority(self._pki, ())
             self.address = f"{self.net.address(HEAD)}:{PORT}"
             self.start_master()
             for name in names:
@@ -80,6 +82,11 @@ class NetCluster(Cluster):
         except BaseException:
             self.stop()
             raise
+
+    def _mount(self, state_mb: int) -> None:
+        self.state_dir.mkdir(parents=True, exist_ok=True)
+        disk = ["mount", "-t", "tmpfs", "-o", f"size={state_mb}m", "oobleck", str(self.state_dir)]
+        subprocess.run(disk, check=True)
 
     def __enter__(self) -> "NetCluster":
         return self
@@ -204,6 +211,8 @@ class NetCluster(Cluster):
         self.net.close()
         for daemon in self._daemons:
             daemon.wait()
+        # Workers that were just killed may still have files open there.
+        subprocess.run(["umount", "--lazy", str(self.state_dir)], check=False)
         self._folder.cleanup()
         if left:
             raise ClusterError(f"left behind after the daemons' ends: {left}")
