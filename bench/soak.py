@@ -1,12 +1,12 @@
 """A long run under random faults: how much of the time goes into useful steps.
 
-    python -m bench.soak [--mtbf 60] [--minutes 10] [--nodes 4] [--seed 0]
+    python -m bench.soak [--mtbf 60] [--minutes 10] [--nodes 4] [--seed 0] [--compound 0]
 
 Faults of `bench.faults` strike random nodes of a cluster in network namespaces (needs root) at
-exponential intervals, as failures of machines come; a third of them strike while the job recovers
-from another one. Prints each fault and what it cost, then the share of the time that went into
-steps that count: the sum of the committed steps' own times. `tests/fault/test_soak.py` strikes
-without pauses, and holds the losses against one process.
+exponential intervals, as failures of machines come; with `--compound 0.3` three in ten strike
+while the job recovers from another one. Prints each fault and what it cost, then the share of the
+time that went into steps that count: the sum of the committed steps' own times.
+`tests/fault/test_soak.py` strikes without pauses, and holds the losses against one process.
 """
 
 import argparse
@@ -20,8 +20,7 @@ from bench.faults import FAULTS
 from bench.netcluster import NetCluster
 from bench.network import unusable
 
-#: How often a fault comes in the recovery from another one, and how soon after it at most.
-_COMPOUND = 1 / 3
+#: How soon after another one a fault comes that is to strike its recovery, at most.
 _SOON_S = 0.4
 
 
@@ -41,10 +40,13 @@ def job(checkpoints: Path) -> dict[str, object]:
 class Soak:
     """Random faults on one running job."""
 
-    def __init__(self, drill: Drill, seed: int) -> None:
+    def __init__(self, drill: Drill, seed: int, compound: float) -> None:
+        """`compound`: the share of faults that strike in the recovery from another one."""
         print(f"seed {seed}", flush=True)
         self._drill = drill
         self._draw = random.Random(seed)
+        self._share = compound
+        #: Faults so far that did.
         self.compound = 0
 
     def strike(self) -> Struck:
@@ -52,7 +54,7 @@ class Soak:
         draw, cluster = self._draw, self._drill.cluster
         fault = FAULTS[draw.choice(sorted(FAULTS))]
         node, other = draw.sample(sorted(self._drill.nodes), 2)
-        if draw.random() >= _COMPOUND:
+        if draw.random() >= self._share:
             return self._drill.strike(fault, node)
         self.compound += 1
         FAULTS["kill-worker"].strike(cluster, other)
@@ -89,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compound", type=float, default=0.0, help="share in others' recoveries")
     chosen = parser.parse_args(arguments)
     if reason := unusable():
         raise SystemExit(reason)
@@ -96,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with NetCluster(chosen.nodes) as cluster:
         drill = Drill(cluster, job(cluster.state_dir / "saved"))
         drill.settle("at the start")
-        soak = Soak(drill, chosen.seed)
+        soak = Soak(drill, chosen.seed, chosen.compound)
         quiet = time.time()
         cluster.wait_step(drill.job_id, cluster.last_step(drill.job_id) + 100)
         begin, before = time.time(), Use.of(cluster)

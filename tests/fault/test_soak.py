@@ -18,6 +18,8 @@ from support.gates import Gatekeeper
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(4 * 3600)]
 
 RANDOM_FAULTS = 100
+#: Share of them that strike in the recovery from another one.
+COMPOUND = 1 / 3
 #: Workers of gates are not to be killed.
 VICTIM = "n4"
 LOST_WHEN_IDLE = ("kill-agent", "kill-node", "stop-agent", "unplug", "deaf", "mute", "no-control")
@@ -91,7 +93,7 @@ def test_random_faults(tmp_path: Path) -> None:
     ) as cluster:
         drill = Drill(cluster, job(checkpoints=tmp_path / "saved"))
         drill.settle("at the start")
-        soak, before = Soak(drill, random.randrange(1_000_000)), Use.of(cluster)
+        soak, before = Soak(drill, random.randrange(1_000_000), COMPOUND), Use.of(cluster)
         for _ in range(RANDOM_FAULTS):
             tell(soak.strike())
         assert len(drill.struck) == RANDOM_FAULTS
