@@ -27,6 +27,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster]:
         master_options=fast,
         # The network is what steps take their time on, so that few of them are to be compared, and
         # the processor is free for whatever else runs.
-        bytes_per_s=500_000,
+        bytes_per_s=250_000,
     ) as cluster:
         yield cluster
