@@ -33,7 +33,7 @@ _BEGINS, _GOES_ON = b"=", b"-"
 #: CRC, space, mark, space.
 _PREFIX = 11
 #: Less than this, or than some snapshots, of events is not worth a new snapshot.
-_COMPACT_BYTES = 8 << 20
+_COMPACT_BYTES = 2 << 20
 _COMPACT_SNAPSHOTS = 4
 
 
