@@ -1,8 +1,10 @@
 """What users install: the wheel, and protobuf code that is in step with its source."""
 
 import configparser
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -89,3 +91,18 @@ def test_generated_protobuf_code_is_in_step(tmp_path: Path) -> None:
     for name in GENERATED:
         made, kept = (package / name).read_text(), (ROOT / "proto" / name).read_text()
         assert made == kept, f"proto/{name} is not what control.proto gives; run 'make proto'"
+
+
+@pytest.mark.parametrize(
+    ("package", "file", "pattern"),
+    [
+        ("grpcio", "control_pb2_grpc.py", r"GRPC_GENERATED_VERSION = '([\d.]+)'"),
+        ("protobuf", "control_pb2.py", r"# Protobuf Python Version: ([\d.]+)"),
+    ],
+)
+def test_the_oldest_library_allowed_runs_the_generated_code(package, file, pattern):
+    """Generated code refuses to be imported beside an older library than made it."""
+    found = re.search(pattern, (ROOT / "proto" / file).read_text())
+    assert found is not None
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"{package}>={found[1]}" in project["dependencies"]
