@@ -11,18 +11,21 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import psutil
 import pytest
 
+from oobleck.host.detection import Detection
 from oobleck.host.messages import LinkMeasured, Measure, Meeting, Rendezvous
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.measurement import LinkMeasurement
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import convert
-from support.scripted_master import ScriptedMaster, Stream, job, plan
+from oobleck.proto.detection import keepalive_options
+from support.scripted_master import QUICK, ScriptedMaster, Stream, job, plan
 
 SUPPORT = Path(__file__).parent.parent / "support"
 
@@ -61,13 +64,19 @@ class Agent:
 
 
 @asynccontextmanager
-async def cluster(workers: int = 1) -> AsyncIterator[tuple[ScriptedMaster, Agent, Stream]]:
-    """A scripted master and an agent whose first session is welcomed."""
+async def cluster(
+    workers: int = 1, detection: Detection = QUICK
+) -> AsyncIterator[tuple[ScriptedMaster, Agent, Stream]]:
+    """A scripted master and an agent whose session is welcomed."""
     async with ScriptedMaster.running() as master:
         agent = Agent(master.address, workers)
         try:
             stream = await master.next_session()
-            await stream.welcome()
+            await stream.welcome(detection)
+            if keepalive_options(detection) != keepalive_options(QUICK):
+                # It opens another channel, with these.
+                stream = await master.next_session()
+                await stream.welcome(detection)
             yield master, agent, stream
         finally:
             if agent.process.poll() is None:
@@ -444,3 +453,43 @@ def test_kill_9_of_the_agent_leaves_nothing_behind(state: str) -> None:
             await agent.gone(2.0)
 
     asyncio.run(body())
+
+
+#: A hang is found within two seconds, which a machine's own delays are not.
+WATCHFUL = replace(QUICK, lease_s=2.0, ping_every_s=1.0, ping_timeout_s=1.0, hang_s=2.0)
+
+
+@scenario
+async def test_a_worker_that_gives_no_sign_of_life_is_given_up_and_replaced() -> None:
+    async with cluster(detection=WATCHFUL) as (_, _, stream):
+        await stream.assign("demo-1", job("mute"))
+        (first,) = await stream.ready()
+        await stream.until(lambda m: bool(stream.reports("exited")))
+        (hung,) = stream.reports("hung")
+        assert hung.incarnation == first.incarnation
+        assert hung.hung.reason == "the process does not answer for 2 s"
+        assert stream.reports("exited")[0].exited.signal == signal.SIGKILL
+        await stream.workers(lambda ws: len(ws) == 1 and ws[0].incarnation != first.incarnation)
+
+
+@scenario
+async def test_an_agent_that_was_paused_itself_blames_no_worker() -> None:
+    async with cluster(detection=WATCHFUL) as (master, agent, stream):
+        await stream.assign("demo-1", job("demo"))
+        (worker,) = await stream.ready()
+        agent.process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(2 * WATCHFUL.hang_s)
+        agent.process.send_signal(signal.SIGCONT)
+        streams, before = [stream], len(stream.heard)
+        while sum(m.HasField("status") for s in streams for m in s.heard) < before + 5:
+            # Heartbeats, between which it asks its worker. It may take the master's silence
+            # meanwhile for the end of the session.
+            if not master.waiting.empty():
+                streams.append(await master.next_session())
+                await streams[-1].welcome(WATCHFUL)
+            await asyncio.sleep(0.02)
+        assert [r for s in streams for kind in ("hung", "exited") for r in s.reports(kind)] == []
+        statuses = [
+            convert.read_status(m.status) for m in streams[-1].heard if m.HasField("status")
+        ]
+        assert statuses[-1].workers[0].pid == worker.pid

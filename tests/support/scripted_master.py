@@ -59,6 +59,10 @@ def plan(generation: int, *nodes: str, slots: int = 1) -> Plan:
     )
 
 
+#: Heartbeats are not to be waited for.
+QUICK = replace(Detection(), heartbeat_s=0.2)
+
+
 class Stream:
     """One session, from its Register on."""
 
@@ -71,8 +75,8 @@ class Stream:
         self.heard: list[pb.AgentMessage] = []
         self._news = asyncio.Condition()
 
-    async def welcome(self, heartbeat_s: float = 0.2) -> None:
-        await self.say(welcome=welcome_message(replace(Detection(), heartbeat_s=heartbeat_s)))
+    async def welcome(self, detection: Detection = QUICK) -> None:
+        await self.say(welcome=welcome_message(detection))
 
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
         with suppress(grpc.aio.AbortError):
@@ -138,14 +142,15 @@ class Stream:
 
 class ScriptedMaster(ControlServicer):
     def __init__(self) -> None:
-        self._streams: asyncio.Queue[Stream] = asyncio.Queue()
+        #: Sessions that no test has taken yet.
+        self.waiting: asyncio.Queue[Stream] = asyncio.Queue()
         self._server: Any = None
         self.address = ""
 
     async def Session(self, requests: Any, context: Any) -> None:
         first = await context.read()
         stream = Stream(context, first)
-        await self._streams.put(stream)
+        await self.waiting.put(stream)
         try:
             while (message := await context.read()) is not EOF:
                 await stream.note(message)
@@ -154,7 +159,7 @@ class ScriptedMaster(ControlServicer):
 
     async def next_session(self) -> Stream:
         async with asyncio.timeout(TIMEOUT_S):
-            return await self._streams.get()
+            return await self.waiting.get()
 
     async def start(self, port: int = 0) -> None:
         self._server = grpc.aio.server()

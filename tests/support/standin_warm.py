@@ -14,6 +14,7 @@ STANDIN_FORKS_TO_FAIL in the environment: so many forks fail first. STANDIN_BROK
 that cannot be loaded as long as a file of that name is there.
 """
 
+import faulthandler
 import os
 import select
 import signal
@@ -136,6 +137,7 @@ def become_worker(channel_fd: int, output_fd: int, warm_pid: int) -> NoReturn:
     die_with_parent(warm_pid)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    faulthandler.register(signal.SIGUSR1)
     os.dup2(output_fd, 1)
     os.dup2(output_fd, 2)
     os.close(output_fd)
