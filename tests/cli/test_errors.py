@@ -76,6 +76,12 @@ def test_no_such_job(master: str, verb: tuple[str, ...]) -> None:
     assert "no job 'x-1'" in refused(run(*verb, "--master", master), 3)
 
 
+@pytest.mark.parametrize("verb", ["drain", "undrain"])
+def test_no_such_node(master: str, verb: str) -> None:
+    line = refused(run("node", verb, "n9", "--master", master), 3)
+    assert "no node 'n9'; known nodes: none yet" in line
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [

@@ -164,6 +164,39 @@ def test_elsewhere_a_line_comes_each_second_or_with_a_change_of_state() -> None:
             "node n3 lost: lease (known after 5.200 s)",
         ),
         (
+            {"event": "node_draining", "node": "n4", "reason": "fans"},
+            "node n4 is to be drained: fans",
+        ),
+        (
+            {"event": "node_kept", "node": "n4", "reason": "job a-1 needs it"},
+            "node n4 is kept for now: job a-1 needs it",
+        ),
+        ({"event": "node_drained", "node": "n4", "abrupt": False}, "node n4 is drained"),
+        (
+            {"event": "node_drained", "node": "n4", "abrupt": True},
+            "node n4 is drained; the job must go on without it",
+        ),
+        ({"event": "node_undrained", "node": "n4"}, "node n4 may take part again"),
+        (
+            {"event": "node_quarantined", "node": "n4", "reason": "failed", "seconds": 120.0},
+            "node n4 is put aside for 2 min 00 s: failed",
+        ),
+        (
+            {"event": "node_released", "node": "n4", "reason": "its time is over"},
+            "node n4 may take part again: its time is over",
+        ),
+        (
+            {
+                "event": "node_lost",
+                "node": "n4",
+                "cause": "left",
+                "reason": "its agent has ended",
+                "detect_s": 0.0,
+            },
+            "node n4 left: its agent has ended",
+        ),
+        ({"event": "put_back", "instead": "b-2"}, "b-2 has the turn meanwhile"),
+        (
             {"event": "node_left_out", "node": "n4", "reason": "its data differ"},
             "node n4 is left out: its data differ",
         ),
