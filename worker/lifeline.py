@@ -23,9 +23,9 @@ from oobleck.worker.rendezvous import CONNECT_LIMIT, Place
 _GOODBYE = b"\x00"
 _GREETING_BYTES = 16
 #: The greeting comes with the connection; a silent stranger must not keep the neighbour waiting.
-_GREETING_TIMEOUT_S = 1.0
+_GREETING_LIMIT_S = 10.0
 #: How long a wait for the neighbour may last before it looks whether it is still wanted.
-_ACCEPT_POLL_S = 0.05
+_POLL_S = 0.05
 
 
 class Lifeline:
@@ -38,7 +38,7 @@ class Lifeline:
         self._size = size
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family)
-        self._listener.settimeout(_ACCEPT_POLL_S)
+        self._listener.settimeout(_POLL_S)
         self._links: list[socket.socket] = []
         self._wake_read, self._wake_write = socket.socketpair()
         place.set(f"lifeline/{rank}", f"{address}:{self._listener.getsockname()[1]}")
@@ -74,18 +74,28 @@ class Lifeline:
             check_wanted()
             with contextlib.suppress(TimeoutError):
                 link, _ = self._listener.accept()
-                if self._greets(link, greeting):
+                if self._greets(link, greeting, check_wanted):
                     return link
                 link.close()
         raise TimeoutError("the neighbour did not connect")
 
     @staticmethod
-    def _greets(link: socket.socket, greeting: str) -> bool:
-        link.settimeout(_GREETING_TIMEOUT_S)
-        try:
-            return link.recv(_GREETING_BYTES, socket.MSG_WAITALL).hex() == greeting
-        except OSError:  # a stranger's end says nothing about the neighbour
-            return False
+    def _greets(link: socket.socket, greeting: str, check_wanted: Callable[[], None]) -> bool:
+        link.settimeout(_POLL_S)
+        deadline = time.monotonic() + _GREETING_LIMIT_S
+        said = b""
+        while len(said) < _GREETING_BYTES and time.monotonic() < deadline:
+            check_wanted()
+            try:
+                part = link.recv(_GREETING_BYTES - len(said))
+            except TimeoutError:
+                continue
+            except OSError:  # a stranger's end says nothing about the neighbour
+                return False
+            if not part:
+                return False
+            said += part
+        return said.hex() == greeting
 
     def _watch(self, on_lost: Callable[[str], None]) -> None:
         # Not select: a worker of a large cluster has descriptors beyond its limit of 1024.

@@ -34,8 +34,6 @@ _WAKES = 4096
 
 _TOKEN_BYTES = 16
 _GREETING = struct.Struct(f"!{_TOKEN_BYTES}sI")
-#: The greeting comes with the connection; a silent stranger must not keep the others waiting.
-_GREETING_TIMEOUT_S = 1.0
 
 
 @contextlib.contextmanager
@@ -92,6 +90,8 @@ class Wires:
         self._poll = select.poll()
         self._poll.register(self._wake_read, select.POLLIN)
         self._by_descriptor: dict[int, Wire] = {}
+        #: Who has called and what they have said so far: peers and strangers.
+        self._callers: dict[int, tuple[socket.socket, bytearray]] = {}
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family)
         self._listener.setblocking(False)
@@ -121,19 +121,33 @@ class Wires:
     def _let_in(self) -> None:
         with contextlib.suppress(BlockingIOError):
             connection, _ = self._listener.accept()
-            peer = self._greeted_by(connection)
-            if peer is None:
-                connection.close()
-                return
-            self._expected.discard(peer)
-            self._add(peer, connection)
+            connection.setblocking(False)
+            self._callers[connection.fileno()] = connection, bytearray()
+            self._poll.register(connection, select.POLLIN)
 
-    def _greeted_by(self, connection: socket.socket) -> int | None:
-        connection.settimeout(_GREETING_TIMEOUT_S)
+    def _listen_to(self, descriptor: int) -> None:
+        """Take in what a caller says; nobody waits for one that is silent."""
+        connection, greeting = self._callers[descriptor]
+        part = b""
         try:
-            greeting = connection.recv(_GREETING.size, socket.MSG_WAITALL)
+            part = connection.recv(_GREETING.size - len(greeting))
+        except BlockingIOError:
+            return
         except OSError:  # a stranger's end says nothing about a peer
-            return None
+            greeting.clear()
+        greeting += part
+        if part and len(greeting) < _GREETING.size:
+            return
+        del self._callers[descriptor]
+        self._poll.unregister(connection)
+        peer = self._peer_of(greeting)
+        if peer is None:
+            connection.close()
+            return
+        self._expected.discard(peer)
+        self._add(peer, connection)
+
+    def _peer_of(self, greeting: bytearray) -> int | None:
         if len(greeting) != _GREETING.size:
             return None
         token, peer = _GREETING.unpack(greeting)
@@ -198,6 +212,8 @@ class Wires:
                     os.read(self._wake_read, _WAKES)
                 elif descriptor == self._listener.fileno():
                     self._let_in()
+                elif descriptor in self._callers:
+                    self._listen_to(descriptor)
                 else:
                     self._advance(self._by_descriptor[descriptor], events)
 
@@ -234,6 +250,8 @@ class Wires:
                 return
             self._closed = self._released = True
             self._listener.close()
+            for caller, _ in self._callers.values():
+                caller.close()
             for wire in self._wires.values():
                 wire.socket.close()
             os.close(self._wake_read)

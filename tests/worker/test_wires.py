@@ -1,5 +1,6 @@
 """Wires: what comes early, what does not fit, what ends a wait, and who is let in."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -125,6 +126,22 @@ def test_abort_ends_the_wait_for_a_peer_that_never_calls(place: Place) -> None:
     with pytest.raises(TransportError, match="given up"):
         wires.send(torch.zeros(1), 1, 0)
     wires.close()
+
+
+def test_silent_stranger_keeps_nobody_waiting(place: Place) -> None:
+    here = Wires(place, 0, {1}, "127.0.0.1")
+    host, port, _ = place.get("wire/0").split("|")
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(b"half a greeting")
+        there = Wires(place, 1, {0}, "127.0.0.1")
+        there.send(torch.tensor([4.0]), 0, 5).wait()
+        tensor = torch.zeros(1)
+        here.receive(tensor, 1, 5).wait()
+        assert tensor.item() == 4.0
+        here.close()
+        with contextlib.suppress(ConnectionResetError):  # as where it was not even listened to
+            assert stranger.recv(1) == b""
+    there.close()
 
 
 def test_stranger_is_not_let_in(place: Place) -> None:
