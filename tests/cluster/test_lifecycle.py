@@ -70,21 +70,31 @@ def test_lost_node_and_its_return(small_cluster: LocalCluster, text: str) -> Non
 def test_worker_killed_alone_is_replaced(small_cluster: LocalCluster, text: str) -> None:
     cluster = small_cluster
     job_id = cluster.submit(job(text, training={"steps": 100_000, "global_batch": 8}))
+    cluster.wait(lambda: len(cluster.worker_pids()) == 3, "all workers", poll_s=0.3)
     cluster.wait_step(job_id, 5)
     before = cluster.worker_pids()
     killed = cluster.kill_worker("n3")
-    cluster.wait(lambda: len(cluster.events(job_id, "reconfigured")) == 1, "the recovery")
+    cluster.wait(lambda: bool(cluster.events(job_id, "incident")), "the recovery")
     go_on(cluster, job_id)
     after = cluster.worker_pids()
     assert after.keys() == before.keys()
     assert after["n3/0"] != killed
     assert {w for w in after if after[w] == before[w]} == {"n1/0", "n2/0"}
-    record = cluster.events(job_id, "reconfigured")[0]
+    record = cluster.events(job_id, "reconfigured")[-1]  # a late node may have joined before
     assert (record["rule"], record["workers_lost"], record["nodes_lost"]) == (
         "replace",
         ["n3/0"],
         [],
     )
+    (incident,) = cluster.events(job_id, "incident")
+    cause = incident["root_cause"]
+    assert (cause["worker"], cause["pid"], cause["signal"]) == ("n3/0", killed, "SIGKILL")
+    assert incident["outcome"] == "recovered"
+    assert {seen["by"] for seen in incident["witnesses"]} >= {"agent"}
+    assert [other for other in incident["also_lost"] if not other["consequence"]] == []
+    told = cluster.oobleck("events", job_id, "--incidents").stdout
+    assert f"pid {killed}) was killed by SIGKILL; recovered in " in told
+    assert "1, " in cluster.oobleck("status", job_id).stdout.split("incident    ")[1]
 
 
 def test_too_few_nodes_wait_and_say_so(small_cluster: LocalCluster, text: str) -> None:
