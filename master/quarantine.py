@@ -71,7 +71,9 @@ def release(look: Look) -> Decision | None:
         due = node.seen.release_at
         if not is_quarantined(node) or due is None or node.drain is None:
             continue
-        healthy = node.connected and not node.seen.status.trouble
+        status = node.seen.status
+        starts = not status.trouble and status.failed_starts < MOST_FAILED_STARTS
+        healthy = node.connected and starts
         if look.now >= due:
             released.append(NodeReleased(node=name, reason="its time is over"))
         elif healthy and node.drain.until_ready:

@@ -70,6 +70,8 @@ def read_status(message: pb.NodeStatus) -> NodeStatus:
         )
         if len({worker.slot for worker in workers}) != len(workers):
             raise ValueError("workers: a slot stands twice")
+        if message.failed_starts and not message.trouble:
+            raise ValueError("trouble: is empty, though starts have failed")
         return NodeStatus(
             job_id=read_job_id(message.job_id) if message.job_id else None,
             generation=Generation(message.generation),

@@ -10,7 +10,7 @@ A worker that leaves a generation on purpose says goodbye first.
 """
 
 import contextlib
-import secrets
+import hmac
 import select
 import socket
 import threading
@@ -18,10 +18,9 @@ import time
 from collections.abc import Callable
 
 from oobleck.worker.errors import TransportError
-from oobleck.worker.rendezvous import CONNECT_LIMIT, Place
+from oobleck.worker.rendezvous import CONNECT_LIMIT, PROOF_BYTES, Place
 
 _GOODBYE = b"\x00"
-_GREETING_BYTES = 16
 #: The greeting comes with the connection; a silent stranger must not keep the neighbour waiting.
 _GREETING_LIMIT_S = 10.0
 #: How long a wait for the neighbour may last before it looks whether it is still wanted.
@@ -42,9 +41,6 @@ class Lifeline:
         self._links: list[socket.socket] = []
         self._wake_read, self._wake_write = socket.socketpair()
         place.set(f"lifeline/{rank}", f"{address}:{self._listener.getsockname()[1]}")
-        # Whoever calls shows the word that it left here, so that no stranger closes the ring.
-        self._greeting = secrets.token_bytes(_GREETING_BYTES)
-        place.set(f"greeting/{rank}", self._greeting.hex())
 
     def connect(self, on_lost: Callable[[str], None], check_wanted: Callable[[], None]) -> None:
         """Close the ring, once all have arrived, and watch it.
@@ -59,35 +55,36 @@ class Lifeline:
             host, _, port = self._place.get(f"lifeline/{after}").rpartition(":")
             link = self._place.dial(host, int(port))
             self._links.append(link)
-            link.sendall(self._greeting)
-            greeting = self._place.get(f"greeting/{before}")
-            self._links.append(self._accept(greeting, check_wanted))
+            # So that no stranger closes the ring.
+            link.sendall(self._place.proof("lifeline", str(self._rank), str(after)))
+            expected = self._place.proof("lifeline", str(before), str(self._rank))
+            self._links.append(self._accept(expected, check_wanted))
         except OSError as error:
             raise TransportError(f"lifeline: {error}") from None
         finally:
             self._listener.close()
         threading.Thread(target=self._watch, args=(on_lost,), name="lifeline", daemon=True).start()
 
-    def _accept(self, greeting: str, check_wanted: Callable[[], None]) -> socket.socket:
+    def _accept(self, expected: bytes, check_wanted: Callable[[], None]) -> socket.socket:
         deadline = time.monotonic() + CONNECT_LIMIT.total_seconds()
         while time.monotonic() < deadline:
             check_wanted()
             with contextlib.suppress(TimeoutError):
                 link, _ = self._listener.accept()
-                if self._greets(link, greeting, check_wanted):
+                if self._greets(link, expected, check_wanted):
                     return link
                 link.close()
         raise TimeoutError("the neighbour did not connect")
 
     @staticmethod
-    def _greets(link: socket.socket, greeting: str, check_wanted: Callable[[], None]) -> bool:
+    def _greets(link: socket.socket, expected: bytes, check_wanted: Callable[[], None]) -> bool:
         link.settimeout(_POLL_S)
         deadline = time.monotonic() + _GREETING_LIMIT_S
         said = b""
-        while len(said) < _GREETING_BYTES and time.monotonic() < deadline:
+        while len(said) < PROOF_BYTES and time.monotonic() < deadline:
             check_wanted()
             try:
-                part = link.recv(_GREETING_BYTES - len(said))
+                part = link.recv(PROOF_BYTES - len(said))
             except TimeoutError:
                 continue
             except OSError:  # a stranger's end says nothing about the neighbour
@@ -95,7 +92,7 @@ class Lifeline:
             if not part:
                 return False
             said += part
-        return said.hex() == greeting
+        return hmac.compare_digest(said, expected)
 
     def _watch(self, on_lost: Callable[[str], None]) -> None:
         # Not select: a worker of a large cluster has descriptors beyond its limit of 1024.

@@ -7,6 +7,7 @@ A store's client may wait for ever for a host that is stopped, whatever its time
 of that host takes connections and requests, and nobody answers. So every call can be given up.
 """
 
+import hmac
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +22,8 @@ from oobleck.worker.errors import Superseded, TransportError, peers_may_fail
 from oobleck.worker.waiting import Waits
 
 T = TypeVar("T")
+
+PROOF_BYTES = 16
 
 #: For the exchanges with a store, whose server is known to be up.
 STORE_TIMEOUT = timedelta(seconds=5)
@@ -59,13 +62,22 @@ class Place:
     TransportError when its host does not answer or `waits` is released."""
 
     def __init__(self, endpoint: str, prefix: str, *, own: StoreServer, waits: Waits) -> None:
-        """At `own` store, or connected to another worker's. Raises TransportError."""
+        """At `own` store, or connected to another worker's. Raises TransportError.
+
+        `prefix` comes with the plan, to its workers alone: what stands in the store, which anybody
+        who reaches it can read, is derived from it and does not tell it.
+        """
         self._waits = waits
+        self._secret = prefix.encode()
         self._store: Store = own.store
         if endpoint != own.endpoint:
             host, _, port = endpoint.rpartition(":")
             self._store = self._call(lambda: _connect(host, int(port)))
-        self._store = PrefixStore(prefix, self._store)
+        self._store = PrefixStore(self.proof("store").hex(), self._store)
+
+    def proof(self, *said: str) -> bytes:
+        """What only a worker of this meeting can know: 16 bytes that prove that it says so."""
+        return hmac.digest(self._secret, "|".join(said).encode(), "sha256")[:PROOF_BYTES]
 
     def _call(self, call: Callable[[], T]) -> T:
         with peers_may_fail():

@@ -23,7 +23,7 @@ import torch
 
 from oobleck.worker import pulse
 from oobleck.worker.errors import TransportError
-from oobleck.worker.rendezvous import Place
+from oobleck.worker.rendezvous import PROOF_BYTES, Place
 from oobleck.worker.wire import Arrival, Wire, bytes_of
 
 #: The largest message: a few of them fit into the kernel's buffers.
@@ -32,8 +32,7 @@ MOST_BYTES = 512 << 10
 #: More than ever wait in the pipe: each call that is waited for wakes once.
 _WAKES = 4096
 
-_TOKEN_BYTES = 16
-_GREETING = struct.Struct(f"!{_TOKEN_BYTES}sI")
+_GREETING = struct.Struct(f"!{PROOF_BYTES}sI")
 
 
 @contextlib.contextmanager
@@ -82,7 +81,9 @@ class Wires:
         self._rank = rank
         self._wires: dict[int, Wire] = {}
         self._expected = {peer for peer in peers if peer > rank}
-        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        # New for these wires, so that nobody gets in by what was said to let in another.
+        token = secrets.token_hex(PROOF_BYTES)
+        self._proofs = {peer: place.proof("wire", token, str(peer)) for peer in self._expected}
         self._lock = threading.Lock()
         self._released = False
         self._closed = False
@@ -99,7 +100,7 @@ class Wires:
         try:
             if self._expected:
                 port = self._listener.getsockname()[1]
-                place.set(f"wire/{rank}", f"{address}|{port}|{self._token.hex()}")
+                place.set(f"wire/{rank}", f"{address}|{port}|{token}")
             for peer in sorted(self.peers - self._expected):
                 self._call(place, peer)
         except BaseException:
@@ -110,7 +111,8 @@ class Wires:
         host, port, token = place.get(f"wire/{peer}").split("|")
         connection = place.dial(host, int(port))
         with _peers_may_fail():
-            connection.sendall(_GREETING.pack(bytes.fromhex(token), self._rank))
+            proof = place.proof("wire", token, str(self._rank))
+            connection.sendall(_GREETING.pack(proof, self._rank))
             self._add(peer, connection)
 
     def _add(self, peer: int, connection: socket.socket) -> None:
@@ -150,8 +152,12 @@ class Wires:
     def _peer_of(self, greeting: bytearray) -> int | None:
         if len(greeting) != _GREETING.size:
             return None
-        token, peer = _GREETING.unpack(greeting)
-        return peer if hmac.compare_digest(token, self._token) and peer in self._expected else None
+        proof: bytes
+        peer: int
+        proof, peer = _GREETING.unpack(greeting)
+        if peer not in self._expected or not hmac.compare_digest(proof, self._proofs[peer]):
+            return None
+        return peer
 
     # ---- messages
 

@@ -135,7 +135,7 @@ async def witnessed(master: MasterProcess) -> AsyncIterator[None]:
         target = (await control.Submit(pb.SubmitRequest(request_id="t", job=text))).job_id
         text = format_job(job_spec("witness"))
         ended = (await control.Submit(pb.SubmitRequest(request_id="w", job=text))).job_id
-        await control.CancelJob(pb.JobRequest(job_id=ended))
+        await control.CancelJob(pb.CancelRequest(request_id="e", job_id=ended))
         await agent.connect(master.address)
         try:
             before = await control.GetJob(pb.JobRequest(job_id=ended))
@@ -146,7 +146,7 @@ async def witnessed(master: MasterProcess) -> AsyncIterator[None]:
             assert own.state == "live", own
             assert agent.ended is None
             assert agent.refused is None
-            await control.CancelJob(pb.JobRequest(job_id=target))
+            await control.CancelJob(pb.CancelRequest(request_id="x", job_id=target))
             again = await control.Submit(pb.SubmitRequest(request_id="w", job=text))
             assert again.job_id == ended
         finally:

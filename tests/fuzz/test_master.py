@@ -12,6 +12,9 @@ import grpc
 import pytest
 from fake_agent import master
 from fuzz.fuzzer import Fuzzer, memory, witnessed
+from fuzz.mutation import REQUESTS
+
+from oobleck.proto import control_pb2 as pb
 
 #: Long enough for a machine that does much else.
 PATIENT = ("--detection", "wan")
@@ -29,6 +32,16 @@ async def fuzz(folder: Path, seed: int, warm: Iterable[int], cases: Iterable[int
             grown = memory(running) - before
         assert grown < SLACK, f"seed {seed}: memory grew by {grown >> 20} MiB"
     return fuzzer
+
+
+def test_every_call_is_tried_with_its_own_message() -> None:
+    wanted = {
+        f"/{service.full_name}/{method.name}": method.input_type.full_name
+        for service in pb.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+        if not method.client_streaming
+    }
+    assert {path: made.DESCRIPTOR.full_name for path, made in REQUESTS.items()} == wanted
 
 
 def test_wrong_messages_change_nothing(tmp_path: Path) -> None:

@@ -71,9 +71,9 @@ def test_a_hostile_name_is_refused_everywhere(running: MasterProcess, name: str)
             asked = [
                 control.Submit(pb.SubmitRequest(request_id="r", job=JOB.format(name=repr(name)))),
                 control.GetJob(pb.JobRequest(job_id=name)),
-                control.CancelJob(pb.JobRequest(job_id=name)),
+                control.CancelJob(pb.CancelRequest(request_id="r", job_id=name)),
                 control.GetProfile(pb.JobRequest(job_id=name)),
-                control.DrainNode(pb.DrainNodeRequest(node=name)),
+                control.DrainNode(pb.DrainNodeRequest(request_id="r", node=name)),
             ]
             for call in asked:
                 with pytest.raises(grpc.aio.AioRpcError) as refused:

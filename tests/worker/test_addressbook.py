@@ -56,10 +56,18 @@ class Builder:
         return self.error
 
 
+def key_of(server: StoreServer, meeting: str, rank: int) -> str:
+    """Where a member leaves its address in the whole store."""
+    waits = Waits()
+    place = Place(server.endpoint, meeting, own=server, waits=waits)
+    waits.close()
+    return f"{place.proof('store').hex()}/g/0/{rank}"
+
+
 def left_by(server: StoreServer, meeting: str, rank: int) -> bytes:
     """What a member has left for the others, as soon as it has."""
     store: Store = server.store
-    key = f"{meeting}/g/0/{rank}"
+    key = key_of(server, meeting, rank)
     deadline = time.monotonic() + 60
     while not store.check([key]):  # a wait would keep the builders out of their common client
         assert time.monotonic() < deadline
@@ -90,7 +98,7 @@ def stopped_members(server: StoreServer, meeting: str) -> Iterator[None]:
         for rank in range(1, SIZE):
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             left = with_port(told, listener.getsockname()[1])
-            server.store.set(f"{meeting}/g/0/{rank}", left)  # type: ignore[arg-type]  # stubs: str
+            server.store.set(key_of(server, meeting, rank), left)  # type: ignore[arg-type]  # stubs: str
         yield
 
 

@@ -144,11 +144,20 @@ def test_silent_stranger_keeps_nobody_waiting(place: Place) -> None:
     there.close()
 
 
-def test_stranger_is_not_let_in(place: Place) -> None:
+@pytest.mark.parametrize("knows", ["nothing", "what is in the store", "another meeting"])
+def test_stranger_is_not_let_in(place: Place, knows: str) -> None:
     here = Wires(place, 0, {1}, "127.0.0.1")
-    host, port, _ = place.get("wire/0").split("|")
+    host, port, token = place.get("wire/0").split("|")
+    server, waits = StoreServer("127.0.0.1"), Waits()
+    other = Place(server.endpoint, "there", own=server, waits=waits)
+    shown = {
+        "nothing": bytes(16),
+        "what is in the store": bytes.fromhex(token),
+        "another meeting": other.proof("wire", token, "1"),
+    }[knows]
+    waits.close()
     with socket.create_connection((host, int(port))) as stranger:
-        stranger.sendall(bytes(16) + (1).to_bytes(4, "big"))
+        stranger.sendall(shown + (1).to_bytes(4, "big"))
         there = Wires(place, 1, {0}, "127.0.0.1")
         there.send(torch.tensor([4.0]), 0, 5).wait()
         tensor = torch.zeros(1)
