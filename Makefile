@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PACKAGES := planner proto host master agent worker cli
 GENERATED := proto/control_pb2.py proto/control_pb2.pyi proto/control_pb2_grpc.py
 
-.PHONY: setup demo test soak bench lint proto proto-check clean
+.PHONY: setup demo test soak replay bench lint proto proto-check clean
 
 # The stamp is older than its inputs after an edit of them, and only then installs again.
 setup: $(VENV)/.installed
@@ -23,9 +23,14 @@ test: setup
 
 # Hours of what 'make test' has minutes of.
 soak: setup
+	SIMULATION_SEEDS=5000 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/simulation
 	$(BIN)/python -m pytest -m soak tests/fault
 	$(BIN)/python -m pytest -m soak tests/fuzz
 	$(BIN)/python -m bench.soak
+
+# What happened in one seed of the simulation, as in `make replay SEED=7`.
+replay: setup
+	PYTHONPATH=tests:tests/master:. $(BIN)/python -m simulation.drill $(SEED)
 
 bench: setup
 	$(BIN)/python -m bench.recovery

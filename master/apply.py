@@ -60,6 +60,7 @@ from oobleck.master.incidentrecord import summary_of
 from oobleck.master.investigate import closes, incident_after
 from oobleck.master.observe import observe
 from oobleck.master.state import (
+    KNOWN_PROCESSES,
     KNOWN_REQUESTS,
     ClusterState,
     Job,
@@ -316,7 +317,9 @@ def _note_save(
 ) -> None:
     match event:
         case CheckpointPublished():
-            job.checkpoint, job.save_failure = event.saved, ""
+            # One that was saved before may be told of later, by an agent that was away.
+            if _is_newest(job, event.saved.step):
+                job.checkpoint, job.save_failure = event.saved, ""
             job.known_reports.append(event.saved)
             job.save_answered = max(job.save_answered, event.saved.request)
         case SaveProblem():
@@ -332,6 +335,15 @@ def _note_save(
             job.seen.furthest_step = step
             job.seen.progressed_at = now
     job.seen.save_reports = tuple(r for r in job.seen.save_reports if not job.knows(r))
+
+
+def _is_newest(job: Job, step: int) -> bool:
+    """Whether a checkpoint after `step` takes the place of the newest one, which does not count
+    where the job has gone back behind it."""
+    newest, restored = job.checkpoint, job.restored
+    if newest is None or step >= newest.step:
+        return True
+    return restored is not None and restored.step < newest.step
 
 
 def _note_loss(job: Job, detect_s: float, now: float) -> None:
@@ -429,6 +441,16 @@ def _forget_processes(state: ClusterState, job: Job) -> None:
     seen.finished = {process: at for process, at in seen.finished.items() if process in known}
 
 
+def _note_replaced(job: Job, event: PlanMade) -> None:
+    """`event` is the plan that follows `job.made`."""
+    before = job.made.incarnations if job.made is not None else ()
+    job.replaced |= dict.fromkeys(before)
+    for process in event.incarnations:
+        job.replaced.pop(process, None)
+    while len(job.replaced) > KNOWN_PROCESSES:
+        del job.replaced[next(iter(job.replaced))]
+
+
 def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
     seen = job.seen
     declared_at = now if seen.declared_at is None else seen.declared_at
@@ -448,6 +470,7 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
     if event.cause == "no progress" and event.rule == "regroup":
         seen.stalls += 1
     seen.progressed_at = now
+    _note_replaced(job, event)
     job.made, job.made_at = event, unix
     job.reason = event.reason
     job.losses = ()

@@ -457,12 +457,14 @@ class WorkerHungReported(msgspec.Struct, frozen=True, kw_only=True):
 class PhaseReported(msgspec.Struct, frozen=True, kw_only=True):
     worker: WorkerId
     job_id: JobId
+    incarnation: Incarnation
     phase: PhaseReached
 
 
 class PeerLostReported(msgspec.Struct, frozen=True, kw_only=True):
     worker: WorkerId
     job_id: JobId
+    incarnation: Incarnation
     lost: PeerLost
 
 
@@ -484,7 +486,9 @@ class MeasurementReported(msgspec.Struct, frozen=True, kw_only=True):
 class SaveReported(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's word on checkpoints; repeated with every session of its agent."""
 
+    worker: WorkerId
     job_id: JobId
+    incarnation: Incarnation
     what: CheckpointSaved | SaveFailed | Restored
 
 

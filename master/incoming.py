@@ -60,9 +60,13 @@ def event_of(worker: WorkerId, report: WorkerReport) -> Observed:
                 worker=worker, job_id=job_id, incarnation=report.incarnation, hung=hung
             )
         case PhaseReached() as phase:
-            return PhaseReported(worker=worker, job_id=job_id, phase=phase)
+            return PhaseReported(
+                worker=worker, job_id=job_id, incarnation=report.incarnation, phase=phase
+            )
         case PeerLost() as lost:
-            return PeerLostReported(worker=worker, job_id=job_id, lost=lost)
+            return PeerLostReported(
+                worker=worker, job_id=job_id, incarnation=report.incarnation, lost=lost
+            )
         case Failed() as failed:
             return WorkerFailedReported(
                 worker=worker,
@@ -76,6 +80,8 @@ def event_of(worker: WorkerId, report: WorkerReport) -> Observed:
                 worker=worker, job_id=job_id, incarnation=report.incarnation, measured=measured
             )
         case CheckpointSaved() | SaveFailed() | Restored() as what:
-            return SaveReported(job_id=job_id, what=what)
+            return SaveReported(
+                worker=worker, job_id=job_id, incarnation=report.incarnation, what=what
+            )
         case Evaluated(record=record):
             return EvaluationReceived(job_id=job_id, record=record)

@@ -1,6 +1,13 @@
 """How observed events change the `seen` part of the state. Nothing here outlives the process."""
 
-from oobleck.host.messages import Measured, PhaseReached, SaveFailed, StepRecord
+from oobleck.host.messages import (
+    CheckpointSaved,
+    Measured,
+    PhaseReached,
+    Restored,
+    SaveFailed,
+    StepRecord,
+)
 from oobleck.master import sightings
 from oobleck.master.events import (
     AgentRefused,
@@ -59,6 +66,10 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
             job = state.jobs[event.job_id]
             if event.incarnation in job.seen.exits:
                 return False
+            if _is_stale(job, event):
+                if job.on_the_way:  # it may be what the way is the answer to
+                    sightings.note(state, event, now)
+                return False
             job.seen.exits[event.incarnation] = event.exited
             sightings.note(state, event, now)
             if job.counts_on(event.incarnation):
@@ -68,23 +79,28 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
             return _hear(state, event.worker, now)
         case WorkerHungReported():
             job = state.jobs[event.job_id]
-            if job.seen.is_gone(event.incarnation):
+            if job.seen.is_gone(event.incarnation) or _is_stale(job, event):
                 return False
             job.seen.hung[event.incarnation] = event.hung
             sightings.note(state, event, now)
             return _hear(state, event.worker, now)
         case PhaseReported():
-            _take_phase(state.jobs[event.job_id], event.worker, event.phase, now)
+            job = state.jobs[event.job_id]
+            if not _is_stale(job, event):
+                _take_phase(job, event.worker, event.phase, now)
             return _hear(state, event.worker, now)
         case PeerLostReported():
             job = state.jobs[event.job_id]
             # Workers may still be in an older generation than a plan for a step boundary.
-            if job.abrupt <= event.lost.generation <= job.generation:
+            in_time = job.abrupt <= event.lost.generation <= job.generation
+            if in_time and not _is_stale(job, event):
                 job.seen.peers_lost.setdefault(event.worker, (now, event.lost))
                 sightings.note(state, event, now)
             return _hear(state, event.worker, now)
         case WorkerFailedReported():
             job = state.jobs[event.job_id]
+            if _is_stale(job, event):
+                return False
             sightings.note(state, event, now)
             if not job.counts_on(event.incarnation):
                 job.seen.unfit.setdefault(event.worker.node, event.message)
@@ -100,6 +116,8 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
             return _hear(state, event.worker, now)
         case SaveReported():
             job = state.jobs[event.job_id]
+            if _is_stale(job, event):
+                return False
             if isinstance(event.what, SaveFailed):
                 job.seen.progressed_at = now  # it is tried again and again
             if job.knows(event.what) or event.what in job.seen.save_reports:
@@ -223,9 +241,31 @@ def _note_progress(job: Job, generation: Generation, now: float) -> None:
         job.seen.progressed_at = now
 
 
+def _is_stale(
+    job: Job,
+    event: WorkerExitReported
+    | WorkerHungReported
+    | PhaseReported
+    | PeerLostReported
+    | WorkerFailedReported
+    | SaveReported,
+) -> bool:
+    """Whether it is of a process that another one has replaced, and tells nothing that still
+    counts: a checkpoint that is newer than all known ones does, and an answer that is due."""
+    if not job.is_replaced(event.worker, event.incarnation):
+        return False
+    if isinstance(event, SaveReported) and not isinstance(event.what, Restored):
+        due = event.what.request > job.save_answered
+        newest = 0 if job.checkpoint is None else job.checkpoint.step
+        newer = isinstance(event.what, CheckpointSaved) and event.what.step > newest
+        return not (due or newer)
+    return True
+
+
 def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -> None:
     if reached.phase == "transferred" and (process := job.processes().get(worker)) is not None:
-        job.seen.entered[process] = reached.generation
+        before = job.seen.entered.get(process, reached.generation)
+        job.seen.entered[process] = max(before, reached.generation)
     way = job.seen.way
     _note_progress(job, reached.generation, now)
     if way is None or reached.generation != job.generation:

@@ -46,6 +46,8 @@ from oobleck.proto.types import Assignment, Hung, NodeFacts, NodeStatus, WorkerE
 SaveReport = CheckpointSaved | SaveFailed | Restored
 _KNOWN_REPORTS = 64
 _KNOWN_REQUESTS = 256
+#: Processes of earlier plans that are known again when something old is told of them.
+KNOWN_PROCESSES = 10_000
 #: Operators ask again within seconds: so many of their last requests are known again.
 KNOWN_REQUESTS = 64
 #: Step records that rates are taken from.
@@ -316,6 +318,8 @@ class Job:
     reconfigurations: int = 0
     #: Number of the newest request for a checkpoint, and of the newest that was answered.
     save_request: int = 0
+    #: Processes that an earlier plan counted on and the newest one does not, oldest first.
+    replaced: dict[Incarnation, None] = field(default_factory=dict)
     #: The numbers that the last requests got, by the id of the request.
     save_numbers: dict[str, int] = field(default_factory=dict)
     save_answered: int = 0
@@ -376,6 +380,12 @@ class Job:
     def has_checkpoint(self) -> bool:
         """Whether there is a checkpoint, as far as is known, that the job can go back to."""
         return self.checkpoint is not None or self.restored is not None
+
+    def is_replaced(self, worker: WorkerId, process: Incarnation) -> bool:
+        """Whether the newest plan counts on another process in the place of this one. What waits in
+        an agent for its next session may be of a process that has ended, and comes after the news
+        of the one in its place."""
+        return process in self.replaced and worker in self.processes()
 
     def knows(self, report: SaveReport) -> bool:
         """Whether it was told before, by this or, of a restore, by another worker."""

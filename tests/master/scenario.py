@@ -433,7 +433,7 @@ class Player:
                 received_bytes=100 if phase == "transferred" else 0,
             )
             worker = WorkerId(NodeName(name), 0)
-            self._observe(PhaseReported(worker=worker, job_id=job.id, phase=reached))
+            self._phase(job.id, worker, reached)
 
     def do_steps(self, first: str, last: str, generation: str, seconds: str = "0.1") -> None:
         job = self.state.job
@@ -461,8 +461,24 @@ class Player:
         job = self.state.job
         assert job is not None
         lost = PeerLost(generation=Generation(int(generation)), step=1, detail="socket closed")
-        event = PeerLostReported(worker=worker_id(worker), job_id=job.id, lost=lost)
-        self._observe(event)
+        process = self._process(worker_id(worker))
+        self._observe(
+            PeerLostReported(
+                worker=worker_id(worker), job_id=job.id, incarnation=process, lost=lost
+            )
+        )
+
+    def _phase(self, job_id: JobId, worker: WorkerId, reached: PhaseReached) -> None:
+        process = self._process(worker)
+        self._observe(
+            PhaseReported(worker=worker, job_id=job_id, incarnation=process, phase=reached)
+        )
+
+    def _process(self, worker: WorkerId) -> Incarnation:
+        """The one in its slot, by what its agent said last."""
+        agent = self.agents.get(worker.node)
+        told = agent.status.worker(worker.slot) if agent is not None else None
+        return told.incarnation if told is not None else Incarnation("none")
 
     def do_exit(self, worker: str) -> None:
         """The agent reports that the process was killed, and does not have it any more."""
@@ -624,7 +640,7 @@ class Player:
                 job = self.state.job
                 assert job is not None
                 worker = WorkerId(NodeName(name), 0)
-                self._observe(PhaseReported(worker=worker, job_id=job.id, phase=reached))
+                self._phase(job.id, worker, reached)
             agent = self.agents[name]
             agent._status(generation=Generation(int(generation)))
             self.do_progress(step, generation, name)
@@ -642,7 +658,10 @@ class Player:
     def _report_save(self, what: CheckpointSaved | SaveFailed | Restored) -> None:
         job = self.state.job
         assert job is not None
-        self._observe(SaveReported(job_id=job.id, what=what))
+        assert job.made is not None
+        worker = job.made.plan.workers[0]
+        process = self._process(worker)
+        self._observe(SaveReported(worker=worker, job_id=job.id, incarnation=process, what=what))
 
     def do_finish(self, *names: str) -> None:
         for name in names:

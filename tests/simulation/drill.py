@@ -142,7 +142,7 @@ class Drill:
         f = draw.randint(0, min(2, len(self._nodes) - 1))
         spec = job_spec(
             f"job{number}",
-            steps=draw.choice((15, 40, 80, 150)),
+            steps=draw.choice((10, 25, 50, 90)),
             f=f,
             min_nodes=draw.randint(1, len(self._nodes) // (f + 1)),
             measure=int(draw.random() < 0.2),

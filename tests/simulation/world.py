@@ -50,7 +50,7 @@ class World:
         self.fork_failures = 0.0
         self.torn = False
         self.calendar_jump_s = 0.0
-        self.step_s = 0.2
+        self.step_s = 0.4
         self.save_every = 8
         #: Step at which a job's model raises an exception.
         self.fails_at: dict[JobId, int] = {}

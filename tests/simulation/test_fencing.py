@@ -1,0 +1,201 @@
+"""What is stale changes nothing, whichever message: of another start of an agent, of a session that
+a newer one has replaced, or of a worker process that the newest plan does not count on any more.
+
+The messages are walked from the protocol's descriptors, so a new one cannot be forgotten.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from scenario import copied, job_spec
+from simulation.drill import TIMING
+from simulation.network import Stream
+from simulation.world import World
+
+from oobleck.master.state import ClusterState
+from oobleck.planner.ids import NodeName
+from oobleck.proto import control_pb2 as pb
+
+JOB = "demo-1"
+_BROKEN = (grpc.StatusCode.UNAVAILABLE, "Socket closed")
+NODES = ("n1", "n2", "n3", "n4")
+
+#: One of each report, as bad as can be for a job that it is not about any more.
+REPORTS: dict[str, dict[str, Any]] = {
+    "exited": {"exited": pb.WorkerExited(pid=1, signal=9)},
+    "hung": {"hung": pb.Hung(reason="stopped", seconds=9.0)},
+    "phase": {"phase": pb.PhaseReached(phase="transferred", received_bytes=1)},
+    "peer_lost": {"peer_lost": pb.PeerLost(step=1, detail="connection closed by peer")},
+    "failed": {"failed": pb.WorkerFailed(kind="user", message="out of memory")},
+    "measured": {"measured": pb.Measured(attempt=1, problem="it failed")},
+    "link_measured": {
+        "link_measured": pb.LinkMeasured(attempt=1, scope="inter_node", problem="it failed")
+    },
+    "checkpoint_saved": {
+        "checkpoint_saved": pb.CheckpointSaved(step=1, path="/saved/1", bytes=1, seconds=0.1)
+    },
+    "save_failed": {"save_failed": pb.SaveFailed(what="checkpoint", step=1, reason="disk full")},
+    "restored": {"restored": pb.Restored(step=1, path="/saved/1")},
+    "evaluated": {"evaluated": pb.Evaluation(step=1, loss=1.0, samples=8, seconds=0.1, time=1.0)},
+}
+
+
+def reports(incarnation: str, generation: int) -> Iterator[tuple[str, pb.AgentMessage]]:
+    for name, what in REPORTS.items():
+        report = pb.WorkerReport(
+            job_id=JOB, slot=0, incarnation=incarnation, generation=generation, **what
+        )
+        yield name, pb.AgentMessage(report=report)
+
+
+def messages() -> dict[str, pb.AgentMessage]:
+    """One of each kind that an agent sends, by the field of `AgentMessage`."""
+    record = pb.StepRecord(
+        step=1, loss=1.0, grad_norm=1.0, tokens=1, samples_digest="0" * 64, generation=1,
+        step_seconds=0.1, time=1.0,
+    )  # fmt: skip
+    return {
+        "register": pb.AgentMessage(register=pb.Register(node="n1")),
+        "status": pb.AgentMessage(status=pb.NodeStatus()),
+        "report": next(message for _, message in reports("0000", 1)),
+        "records": pb.AgentMessage(records=pb.StepRecords(job_id=JOB, records=[record])),
+        "log": pb.AgentMessage(log=pb.LogLines(job_id=JOB, slot=0, lines=["stale"])),
+        "recorded": pb.AgentMessage(recorded=pb.Recorded(job_id=JOB, slot=0, recording="{}")),
+        "clock": pb.AgentMessage(clock=pb.ClockRead(number=1, monotonic_ns=1, boot="b")),
+    }
+
+
+def fields_of(message: Any, oneof: str) -> set[str]:
+    return {field.name for field in message.DESCRIPTOR.oneofs_by_name[oneof].fields}
+
+
+def test_no_message_is_forgotten() -> None:
+    assert set(messages()) == fields_of(pb.AgentMessage, "body")
+    assert set(REPORTS) == fields_of(pb.WorkerReport, "what")
+
+
+class Cluster:
+    """A job that has trained in two generations: the worker of n1 was killed and replaced."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.world = World(3, state_dir, TIMING, 1000.0)
+        self.stale = ""
+
+    async def start(self) -> None:
+        world = self.world
+        world.start_master()
+        for name in NODES:
+            world.start_agent(NodeName(name), 1)
+        spec = job_spec("demo", steps=400, f=1, min_nodes=1, checkpoint=1, evaluate=7)
+        await self.core.submit("r", spec)
+        await self.until(lambda: self.job.state == "running")
+        (trainer,) = world.agents[NodeName("n1")].trainers.values()
+        self.stale = trainer.incarnation
+        world.end_worker(trainer, signal=9)
+        await self.until(lambda: self.job.generation == 2 and self.job.state == "running")
+        # ... and has got on, so that what is sent below is behind it.
+        await self.until(lambda: self.job.seen.committed_step >= 20)
+
+    @property
+    def core(self) -> Any:
+        assert self.world.master is not None
+        return self.world.master.core
+
+    @property
+    def job(self) -> Any:
+        return self.core.state.jobs[JOB]
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        for _ in range(2000):
+            if condition():
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError("it does not come to that")
+
+    async def unchanged_by(self, say: Callable[[], None]) -> None:
+        """Nothing but `say` happens meanwhile."""
+        for agent in self.world.agents.values():
+            agent.stop_host()
+        await asyncio.sleep(0.5)  # what is on the way arrives
+        before, lines = settled(self.core.state), self.lines()
+        say()
+        await asyncio.sleep(0.5)
+        assert settled(self.core.state) == before
+        assert self.lines() == lines
+        for agent in self.world.agents.values():
+            agent.continue_host()
+
+    def lines(self) -> list[tuple[str, bytes]]:
+        """All that is written for the job."""
+        folder = self.world.config.job_directory(JOB)
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        return [(path.name, path.read_bytes()) for path in files]
+
+    def stream(self, node: str) -> Stream:
+        """The one that the node's agent talks over."""
+        streams = [s for s in self.world.wires[NodeName(node)].streams if s._ended is None]
+        return streams[-1]
+
+
+def settled(state: ClusterState) -> ClusterState:
+    """A copy without when each node was last heard of."""
+    copy: ClusterState = copied(state)
+    for node in copy.nodes.values():
+        node.seen = replace(node.seen, last_heard=0.0)
+    return copy
+
+
+@contextlib.contextmanager
+def cluster(state_dir: Path) -> Iterator[Cluster]:
+    made = Cluster(state_dir)
+    try:
+        made.world.loop.run_until_complete(made.start())
+        yield made
+    finally:
+        made.world.end()
+
+
+def test_another_start_of_an_agent_changes_nothing(tmp_path: Path) -> None:
+    with cluster(tmp_path) as made:
+        for message in messages().values():
+            message.incarnation = "0123456789abcdef"
+            requests = made.stream("n1")._requests
+            say = lambda m=message, r=requests: r.put_nowait(m)  # noqa: E731
+            made.world.loop.run_until_complete(made.unchanged_by(say))
+        assert made.core.refused["message of another incarnation"] == len(messages())
+
+
+def test_a_session_that_was_replaced_changes_nothing(tmp_path: Path) -> None:
+    """Its stream is half-open: the agent has a newer one, and what it sent before comes late."""
+    with cluster(tmp_path) as made:
+        old = made.stream("n1")
+        before = dict(made.core._sessions)
+        (number,) = (n for n, session in before.items() if session.node == "n1")
+        session = before[number]
+        old._end(*_BROKEN)
+        made.world.loop.run_until_complete(
+            made.until(lambda: made.core.state.nodes["n1"].seen.session not in (None, number))
+        )
+        for message in messages().values():
+            if message.WhichOneof("body") == "register":
+                continue  # ends the stream, which is over
+            message.incarnation = session.incarnation
+            say = lambda m=message: old._requests.put_nowait(m)  # noqa: E731
+            made.world.loop.run_until_complete(made.unchanged_by(say))
+
+
+@pytest.mark.parametrize("what", sorted(REPORTS))
+def test_a_process_that_was_replaced_changes_nothing(what: str, tmp_path: Path) -> None:
+    """Its agent told of it in its old generation, and the stream ended before that arrived."""
+    with cluster(tmp_path) as made:
+        agent = made.world.agents[NodeName("n1")]
+        (message,) = (m for name, m in reports(made.stale, 1) if name == what)
+        message.incarnation = agent.outbox._incarnation
+        requests = made.stream("n1")._requests
+        made.world.loop.run_until_complete(made.unchanged_by(lambda: requests.put_nowait(message)))
