@@ -31,8 +31,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("first", range(FIRST, HALF, AT_A_TIME))
 def test_every_invariant_holds_and_every_job_ends(first: int) -> None:
-    for seed in range(first, min(first + AT_A_TIME, HALF)):
-        _played.append(played(seed))
+    _played.extend(played(seed) for seed in range(first, min(first + AT_A_TIME, HALF)))
 
 
 def played(seed: int) -> Outcome:
