@@ -30,8 +30,9 @@ from oobleck.planner.jobfile import parse_job
 
 #: Faults strike in this span; by the end of it all is mended.
 TROUBLE_S = (1.0, 25.0)
-#: In peace, everything must have ended in this time.
-PEACE_S = 400.0
+#: In peace, everything must have ended in this time. A thread that hangs and alone has a part of
+#: the model is given `Detection.fruitless_s`.
+PEACE_S = 1500.0
 #: From one fault to the next, on average.
 BETWEEN_S = 3.0
 #: No host is back sooner.
@@ -229,7 +230,7 @@ class Drill:
         if not trainers:
             return ""
         trainer = self.draw.choice(trainers)
-        trainer.stuck = True
+        trainer.stuck = self.world.hung = True
         return f"the training thread of {trainer.worker} gets stuck"
 
     def _freeze_host(self) -> str:

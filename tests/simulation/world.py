@@ -49,6 +49,8 @@ class World:
         self.disk_full = False
         self.fork_failures = 0.0
         self.torn = False
+        #: A training thread has hung.
+        self.hung = False
         self.calendar_jump_s = 0.0
         self.step_s = 0.4
         self.save_every = 8
