@@ -47,6 +47,7 @@ CASES = [
     Case("kill-agent", "n4", "rendezvous"),
     Case("stop-master", "n4", "first step"),
     Case("clock-forward", "n4"),
+    Case("disk-full", "n4"),
     Case("twin", "n4"),
 ]
 
