@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from oobleck.master.inbox import MasterEnded
-from oobleck.master.limits import deadline_s
+from oobleck.master.limits import MOST_DETAILS, deadline_s
 from oobleck.master.storage import StorageFailed
 from oobleck.proto.bounds import check_bounds
 
@@ -66,7 +66,7 @@ class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # not at 
 
 
 async def _refuse(context: Any, malformed: _Malformed) -> None:
-    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, malformed.why)
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, malformed.why[:MOST_DETAILS])
 
 
 async def _ended(context: Any) -> None:
@@ -93,6 +93,8 @@ def _unary(behave: Any, limit_s: float) -> Any:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(failed))
         except grpc.aio.AbortError:
             raise
+        except grpc.aio.BaseError as error:  # of the library: nobody is there to be answered
+            log.info("a call could not be answered", extra={"reason": repr(error)[:MOST_DETAILS]})
         except Exception:
             log.exception("a call failed")
             await _failed(context)
@@ -109,6 +111,8 @@ def _unary_stream(behave: Any) -> Any:
                 yield reply
         except grpc.aio.AbortError:
             raise
+        except grpc.aio.BaseError as error:  # of the library: nobody is there to be answered
+            log.info("a call could not be answered", extra={"reason": repr(error)[:MOST_DETAILS]})
         except Exception:
             log.exception("a call failed")
             await _failed(context)
@@ -130,6 +134,8 @@ def _stream_stream(behave: Any) -> Any:
             await _ended(context)
         except grpc.aio.AbortError:
             raise
+        except grpc.aio.BaseError as error:  # of the library: nobody is there to be answered
+            log.info("a call could not be answered", extra={"reason": repr(error)[:MOST_DETAILS]})
         except Exception:
             log.exception("a call failed")
             await _failed(context)

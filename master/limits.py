@@ -12,6 +12,8 @@ MOST_RECEIVED_BYTES = 16 << 20
 #: Of a message of the master; the largest are timelines and plans for all nodes.
 MOST_SENT_BYTES = 64 << 20
 MOST_METADATA_BYTES = 16 << 10
+#: Characters of a refusal's text: with more, which a caller may have said, it does not get through.
+MOST_DETAILS = 1000
 #: Calls of one connection at a time. An agent has one; `oobleck` some.
 MOST_STREAMS = 64
 MOST_CONNECTIONS = 10_000

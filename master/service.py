@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from oobleck.master.limits import MOST_DETAILS
 from oobleck.master.logs import Line
 from oobleck.master.loop import Master
 from oobleck.master.state import ENDED, Job
@@ -43,7 +44,7 @@ class OperatorService(rpc.OperatorServicer):
         job = self._master.state.jobs.get(JobId(job_id))
         if job is None:
             known = ", ".join(list(self._master.state.jobs)[-5:]) or "none yet"
-            text = f"no job {job_id!r}; known jobs: {known}"
+            text = f"no job {job_id[:80]!r}; known jobs: {known}"
             await context.abort(grpc.StatusCode.NOT_FOUND, text)
         return job
 
@@ -58,7 +59,7 @@ class OperatorService(rpc.OperatorServicer):
             # In a thread: for a long text it takes seconds, in which agents must be heard.
             spec, profile = await asyncio.to_thread(_read_submission, request)
         except ValueError as error:  # also InvalidJob
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_DETAILS])
         job_id = await self._master.submit(
             request.request_id, spec, profile=profile, profile_only=request.profile_only
         )

@@ -14,6 +14,7 @@ from oobleck.master.access import caller
 from oobleck.master.admit import Refusal
 from oobleck.master.dispatch import AgentSession, refused_message
 from oobleck.master.incoming import Incoming, Output, Records
+from oobleck.master.limits import MOST_DETAILS
 from oobleck.master.loop import Master
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
@@ -41,14 +42,14 @@ class ControlService(rpc.ControlServicer):
         except (TimeoutError, StopAsyncIteration):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "register: did not come")
         except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_DETAILS])
         try:
             if not first.HasField("register"):
                 raise ValueError("register: must be the first message of a session")
             registration = read_register(first.register, first.incarnation)
             node = registration.facts.node
         except ValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_DETAILS])
         identity = caller(context)
         if identity is not None and identity.name != node:
             text = f"node: the certificate is of {identity.name}, which cannot speak for {node}"
@@ -78,7 +79,7 @@ class ControlService(rpc.ControlServicer):
             ended = await asyncio.gather(reading, writing, return_exceptions=True)
         for result in ended:
             if isinstance(result, ValueError):
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(result))
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(result)[:MOST_DETAILS])
             if isinstance(result, Exception) and not isinstance(result, grpc.RpcError):
                 log.warning("session failed", extra={"node": session.node, "error": repr(result)})
 
