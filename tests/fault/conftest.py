@@ -19,7 +19,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster]:
     state_dir: Path = tmp_path_factory.mktemp("fault") / "state"
     rules = gates.rules(JOB_NAME)
     # What is silent shall not be waited for longer than a test likes to.
-    fast = ("--detection", "fast")
+    # But who stands at a gate is stopped, and on a busy machine for longer than a moment.
+    fast = ("--detection", "fast", "--hang-s", "8", "--stall-s", "8.5")
     with NetCluster(
         4,
         state_dir=state_dir,

@@ -12,6 +12,7 @@ from bench.faults import FAULTS
 from bench.netcluster import NetCluster
 from bench.network import unusable
 from bench.soak import Soak, tell
+from support.clusters import end_jobs
 from support.faulty import assert_equal_to_reference, job
 from support.gates import Gatekeeper
 
@@ -32,12 +33,19 @@ def gatekeeper(cluster: NetCluster) -> Iterator[Gatekeeper]:
         yield keeper
 
 
+@pytest.fixture
+def no_other_job(cluster: NetCluster) -> None:
+    """Whatever the test before has left."""
+    end_jobs(cluster)
+
+
 def end(drill: Drill) -> None:
     drill.cluster.oobleck("cancel", drill.job_id)
     assert drill.cluster.wait_end(drill.job_id) == "cancelled"
     assert_equal_to_reference(drill)
 
 
+@pytest.mark.usefixtures("no_other_job")
 def test_every_fault_while_nothing_runs(cluster: NetCluster, tmp_path: Path) -> None:
     nodes = set(cluster.agents)
     cluster.wait(lambda: cluster.live() == nodes, "all nodes", poll_s=0.2)
@@ -52,6 +60,7 @@ def test_every_fault_while_nothing_runs(cluster: NetCluster, tmp_path: Path) -> 
     end(drill)
 
 
+@pytest.mark.usefixtures("no_other_job")
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_fault(
     cluster: NetCluster, gatekeeper: Gatekeeper, phase: str, tmp_path: Path
@@ -73,6 +82,7 @@ def test_every_fault(
     end(drill)
 
 
+@pytest.mark.usefixtures("no_other_job")
 @pytest.mark.parametrize("name", sorted(FAULTS))
 def test_every_fault_while_a_job_starts(
     cluster: NetCluster, gatekeeper: Gatekeeper, name: str, tmp_path: Path

@@ -2,13 +2,13 @@
 
 from collections.abc import Set
 
-from bench.cluster import ENDED, LocalCluster
+from bench.cluster import ENDED, Cluster, LocalCluster
 
 #: While training is held up for a node that starts, nobody shall take it for a hang.
 PATIENT = tuple(f"--master-flag=--{name}-s=100" for name in ("hang", "stall", "meeting"))
 
 
-def end_jobs(cluster: LocalCluster) -> None:
+def end_jobs(cluster: Cluster) -> None:
     """So that no job goes on training while other tests run."""
     for job in cluster.jobs():
         if job["state"] not in ENDED:
