@@ -237,8 +237,8 @@ def test_who_is_refused_and_how(tmp_path: Path) -> None:
                 await broken.disconnect()
 
             for request, wanted in (
-                (control.GetJob(pb.CancelRequest(job_id="none-7")), "no job 'none-7'"),
-                (control.CancelJob(pb.CancelRequest(job_id="none-7")), "no job 'none-7'"),
+                (control.GetJob(pb.JobRequest(job_id="none-7")), "no job 'none-7'"),
+                (control.CancelJob(pb.CancelRequest(request_id="c", job_id="none-7")), "no job 'none-7'"),
             ):
                 with pytest.raises(grpc.aio.AioRpcError, match=wanted) as refused:
                     await request
