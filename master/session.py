@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 #: An agent registers at once; a stream that does not is not an agent's.
 _REGISTER_TIMEOUT_S = 10.0
+#: For a message that is being written when its stream ends; an agent that does not read gets none.
+_WRITE_END_S = 2.0
 
 Context = grpc.aio.ServicerContext[pb.AgentMessage, pb.MasterMessage]
 
@@ -104,10 +106,21 @@ class ControlService(rpc.ControlServicer):
                 await self._master.receive(session, incoming)
 
 
+async def _write_whole(context: Context, message: pb.MasterMessage) -> None:
+    """Also where this is cancelled meanwhile: under a write that goes on, gRPC cannot send the
+    status that ends the stream, and the agent would wait for it for ever."""
+    writing = asyncio.ensure_future(context.write(message))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait((writing,), timeout=_WRITE_END_S)
+        raise
+
+
 async def _write(session: AgentSession, context: Context) -> None:
     while True:
         for message in await session.outgoing():
-            await context.write(message)
+            await _write_whole(context, message)
             if message.HasField("refused"):
                 return
 

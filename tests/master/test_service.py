@@ -238,7 +238,10 @@ def test_who_is_refused_and_how(tmp_path: Path) -> None:
 
             for request, wanted in (
                 (control.GetJob(pb.JobRequest(job_id="none-7")), "no job 'none-7'"),
-                (control.CancelJob(pb.CancelRequest(request_id="c", job_id="none-7")), "no job 'none-7'"),
+                (
+                    control.CancelJob(pb.CancelRequest(request_id="c", job_id="none-7")),
+                    "no job 'none-7'",
+                ),
             ):
                 with pytest.raises(grpc.aio.AioRpcError, match=wanted) as refused:
                     await request
