@@ -75,8 +75,14 @@ def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 def worker_environment(device: str) -> dict[str, str]:
     """What workers need in their environment, beside what the user set. `device`: cpu or cuda."""
-    # torch warns twice for each look of a worker that waits for others to arrive.
-    common = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    common = {
+        "OMP_NUM_THREADS": "1",
+        # torch warns twice for each look of a worker that waits for others to arrive.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # torch's store looks up the name of each host that it talks to, for its log, which takes
+        # 10 s where no name server answers (resolv.conf(5)).
+        "RES_OPTIONS": "timeout:1 attempts:1",
+    }
     return common | (_FORK_ENVIRONMENT | _NCCL_ENVIRONMENT if device == "cuda" else {})
 
 

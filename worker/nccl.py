@@ -234,9 +234,10 @@ class NcclTransport:
     def dispose(self) -> None:
         """Communicators are aborted, not closed: closing one is a talk with its other members.
 
-        Later, as peers that are a moment behind may still read what was sent last.
+        Later, as peers that are a moment behind may still read what was sent last. No daemon
+        thread: an interpreter that ends while a group is being freed in one aborts the process.
         """
-        threading.Thread(target=self._free, name="dispose-groups", daemon=True).start()
+        threading.Thread(target=self._free, name="dispose-groups").start()
         self._host.dispose()
 
     def _free(self) -> None:

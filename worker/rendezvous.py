@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 PROOF_BYTES = 16
 
-#: For the exchanges with a store, whose server is known to be up.
-STORE_TIMEOUT = timedelta(seconds=5)
-#: After its own time-out a call may take this much longer where the host does answer.
-STORE_GRACE_S = 1.0
 #: For a connection to somebody who has arrived, and does the same at this moment: this long only
 #: where a host is busy with other things. Who dies or is superseded meanwhile releases the wait.
 CONNECT_LIMIT = timedelta(seconds=30)
+#: For the exchanges with a store, whose server is known to be up: as long, for the same reason.
+STORE_TIMEOUT = CONNECT_LIMIT
+#: After its own time-out a call may take this much longer where the host does answer.
+STORE_GRACE_S = 1.0
 #: How long a wait for the others' arrival may last before it looks whether it is still wanted.
 ARRIVAL_POLL = timedelta(milliseconds=50)
 

@@ -286,9 +286,10 @@ class GlooTransport:
         """Free threads and sockets, later and in the background.
 
         Freeing takes tens of milliseconds, and peers that are a moment behind may still read what
-        was sent last.
+        was sent last. No daemon thread: an interpreter that ends while a group is being freed in
+        one aborts the process.
         """
-        threading.Thread(target=self._free, name="dispose-transport", daemon=True).start()
+        threading.Thread(target=self._free, name="dispose-transport").start()
 
     def _free(self) -> None:
         time.sleep(DISPOSE_DELAY_S)
