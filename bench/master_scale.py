@@ -437,7 +437,11 @@ def main() -> None:
     parser.add_argument("--losses", type=int, default=3)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="oobleck-") as scratch:
-        asyncio.run(run(arguments, Path(scratch)))
+        try:
+            asyncio.run(run(arguments, Path(scratch)))
+        except BaseException:
+            print(Path(scratch, "master.log").read_text()[-20_000:], file=sys.stderr)
+            raise
 
 
 if __name__ == "__main__":
