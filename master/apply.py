@@ -182,7 +182,9 @@ def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> Non
                 if job.made is not None:
                     job.seen.progressed_at = now
         case JournalCut():
-            pass  # for operators; agents tell what runs
+            # The events that are gone may have been acted on, with newer versions than are known.
+            for node in state.nodes.values():
+                node.desired = replace(node.desired, version=_next_version(node, unix))
         case NodeRegistered():
             _register(state, event, now)
         case NodeCleared():
@@ -506,9 +508,12 @@ def _set_desired(state: ClusterState, now: float, unix: float) -> None:
         if desired != node.desired:
             if desired.job_id != node.desired.job_id:
                 node.seen.ready_at = None
-            version = max(node.desired.version + 1, int(unix * 1000))
-            node.desired = replace(desired, version=version)
+            node.desired = replace(desired, version=_next_version(node, unix))
         if job_id is None:
             node.seen.assigned_at = None
         elif node.seen.assigned_at is None:
             node.seen.assigned_at = now
+
+
+def _next_version(node: Node, unix: float) -> int:
+    return max(node.desired.version + 1, int(unix * 1000))
