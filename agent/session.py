@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+import msgspec
 
 from oobleck.agent.address import local_address
 from oobleck.agent.config import AgentConfig
@@ -99,6 +100,8 @@ class Session:
         #: As the master told; until then those that most masters have.
         self._detection = Detection()
         self._retry_s = FIRST_RETRY_S
+        #: The newest assignment with a plan of the job that is here; see `Registration`.
+        self._running: Assignment | None = None
 
     async def run(self) -> str | None:
         """Until the master refuses for good (the reason) or `close` was called (None)."""
@@ -227,7 +230,10 @@ class Session:
             device_kind=self._config.device_kind,
         )
         registration = Registration(
-            protocol=PROTOCOL, facts=facts, status=self._outbox.current_status
+            protocol=PROTOCOL,
+            facts=facts,
+            status=self._outbox.current_status,
+            running=self._running,
         )
         return pb.AgentMessage(
             incarnation=self._incarnation, register=convert.register_message(registration)
@@ -293,7 +299,23 @@ class Session:
         except ValueError as error:
             logger.error("assignment not understood", extra={"reason": error})
             return
+        self._running = newest_plan(self._running, read)
         self._on_assigned(desired, read.drained)
+
+
+def newest_plan(known: Assignment | None, told: Assignment) -> Assignment | None:
+    """What this agent says that it runs, after the master has `told` it something: a master whose
+    journal lost its end may tell of an older plan than the workers have."""
+    if told.job_id is None:
+        return None
+    if known is not None and known.job_id != told.job_id:
+        known = None
+    if told.plan is None:
+        return known
+    before = known.plan.generation if known is not None and known.plan is not None else 0
+    if told.plan.generation < before:
+        return known
+    return msgspec.structs.replace(told, job="")
 
 
 def _desired(assignment: Assignment) -> Desired | None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from oobleck.host.detection import Detection
+from oobleck.master.adoption import runs_unknown
 from oobleck.master.events import Journaled, NodeLost, NodeRegistered
 from oobleck.master.losses import lease
 from oobleck.master.state import ClusterState, Node
@@ -33,7 +34,8 @@ def admit(
     same = known is not None and known.facts.incarnation == facts.incarnation
     # It was given up, and no plan has been made without it since: its workers still count.
     returned = same and job is not None and facts.node in job.lost_nodes
-    stale_workers = bool(registration.status.workers) and not returned
+    counted = returned or runs_unknown(state, registration.running)
+    stale_workers = bool(registration.status.workers) and not counted
     registered = NodeRegistered(facts=facts, stale_workers=stale_workers)
     if known is None or not known.registered:
         return (registered,)

@@ -50,6 +50,7 @@ from oobleck.master.events import (
     NodeReset,
     NodeUndrained,
     Observed,
+    PlanFound,
     PlanMade,
     ProfileChosen,
     SaveProblem,
@@ -174,7 +175,7 @@ def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> Non
                 node.seen = NodeSeen(last_heard=now, awaited=True)
                 cordon.restarted(node, now, unix)
             for job in state.jobs.values():
-                job.seen = JobSeen(committed_step=job.resumed_step)
+                job.seen = JobSeen(since=now, committed_step=job.resumed_step)
                 if job.measuring is not None:
                     job.seen.measuring_since = now
                 if job.losses:
@@ -206,6 +207,8 @@ def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> Non
             NodeDrainRequested() | NodeKept() | NodeUndrained() | NodeQuarantined() | NodeReleased()
         ):
             cordon.fold(state, event, now, unix)
+        case PlanFound():
+            state.jobs[event.job_id].plans[event.plan.generation] = event.plan
         case NodeDrained():
             _drained(state, event, now, unix)
         case NodeReset():
@@ -457,7 +460,9 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
     seen = job.seen
     declared_at = now if seen.declared_at is None else seen.declared_at
     evidence_at = now - event.detect_s if seen.evidence_at is None else seen.evidence_at
-    seen.way = Way(evidence_at=evidence_at, declared_at=declared_at, pushed_at=now)
+    seen.way = None  # of one that is adopted, others have seen the way
+    if event.rule != "adopt":
+        seen.way = Way(evidence_at=evidence_at, declared_at=declared_at, pushed_at=now)
     seen.evidence_at = seen.declared_at = None
     if job.made is not None:
         job.before = job.made.plan

@@ -16,6 +16,8 @@ class Decision:
     wake_at: float | None = None
     #: Why this, or why nothing.
     reason: str = ""
+    #: No later rule counts, though there is nothing to record yet.
+    hold: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

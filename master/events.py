@@ -36,7 +36,7 @@ from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, Worker
 from oobleck.planner.job import JobSpec
 from oobleck.planner.plan import Plan
 from oobleck.planner.profile import Profile
-from oobleck.proto.types import Hung, NodeFacts, NodeStatus, WorkerExited
+from oobleck.proto.types import Assignment, Hung, NodeFacts, NodeStatus, WorkerExited
 
 #: What a plan answers.
 Cause = Literal[
@@ -49,6 +49,7 @@ Cause = Literal[
     "node returned",
     "node left out",
     "node drained",
+    "journal cut",
 ]
 
 
@@ -311,6 +312,14 @@ class PlanMade(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sightings: tuple[Sighting, ...] = ()
 
 
+class PlanFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Agents have a plan that the journal does not have, and not all of them are there that are in
+    it. It tells which layers their workers hold."""
+
+    job_id: JobId
+    plan: Plan
+
+
 class FirstStepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The newest generation has committed its first step."""
 
@@ -400,6 +409,7 @@ Journaled = (
     | JobWaiting
     | JobPutBack
     | PlanMade
+    | PlanFound
     | FirstStepCommitted
     | CheckpointRequested
     | CheckpointPublished
@@ -421,6 +431,8 @@ class StreamOpened(msgspec.Struct, frozen=True, kw_only=True):
     node: NodeName
     session: int
     status: NodeStatus
+    #: As in Registration.
+    running: Assignment | None = None
 
 
 class AgentRefused(msgspec.Struct, frozen=True, kw_only=True):

@@ -467,7 +467,10 @@ class Master:
             )
             self._sessions[session.number] = session
             opened = StreamOpened(
-                node=facts.node, session=session.number, status=registration.status
+                node=facts.node,
+                session=session.number,
+                status=registration.status,
+                running=registration.running,
             )
             self._observe(opened, arrived_at)
             if self.state.active is not None:

@@ -18,7 +18,7 @@ def next_generation(look: Look, job: Job) -> Generation:
         for node in look.state.nodes.values()
         if node.connected and node.seen.status.job_id == job.id
     )
-    return Generation(max(job.generation, *told, 0) + 1)
+    return Generation(max(job.newest_known, *told, 0) + 1)
 
 
 def plan_made(

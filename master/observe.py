@@ -40,7 +40,7 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
     match event:
         case StreamOpened():
             node = state.nodes[event.node]
-            node.seen.session = event.session
+            node.seen.session, node.seen.running = event.session, event.running
             if state.job is not None:
                 sightings.forget_stream(state.job, event.node)
             node.seen.closed_at = None

@@ -236,6 +236,8 @@ def next_plan(
 
 def _base(job: Job, newest: Plan) -> Plan:
     """The plan to change: with a newcomer that is left out, what it was to change is undone."""
+    if job.astray:
+        return job.plans[job.newest_known]
     undone = any(isinstance(loss, NodeLeftOut) for loss in job.losses)
     return job.trained.plan if undone and job.trained is not None else newest
 

@@ -155,7 +155,8 @@ def replan(look: Look) -> Decision | None:
     state, job = look.state, look.state.job
     if job is None or job.made is None:
         return None
-    if not (job.losses or job.state == "waiting for nodes" or _unanswered(job)):
+    again = job.astray or job.state == "waiting for nodes"
+    if not (job.losses or again or _unanswered(job)):
         return None
     members = [state.nodes[name] for name in job.members]
     away = [node for node in members if not node.connected]
@@ -219,6 +220,8 @@ def _cause(job: Job, plan: Plan) -> Cause:
         return "node left out"
     if job.lost_workers:
         return "worker lost"
+    if job.astray:
+        return "journal cut"
     return "node returned" if set(job.members) == set(plan.nodes) else "node joined"
 
 

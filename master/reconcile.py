@@ -9,6 +9,7 @@ sends whichever has changed. Must not know the clock, I/O, or how messages trave
 
 from oobleck.host.detection import Detection
 from oobleck.master import (
+    adoption,
     blame,
     draining,
     ending,
@@ -40,6 +41,8 @@ def reconcile(state: ClusterState, now: float, config: Detection, *, nonce: str)
             wake_at = decision.wake_at if wake_at is None else min(wake_at, decision.wake_at)
         if decision.reason:
             reasons.append(decision.reason)
+        if decision.hold:
+            break
     return Decision(wake_at=wake_at, reason="; ".join(reasons))
 
 
@@ -63,6 +66,8 @@ _RULES: tuple[Rule, ...] = (
     _lose_nodes,
     _clear_nodes,
     draining.take_wishes,
+    turns.next_job,
+    adoption.adopt,
     draining.farewell,
     quarantine.put_aside,
     quarantine.release,
@@ -71,7 +76,6 @@ _RULES: tuple[Rule, ...] = (
     ending.first_step,
     blame.fail_jobs,
     ending.end_jobs,
-    turns.next_job,
     blame.leave_out,
     fitness.leave_out,
     plans.lose_workers,

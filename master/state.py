@@ -87,6 +87,8 @@ class NodeSeen:
     assigned_at: float | None = None
     #: When its quarantine ends, by this master's clock.
     release_at: float | None = None
+    #: What its agent had on the way when its newest session began; see `Registration`.
+    running: Assignment | None = None
     ready_at: float | None = None
 
 
@@ -214,6 +216,8 @@ class Way:
 class JobSeen:
     """Observed of a job in this master's life."""
 
+    #: When that began, or the job.
+    since: float = 0.0
     committed_step: int = 0
     recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=RECENT_RECORDS))
     #: When the last of them came.
@@ -345,6 +349,16 @@ class Job:
     @property
     def generation(self) -> Generation:
         return self.made.plan.generation if self.made else NO_GENERATION
+
+    @property
+    def newest_known(self) -> Generation:
+        """Also of plans that were found with agents, and that nobody counts on."""
+        return max(self.generation, *self.plans, NO_GENERATION)
+
+    @property
+    def astray(self) -> bool:
+        """Workers are in a generation that is not known well enough to go on in."""
+        return self.newest_known > self.generation
 
     @property
     def on_the_way(self) -> bool:

@@ -81,6 +81,9 @@ def _check(field: FieldDescriptor, value: object) -> None:
             _check_text(field, value)
         case bool():
             pass
+        case bytes():  # of a message that is looked at when it is read
+            if len(value) > _UNBOUND:
+                raise ValueError(f"{field.name}: {len(value)} bytes are more than {_UNBOUND}")
         case int() | float():
             if not math.isfinite(value):
                 raise ValueError(f"{field.name}: {value} is not a number")

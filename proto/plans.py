@@ -1,5 +1,6 @@
 """Plans and the places where their workers meet, as messages and back."""
 
+from functools import lru_cache
 from typing import cast, get_args
 
 from google.protobuf.message import DecodeError
@@ -8,6 +9,7 @@ from oobleck.host.messages import Rendezvous
 from oobleck.planner.ids import Generation, NodeName, WorkerId, check_name
 from oobleck.planner.plan import Pipeline, Plan, Schedule, Stage
 from oobleck.proto import control_pb2 as pb
+from oobleck.proto.bounds import check_bounds
 from oobleck.proto.checks import at_least, in_field, read_address, read_slot
 
 
@@ -85,12 +87,14 @@ def read_plan(message: pb.Plan) -> Plan:
         )
 
 
+@lru_cache(maxsize=4)  # every node is told the same, and tells the same
 def read_serialised_plan(serialised: bytes) -> Plan:
     with in_field("plan"):
         try:
             message = pb.Plan.FromString(serialised)
         except DecodeError as error:
             raise ValueError("is no serialised Plan") from error
+        check_bounds(message)
     return read_plan(message)
 
 

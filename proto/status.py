@@ -2,6 +2,7 @@
 
 from oobleck.planner.ids import Generation, NodeName, check_name
 from oobleck.proto import control_pb2 as pb
+from oobleck.proto.assignments import assignment_message, read_assignment
 from oobleck.proto.checks import (
     MOST_SLOTS,
     at_least,
@@ -13,7 +14,8 @@ from oobleck.proto.checks import (
     read_job_id,
     read_slot,
 )
-from oobleck.proto.types import NodeFacts, NodeStatus, Registration, WorkerStatus
+from oobleck.proto.plans import plan_message
+from oobleck.proto.types import Assignment, NodeFacts, NodeStatus, Registration, WorkerStatus
 
 
 def status_message(status: NodeStatus) -> pb.NodeStatus:
@@ -95,7 +97,24 @@ def register_message(registration: Registration) -> pb.Register:
         memory_per_worker_bytes=facts.memory_per_worker_bytes,
         device_kind=facts.device_kind,
         status=status_message(registration.status),
+        running=_running_message(registration.running),
     )
+
+
+def _running_message(running: Assignment | None) -> pb.Assignment | None:
+    if running is None or running.plan is None:
+        return None
+    return assignment_message(running, plan_message(running.plan).SerializeToString())
+
+
+def _read_running(message: pb.Register) -> Assignment | None:
+    if not message.HasField("running"):
+        return None
+    with in_field("running"):
+        running = read_assignment(message.running)
+        if running.plan is None or running.job_id is None:
+            raise ValueError("plan: is missing, or the job is")
+        return running
 
 
 def read_register(message: pb.Register, incarnation: str) -> Registration:
@@ -121,4 +140,9 @@ def read_register(message: pb.Register, incarnation: str) -> Registration:
         status = read_status(message.status)
         for worker in status.workers:
             check_slot(worker.slot, facts.worker_slots)
-        return Registration(protocol=message.protocol, facts=facts, status=status)
+        return Registration(
+            protocol=message.protocol,
+            facts=facts,
+            status=status,
+            running=_read_running(message),
+        )

@@ -90,6 +90,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int
     facts: NodeFacts
     status: NodeStatus
+    #: The newest assignment with a plan that the node has acted on, without the job's text.
+    running: "Assignment | None" = None
 
 
 class WorkerExited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import grpc
 
+from oobleck.agent.session import newest_plan
 from oobleck.host.messages import Evaluated, PeerLost, PhaseReached, StepRecord
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.proto import control_pb2 as pb
@@ -118,6 +119,7 @@ class FakeAgent:
         self.status = NodeStatus()
         self.worker = Incarnation(os.urandom(8).hex())
         self.assignments: list[Assignment] = []
+        self.running: Assignment | None = None
         self.acks: dict[str, int] = {}
         self.acks_heard = 0
         self.refused: pb.Refused | None = None
@@ -136,7 +138,9 @@ class FakeAgent:
         self._outgoing = asyncio.Queue()
         self.refused = self.ended = self.welcome = None
         call = rpc.ControlStub(self._channel).Session()
-        registration = Registration(protocol=self.protocol, facts=self.facts, status=self.status)
+        registration = Registration(
+            protocol=self.protocol, facts=self.facts, status=self.status, running=self.running
+        )
         self.send(register=convert.register_message(registration))
         self._tasks = [asyncio.create_task(self._write(call))]
         if reading:
@@ -181,6 +185,7 @@ class FakeAgent:
                 self.refused = message.refused
             case "assignment":
                 self.assignments.append(convert.read_assignment(message.assignment))
+                self.running = newest_plan(self.running, self.assignments[-1])
             case "ack":
                 self.acks[message.ack.job_id] = message.ack.through_step
                 self.acks_heard += 1

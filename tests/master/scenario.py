@@ -18,6 +18,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from oobleck.agent.session import newest_plan
 from oobleck.host.detection import Detection
 from oobleck.host.messages import (
     CheckpointSaved,
@@ -45,6 +46,7 @@ from oobleck.master.events import (
     JobRestored,
     JobSubmitted,
     JobWaiting,
+    JournalCut,
     Journaled,
     MasterStarted,
     MeasurementReported,
@@ -97,6 +99,7 @@ from oobleck.planner.plan import Plan
 from oobleck.planner.profile import LayerProfile, Profile
 from oobleck.proto.types import (
     PROTOCOL,
+    Assignment,
     Hung,
     NodeFacts,
     NodeStatus,
@@ -192,6 +195,7 @@ class Agent:
         self.session = 0
         self.silent = False
         self.data = "same"
+        self.running: Assignment | None = None
 
     def worker(self, slot: int, **changes: object) -> None:
         """Replace fields of the slot's worker, or make it."""
@@ -273,18 +277,27 @@ class Player:
             raise AssertionError(f"decisions do not end: {decision}")
         if self.wake_at is not None and self.wake_at <= self.now:
             raise AssertionError(f"wakes in the past: {decision}")
+        self._tell_assignments()
         seen = [f"= {j.id} {j.state}{': ' + j.reason if j.reason else ''}" for j in self._jobs()]
         self.written += [line for line in seen if line not in self.seen]
         self.seen = seen
 
+    def _tell_assignments(self) -> None:
+        for name, agent in self.agents.items():
+            node = self.state.nodes.get(NodeName(name))
+            if node is not None and node.connected and node.seen.session == agent.session:
+                assignment = self.state.assignment(node, "")
+                agent.running = newest_plan(agent.running, assignment)
+
     def _jobs(self) -> Iterator:
         yield from self.state.jobs.values()
 
-    def _record(self, event: Journaled) -> None:
-        for job_id, record in records_of(self.state, event, UNIX + self.now):
+    def _record(self, event: Journaled, unix: float | None = None) -> None:
+        unix = UNIX + self.now if unix is None else unix
+        for job_id, record in records_of(self.state, event, unix):
             self.records.setdefault(job_id, []).append(record)
-        self.journal.append((UNIX + self.now, event))
-        apply(self.state, event, now=self.now, unix=UNIX + self.now)
+        self.journal.append((unix, event))
+        apply(self.state, event, now=self.now, unix=unix)
 
     def _observe(self, event: Observed) -> None:
         apply(self.state, event, now=self.now, unix=UNIX + self.now)
@@ -340,7 +353,9 @@ class Player:
             self._admit(self.agents[name])
 
     def _admit(self, agent: Agent) -> bool:
-        registration = Registration(protocol=PROTOCOL, facts=agent.facts, status=agent.status)
+        registration = Registration(
+            protocol=PROTOCOL, facts=agent.facts, status=agent.status, running=agent.running
+        )
         verdict = admit(self.state, registration, self.now, self.timing)
         if isinstance(verdict, Refusal):
             kind = "refused for now" if verdict.temporary else "refused"
@@ -354,7 +369,10 @@ class Player:
         self.lives += 1
         agent.session = self.lives
         name = agent.facts.node
-        self._observe(StreamOpened(node=name, session=agent.session, status=agent.status))
+        opened = StreamOpened(
+            node=name, session=agent.session, status=agent.status, running=agent.running
+        )
+        self._observe(opened)
         return True
 
     def do_close(self, *names: str) -> None:
@@ -668,6 +686,17 @@ class Player:
             for worker in self.agents[name].status.workers:
                 self.agents[name].worker(worker.slot, finished=True)
             self._tell(self.agents[name])
+
+    def do_tear(self, since: str) -> None:
+        """As `restart`, of a journal that lost all from its last event named so on."""
+        names = [type(event).__name__ for _, event in self.journal]
+        last = len(names) - 1 - names[::-1].index(since)
+        kept = self.journal[:last]
+        self.state, self.journal, self.records = ClusterState(), [], {}
+        for unix, event in kept:
+            self._record(event, unix)
+        self._record(JournalCut(bytes=1, kept_as="journal.cut-1", records={}))
+        self.do_restart()
 
     def do_restart(self) -> None:
         """A new master process replays the journal; every stream is gone."""

@@ -10,6 +10,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from oobleck.proto import bounds
 from oobleck.proto import control_pb2 as pb
+from oobleck.proto.convert import read_serialised_plan
 
 WHOLE = (
     FieldDescriptor.CPPTYPE_INT32,
@@ -54,6 +55,8 @@ def beyond(field: FieldDescriptor) -> list[object]:
     """Values that no cluster sends."""
     if field.cpp_type in REAL:
         return [math.nan, math.inf, -math.inf]
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return [b"x" * ((16 << 20) + 1)]
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
         return ["x" * ((16 << 20) + 1)]
     if field.cpp_type == FieldDescriptor.CPPTYPE_UINT64:
@@ -80,7 +83,15 @@ def test_only_known_kinds_of_fields_come_in() -> None:
     kinds = {field.cpp_type for field in FIELDS}
     text, message = FieldDescriptor.CPPTYPE_STRING, FieldDescriptor.CPPTYPE_MESSAGE
     assert kinds <= {*WHOLE, *REAL, text, message, FieldDescriptor.CPPTYPE_BOOL}
-    assert not [field for field in FIELDS if field.type == FieldDescriptor.TYPE_BYTES]
+    serialised = {str(f.full_name) for f in FIELDS if f.type == FieldDescriptor.TYPE_BYTES}
+    assert serialised == {"oobleck.Assignment.plan"}
+
+
+def test_what_is_serialised_in_a_message_has_bounds_too() -> None:
+    stage = pb.Stage(workers=[pb.WorkerId(node="n1")])
+    plan = pb.Plan(generation=1 << 63, pipelines=[pb.Pipeline(stages=[stage])], schedule="1f1b")
+    with pytest.raises(ValueError, match=r"^plan: generation: .* above"):
+        read_serialised_plan(plan.SerializeToString())
 
 
 @pytest.mark.parametrize("table", [bounds._TEXTS, bounds._LINES, bounds._LISTS, bounds._SIGNED])
