@@ -308,9 +308,13 @@ class Slot:
     """What outlives the worker processes of one slot, for the current job."""
 
     budget: StartBudget = field(default_factory=StartBudget)
-    #: The worker said that no retry helps; the slot stays empty until the job changes.
-    failure: Failed | None = None
+    #: The worker that said that no retry helps; the slot stays empty until the job changes.
+    failed: Worker | None = None
     launches: int = 0
+
+    @property
+    def failure(self) -> Failed | None:
+        return self.failed.failure if self.failed is not None else None
 
 
 @dataclass(slots=True)
@@ -508,7 +512,7 @@ class NodeState:
             case Failed():
                 worker.failure, worker.failed_at = message, now
                 if self._is_current_job(worker):
-                    self.slots[worker.slot].failure = message
+                    self.slots[worker.slot].failed = worker
             case Finished(step=step):
                 worker.finished = True
                 worker.committed_step = step

@@ -186,11 +186,17 @@ class Supervisor:
         self._handle(ShutDown())
 
     def standing_reports(self) -> list[types.WorkerReport]:
-        """What a new session must hear again: failures, losses and measurements not yet answered by
-        a plan, and the last words on checkpoints and evaluations."""
+        """What a new session must hear again: failures (also why a slot stays empty), losses and
+        measurements not yet answered by a plan, and the last words on checkpoints and
+        evaluations."""
+        ended = [
+            slot.failed
+            for slot in self._state.slots
+            if slot.failed is not None and slot.failed.incarnation not in self._state.workers
+        ]
         return [
             self._report(worker, what)
-            for worker in self._state.workers.values()
+            for worker in (*ended, *self._state.workers.values())
             for what in (
                 worker.failure,
                 worker.hung,

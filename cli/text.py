@@ -202,6 +202,9 @@ def job_text(job: pb.JobStatus) -> str:
         at = moment(job.last_incident_at) if job.last_incident_at else "not over"
         first, _, _ = job.last_incident.partition("\n")
         lines.append(f"incident    {job.incidents}, {at}: {first}")
+    if job.journal_cut_at:
+        when = moment(job.journal_cut_at)
+        lines.append(f"journal     {when}: the master found it without its end; see the events")
     if job.HasField("plan"):
         changes = count(job.reconfigurations, "reconfiguration")
         lines.append(f"generation  {job.generation}, {changes} so far")

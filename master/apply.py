@@ -19,7 +19,7 @@ they hit the newest plan. An event that the table does not allow is a broken inv
 from collections.abc import Mapping
 from dataclasses import replace
 
-from oobleck.master import cordon
+from oobleck.master import cordon, sightings
 from oobleck.master.events import (
     CheckpointPublished,
     CheckpointRequested,
@@ -61,6 +61,7 @@ from oobleck.master.incidentrecord import summary_of
 from oobleck.master.investigate import closes, incident_after
 from oobleck.master.observe import observe
 from oobleck.master.state import (
+    ENDED,
     KNOWN_PROCESSES,
     KNOWN_REQUESTS,
     ClusterState,
@@ -186,6 +187,9 @@ def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> Non
             # The events that are gone may have been acted on, with newer versions than are known.
             for node in state.nodes.values():
                 node.desired = replace(node.desired, version=_next_version(node, unix))
+            for job in state.jobs.values():
+                if job.state not in ENDED:
+                    job.journal_cut_at = unix
         case NodeRegistered():
             _register(state, event, now)
         case NodeCleared():
@@ -301,6 +305,8 @@ def _leave_out(job: Job, event: NodeLeftOut, now: float) -> None:
         _move(job, event)
         job.losses = (*job.losses, event)
         _note_loss(job, 0.0, now)
+    else:
+        sightings.forget_node(job, event.node)
     job.left_out[event.node] = event.reason
     if event.node in job.seen.stillborn and job.trained and event.node in job.trained.plan.nodes:
         job.seen.given_up[event.node] = event.reason

@@ -29,6 +29,7 @@ def fail_jobs(look: Look) -> Decision | None:
     failed = JobFailed(
         job_id=job.id,
         reason=reason,
+        node=_lone_node(job),
         transition=transition(look, job),
         sightings=carried(job, look.now),
     )
@@ -58,6 +59,13 @@ def _jobs_fault(look: Look, job: Job) -> str | None:
         return None
     began = job.trained is not None or job.seen.furthest_step > 0
     return None if began or _can_do(look, job, others) else first
+
+
+def _lone_node(job: Job) -> NodeName | None:
+    """The one node that the job fails for want of; None: the others could do no better."""
+    if job.seen.failure is not None or job.left_out or len(job.seen.ailing) != 1:
+        return None
+    return next(iter(job.seen.ailing))
 
 
 def leave_out(look: Look) -> Decision | None:

@@ -375,6 +375,8 @@ class JobSucceeded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
     reason: str
+    #: It failed for want of this node alone, by the word of a worker there.
+    node: NodeName | None = None
     transition: Transition | None = None
     #: As in PlanMade.
     sightings: tuple[Sighting, ...] = ()

@@ -21,6 +21,7 @@ Kind = Literal[
     "agent restarted",
     "hang",
     "node unfit",
+    "drained by force",
     "peers disconnected",
     "no progress",
     "job error",
@@ -131,7 +132,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
         if setback.followed_others:
             return any(other.kind != "worker died" or other.signal is not None for other in others)
         return setback.worker is not None and any(
-            other.kind in ("node lost", "agent restarted", "hang")
+            other.kind in ("node lost", "agent restarted", "hang", "node unfit")
             and other.node == setback.node
             and abs(other.evidence_at - setback.evidence_at) <= _SAME_FALL_S
             for other in others

@@ -83,6 +83,8 @@ def headline(setback: Setback) -> str:
             return f"node {_who(setback)} hung: {setback.reason}"
         case "node unfit":
             return f"node {_who(setback)} cannot take part: {setback.reason}"
+        case "drained by force":
+            return f"node {_who(setback)} was drained by force: {setback.reason or 'on demand'}"
         case "peers disconnected" | "no progress" | "job failed":
             return setback.reason
         case "job error":

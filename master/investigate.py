@@ -15,6 +15,7 @@ from oobleck.master.events import (
     JobRestored,
     JobSucceeded,
     Journaled,
+    NodeDrained,
     NodeLeftOut,
     NodeLost,
     NodeReset,
@@ -48,6 +49,11 @@ def incident_after(
             incident = _with_setback(job, _worker_lost(job, event, unix))
             seen = [event.sighting] if event.sighting is not None else []
             incident = _with_sightings(incident, seen, unix)
+        case NodeDrained():
+            if event.job_id is None:
+                return None
+            job = state.jobs[event.job_id]
+            incident = _with_setback(job, _drained(job, event, unix))
         case NodeLeftOut() | NodeReset():
             job = state.jobs[event.job_id]
             if event.node not in job.members:
@@ -114,6 +120,17 @@ def _worker_lost(job: Job, event: WorkerLost, unix: float) -> Setback:
     )
 
 
+def _drained(job: Job, event: NodeDrained, unix: float) -> Setback:
+    return Setback(
+        kind="drained by force",
+        node=event.node,
+        ranks=_ranks(job, event.node),
+        reason=event.reason,
+        evidence_at=unix,
+        declared_at=unix,
+    )
+
+
 def _put_out(job: Job, event: NodeLeftOut | NodeReset, unix: float) -> Setback:
     hangs = isinstance(event, NodeReset)
     doubts = job.incident.setbacks if job.incident is not None else ()
@@ -156,7 +173,7 @@ def _at_end(
     incident = job.incident
     if isinstance(event, JobFailed):
         guilty = _job_error(job, event, unix)
-        if incident is None or guilty.kind == "job error":
+        if incident is None or guilty.kind in ("job error", "node unfit"):
             incident = _with_setback(job, guilty)
     if incident is None:
         return None
@@ -177,7 +194,7 @@ def _job_error(job: Job, event: JobFailed, unix: float) -> Setback:
         (s.exited for s in event.sightings if s.about == words.observer and s.exited), None
     )
     return Setback(
-        kind="job error",
+        kind="job error" if event.node is None else "node unfit",
         node=node,
         worker=worker,
         ranks=_ranks(job, node, worker) if worker is not None else (),

@@ -63,6 +63,13 @@ def forget_stream(job: Job, node: str) -> None:
     ]
 
 
+def forget_node(job: Job, node: str) -> None:
+    """The job goes on without ever having counted on it."""
+    job.seen.sightings = [
+        (at, s) for at, s in job.seen.sightings if s.observer.partition("/")[0] != node
+    ]
+
+
 def carried(job: Job, now: float) -> tuple[Sighting, ...]:
     """For an event that is decided on now; applying it to an open incident clears them."""
     return tuple(

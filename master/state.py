@@ -338,6 +338,8 @@ class Job:
     incident: Incident | None = None
     incidents: int = 0
     last_incident: LastIncident | None = None
+    #: Unix time at which the journal was last found without its end; 0: never in the job's life.
+    journal_cut_at: float = 0.0
     known_reports: deque[SaveReport] = field(default_factory=lambda: deque(maxlen=_KNOWN_REPORTS))
     #: The last transitions, for the report of one that is not allowed.
     history: deque[str] = field(default_factory=lambda: deque(maxlen=20))

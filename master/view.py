@@ -58,6 +58,7 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         message.checkpoint = job.checkpoint.path
         message.checkpoint_step = job.checkpoint.step
     message.save_failure = job.save_failure
+    message.journal_cut_at = job.journal_cut_at
     _tell_incident(message, job)
     if job.profile is not None:
         message.profile = job.profile.source

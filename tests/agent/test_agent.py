@@ -175,6 +175,19 @@ async def test_a_worker_that_fails_is_reported_in_its_words_and_not_replaced() -
 
 
 @scenario
+async def test_why_a_slot_stays_empty_is_told_again_to_a_master_that_came_back() -> None:
+    async with cluster() as (master, _, stream):
+        await stream.assign("ails-1", job("ails"))
+        await stream.until(lambda m: len(stream.reports("exited")) == 1)
+        (failed,) = stream.reports("failed")
+        await master.stop()
+        await master.start(int(master.address.rpartition(":")[2]))
+        again = await master.next_session()
+        await again.welcome()
+        await again.until(lambda m: again.reports("failed") == [failed])
+
+
+@scenario
 async def test_a_worker_that_keeps_quitting_is_not_forked_in_a_tight_loop() -> None:
     async with cluster() as (_, agent, stream):
         await stream.assign("quits-1", job("quits"))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from scenario import Player
+from scenario import UNIX, Player
 
 from oobleck.host.detection import Detection
 from oobleck.master.config import MasterConfig
@@ -29,6 +29,16 @@ def test_a_job_that_does_not_move_has_no_speed() -> None:
     assert status.eta_s == pytest.approx(9.8)
     status = job_status(player.state, job, CONFIG, 6.2)
     assert (status.tokens_per_s, status.eta_s) == (0.0, 0.0)
+
+
+def test_a_job_tells_that_the_journal_lost_its_end_in_its_life() -> None:
+    player = Player()
+    player.play(START + "1.0 steps 1 1 1\n")
+    job = player.state.jobs[JobId("demo-1")]
+    assert job_status(player.state, job, CONFIG, 1.0).journal_cut_at == 0.0
+    player.play("2.0 tear FirstStepCommitted\n")
+    job = player.state.jobs[JobId("demo-1")]
+    assert job_status(player.state, job, CONFIG, 2.0).journal_cut_at == UNIX + 2.0
 
 
 def test_workers_have_their_peak_beside_what_the_plan_counts_on() -> None:

@@ -3,7 +3,7 @@
 Its workers are ready at once, enter every plan they are given, and commit steps as fast as the
 job's seed says (milliseconds per step). What they do beyond that is set by the job's name:
 
-- `fails`: says Failed(user) after Launch, and exits with 3.
+- `fails`, `ails`: says Failed(user), or Failed(node), after Launch, and exits with 3.
 - `deaf`: ignores Stop and SIGTERM.
 - `quits`: exits with code 7 right after Launch, having printed 30 lines.
 - `loses`: reports PeerLost after entering a plan.
@@ -80,8 +80,9 @@ def work(channel: Channel[ToWorker]) -> int:
     name = launch.job.name
     if name == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if name == "fails":
-        channel.send(Failed(kind="user", message="the data is missing"))
+    if name in ("fails", "ails"):
+        kind = "user" if name == "fails" else "node"
+        channel.send(Failed(kind=kind, message="the data is missing"))
         return 3
     if name == "quits":
         say("\n".join(f"line {n}" for n in range(30)))
