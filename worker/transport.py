@@ -7,7 +7,7 @@ Must not know programs, layers or plans.
 
 Gloo's own `abort` does nothing. What releases an operation that is blocked, here and, by the
 closed sockets, at the peers, is a receive that nobody answers with a time-out of its own: gloo
-then closes every pair of that group. It forgets some operations then; see `waiting`.
+then closes every pair of that group. It forgets some operations then; see `waiting` and `gloowork`.
 """
 
 import threading
@@ -28,7 +28,8 @@ from torch._C._distributed_c10d import (
 )
 
 from oobleck.worker import mesh
-from oobleck.worker.errors import peers_may_fail
+from oobleck.worker.errors import TransportError, peers_may_fail
+from oobleck.worker.gloowork import end_wait
 from oobleck.worker.mesh import MeshSum
 from oobleck.worker.rendezvous import CONNECT_LIMIT, Place
 from oobleck.worker.waiting import Waits
@@ -37,7 +38,7 @@ from oobleck.worker.wires import MOST_BYTES, Wires
 #: A set of ranks, sorted.
 Group = tuple[int, ...]
 
-#: Operations wait for peers' computation; losses release them, not the clock. Those that gloo
+#: Operations wait for peers' computation; losses release them, not the clock. Collectives that gloo
 #: forgets are the exception (see `waiting`): so long they keep a thread that waits for them, and
 #: their group.
 OPERATION_TIMEOUT = timedelta(hours=1)
@@ -123,14 +124,17 @@ class _GlooWork:
 
     def wait(self) -> None:
         wait, wires = partial(self._work.wait, OPERATION_TIMEOUT), self._wires
+        end = partial(end_wait, self._work)
         with peers_may_fail():
             if self._work.is_completed():  # never so of a receive
-                wait()
+                done = wait()
             elif wires is not None and wires.blocked:
                 # Whom this worker waits for may itself wait for what has not gone out yet.
-                self._waits.run(wait, meanwhile=wires)
+                done = self._waits.run(wait, meanwhile=wires, end=end)
             else:
-                self._waits.run(wait)
+                done = self._waits.run(wait, end=end)
+        if not done:
+            raise TransportError("the wait for a message was ended")
 
 
 def _closes_all_pairs(backend: _GlooGroup, peer: int) -> bool:

@@ -2,10 +2,9 @@
 
 When a connection breaks, gloo wakes whoever waits for an operation that it has in one of its
 queues, but not one whose message is just being read or written (gloo/transport/tcp/pair.cc,
-Pair::signalException): that wait goes on until the operation's time-out, and nothing that can be
-done from outside ends it. A store's client waits for the
-answer of a host that is stopped, whatever its time-out. So the waiting is done by a thread that
-can be given up. Must not know what is waited for.
+Pair::signalException): unless it is ended otherwise, that wait goes on until the operation's
+time-out. A store's client waits for the answer of a host that is stopped, whatever its time-out. So
+the waiting is done by a thread that can be given up. Must not know what is waited for.
 """
 
 import queue
@@ -77,11 +76,11 @@ class Waits:
         wait: Callable[[], T],
         limit_s: float | None = None,
         meanwhile: Meanwhile = _NOTHING,
-        end: Callable[[], None] = _nothing,
+        end: Callable[[], object] = _nothing,
     ) -> T:
         """Return or raise as `wait` does, or raise TransportError: soon after the release, or
         after `limit_s`, which is a release for all later calls. `end`, where given, has a `wait`
-        that is given up end soon."""
+        that is to be given up end soon."""
         call = _Call(wait, meanwhile.wake)
         self._calls.put(call)
         meanwhile.run(lambda: call.done)

@@ -57,7 +57,7 @@ def make_job(microbatch: int) -> JobSpec:
 
 
 def given_up(live: LiveWorker) -> int:
-    """Operations whose end it did not see."""
+    """Collectives whose end it did not see."""
     return live.written().count('detail="an operation was given up"')
 
 
@@ -163,7 +163,7 @@ def test_whoever_waits_for_a_lost_peer_is_released(
         for (descriptors, threads, lost), (later, threads_later, lost_later) in zip(
             then, now, strict=True
         ):
-            # What gloo has forgotten keeps its group until the operation's time-out.
+            # A collective that gloo has forgotten keeps its group until its time-out.
             forgotten = lost_later - lost
             assert later <= descriptors + 4 + _GROUP_DESCRIPTORS * forgotten
             assert threads_later <= threads + 2 + _GROUP_THREADS * forgotten
