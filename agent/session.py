@@ -54,6 +54,12 @@ _FINAL = (
 )
 
 
+def next_retry_s(retry_s: float, detection: Detection) -> float:
+    """The longest wait after one of at most `retry_s`; a random part of it is waited, so that all
+    agents of a master that comes back do not come at the same moment."""
+    return min(detection.longest_retry_s, 2 * retry_s)
+
+
 class _SessionEnded(Exception):
     """The stream is over; the text says why."""
 
@@ -135,7 +141,7 @@ class Session:
                 return None
             if not self._closing:
                 await asyncio.sleep(self._surroundings.uniform(0.0, self._retry_s))
-                self._retry_s = min(self._detection.longest_retry_s, 2 * self._retry_s)
+                self._retry_s = next_retry_s(self._retry_s, self._detection)
         return None
 
     def close(self) -> None:

@@ -6,14 +6,22 @@ one after.
 """
 
 import asyncio
+import contextlib
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_agent import FakeAgent, MasterProcess, operator
-from scenario import record
+from fake_agent import QUICK, FakeAgent, MasterProcess, master, operator
+from scenario import UNIX, Player, record
 
+from oobleck.host.messages import Evaluated, EvaluationRecord
+from oobleck.master.events import JobWaiting
+from oobleck.master.journal import Journal
+from oobleck.planner.ids import Generation, JobId
 from oobleck.proto import control_pb2 as pb
 
 JOB = (
@@ -31,12 +39,17 @@ def lines(state: Path, name: str) -> list[dict]:
 class Drill:
     """A cluster of made-up agents whose master may die at any moment, and is started again."""
 
-    def __init__(self, state: Path, crash_at: str) -> None:
+    def __init__(self, state: Path, crash_at: tuple[str, ...]) -> None:
+        """The first master dies at the first point, the next one at the second, and so on."""
         self.state = state
-        self.master = MasterProcess(state, "--crash-at", crash_at)
+        self.points = list(crash_at)
+        self.master = MasterProcess(state, *self.next_point())
         self.address = self.master.address
         self.crashes = 0
         self.agents = [FakeAgent(f"n{number}") for number in range(1, 4)]
+
+    def next_point(self) -> tuple[str, ...]:
+        return ("--crash-at", self.points.pop(0)) if self.points else ()
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Keep all going until it holds: bring up the master, connect who is cut off."""
@@ -45,7 +58,7 @@ class Drill:
                 if self.master.process.poll() is not None:
                     self.crashes += 1
                     self.master.close()
-                    self.master = MasterProcess(self.state, listen=self.address)
+                    self.master = MasterProcess(self.state, *self.next_point(), listen=self.address)
                 for agent in self.agents:
                     if agent.ended is not None or agent.welcome is None:
                         await agent.disconnect()
@@ -64,6 +77,7 @@ class Drill:
         for agent in agents:
             agent.workers(1)
         await self.train(agents, 1, 10, 1)
+        await self.evaluate(agents)
         lost = agents.pop()
         await lost.disconnect()
         await self.until(lambda: self.complained(agents) >= 2)
@@ -118,6 +132,23 @@ class Drill:
 
         await self.until(stored)
 
+    async def evaluate(self, agents: list[FakeAgent]) -> None:
+        """All tell of the same evaluation, until it is stored."""
+        found = EvaluationRecord(
+            step=10, loss=2.0, samples=8, generation=Generation(1), seconds=0.1, time=10.0
+        )
+
+        def stored() -> bool:
+            path = self.state / "jobs" / "demo-1" / "evaluations.jsonl"
+            if path.exists() and path.read_text().endswith("\n"):
+                return True
+            for agent in agents:
+                if agent.welcome is not None and agent.ended is None:
+                    agent.report(1, Evaluated(record=found))
+            return False
+
+        await self.until(stored)
+
     async def end(self) -> None:
         for agent in self.agents:
             await agent.disconnect()
@@ -126,12 +157,13 @@ class Drill:
 @pytest.mark.parametrize(
     "crash_at",
     [
-        *("applied:6", "journal-torn:3", "committed:4"),
-        *("told:5", "events-torn:3", "metrics-torn:2"),
+        ("journal-torn:3", "told:2", "events-torn:2"),
+        ("applied:6", "evaluations-torn:1", "committed:1", "metrics-torn:1"),
     ],
+    ids=lambda points: points[0],
 )
 def test_killed_at_any_point_of_a_turn_nothing_is_lost_and_nothing_comes_twice(
-    tmp_path: Path, crash_at: str
+    tmp_path: Path, crash_at: tuple[str, ...]
 ) -> None:
     drill = Drill(tmp_path / "state", crash_at)
 
@@ -145,7 +177,7 @@ def test_killed_at_any_point_of_a_turn_nothing_is_lost_and_nothing_comes_twice(
         asyncio.run(test())
     finally:
         drill.master.close()
-    assert drill.crashes == 1, "the point was not reached"
+    assert drill.crashes == len(crash_at), "a point was not reached"
     events = lines(drill.state, "events.jsonl")
     assert [event["id"] for event in events] == list(range(1, len(events) + 1))
     metrics = lines(drill.state, "metrics.jsonl")
@@ -156,6 +188,46 @@ def test_killed_at_any_point_of_a_turn_nothing_is_lost_and_nothing_comes_twice(
     changes = [event for event in events if event["event"] == "reconfigured"]
     assert [event["to_generation"] for event in changes] == [2]
     assert [event["incident"] for event in events if event["event"] == "incident"] == [1]
-    torn = crash_at.startswith("journal-torn")
+    evaluations = lines(drill.state, "evaluations.jsonl")
+    assert [line["step"] for line in evaluations] == [10]
+    torn = crash_at[0].startswith("journal-torn")
     assert ("the end of the journal was not whole" in drill.master.errors.read_text()) == torn
     assert "Traceback" not in drill.master.errors.read_text()
+
+
+@pytest.mark.parametrize("point", ["snapshot-written", "snapshot-placed"])
+def test_killed_while_a_snapshot_takes_the_journals_place_nothing_is_lost(
+    tmp_path: Path, point: str
+) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    player = Player()
+    player.play("0.0 submit demo\n")
+    with contextlib.closing(Journal(state / "journal.log")) as journal:
+        for unix, event in player.journal:
+            journal.append(event, unix)
+        for number in range(300):  # more than is kept without a snapshot
+            causes = (str(number), "x" * 8000)
+            journal.append(JobWaiting(job_id=JobId("demo-1"), causes=causes), UNIX + number)
+        journal.commit()
+    full = (state / "journal.log").stat().st_size
+    command = [sys.executable, "-m", "oobleck.master", "--listen", "127.0.0.1:0", *QUICK]
+    ended = subprocess.run(
+        [*command, "--state-dir", str(state), "--crash-at", f"{point}:1"],
+        capture_output=True,
+        timeout=60,
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+
+    async def ask(address: str) -> None:
+        async with operator(address) as control:
+            status = await control.GetJob(pb.JobRequest(job_id="demo-1"), timeout=30)
+            assert status.state == "waiting for nodes"
+
+    with master(state) as running:
+        asyncio.run(ask(running.address))
+    assert (state / "journal.log").stat().st_size < full / 10
+    events = lines(state, "events.jsonl")
+    assert [event["id"] for event in events] == list(range(1, len(events) + 1))
+    reasons = [event["reason"][:4].partition(";")[0] for event in events[-302:]]
+    assert [r for r in reasons if r.isdigit()] == [str(number) for number in range(300)]
