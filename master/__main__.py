@@ -49,7 +49,7 @@ class Unusable(Exception):
 
 
 @contextlib.contextmanager
-def _locked(state_dir: Path) -> Iterator[None]:
+def locked(state_dir: Path) -> Iterator[None]:
     """Hold the state directory against other masters."""
     try:
         state_dir.mkdir(parents=True, exist_ok=True)
@@ -276,7 +276,7 @@ def main(
         _fail(str(error))
     try:
         with (
-            _locked(config.state_dir),
+            locked(config.state_dir),
             contextlib.closing(
                 Journal(config.state_dir / "journal.log", salvage=salvage_journal)
             ) as journal,

@@ -69,6 +69,9 @@ def _proof(state: ClusterState, node: Node, timing: Detection) -> tuple[float, s
     name = node.facts.node
     if job is None or closed_at is None or name not in (*job.members, *job.leaving):
         return None
+    resumed_at = node.seen.resumed_at
+    if resumed_at is not None and closed_at <= resumed_at + timing.answer_s:
+        return None  # the agent has given up on this master, and comes back
     away = sum(1 for name in job.members if not state.nodes[name].connected)
     if 2 * away > len(job.members):
         return None

@@ -142,6 +142,8 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
                 for node in state.nodes.values():
                     node.seen.last_heard = min(node.seen.last_heard + event.late_s, now)
                     node.seen.awaited |= event.cut
+                    if event.cut:
+                        node.seen.resumed_at = now
                 if state.job is not None:
                     _postpone(state.job.seen, event.late_s, now)
             return True

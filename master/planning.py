@@ -260,11 +260,12 @@ def lost_layers(
 
 
 def departing(state: ClusterState, job: Job, plan: Plan) -> tuple[WorkerId, ...]:
-    """Workers that `plan` is without and that are there until their node is drained."""
+    """Workers that `plan` is without, and that are there to hand over what they hold."""
     return tuple(
         WorkerId(name, worker.slot)
         for name, node in sorted(state.nodes.items())
-        if moves_off(node)
+        # One that may stay after all is still without a part in a plan that is not trained in yet.
+        if (moves_off(node) or name in job.leaving)
         and node.connected
         and node.seen.status.job_id == job.id
         and name not in plan.nodes

@@ -76,6 +76,8 @@ class NodeSeen:
     last_heard: float
     #: Not heard of since this master began, or since it was paused itself: it has longer.
     awaited: bool = False
+    #: When this master last went on after a pause of its own that agents may have ended streams in.
+    resumed_at: float | None = None
     #: None: no stream.
     session: int | None = None
     #: Another agent that wants the node's name, and since when.

@@ -565,6 +565,16 @@ class Player:
         )
         self._observe(event)
 
+    def do_stale(self, worker: str, what: str, *words: str) -> None:
+        """The command `what`, as told by the process that was in the slot before this one."""
+        job, at = self.state.job, worker_id(worker)
+        assert job is not None
+        agent = self.agents[at.node]
+        status = agent.status
+        agent.worker(at.slot, incarnation=next(reversed(job.replaced)))
+        getattr(self, f"do_{what}")(*words)
+        agent.status = status
+
     def do_measured(self, *words: str) -> None:
         """N1/0 N2/0 ATTEMPT: the workers' layers took 0.1 s each; ATTEMPT!: it failed."""
         *workers, attempt = words

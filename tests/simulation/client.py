@@ -8,13 +8,14 @@ import grpc
 import msgspec
 from simulation.clockwork import Process
 from simulation.network import Aborted, Context
+from simulation.trainer import DISK_ERROR
 from simulation.watch import Broken
 
 from oobleck.master.inbox import MasterEnded
 from oobleck.master.service import OperatorService
 from oobleck.master.state import Job
 from oobleck.master.storage import StorageFailed
-from oobleck.planner.ids import JobId
+from oobleck.planner.ids import JobId, NodeName
 from oobleck.planner.job import JobSpec
 from oobleck.planner.jobfile import format_job
 from oobleck.proto import control_pb2 as pb
@@ -81,9 +82,7 @@ class Operator:
                         return answer
             await asyncio.sleep(self._world.draw.uniform(0.1, 1.0))
 
-    def submit_later(self, delay_s: float, spec: JobSpec) -> None:
-        number = self._busy + len(self.jobs)
-
+    def submit_later(self, number: int, delay_s: float, spec: JobSpec) -> None:
         async def act() -> None:
             request = pb.SubmitRequest(request_id=f"submit-{number}", job=format_job(spec))
             reply = await self._ask(lambda service, context: service.Submit(request, context))
@@ -126,6 +125,39 @@ class Operator:
 
         self._later(delay_s, act)
 
+    def drain_later(self, delay_s: float, name: NodeName, *, force: bool) -> None:
+        def ask(request_id: str) -> Callable[[OperatorService, Any], Awaitable[Any]]:
+            request = pb.DrainNodeRequest(
+                request_id=request_id, node=name, reason="upkeep", force=force
+            )
+            return lambda service, context: service.DrainNode(request, context)
+
+        self._about_node_later(delay_s, ask)
+
+    def undrain_later(self, delay_s: float, name: NodeName) -> None:
+        def ask(request_id: str) -> Callable[[OperatorService, Any], Awaitable[Any]]:
+            request = pb.UndrainNodeRequest(request_id=request_id, node=name)
+            return lambda service, context: service.UndrainNode(request, context)
+
+        self._about_node_later(delay_s, ask)
+
+    def _about_node_later(
+        self,
+        delay_s: float,
+        ask: Callable[[str], Callable[[OperatorService, Any], Awaitable[Any]]],
+    ) -> None:
+        self._asked += 1
+        request_id = f"node-{self._asked}"
+
+        async def act() -> None:
+            try:
+                await self._ask(ask(request_id))
+            except Aborted as refused:
+                if refused.code is not grpc.StatusCode.NOT_FOUND:  # it has never registered
+                    raise
+
+        self._later(delay_s, act)
+
     # ---- what must have come of it
 
     def check_end(self, job: Job) -> None:
@@ -135,9 +167,11 @@ class Operator:
             raise Broken(f"{job.id} was submitted twice")
         if job.state == "cancelled" and job.id not in self._cancelled:
             raise Broken(f"{job.id} was cancelled, which nobody asked for")
-        # Without what hangs alone has, there is no way on.
-        fruitless = self._world.hung and "without a committed step" in job.reason
-        if job.state == "failed" and job.id not in self._world.fails_at and not fruitless:
+        # Without what hangs alone has, there is no way on; nor where processes end again and again.
+        fruitless = self._world.hung or self._world.flapped
+        known = fruitless and "without a committed step" in job.reason
+        known |= DISK_ERROR in job.reason or job.id in self._world.lost_first_step
+        if job.state == "failed" and job.id not in self._world.fails_at and not known:
             raise Broken(f"{job.id} failed: {job.reason}")
         if job.state == "succeeded":
             missing = set(range(1, steps + 1)) - ledger.steps

@@ -17,12 +17,16 @@ from pathlib import Path
 
 from scenario import job_spec
 from simulation.client import Operator
+from simulation.peace import Peace
+from simulation.truth import Truth
+from simulation.upkeep import Upkeep
 from simulation.watch import Broken
 from simulation.world import World
 
 from oobleck.agent import session
 from oobleck.host.detection import Detection
 from oobleck.master import service
+from oobleck.master.__main__ import Unusable, locked
 from oobleck.master.state import ENDED, Job
 from oobleck.planner.ids import NodeName
 from oobleck.planner.job import JobSpec
@@ -58,8 +62,21 @@ _WEIGHTS = {
     "fill_disk": 1,
     "jump_calendar": 1,
     "fail_forks": 1,
+    "drain_node": 3,
+    "undrain_node": 1,
+    "end_agent": 3,
+    "flap_node": 1,
+    "break_warm": 1,
+    "sicken_node": 1,
+    "fail_job": 1,
+    "strike_twice": 4,
+    "start_second_master": 1,
 }
-FAULTS = frozenset(_WEIGHTS)
+#: Where on the way into the next generation a second fault strikes.
+_PHASES = ("aborted", "joined", "transferred", "first step")
+_FIRST = ("kill_worker", "lose_host", "kill_agent", "freeze_worker", "end_agent", "drain_node")
+_SECOND = ("kill_worker", "lose_host", "kill_agent", "freeze_worker", "cut_data", "kill_master")
+FAULTS = frozenset(_WEIGHTS) | frozenset(f"second when {phase}" for phase in _PHASES)
 
 
 @dataclass(slots=True)
@@ -71,6 +88,7 @@ class Outcome:
     #: States that the jobs ended in.
     ends: list[str] = field(default_factory=list)
     decisions: int = 0
+    incidents: int = 0
     reconfigurations: int = 0
     turns: int = 0
 
@@ -86,6 +104,10 @@ class Drill:
         self._nodes = [NodeName(f"n{number + 1}") for number in range(count)]
         self.operator = Operator(self.world)
         self._frozen: list[Callable[[], None]] = []
+        self.upkeep = Upkeep(
+            self.world, self.operator, self.draw, self._nodes, self._for_a_while, self._revive
+        )
+        self.truth = Truth(self.world)
 
     # ---- the run
 
@@ -121,9 +143,9 @@ class Drill:
         world.start_master()
         for name in self._nodes:
             world.loop.call_later(draw.uniform(0.0, 2.0), world.start_agent, name, self._slots)
-        for number in range(draw.choice((1, 1, 1, 2))):
+        for number in range(draw.choice((1, 1, 1, 2, 4))):
             spec = self._job(number)
-            self.operator.submit_later(draw.uniform(0.0, 3.0), spec)
+            self.operator.submit_later(number, draw.uniform(0.0, 3.0), spec)
             if draw.random() < 0.1:
                 self.operator.cancel_later(draw.uniform(3.0, 30.0), number)
             if spec.checkpoint is not None and draw.random() < 0.5:
@@ -141,25 +163,61 @@ class Drill:
     def _job(self, number: int) -> JobSpec:
         draw = self.draw
         f = draw.randint(0, min(2, len(self._nodes) - 1))
-        spec = job_spec(
+        return job_spec(
             f"job{number}",
-            steps=draw.choice((10, 25, 50, 90)),
+            steps=draw.choice((10, 25, 50, 90) if number == 0 else (10, 25)),
             f=f,
+            # Now and then it has to wait for all nodes, and others train meanwhile.
             min_nodes=draw.randint(1, len(self._nodes) // (f + 1)),
             measure=int(draw.random() < 0.2),
             checkpoint=int(draw.random() < 0.4),
             evaluate=draw.choice((0, 0, 7)),
         )
-        return spec
 
     # ---- faults
 
     def _strike(self) -> None:
         kind = self.draw.choices(list(_WEIGHTS), weights=list(_WEIGHTS.values()))[0]
-        strike: Callable[[], str] = getattr(self, f"_{kind}")
-        if done := strike():
-            self.outcome.faults[kind] = self.outcome.faults.get(kind, 0) + 1
-            self.world.note(f"! {done}")
+        self._strike_with(kind)
+
+    def _strike_with(self, kind: str) -> bool:
+        """Whether there was anything to strike."""
+        own: Callable[[], str] | None = getattr(self, f"_{kind}", None)
+        if not (done := own() if own is not None else getattr(self.upkeep, kind)()):
+            return False
+        self._count(kind)
+        self.world.note(f"! {done}")
+        self.truth.struck(kind, done, self._nodes)
+        return True
+
+    def _count(self, kind: str) -> None:
+        self.outcome.faults[kind] = self.outcome.faults.get(kind, 0) + 1
+
+    def _strike_twice(self) -> str:
+        """The second one when the first worker tells that it has got to a phase."""
+        phase, second = self.draw.choice(_PHASES), self.draw.choice(_SECOND)
+
+        def strike() -> None:
+            if self.world.in_trouble and self._strike_with(second):
+                self._count(f"second when {phase}")
+
+        if not self._strike_with(self.draw.choice(_FIRST)):
+            return ""
+        newest = max((generation for _, generation in self.world.watch.plans), default=0)
+        self.world.ambush(phase, newest, strike)
+        return f"{second} to come when {phase}"
+
+    def _start_second_master(self) -> str:
+        """On the same state directory, which it is refused."""
+        master = self.world.master
+        if master is None or not master.process.alive:
+            return ""
+        try:
+            with locked(self.world.config.state_dir):
+                self.world.watch.broken("two masters have the same state directory")
+        except Unusable:
+            pass
+        return "another master refused"
 
     def _for_a_while(
         self, undo: Callable[[], None], longest_s: float = 12.0, least_s: float = 0.0
@@ -331,7 +389,7 @@ class Drill:
         return f"disk full for {self._for_a_while(free):.1f} s"
 
     def _jump_calendar(self) -> str:
-        self.world.calendar_jump_s += self.draw.uniform(-7200.0, 7200.0)
+        self.world.jump(self.draw.uniform(-7200.0, 7200.0))
         return f"the calendar is {self.world.calendar_jump_s:.0f} s off"
 
     def _fail_forks(self) -> str:
@@ -346,25 +404,41 @@ class Drill:
 
     def _mend(self) -> None:
         self.world.note("! peace")
-        for undo in self._frozen:
+        self.world.in_trouble = False
+        self.world.peace_at = self.world.loop.clock
+        for undo in list(self._frozen):
             undo()
         if self.world.master is not None:
             self.world.master.journal.dies_in = None
+        self._revive_all()
+        self._restart_master()
+
+    def _revive_all(self) -> None:
         for name in self._nodes:
             if name in self.world.agents:
                 self._revive(name)
-        self._restart_master()
 
     async def _settle(self) -> None:
         """Until all jobs have ended, or wait for what cannot come."""
         until = self.world.loop.clock + PEACE_S
         lost_since: float | None = None
+        stuck_since = self.world.loop.clock
+        peace = Peace(self.world)
         while self.world.loop.clock < until:
             await asyncio.sleep(0.5)
             self._restart_master()
+            self._revive_all()
             jobs = self._jobs()
             if self.operator.idle and all(job.state in ENDED for job in jobs):
                 return
+            peace.look()
+            if not any(job.state == "waiting for nodes" for job in jobs):
+                stuck_since = self.world.loop.clock
+            elif self.world.loop.clock > stuck_since + 30.0:
+                # An operator looks why, and gives it what was taken from it.
+                stuck_since = self.world.loop.clock
+                for name in self._nodes:
+                    self.operator.undrain_later(0.0, name)
             waits = [job for job in jobs if "no live worker holds" in job.reason]
             if not waits:
                 lost_since = None
@@ -387,6 +461,7 @@ class Drill:
         for job in self._jobs():
             self.outcome.ends.append(job.state)
             self.operator.check_end(job)
+            self.outcome.incidents += self.truth.check(job.id)
 
 
 @functools.cache

@@ -3,6 +3,7 @@ the kernel gives them (processes, pipes, the network, a disk that may fail).
 """
 
 import asyncio
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from oobleck.agent.session import Session
 from oobleck.agent.supervisor import Supervisor, new_incarnation
 from oobleck.host.endpoint import Endpoint
 from oobleck.host.messages import Fork, FromWorker, Launch, ToWorker
+from oobleck.master.__main__ import locked
 from oobleck.master.config import MasterConfig
 from oobleck.master.events import Journaled
 from oobleck.master.journal import Journal
@@ -133,6 +135,8 @@ class WarmHandle:
     async def run(self, command: object, environment: object) -> None:
         waiting = asyncio.ensure_future(self._ended.wait())
         await asyncio.wait((waiting,), timeout=self._world.draw.uniform(0.3, 2.0))
+        if self._agent.name in self._world.unstartable and not self._ended.is_set():
+            self.kill()
         if not self._ended.is_set():
             self._listener.warm_ready()
         await waiting
@@ -281,6 +285,10 @@ class WatchedJournal(Journal):
         self.dies_after = False
         super().__init__(path)
 
+    @property
+    def is_behind(self) -> bool:
+        return bool(self._uncommitted)
+
     def append(self, event: Journaled, unix: float) -> None:
         self._check()
         super().append(event, unix)
@@ -320,6 +328,8 @@ class MasterHost:
         self._world = world
         self.process = Process(world.loop, "master")
         self._path = config.state_dir / "journal.log"
+        self._lock = ExitStack()
+        self._lock.enter_context(locked(config.state_dir))
         self.journal = WatchedJournal(world, self._path)
         self.journal.process = self.process
         self.process.on_end.append(self._ended)
@@ -340,6 +350,7 @@ class MasterHost:
         """What was not committed is gone; what the last write left behind may be a part of one."""
         self.journal.close()
         self.core.close()
+        self._lock.close()
         if torn := self._world.torn_bytes():
             with open(self._path, "ab") as file:
                 file.write(torn)

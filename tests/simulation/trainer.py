@@ -55,6 +55,8 @@ class _Exit(BaseException):
         self.code = code
 
 
+#: What a worker says of its host.
+DISK_ERROR = "cannot read the data: input/output error"
 _NO_GENERATION = Generation(0)
 
 
@@ -94,6 +96,8 @@ class Trainer:
         self.entered = Generation(0)
         self.report: Any = None
         self._saved = 0
+        #: Newest generation that it has committed a step in.
+        self._trained = Generation(0)
         #: What its training thread tells of itself, and whether it has got stuck.
         self._beats, self._doing, self._waiting = 0, "begin", False
         self.stuck = False
@@ -126,8 +130,11 @@ class Trainer:
         self.say(PeerLost(generation=generation, step=self.progress.begun, detail=detail))
 
     def say(self, message: FromWorker) -> None:
-        if self.process.alive:
-            self.report(message)
+        if not self.process.alive:
+            return
+        self.report(message)
+        if isinstance(message, PhaseReached):
+            self.world.reached(message.phase, message.generation)
 
     async def _work(self, doing: str, seconds: float) -> None:
         """What it does by itself, in which it may get stuck."""
@@ -224,6 +231,8 @@ class Trainer:
         self._ledger.agreed(plan.generation, agreement, self.world)
         rolled = await self._roll_forward(plan, agreement, gathering)
         redo = progress.begun == agreement.step + 1
+        if redo:
+            self.world.watch.redone(self, assign)
         self.say(
             PhaseReached(
                 generation=plan.generation,
@@ -322,9 +331,12 @@ class Trainer:
             try:
                 plan_transfers(agreement.held, plan, state_bytes=[1 << 20] * plan.layer_count)
             except LayerLost as lost:
-                self.world.watch.broken(
-                    f"generation {plan.generation} was planned, but at step {step} {lost}"
-                )
+                words = f"generation {plan.generation} was planned, but at step {step} {lost}"
+                if step > 1:
+                    self.world.watch.broken(words)
+                # Of the first step nobody may have told the master yet.
+                self.world.lost_first_step.add(self.job_id)
+                self.fail("internal", words)
         if needed:
             await self._work("transfer", self.world.draw.uniform(0.01, 1.5))
         await self._exchange(gathering, "layers", None)
@@ -347,6 +359,7 @@ class Trainer:
                 await self._exchange(gathering, f"evaluation {step}", None)
                 self._tell_evaluation(step, generation)
             if switch_to:
+                self._leave("goodbye", orderly=True)
                 return self.ear.boundary(switch_to)
         await self._exchange(gathering, "output", None)
         await self._write_output()
@@ -363,6 +376,8 @@ class Trainer:
         await self._work("forward", self.world.step_s * self.world.draw.uniform(0.8, 1.3))
         if self.world.fails_at.get(self.job_id) == step:
             self.fail("user", "the model raised an exception")
+        if self.node in self.world.sick:
+            self.fail("node", DISK_ERROR)
         await self._exchange(gathering, f"gradients {step}", None)
         layers = gathering.layers[self.worker]
         progress.reduced, progress.reduced_generation = step, generation
@@ -383,6 +398,9 @@ class Trainer:
         progress.layers = {i: Held(step, h.part, h.parts) for i, h in progress.layers.items()}
         progress.committed = step
         self._ledger.committed(step, progress.lineage, self.world)
+        if self._trained < generation:
+            self._trained = generation
+            self.world.reached("first step", generation)
         record = StepRecord(
             step=step,
             loss=1.0 / step,

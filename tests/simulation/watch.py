@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: What grows slowly is looked at only so often.
 _LOOK_S = 1.0
+#: What struck is found, answered and over in this time.
+_CALM_S = 30.0
 
 
 class Broken(AssertionError):
@@ -55,6 +57,8 @@ class Ledger:
     def agreed(self, generation: Generation, agreement: Agreement, world: "World") -> None:
         """No step that anyone has committed is lost, unless all go back to a checkpoint. One that
         only a worker outside of this plan has seen the vote of is done again, by all."""
+        if agreement.step == 0 and not self._is_known(world):
+            self.furthest, self.steps = {0: 0}, set()
         newest = max(self.furthest)
         furthest = self.furthest[newest] - 1
         if agreement.lineage == newest and agreement.step < furthest:
@@ -64,6 +68,16 @@ class Ledger:
             )
         if agreement.lineage < newest and agreement.step < furthest:
             world.watch.broken(f"{self.job_id} forgot that it went back in generation {newest}")
+
+    def _is_known(self, world: "World") -> bool:
+        """Whether anyone who is left has ever been told of a step. With can_lose nodes gone and one
+        more, and no word of it to the master, there is nothing to go by."""
+        master = world.master
+        assert master is not None
+        job = master.core.state.jobs[self.job_id]
+        told = [job.seen.committed_step, job.seen.furthest_step]
+        own = [t.progress.committed for t in world.trainers() if t.job_id == self.job_id]
+        return max(*told, *own) > 0
 
     def went_back(self, step: int, lineage: int) -> None:
         self.furthest.setdefault(lineage, step)
@@ -83,6 +97,7 @@ class Watch:
         self.problem: Broken | None = None
         #: What was journaled: the plan of each generation, and how each job ended.
         self.plans: dict[tuple[JobId, Generation], PlanMade] = {}
+        self._made_at: dict[tuple[JobId, Generation], float] = {}
         self.ends: dict[JobId, Journaled] = {}
         self._versions: dict[str, int] = {}
         #: How many events of each kind were journaled.
@@ -111,6 +126,7 @@ class Watch:
                 if job_id in self.ends:
                     self.broken(f"a plan for {job_id}, which has ended")
                 self.plans[key] = event
+                self._made_at[key] = self._world.loop.clock
             case JobSucceeded() | JobFailed() | JobCancelled():
                 if event.job_id in self.ends:
                     self.broken(f"{event.job_id} ends again")
@@ -132,10 +148,22 @@ class Watch:
         made = self.plans.get((trainer.job_id, generation))
         if made is None or made.plan != assign.plan:
             self.broken(f"{trainer.worker} enters generation {generation}, which was not made")
-        elif trainer.incarnation not in made.incarnations:
+        elif trainer.incarnation not in (*made.incarnations, *made.leaving_incarnations):
             self.broken(f"{trainer.worker} enters a plan that is not for this process")
         if generation <= trainer.entered:
             self.broken(f"{trainer.worker} goes back to generation {generation}")
+
+    def redone(self, trainer: "Trainer", assign: Assign) -> None:
+        """A planned change, as a drain is, takes place between steps."""
+        made = self.plans.get((trainer.job_id, assign.plan.generation))
+        if made is None or not assign.boundary or self._world.in_trouble or self._world.hung:
+            return
+        if made.cause in ("node drained", "node joined") and self.calm(made):
+            self.broken(f"{trainer.worker} redoes a step in {assign.plan.generation}: {made.cause}")
+
+    def calm(self, made: PlanMade) -> bool:
+        """Whether nothing struck for long before and after the plan was made."""
+        return self._made_at[made.job_id, made.plan.generation] > self._world.peace_at + _CALM_S
 
     # ---- between events
 
@@ -147,7 +175,9 @@ class Watch:
             self.bounded_outboxes()
         if master is None or not master.process.alive:
             return
-        if (at := (id(master), master.core.state.sequence)) != self._looked_at:
+        at = id(master), master.core.state.sequence
+        # Nobody is told of what a full disk has not taken.
+        if at != self._looked_at and not master.journal.is_behind:
             self._looked_at = at
             self.versions_grow()
         self.enough_holders()

@@ -5,7 +5,8 @@ Everything that happens follows from the seed. Owns the transcript.
 
 import asyncio
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import copy_context
 from pathlib import Path
 
 from scenario import told
@@ -30,6 +31,7 @@ UNIX = 1_700_000_000.0
 class World:
     def __init__(self, seed: int, state_dir: Path, timing: Detection, limit_s: float) -> None:
         self.draw = random.Random(seed)
+        self._own = copy_context()
         self._seed = seed
         self.loop = VirtualLoop(limit_s)
         self.transcript: list[str] = []
@@ -51,11 +53,24 @@ class World:
         self.torn = False
         #: A training thread has hung.
         self.hung = False
+        #: Workers of a node were killed again and again.
+        self.flapped = False
         self.calendar_jump_s = 0.0
         self.step_s = 0.4
         self.save_every = 8
         #: Step at which a job's model raises an exception.
         self.fails_at: dict[JobId, int] = {}
+        #: Nodes whose workers fail by their host's fault, and where none can be started.
+        self.sick: set[NodeName] = set()
+        self.unstartable: set[NodeName] = set()
+        #: Faults may still strike; and since when they do not.
+        self.in_trouble = True
+        self.peace_at = 0.0
+        self._ambush: tuple[str, int, Callable[[], None]] | None = None
+        #: How far the calendar was ever off.
+        self._jumps = {0.0}
+        #: Jobs whose workers found that a layer was lost in the first step.
+        self.lost_first_step: set[JobId] = set()
         self._starts = 0
         self._pids = 1000
 
@@ -74,6 +89,24 @@ class World:
 
     def unix(self) -> float:
         return UNIX + self.loop.clock + self.calendar_jump_s
+
+    def jump(self, seconds: float) -> None:
+        """The calendar jumps; spans do not."""
+        self.calendar_jump_s += seconds
+        self._jumps.add(self.calendar_jump_s)
+
+    def moments(self, unix: float) -> list[float]:
+        """When the calendar may have shown that."""
+        return [unix - UNIX - jump for jump in sorted(self._jumps)]
+
+    def ambush(self, phase: str, after: int, strike: Callable[[], None]) -> None:
+        """Strike when the first worker gets to the phase in a generation later than `after`."""
+        self._ambush = phase, after, strike
+
+    def reached(self, phase: str, generation: int) -> None:
+        if self._ambush is not None and self._ambush[0] == phase and generation > self._ambush[1]:
+            strike, self._ambush = self._ambush[2], None
+            self.loop.call_soon(strike, context=self._own)
 
     def delay_s(self) -> float:
         """Of a message between hosts: now and then a long one."""

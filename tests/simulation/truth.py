@@ -1,0 +1,83 @@
+"""Whether what the master says of failures is true: here it is known what really struck.
+
+Each closed incident names a root cause. Some fault that can look like it must have struck the node
+that it names, before it was declared. Must not know how the master comes to its conclusions.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from simulation.watch import Broken
+
+from oobleck.planner.ids import JobId, NodeName
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+_ENDS = {"kill_agent", "lose_host", "end_agent"}
+_WORKER_ENDS = {"kill_worker", "kill_warm", "flap_node", "break_warm", "fail_forks", "sicken_node"}
+_STOPS = {"freeze_worker", "freeze_host", "freeze_agent", "hang_worker"}
+_DATA_CUTS = {"cut_data", "cut_both"}
+_CONTROL_CUTS = {"cut_control", "cut_both"}
+_ANY = _ENDS | _WORKER_ENDS | _STOPS | _DATA_CUTS | _CONTROL_CUTS
+#: By the kind of the root cause: what may have struck the node that it names.
+_EXPLAINS = {
+    "worker died": _ENDS | _WORKER_ENDS | _STOPS,
+    "node lost": _ENDS | {"freeze_host", "freeze_agent"} | _CONTROL_CUTS,
+    "agent restarted": _ENDS,
+    "hang": _STOPS,
+    "node unfit": _ANY,
+    "peers disconnected": _ANY,
+    "no progress": _ANY,
+    "job error": {"fail_job", "sicken_node"},
+    "job failed": _ANY,
+}
+#: Those that strike no node in particular.
+_EVERYWHERE = {"fail_forks", "fail_job"}
+#: So long after the last fault all is found.
+_AFTER_S = 90.0
+
+
+@dataclass(slots=True)
+class Struck:
+    kind: str
+    nodes: frozenset[NodeName]
+    at: float
+
+
+class Truth:
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self._struck: list[Struck] = []
+
+    def struck(self, kind: str, words: str, nodes: list[NodeName]) -> None:
+        """`words`: what the transcript says of it, with the nodes that it befell."""
+        named = frozenset(name for name in nodes if re.search(rf"\b{name}\b", words))
+        self._struck.append(Struck(kind, named, self._world.loop.clock))
+
+    def check(self, job_id: JobId) -> int:
+        """Returns how many incidents there were. Raises Broken."""
+        path = self._world.config.job_directory(job_id) / "events.jsonl"
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        incidents = [r for r in map(msgspec.json.decode, lines) if r["event"] == "incident"]
+        for incident in incidents:
+            if not any(self._explains(struck, incident["root_cause"]) for struck in self._struck):
+                raise Broken(f"{job_id}: nothing like that has struck: {incident['summary']}")
+        numbers = [incident["incident"] for incident in incidents]
+        if numbers != list(range(1, len(numbers) + 1)):
+            raise Broken(f"{job_id} has incidents {numbers}")
+        return len(incidents)
+
+    def _explains(self, struck: Struck, root: dict[str, Any]) -> bool:
+        if struck.kind not in _EXPLAINS[root["kind"]]:
+            return False
+        node = root["node"]
+        if node is not None and struck.kind not in _EVERYWHERE and node not in struck.nodes:
+            return False
+        found_s = root["declared_at"] - root["time"]
+        return any(
+            at + found_s >= struck.at and at <= self._world.peace_at + _AFTER_S
+            for at in self._world.moments(root["time"])
+        )
