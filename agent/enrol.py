@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from oobleck.host import pki
-from oobleck.host.address import leaves_host
+from oobleck.host.address import stays_on_host
 from oobleck.host.credentials import (
     AUTHORITY,
     CERTIFICATE,
@@ -56,6 +56,9 @@ _FINAL = (
 TOKEN_VARIABLE = "OOBLECK_JOIN_TOKEN"
 
 
+_ENDED = "the join token has ended (or the clock is wrong); make another with 'oobleck pki token'"
+
+
 class Denied(Exception):
     """The master gives no certificate; the text is its reason."""
 
@@ -67,7 +70,7 @@ def read_join_token(path: Path | None) -> Credentials | None:
     source = TOKEN_VARIABLE
     if path is not None:
         text, source = read_secret(path).decode(errors="replace"), f"--token-file {path}"
-    if not text:
+    if not text and path is None:
         return None
     try:
         return read_token(text)
@@ -85,7 +88,7 @@ def choose_way(
             raise ValueError("--insecure excludes --credentials and a join token; leave one out")
         check_insecure("--insecure", master)
         return Holder(master=master, folder=None, credentials=None)
-    if folder is None and token is None and not leaves_host(master):
+    if folder is None and token is None and stays_on_host(master):
         return Holder(master=master, folder=None, credentials=None)
     folder = folder or Path.home() / ".oobleck" / "nodes" / name
     credentials = stored(folder)
@@ -124,15 +127,18 @@ async def join(master: str, folder: Path, token: Credentials, name: str) -> Cred
     (the folder), OSError."""
     key = _own_key(folder)
     request = pb.JoinRequest(request=pki.new_request(key), name=name)
-    reply = await _until_answered(Endpoint(address=master, credentials=token), request)
+    reply = await _until_answered(master, token, request)
     write_private(folder / AUTHORITY, token.authority)
     write_private(folder / CERTIFICATE, reply.certificate.encode())
     logger.info("joined the cluster", extra={"master": master, "node": name})
     return read_credentials(folder)
 
 
-async def _until_answered(endpoint: Endpoint, request: pb.JoinRequest) -> pb.CertificateReply:
+async def _until_answered(
+    master: str, token: Credentials, request: pb.JoinRequest
+) -> pb.CertificateReply:
     """Raises Denied."""
+    endpoint = Endpoint(address=master, credentials=token)
     told = ""
     while True:
         try:
@@ -140,6 +146,9 @@ async def _until_answered(endpoint: Endpoint, request: pb.JoinRequest) -> pb.Cer
         except grpc.aio.AioRpcError as error:
             if error.code() in _FINAL:
                 raise Denied(error.details() or error.code().name) from error
+            # No master lets it in then, nor can say so.
+            if pki.expiry(token.certificate) < time.time():
+                raise Denied(_ENDED) from error
             if (reason := error.code().name) != told:
                 told = reason
                 fields = {"master": endpoint.address, "reason": reason}

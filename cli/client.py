@@ -39,6 +39,11 @@ CHANNEL_OPTIONS = (
 _FOREIGN = re.compile(r"HTTP/2|SETTINGS|http1")
 #: ... and where there was no connection, so that no request has left.
 _NOT_CONNECTED = "failed to connect"
+_UNWELCOME = "it closes the connection, as where a certificate has ended or is of another cluster"
+_WANTS_CREDENTIALS = (
+    "it closes the connection, as one does that wants --credentials or OOBLECK_CREDENTIALS"
+)
+_ANOTHER_CLUSTER = "it is of another cluster than the credentials: their authority does not know it"
 _NO_MASTER = "what listens there does not answer like an Oobleck master"
 
 Reply = TypeVar("Reply")
@@ -211,12 +216,17 @@ class Master:
             raise self._line(error) from error
 
     def _line(self, error: Any) -> CommandFailed:
-        details = (error.details() or "").rpartition("last error: ")[2]
+        whole = error.details() or ""
+        details = whole.rpartition("last error: ")[2]
         match error.code():
             case grpc.StatusCode.UNAVAILABLE:
                 cause = details.rpartition(": ")[2].rstrip("]") or "unavailable"
                 foreign = _FOREIGN.search(details)
-                reached = not foreign and _NOT_CONNECTED not in details
+                if _NOT_CONNECTED in whole and "Socket closed" in details:
+                    cause = _UNWELCOME if self._secured else _WANTS_CREDENTIALS
+                elif "CERTIFICATE_VERIFY_FAILED" in details:
+                    cause = _ANOTHER_CLUSTER
+                reached = not foreign and _NOT_CONNECTED not in whole
                 return Unreachable(self.address, _NO_MASTER if foreign else cause, reached=reached)
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 return Unreachable(self.address, f"{_NO_MASTER} within {DEADLINE_S:.0f} s")

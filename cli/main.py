@@ -4,6 +4,7 @@ Must import nothing but click at the top, so that `oobleck --help` answers at on
 """
 
 import importlib
+import os
 import sys
 
 import click
@@ -86,6 +87,8 @@ def oobleck() -> None:
 
 
 def main() -> None:
+    # What gRPC logs of a connection that fails, the command says in one line.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     sys.exit(command.run(oobleck, "oobleck"))
 
 

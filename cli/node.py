@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from oobleck.cli.options import master_option
+from oobleck.cli.options import USAGE, master_option
 from oobleck.host.command import CommandFailed
 from oobleck.host.endpoint import Endpoint
 
@@ -42,7 +42,9 @@ def drain(name: str, reason: str, wait: bool, force: bool, master: Endpoint) -> 
     from oobleck.cli.client import Master
 
     if len(reason) > MOST_REASON:
-        raise CommandFailed(f"--reason: is longer than {MOST_REASON} characters", 2)
+        raise CommandFailed(f"--reason: is longer than {MOST_REASON} characters", USAGE)
+    if not reason.isprintable():
+        raise CommandFailed("--reason: is one line, of characters that can be printed", USAGE)
     with Master(master) as connection:
         told = _tell(connection.drain(name, reason, force=force))
         while wait and (info := _find(connection, name)).state not in ("drained", "lost"):

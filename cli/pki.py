@@ -5,11 +5,11 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import click
 
-from oobleck.cli.options import USAGE, F, json_option, master_option
+from oobleck.cli.options import NO_SUCH_THING, USAGE, F, json_option, master_option
 from oobleck.host.command import CommandFailed
 from oobleck.host.credentials import CERTIFICATE, ROLES, Credentials, read_credentials, read_secret
 from oobleck.host.endpoint import Endpoint
@@ -17,6 +17,7 @@ from oobleck.planner.ids import check_name
 
 if TYPE_CHECKING:
     from oobleck.host.credentials import Role
+    from oobleck.proto import control_pb2 as pb
 
 DEFAULT_DIR = Path("~/.oobleck/pki")
 DEFAULT_CREDENTIALS = Path("~/.oobleck/credentials")
@@ -254,24 +255,46 @@ def list_(master: Endpoint, as_json: bool) -> None:
 
 @pki.command()
 @click.argument("name", metavar="[NAME]", required=False)
-@click.option("--role", type=click.Choice(_JOINING), default="agent", show_default=True)
+@click.option(
+    "--role",
+    type=click.Choice(_JOINING),
+    help="Of NAME.  [default: the one that 'oobleck pki list' has]",
+)
 @click.option("--token", "token_id", metavar="ID", help="A token, by its id in 'oobleck pki list'.")
 @master_option
-def revoke(name: str | None, role: "Role", token_id: str | None, master: Endpoint) -> None:
+def revoke(name: str | None, role: "Role | None", token_id: str | None, master: Endpoint) -> None:
     """Take back all certificates that NAME was given so far, or a token. A node's session ends."""
     if (name is None) == (token_id is None):
         raise CommandFailed("give a NAME, or --token ID", USAGE)
     from oobleck.cli.client import Master
     from oobleck.proto import control_pb2 as pb
 
-    if name is not None:
-        _check_name(name, role)
-        request = pb.RevokeRequest(holder=pb.Holder(role=role, name=name))
-    else:
-        request = pb.RevokeRequest(token_id=token_id)
     with Master(master) as connection:
-        connection.revoke(request)
-    click.echo(f"revoked {role} {name}" if name is not None else f"revoked token {token_id}")
+        if name is None:
+            connection.revoke(pb.RevokeRequest(token_id=token_id))
+            click.echo(f"revoked token {token_id}")
+            return
+        role = role or _role_of(name, connection.credentials())
+        _check_name(name, role)
+        connection.revoke(pb.RevokeRequest(holder=pb.Holder(role=role, name=name)))
+    click.echo(f"revoked {role} {name}")
+
+
+def _role_of(name: str, known: "pb.ListCredentialsReply") -> "Role":
+    """A name may be held in several roles: nobody else's certificate is taken back by a guess."""
+    roles = sorted({held.role for held in known.credentials if held.name == name})
+    match roles:
+        case [role]:
+            return cast("Role", role)
+        case []:
+            raise CommandFailed(
+                f"this master has given nobody of the name {name!r} a certificate; one that "
+                "'oobleck pki issue' made is taken back with --role ROLE",
+                NO_SUCH_THING,
+            )
+        case _:
+            several = ", ".join(roles)
+            raise CommandFailed(f"{name} has several roles ({several}): name one by --role", USAGE)
 
 
 def _read_token(path: Path | None) -> Credentials:

@@ -20,12 +20,23 @@ def split_address(text: str) -> tuple[str, int]:
 def leaves_host(address: str) -> bool:
     """Whether HOST:PORT resolves to anything but loopback addresses; what does not resolve leads
     nowhere. Raises ValueError if it is no address."""
+    return not all(map(_is_loopback, _addresses(address)))
+
+
+def stays_on_host(address: str) -> bool:
+    """Whether HOST:PORT resolves to loopback addresses alone. What does not resolve now may later,
+    as after a boot without a name service. Raises ValueError if it is no address."""
+    found = _addresses(address)
+    return bool(found) and all(map(_is_loopback, found))
+
+
+def _addresses(address: str) -> list[str]:
     host, port = split_address(address)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        return False
-    return not all(_is_loopback(str(target[0])) for *_, target in found)
+        return []
+    return [str(target[0]) for *_, target in found]
 
 
 def _is_loopback(address: str) -> bool:

@@ -8,6 +8,7 @@ contents, nor load the library for them.
 import contextlib
 import os
 import secrets
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -38,11 +39,29 @@ class Credentials:
 
 def read_credentials(folder: Path) -> Credentials:
     """Raises ValueError with the file and the fix."""
-    return Credentials(
+    found = Credentials(
         authority=read_file(folder / AUTHORITY),
         certificate=read_file(folder / CERTIFICATE),
         key=read_secret(folder / KEY),
     )
+    _check(folder)
+    return found
+
+
+def _check(folder: Path) -> None:
+    """Raises ValueError where what the files hold cannot be shown: gRPC would end the process."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    fix = "get new ones into another folder with 'oobleck pki join' or 'oobleck pki issue'"
+    try:
+        context.load_verify_locations(folder / AUTHORITY)
+    except OSError as error:
+        raise ValueError(f"{folder / AUTHORITY}: is no certificate; {fix}") from error
+    try:
+        context.load_cert_chain(folder / CERTIFICATE, folder / KEY, password="")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{folder}: {CERTIFICATE} and {KEY} are damaged, or not of each other; {fix}"
+        ) from error
 
 
 def write_credentials(folder: Path, credentials: Credentials) -> None:

@@ -7,7 +7,7 @@ know gRPC.
 from dataclasses import dataclass
 from pathlib import Path
 
-from oobleck.host.address import leaves_host
+from oobleck.host.address import leaves_host, stays_on_host
 from oobleck.host.credentials import Credentials, read_credentials
 
 
@@ -23,12 +23,12 @@ class Endpoint:
 
 
 def check_insecure(flag: str, address: str) -> None:
-    """Raises ValueError if a call or a service in the clear at `address` would leave this host;
+    """Raises ValueError if a call or a service in the clear at `address` could leave this host;
     `flag` is what asks for it."""
-    if leaves_host(address):
+    if not stays_on_host(address):
         raise ValueError(
-            f"{flag}: {address} is not on this host, and in the clear anybody in the network could "
-            "command the cluster; use credentials instead"
+            f"{flag}: {address} is no address of this host, and in the clear anybody in the "
+            "network could command the cluster; use credentials instead"
         )
 
 

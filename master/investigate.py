@@ -25,8 +25,10 @@ from oobleck.master.events import (
     WorkerLost,
 )
 from oobleck.master.incident import MOST_SIGHTINGS, Attempt, Incident, Kind, Setback, Sighted
+from oobleck.master.sightings import describe_exit
 from oobleck.master.state import ClusterState, Job
 from oobleck.planner.ids import WorkerId
+from oobleck.proto.types import WorkerExited
 
 replace = msgspec.structs.replace
 
@@ -223,7 +225,38 @@ def _with_sightings(incident: Incident, found: Iterable[Sighting], unix: float) 
         for sighting in found
         if _key(sighting) not in known
     ]
-    return replace(incident, sightings=(*incident.sightings, *new)[:MOST_SIGHTINGS])
+    sightings = (*incident.sightings, *new)[:MOST_SIGHTINGS]
+    setbacks = _with_late_words(incident.setbacks, new)
+    return replace(incident, sightings=sightings, setbacks=setbacks)
+
+
+def _with_late_words(
+    setbacks: tuple[Setback, ...], found: Iterable[Sighted]
+) -> tuple[Setback, ...]:
+    """A master that comes back finds a process gone before its agent has told how it ended."""
+    known = {setback.pid for setback in setbacks}
+    ends = {
+        sighted.what.about: sighted.what.exited
+        for sighted in found
+        if sighted.what.exited is not None and sighted.what.exited.pid not in known
+    }
+    return tuple(
+        _explained(setback, ends[str(setback.worker)])
+        if setback.kind == "worker died" and setback.pid is None and str(setback.worker) in ends
+        else setback
+        for setback in setbacks
+    )
+
+
+def _explained(setback: Setback, exited: WorkerExited) -> Setback:
+    return replace(
+        setback,
+        pid=exited.pid,
+        signal=exited.signal,
+        exit_code=exited.exit_code,
+        log_tail=tuple(exited.log_tail.splitlines()),
+        reason=describe_exit(exited),
+    )
 
 
 def _key(sighting: Sighting) -> tuple[str, str, str, str]:

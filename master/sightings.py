@@ -43,7 +43,8 @@ def note(
                 _keep(state.job, now, "stream", "master", event.node, saw)
         case WorkerExitReported():
             job = state.jobs[event.job_id]
-            if event.incarnation in job.processes().values() or job.made is None:
+            of_plan = event.incarnation in job.processes().values() or job.made is None
+            if of_plan or _is_missed(job, event.worker):
                 _add(job, now, _exit(event.worker, event.exited))
         case WorkerHungReported():
             job = state.jobs[event.job_id]
@@ -54,6 +55,12 @@ def note(
         case WorkerFailedReported():
             job, worker = state.jobs[event.job_id], str(event.worker)
             _keep(job, now, "worker", worker, worker, event.message)
+
+
+def _is_missed(job: Job, worker: WorkerId) -> bool:
+    """Whether its process was found gone, and nobody has told how it ended."""
+    setbacks = job.incident.setbacks if job.incident is not None else ()
+    return any(s.kind == "worker died" and s.worker == worker and s.pid is None for s in setbacks)
 
 
 def forget_stream(job: Job, node: str) -> None:

@@ -41,6 +41,7 @@ _LINES = frozenset(
         "oobleck.Restored.path",
         "oobleck.StepRecord.samples_digest",
         "oobleck.ClockRead.boot",
+        "oobleck.DrainNodeRequest.reason",
     }
 )
 _LISTS: Mapping[str, int] = {

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from oobleck.cli.client import Master, Unreachable
 from support.commands import refused, run
 
 VERBS = [
@@ -62,6 +63,16 @@ def test_a_port_that_speaks_something_else() -> None:
             greeter.join(timeout=10)
     assert not greeter.is_alive()
     assert "does not answer like an Oobleck master" in line
+
+
+def test_a_request_that_never_left_is_not_repeated() -> None:
+    """It is where its reply was lost, which takes seconds."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        connection = Master(f"127.0.0.1:{nobody.getsockname()[1]}")
+        with connection, pytest.raises(Unreachable) as caught:
+            connection.cancel("x-1")
+    assert not caught.value.reached
 
 
 def test_a_host_that_has_no_address() -> None:

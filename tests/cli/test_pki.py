@@ -184,7 +184,7 @@ def test_operators_and_viewers_join_too(secured: Secured, tmp_path: Path) -> Non
     assert renewed.returncode == 0, renewed
     listed = json.loads(secured.oobleck("pki", "list", "--json").stdout)
     assert ("viewer", "ann") in [(held["role"], held["name"]) for held in listed["credentials"]]
-    assert secured.oobleck("pki", "revoke", "ann", "--role", "viewer").returncode == 0
+    assert secured.oobleck("pki", "revoke", "ann").stdout == "revoked viewer ann\n"
     assert "was revoked" in refused(secured.oobleck("nodes", who=folder), 5)
 
 
@@ -204,9 +204,40 @@ def test_a_token_can_be_taken_back_and_ends(secured: Secured, tmp_path: Path) ->
     short = secured.token("--role", "operator", "--ttl", "1s")
     expires_at = pki.identity_of(read_token(short.read_text()).certificate).expires_at
     until(lambda: time.time() > expires_at)
-    assert join(short).returncode in (4, 5)  # the handshake fails already
+    # The handshake fails already, so that the master cannot say why.
+    assert "where a certificate has ended" in refused(join(short), 4)
     bound = secured.token("--role", "operator", "--name", "eve")
     assert "is for operator eve" in refused(join(bound), 5)
+
+
+def test_an_agent_whose_token_has_ended_ends(secured: Secured, start_agent: Start) -> None:
+    token = secured.token("--ttl", "1s")
+    expires_at = pki.identity_of(read_token(token.read_text()).certificate).expires_at
+    until(lambda: time.time() > expires_at)
+    folder = ("--credentials", str(secured.folder / "late"))
+    agent, log = start_agent("late", *folder, "--token-file", str(token))
+    assert agent.wait(DEADLINE_S) == 2
+    assert "the join token has ended" in log.read_text()
+
+
+def test_nobody_is_revoked_by_a_guess(secured: Secured, tmp_path: Path) -> None:
+    assert "--role ROLE" in refused(secured.oobleck("pki", "revoke", "nobody"), 3)
+    for role in ("viewer", "operator"):
+        token = ("--token-file", str(secured.token("--role", role)))
+        folder = ("--credentials", str(tmp_path / role))
+        joined = run("pki", "join", "zoe", "--master", secured.address, *token, *folder)
+        assert joined.returncode == 0, joined
+    several = refused(secured.oobleck("pki", "revoke", "zoe"), 2)
+    assert "several roles (operator, viewer)" in several
+    assert secured.oobleck("pki", "revoke", "zoe", "--role", "viewer").returncode == 0
+    assert secured.oobleck("nodes", who=tmp_path / "operator").returncode == 0
+
+
+def test_who_is_of_another_cluster_reads_so(secured: Secured, tmp_path: Path) -> None:
+    assert run("pki", "init", "--dir", str(tmp_path / "pki")).returncode == 0
+    foreign = secured.oobleck("nodes", who=tmp_path / "pki" / "operator")
+    assert "it is of another cluster than the credentials" in refused(foreign, 4)
+    assert "wants --credentials" in refused(run("nodes", "--master", secured.address), 4)
 
 
 def test_nothing_secret_is_in_logs_arguments_or_the_journal(
@@ -242,7 +273,7 @@ def test_nothing_secret_is_in_logs_arguments_or_the_journal(
     ("arguments", "part"),
     [
         (("nodes", "--master", "198.51.100.1:4600"), "--credentials or OOBLECK_CREDENTIALS"),
-        (("nodes", "--insecure", "--master", "198.51.100.1:4600"), "is not on this host"),
+        (("nodes", "--insecure", "--master", "198.51.100.1:4600"), "is no address of this host"),
         (("nodes", "--credentials", "/nowhere"), "/nowhere/ca.crt: no such file or directory"),
         (("pki", "token", "--ttl", "soon"), "write it like 30s, 10m or 2h"),
         (("pki", "token", "--name", "N1"), "agent name 'N1' is not allowed"),
@@ -265,10 +296,12 @@ def test_wrong_usage(master: str, arguments: tuple[str, ...], part: str) -> None
     ("program", "arguments", "part"),
     [
         ("master", ("--listen", "0.0.0.0:0"), "run 'oobleck pki init --dir"),
-        ("master", ("--listen", "0.0.0.0:0", "--insecure"), "is not on this host"),
+        ("master", ("--listen", "0.0.0.0:0", "--insecure"), "is no address of this host"),
         ("master", ("--listen", "127.0.0.1:0", "--pki", "/nowhere"), "no such file"),
         ("agent", ("--master", "198.51.100.1:1"), "the agent needs credentials"),
-        ("agent", ("--master", "198.51.100.1:1", "--insecure"), "is not on this host"),
+        # A name that does not resolve yet may lead anywhere.
+        ("agent", ("--master", "no.such.host.invalid:1"), "the agent needs credentials"),
+        ("agent", ("--master", "198.51.100.1:1", "--insecure"), "is no address of this host"),
         ("agent", ("--master", "127.0.0.1:1", "--token-file", __file__), "others may read it"),
     ],
 )
@@ -295,6 +328,22 @@ def test_a_key_that_others_may_read_is_refused(secured: Secured, tmp_path: Path)
     (tmp_path / "client.key").chmod(0o644)
     result = secured.oobleck("nodes", who=tmp_path)
     assert "chmod 600" in refused(result, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("client.crt", b""), ("client.key", b"\xff" * 300), ("ca.crt", b"x"), ("client.key", None)],
+)
+def test_damaged_credentials_are_refused(
+    secured: Secured, tmp_path: Path, name: str, content: bytes | None
+) -> None:
+    for file in ("ca.crt", "client.crt", "client.key"):
+        (tmp_path / file).write_bytes((secured.operator / file).read_bytes())
+    (tmp_path / name).write_bytes(pki.key_pem(pki.new_key()) if content is None else content)
+    (tmp_path / "client.key").chmod(0o600)
+    line = refused(secured.oobleck("nodes", who=tmp_path), 2)
+    assert str(tmp_path) in line
+    assert "'oobleck pki join'" in line
 
 
 def test_a_damaged_token_is_refused_and_not_repeated() -> None:

@@ -227,6 +227,7 @@ class Player:
         self.written: list[str] = []
         self.records: dict[JobId, list[dict]] = {}
         self.profiles: dict[str, Profile] = {}
+        self.swapped: dict[WorkerId, WorkerStatus] = {}
 
     # ---- playing
 
@@ -549,7 +550,22 @@ class Player:
     def do_swap(self, worker: str) -> None:
         """Another process is in the slot, and the agent has nobody to tell."""
         at = worker_id(worker)
+        before = self.agents[at.node].status.worker(at.slot)
+        assert before is not None
+        self.swapped[at] = before
         self._fresh(self.agents[at.node], at.slot)
+
+    def do_swapped(self, worker: str) -> None:
+        """The agent tells how the process ended that it swapped."""
+        job, at = self.state.job, worker_id(worker)
+        assert job is not None
+        before = self.swapped[at]
+        exited = WorkerExited(pid=before.pid, exit_code=None, signal=9, log_tail="last words")
+        self._observe(
+            WorkerExitReported(
+                worker=at, job_id=job.id, incarnation=before.incarnation, exited=exited
+            )
+        )
 
     def do_fail(self, worker: str, kind: str, message: str) -> None:
         job, at = self.state.job, worker_id(worker)

@@ -103,6 +103,8 @@ def test_the_tables_name_fields_that_there_are(table: object) -> None:
 def test_nothing_that_moves_a_cursor_comes_into_tables(value: str) -> None:
     with pytest.raises(ValueError, match=r"^hostname: .* cannot be printed"):
         bounds.check_bounds(pb.Register(hostname=value))
+    with pytest.raises(ValueError, match=r"^reason: .* cannot be printed"):
+        bounds.check_bounds(pb.DrainNodeRequest(reason=value))
 
 
 def test_what_a_cluster_sends_is_far_within() -> None:
