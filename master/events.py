@@ -161,6 +161,8 @@ class NodeReset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
     node: NodeName
     reason: str
+    #: Since there is no way between it and others.
+    cut_off: bool = False
 
 
 class NodeDrainRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -20,6 +20,7 @@ Kind = Literal[
     "node lost",
     "agent restarted",
     "hang",
+    "network cut",
     "node unfit",
     "drained by force",
     "peers disconnected",

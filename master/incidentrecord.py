@@ -85,7 +85,7 @@ def headline(setback: Setback) -> str:
             return f"node {_who(setback)} cannot take part: {setback.reason}"
         case "drained by force":
             return f"node {_who(setback)} was drained by force: {setback.reason or 'on demand'}"
-        case "peers disconnected" | "no progress" | "job failed":
+        case "network cut" | "peers disconnected" | "no progress" | "job failed":
             return setback.reason
         case "job error":
             return f"the job failed by itself on worker {_who(setback)}: {setback.reason}"

@@ -135,16 +135,20 @@ def _drained(job: Job, event: NodeDrained, unix: float) -> Setback:
 
 def _put_out(job: Job, event: NodeLeftOut | NodeReset, unix: float) -> Setback:
     hangs = isinstance(event, NodeReset)
+    kind: Kind = "hang" if hangs else "node unfit"
+    if isinstance(event, NodeReset) and event.cut_off:
+        kind = "network cut"
     doubts = job.incident.setbacks if job.incident is not None else ()
-    since = min((s.evidence_at for s in doubts if s.kind == "no progress"), default=unix)
+    vague = ("no progress", "peers disconnected") if kind == "network cut" else ("no progress",)
+    since = min((s.evidence_at for s in doubts if s.kind in vague), default=unix)
     return Setback(
-        kind="hang" if hangs else "node unfit",
+        kind=kind,
         node=event.node,
         ranks=_ranks(job, event.node),
         reason=event.reason,
         evidence_at=since if hangs else unix,
         declared_at=unix,
-        found_by="progress" if hangs else "",
+        found_by="progress" if kind == "hang" else "",
     )
 
 

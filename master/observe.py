@@ -8,7 +8,7 @@ from oobleck.host.messages import (
     SaveFailed,
     StepRecord,
 )
-from oobleck.master import sightings
+from oobleck.master import isolation, sightings
 from oobleck.master.events import (
     AgentRefused,
     EvaluationReceived,
@@ -95,6 +95,7 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
             in_time = job.abrupt <= event.lost.generation <= job.generation
             if in_time and not _is_stale(job, event):
                 job.seen.peers_lost.setdefault(event.worker, (now, event.lost))
+                isolation.note(state, job, event.worker, event.lost)
                 sightings.note(state, event, now)
             return _hear(state, event.worker, now)
         case WorkerFailedReported():
@@ -306,3 +307,4 @@ def _take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None
         seen.complaints.clear()
         seen.regroups = seen.stalls = 0
         seen.fruitless_since = None
+        seen.no_way.clear()

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from oobleck.master import draining, fitness, meetings, planning, profiling
+from oobleck.master import draining, fitness, isolation, meetings, planning, profiling
 from oobleck.master.decision import Decision, Look
 from oobleck.master.events import (
     Cause,
@@ -238,6 +238,8 @@ def regroup(look: Look) -> Decision | None:
     due = first + meetings.interval_s(job, look.timing)
     if look.now < due:
         return Decision(wake_at=due, reason=f"{worker} lost a peer and nobody is missing so far")
+    if (without := isolation.give_up(look, job)) is not None:
+        return without
     if job.newcomers and job.seen.regroups:
         why = f"the workers do not come together with it: {worker} lost a peer: {detail}"
         out = tuple(fitness.left_out(job, state.nodes[node], why) for node in job.newcomers)

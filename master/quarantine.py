@@ -36,7 +36,7 @@ def _quarantines(state: ClusterState, first_s: float) -> Iterator[NodeQuarantine
     for name, node in sorted(state.nodes.items()):
         if node.drain is not None:
             continue
-        seconds = min(LONGEST_S, first_s * 2.0**node.failures.quarantines)
+        seconds = next_s(node, first_s)
         status = node.seen.status
         if node.connected and status.failed_starts >= MOST_FAILED_STARTS:
             yield NodeQuarantined(
@@ -50,6 +50,11 @@ def _quarantines(state: ClusterState, first_s: float) -> Iterator[NodeQuarantine
                 f"{failures.last}"
             )
             yield NodeQuarantined(node=name, reason=reason, seconds=seconds)
+
+
+def next_s(node: Node, first_s: float) -> float:
+    """How long the node's next quarantine lasts, where a first one lasts `first_s`."""
+    return min(LONGEST_S, first_s * 2.0**node.failures.quarantines)
 
 
 def _flaps(node: Node) -> bool:

@@ -140,7 +140,7 @@ def _absent(job: Job) -> tuple[WorkerId, ...]:
 
 def _give_up(look: Look, job: Job, absent: Sequence[WorkerId], idle_s: float) -> Decision | None:
     """Have the absent workers' nodes begin anew; None where the others need what they hold."""
-    if not absent or not _can_spare(look, job, {worker.node for worker in absent}):
+    if not absent or not can_spare(look, job, {worker.node for worker in absent}):
         return None
     out: list[NodeLeftOut | NodeReset] = []
     for name in sorted({worker.node for worker in absent}):
@@ -153,7 +153,8 @@ def _give_up(look: Look, job: Job, absent: Sequence[WorkerId], idle_s: float) ->
     return Decision(actions=tuple(out), reason="; ".join(event.reason for event in out))
 
 
-def _can_spare(look: Look, job: Job, nodes: set[NodeName]) -> bool:
+def can_spare(look: Look, job: Job, nodes: set[NodeName]) -> bool:
+    """Whether the others can go on without these nodes and what only they hold."""
     if nodes <= set(job.newcomers):
         return True
     state = look.state

@@ -247,6 +247,9 @@ class JobSeen:
     #: Plans without a loss of a node since the last step, and when the first of them was made.
     regroups: int = 0
     fruitless_since: float | None = None
+    #: Since the last step, by the node whose store they met at: pairs of nodes, in the order of
+    #: their names, of which one has reported that there is no way to the other.
+    no_way: dict[NodeName, set[tuple[NodeName, NodeName]]] = field(default_factory=dict)
     #: Generation that each process has reported to have entered.
     entered: dict[Incarnation, Generation] = field(default_factory=dict)
     #: Generation that each process has finished in.

@@ -295,12 +295,16 @@ class PhaseReached(_message.Message):
     def __init__(self, phase: _Optional[str] = ..., committed_step: _Optional[int] = ..., rolled_forward: _Optional[bool] = ..., redo: _Optional[bool] = ..., received_bytes: _Optional[int] = ..., salvaged_microbatches: _Optional[int] = ...) -> None: ...
 
 class PeerLost(_message.Message):
-    __slots__ = ("step", "detail")
+    __slots__ = ("step", "detail", "unreached", "store_unreached")
     STEP_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    UNREACHED_FIELD_NUMBER: _ClassVar[int]
+    STORE_UNREACHED_FIELD_NUMBER: _ClassVar[int]
     step: int
     detail: str
-    def __init__(self, step: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+    unreached: WorkerId
+    store_unreached: bool
+    def __init__(self, step: _Optional[int] = ..., detail: _Optional[str] = ..., unreached: _Optional[_Union[WorkerId, _Mapping]] = ..., store_unreached: _Optional[bool] = ...) -> None: ...
 
 class WorkerFailed(_message.Message):
     __slots__ = ("kind", "message")

@@ -27,6 +27,7 @@ from oobleck.proto.checks import (
     read_slot,
     shortened,
 )
+from oobleck.proto.plans import read_worker, worker_message
 from oobleck.proto.types import Happening, Hung, WorkerExited, WorkerReport
 
 
@@ -62,7 +63,15 @@ def report_message(report: WorkerReport) -> pb.WorkerReport:
                 )
             )
         case PeerLost() as lost:
-            message.peer_lost.CopyFrom(pb.PeerLost(step=lost.step, detail=shortened(lost.detail)))
+            unreached = worker_message(lost.unreached) if lost.unreached is not None else None
+            message.peer_lost.CopyFrom(
+                pb.PeerLost(
+                    step=lost.step,
+                    detail=shortened(lost.detail),
+                    unreached=unreached,
+                    store_unreached=lost.store_unreached,
+                )
+            )
         case Failed() as failed:
             message.failed.CopyFrom(
                 pb.WorkerFailed(kind=failed.kind, message=shortened(failed.message))
@@ -206,7 +215,13 @@ def _read_what(message: pb.WorkerReport) -> Happening:
             )
         case "peer_lost":
             lost = message.peer_lost
-            return PeerLost(generation=generation, step=lost.step, detail=lost.detail)
+            return PeerLost(
+                generation=generation,
+                step=lost.step,
+                detail=lost.detail,
+                unreached=read_worker(lost.unreached) if lost.HasField("unreached") else None,
+                store_unreached=lost.store_unreached,
+            )
         case "failed":
             return Failed(kind=_read_kind(message.failed.kind), message=message.failed.message)
         case "measured":

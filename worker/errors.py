@@ -2,9 +2,9 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from oobleck.planner.ids import Generation
+from oobleck.planner.ids import Generation, WorkerId
 
 #: The C++ source position in front of a gloo message, and its advice behind.
 _DECORATION = re.compile(r"^\[[^]]*\.(?:cc|h):\d+\] |\. This is typically caused.*$")
@@ -12,6 +12,20 @@ _DECORATION = re.compile(r"^\[[^]]*\.(?:cc|h):\d+\] |\. This is typically caused
 
 class TransportError(Exception):
     """An operation with a peer failed: its process or the way to it is gone. Recoverable."""
+
+
+class Unreached(TransportError):
+    """There is no way to a member of a meeting, who has said or is known to be there."""
+
+    def __init__(self, text: str, rank: int | None = None, worker: WorkerId | None = None) -> None:
+        """`rank`: the member's; None: whoever hosts the meeting. `worker`: who that is."""
+        super().__init__(text)
+        self.rank = rank
+        self.worker = worker
+
+    def of(self, members: Sequence[WorkerId]) -> "Unreached":
+        worker = members[self.rank] if self.rank is not None else None
+        return Unreached(str(self), self.rank, worker)
 
 
 class Superseded(Exception):

@@ -53,7 +53,7 @@ class Lifeline:
         after, before = (self._rank + 1) % self._size, (self._rank - 1) % self._size
         try:
             host, _, port = self._place.get(f"lifeline/{after}").rpartition(":")
-            link = self._place.dial(host, int(port))
+            link = self._place.dial(after, host, int(port))
             self._links.append(link)
             # So that no stranger closes the ring.
             link.sendall(self._place.proof("lifeline", str(self._rank), str(after)))

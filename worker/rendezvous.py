@@ -18,7 +18,7 @@ from torch.distributed import DistStoreError
 
 from oobleck.planner.ids import Generation
 from oobleck.worker.addressbook import AddressBook
-from oobleck.worker.errors import Superseded, TransportError, peers_may_fail
+from oobleck.worker.errors import Superseded, TransportError, Unreached, peers_may_fail
 from oobleck.worker.waiting import Waits
 
 T = TypeVar("T")
@@ -32,6 +32,8 @@ CONNECT_LIMIT = timedelta(seconds=30)
 STORE_TIMEOUT = CONNECT_LIMIT
 #: After its own time-out a call may take this much longer where the host does answer.
 STORE_GRACE_S = 1.0
+#: For the kernel of a host that is up, which answers a call however busy its processes are.
+DIAL_LIMIT_S = 5.0
 #: How long a wait for the others' arrival may last before it looks whether it is still wanted.
 ARRIVAL_POLL = timedelta(milliseconds=50)
 
@@ -72,6 +74,8 @@ class Place:
         self._store: Store = own.store
         if endpoint != own.endpoint:
             host, _, port = endpoint.rpartition(":")
+            # A store's client does not tell whether there is no way or just no answer.
+            self._dial(None, host, int(port)).close()
             self._store = self._call(lambda: _connect(host, int(port)))
         self._store = PrefixStore(self.proof("store").hex(), self._store)
 
@@ -108,13 +112,17 @@ class Place:
 
         return self._call(wait)
 
-    def dial(self, host: str, port: int) -> socket.socket:
-        """A connection to who left word here of listening there."""
-        limit_s = CONNECT_LIMIT.total_seconds()
+    def dial(self, rank: int, host: str, port: int) -> socket.socket:
+        """A connection to the member of that rank, who left word here of listening there."""
+        return self._dial(rank, host, port)
+
+    def _dial(self, rank: int | None, host: str, port: int) -> socket.socket:
         try:
-            return self._waits.run(lambda: socket.create_connection((host, port), limit_s))
+            return self._waits.run(lambda: socket.create_connection((host, port), DIAL_LIMIT_S))
+        except ConnectionError as error:  # its host does answer
+            raise TransportError(f"{host} does not take a connection: {error}") from None
         except OSError as error:
-            raise TransportError(f"{host} does not answer: {error}") from None
+            raise Unreached(f"{host} does not answer: {error}", rank) from None
 
     def connect(self, name: str, connect: Callable[[Store], T], limit: timedelta) -> T:
         """Have a gloo group connected, whose members find each other by what they leave in the

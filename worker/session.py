@@ -44,6 +44,7 @@ from oobleck.worker.errors import (
     ModelError,
     Superseded,
     TransportError,
+    Unreached,
 )
 from oobleck.worker.evaluator import Evaluator
 from oobleck.worker.executor import Executor, owner_groups
@@ -188,7 +189,7 @@ class Session:
             salvage = self._entry.run(assign, membership.transport, received=received)
             following = self._train(assign, membership, salvage)
         except TransportError as error:
-            self._lost(generation, str(error))
+            self._lost(generation, error)
             self._leave(membership, orderly=False)
         except Superseded as superseded:
             log.info("leaving generation", extra={"generation": generation, "why": str(superseded)})
@@ -209,11 +210,18 @@ class Session:
             if membership is not None:
                 membership.leave(orderly=orderly)
 
-    def _lost(self, generation: Generation, detail: str) -> None:
+    def _lost(self, generation: Generation, error: TransportError) -> None:
         """Tell the agent that a peer is gone; from any thread, more than once if need be."""
-        log.warning("peer lost", extra={"generation": generation, "detail": detail})
+        log.warning("peer lost", extra={"generation": generation, "detail": str(error)})
+        way_gone = error if isinstance(error, Unreached) else None
         self._control.report(
-            PeerLost(generation=generation, step=self._progress.begun, detail=detail)
+            PeerLost(
+                generation=generation,
+                step=self._progress.begun,
+                detail=str(error),
+                unreached=way_gone.worker if way_gone else None,
+                store_unreached=way_gone is not None and way_gone.worker is None,
+            )
         )
 
     def _meet_all(self, assign: Assign) -> Membership:
@@ -244,19 +252,22 @@ class Session:
         links: Sequence[Link],
         meeting: str = "",
     ) -> Membership:
-        return Membership(
-            assign,
-            self._worker,
-            members=members,
-            own_store=self._store,
-            connector=self._connector,
-            groups=groups,
-            links=links,
-            control=self._control,
-            on_lost=lambda detail: self._lost(assign.plan.generation, detail),
-            on_arrival=lambda: self._probe("before:connect", assign),
-            meeting=meeting,
-        )
+        try:
+            return Membership(
+                assign,
+                self._worker,
+                members=members,
+                own_store=self._store,
+                connector=self._connector,
+                groups=groups,
+                links=links,
+                control=self._control,
+                on_lost=lambda detail: self._lost(assign.plan.generation, TransportError(detail)),
+                on_arrival=lambda: self._probe("before:connect", assign),
+                meeting=meeting,
+            )
+        except Unreached as error:
+            raise error.of(members) from None
 
     def _compile(self, plan: Plan, work: Work | None = None) -> Mapping[WorkerId, Program]:
         width = state_dtype(self._job.training.precision).itemsize

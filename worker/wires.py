@@ -109,7 +109,7 @@ class Wires:
 
     def _call(self, place: Place, peer: int) -> None:
         host, port, token = place.get(f"wire/{peer}").split("|")
-        connection = place.dial(host, int(port))
+        connection = place.dial(peer, host, int(port))
         with _peers_may_fail():
             proof = place.proof("wire", token, str(self._rank))
             connection.sendall(_GREETING.pack(proof, self._rank))

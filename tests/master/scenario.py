@@ -476,10 +476,24 @@ class Player:
         )
         self._observe(EvaluationReceived(job_id=job.id, record=found))
 
+    def do_unreached(self, generation: str, peer: str, *workers: str) -> None:
+        """None of the workers finds a way to the peer, or to the store: STORE."""
+        for worker in workers:
+            self._peer_lost(worker, generation, peer)
+
     def do_peer_lost(self, worker: str, generation: str) -> None:
+        self._peer_lost(worker, generation, "")
+
+    def _peer_lost(self, worker: str, generation: str, unreached: str) -> None:
         job = self.state.job
         assert job is not None
-        lost = PeerLost(generation=Generation(int(generation)), step=1, detail="socket closed")
+        lost = PeerLost(
+            generation=Generation(int(generation)),
+            step=1,
+            detail="no answer" if unreached else "socket closed",
+            unreached=worker_id(unreached) if "/" in unreached else None,
+            store_unreached=unreached == "STORE",
+        )
         process = self._process(worker_id(worker))
         self._observe(
             PeerLostReported(

@@ -72,7 +72,7 @@ def test_every_incident_is_recorded_once_and_blames_nobody_for_a_closed_socket(p
                 assert record["attempts"][-1]["phases"] is not None
 
 
-LOSSES = ("worker died", "node lost", "agent restarted", "hang")
+LOSSES = ("worker died", "node lost", "agent restarted", "hang", "network cut")
 
 
 def _losses(record: dict) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from oobleck.host.messages import Assign
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.transfer import plan_shards
-from oobleck.worker.errors import Superseded, TransportError
+from oobleck.worker.errors import Superseded, TransportError, Unreached
 
 if TYPE_CHECKING:
     from simulation.trainer import Trainer
@@ -76,7 +76,7 @@ class Gathering:
             trainer.process.later(STORE_S, self._check_store, trainer)
         else:
             self.members.pop(trainer.worker, None)
-            future.set_exception(TransportError("the store does not answer"))
+            future.set_exception(Unreached("the store does not answer"))
 
     def _tell(self, worker: WorkerId, future: asyncio.Future[Any], what: object) -> None:
         """Settle the future in its worker's process, some time from now."""

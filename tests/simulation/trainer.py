@@ -42,7 +42,7 @@ from oobleck.planner.ids import Generation, Incarnation, WorkerId
 from oobleck.planner.measurement import LinkMeasurement
 from oobleck.planner.plan import Plan
 from oobleck.planner.transfer import LayerLost, Shard, plan_transfers, require_holders
-from oobleck.worker.errors import Superseded, TransportError
+from oobleck.worker.errors import Superseded, TransportError, Unreached
 from oobleck.worker.rejoin import Agreement, Held, Standing, agree
 
 if TYPE_CHECKING:
@@ -126,8 +126,17 @@ class Trainer:
             case Stop():
                 self.world.end_worker(self, exit_code=0)
 
-    def lost_peer(self, generation: Generation, detail: str) -> None:
-        self.say(PeerLost(generation=generation, step=self.progress.begun, detail=detail))
+    def lost_peer(
+        self, generation: Generation, detail: str, *, store_unreached: bool = False
+    ) -> None:
+        self.say(
+            PeerLost(
+                generation=generation,
+                step=self.progress.begun,
+                detail=detail,
+                store_unreached=store_unreached,
+            )
+        )
 
     def say(self, message: FromWorker) -> None:
         if not self.process.alive:
@@ -194,7 +203,7 @@ class Trainer:
             return await self._train(assign, gathering)
         except TransportError as error:
             detail = str(error)
-            self.lost_peer(generation, detail)
+            self.lost_peer(generation, detail, store_unreached=isinstance(error, Unreached))
         except Superseded:
             detail = "left for a newer generation"
         finally:

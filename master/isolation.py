@@ -1,0 +1,98 @@
+"""Which nodes the data network has cut off from the others, though all agents are heard.
+
+Workers meet anew where they lost each other, and say to whom there is no way: to the store of the
+meeting, or to a member of it. Each such pair of nodes cannot both take part. The nodes to go on
+without are the fewest that leave no such pair, and they are told only when two meetings at
+different nodes' stores say the same: with one meeting alone, whoever hosts it looks cut off in any
+partition. A node that is given up is put aside as any that fails again and again, each time for
+longer, and joins again when its time is over. Where the others cannot go on without, all meet
+again, as they do where nobody knows who is to blame. Owns what is known of such pairs and what
+follows; `note` keeps, all else is pure.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from oobleck.host.messages import PeerLost
+from oobleck.master import quarantine
+from oobleck.master.decision import Decision, Look
+from oobleck.master.events import NodeQuarantined, NodeReset
+from oobleck.master.stalls import can_spare
+from oobleck.master.state import ClusterState, Job
+from oobleck.planner.ids import NodeName, WorkerId
+
+#: Two nodes, in the order of their names, one of which reported that it does not reach the other.
+Pair = tuple[NodeName, NodeName]
+
+
+def note(state: ClusterState, job: Job, worker: WorkerId, lost: PeerLost) -> None:
+    """Keep to whom `worker` says that there is no way, if it does."""
+    if lost.generation != job.generation or not (lost.store_unreached or lost.unreached):
+        return
+    host = _host(state, job)
+    other = lost.unreached.node if lost.unreached is not None else host
+    if host is None or other is None or other == worker.node:
+        return
+    pair = (min(worker.node, other), max(worker.node, other))
+    job.seen.no_way.setdefault(host, set()).add(pair)
+
+
+def give_up(look: Look, job: Job) -> Decision | None:
+    """Have the others go on without nodes that are cut off; None: it is not known, or they are
+    needed."""
+    host = _host(look.state, job)
+    no_way = job.seen.no_way
+    if host is None or host not in no_way:
+        return None
+    nodes = _fewest(job, (pair for pairs in no_way.values() for pair in pairs))
+    if not nodes:
+        return None
+    if nodes <= set(job.newcomers):
+        # They have trained nothing, and cost the others every meeting.
+        if not job.seen.regroups or not look.timing.quarantine_s:
+            return None
+    elif nodes != _fewest(job, (p for at, pairs in no_way.items() if at != host for p in pairs)):
+        return None
+    if not can_spare(look, job, nodes):
+        return None
+    actions = [event for node in sorted(nodes) for event in _events(look, job, node)]
+    reason = "; ".join(event.reason for event in actions if isinstance(event, NodeReset))
+    return Decision(actions=tuple(actions), reason=reason)
+
+
+def _events(look: Look, job: Job, name: NodeName) -> Iterable[NodeReset | NodeQuarantined]:
+    pairs = {pair for pairs in job.seen.no_way.values() for pair in pairs if name in pair}
+    others = sorted({node for pair in pairs for node in pair} & set(job.members) - {name})
+    do = "does" if len(others) == 1 else "do"
+    reason = f"data network of {name} is cut: {', '.join(others)} {do} not reach it"
+    yield NodeReset(job_id=job.id, node=name, reason=reason, cut_off=True)
+    node = look.state.nodes[name]
+    if look.timing.quarantine_s and node.drain is None:
+        seconds = quarantine.next_s(node, look.timing.quarantine_s)
+        yield NodeQuarantined(node=name, reason=reason, seconds=seconds)
+
+
+def _fewest(job: Job, pairs: Iterable[Pair]) -> set[NodeName]:
+    """Nodes without which all others reach each other, as far as is known: again and again the one
+    that is in most pairs; of equals a newcomer, then the last by name, so that it stays the same.
+    """
+    members = set(job.members)
+    left = {pair for pair in pairs if members.issuperset(pair)}
+    out: set[NodeName] = set()
+    while left:
+        degrees = Counter(node for pair in left for node in pair)
+        worst = max(degrees, key=lambda node: (degrees[node], node in job.newcomers, node))
+        out.add(worst)
+        left = {pair for pair in left if worst not in pair}
+    return out
+
+
+def _host(state: ClusterState, job: Job) -> NodeName | None:
+    """The node at whose store the newest generation meets."""
+    if job.made is None:
+        return None
+    store = job.made.rendezvous.store
+    for name in job.members:
+        if any(worker.store == store for worker in state.nodes[name].seen.status.workers):
+            return name
+    return None
