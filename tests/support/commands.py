@@ -22,8 +22,13 @@ def refused(result: subprocess.CompletedProcess[str], code: int) -> str:
     return lines[0]
 
 
-def start_master(state_dir: Path, listen: str = "127.0.0.1:0") -> tuple[subprocess.Popen[str], str]:
+def start_master(
+    state_dir: Path, listen: str = "127.0.0.1:0", *, crash_at: str = ""
+) -> tuple[subprocess.Popen[str], str]:
+    """`crash_at`: a point of `oobleck.master.crash` and how often it is passed."""
     command = [sys.executable, "-m", "oobleck.master", "--listen", listen]
+    if crash_at:
+        command += ["--crash-at", crash_at]
     process = subprocess.Popen(
         [*command, "--state-dir", str(state_dir)],
         stdout=subprocess.PIPE,
