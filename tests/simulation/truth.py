@@ -33,6 +33,8 @@ _EXPLAINS = {
     "no progress": _ANY,
     "job error": {"fail_job", "sicken_node"},
     "job failed": _ANY,
+    "network cut": _ANY,
+    "drained by force": {"drain_node", "end_agent"},
 }
 #: Those that strike no node in particular.
 _EVERYWHERE = {"fail_forks", "fail_job"}
