@@ -36,6 +36,8 @@ bench: setup
 	$(BIN)/python -m bench.recovery
 	$(BIN)/python -m bench.throughput
 	$(BIN)/python -m bench.overhead
+	$(BIN)/python -m bench.detection
+	$(BIN)/python -m bench.master_scale
 
 # mypy reads the packages through a tree of links, since it does not follow editable installs.
 build/links:

@@ -64,7 +64,7 @@ class Gathering:
             self._outcome = "called off"
             for worker, future in self._arrivals.items():
                 self._tell(worker, future, Superseded(self.plan.generation))
-        elif self._outcome == "called off":
+        elif self._outcome == "called off" and trainer.worker in self._arrivals:
             self._tell(trainer.worker, self._arrivals[trainer.worker], Superseded(0))
 
     def _check_store(self, trainer: "Trainer") -> None:
