@@ -40,15 +40,11 @@ CASES = [
     Case("kill-worker", "n4", "rendezvous"),
     Case("kill-master", "n4", "transfer"),
     Case("unplug", "n4", "first step"),
-    Case("kill-warm", "n4", "checkpoint"),
     Case("no-control", "n4"),
     Case("no-data", "n4"),
-    Case("mute", "n4", "transfer"),
     Case("kill-agent", "n4", "rendezvous"),
     Case("stop-master", "n4", "first step"),
-    Case("clock-forward", "n4"),
     Case("disk-full", "n4"),
-    Case("twin", "n4"),
 ]
 
 

@@ -9,7 +9,7 @@ from bench.netcluster import NetCluster
 from bench.network import unusable
 from support.faulty import assert_equal_to_reference, job
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.soak, pytest.mark.cluster, pytest.mark.timeout(400)]
 
 REST = ["n1", "n2", "n3"]
 CUT = "n4"
