@@ -112,7 +112,7 @@ class Entry:
         rolled_forward = self._worker in agreement.roll_forward
         if agreement.vote_holder is not None:
             with self._timeline.phase("roll forward"):
-                self._learn_vote(plan, plan.workers, agreement, transport)
+                self._learn_vote(plan.workers, agreement, transport)
         with self._timeline.phase("salvage"):
             salvage = self._salvage(plan, agreement, transport)
         self._control.report(
@@ -144,7 +144,7 @@ class Entry:
         if _is_lost(agreement.held, plan.layer_count):
             return 0
         if agreement.vote_holder is not None:
-            self._learn_vote(plan, members, agreement, transport)
+            self._learn_vote(members, agreement, transport)
         received = self._transfer(plan, members, agreement, transport)
         progress.committed, progress.lineage = agreement.step, agreement.lineage
         transport.all_gather(torch.zeros(1))  # whoever leaves may end: all has arrived
@@ -242,7 +242,6 @@ class Entry:
 
     def _learn_vote(
         self,
-        plan: Plan,
         members: Sequence[WorkerId],
         agreement: Agreement,
         transport: Transport,
@@ -268,7 +267,8 @@ class Entry:
         progress.ballot = vector
         commit(self._state, self._job, progress, result, agreement.step)
         log.info("rolled forward", extra={"step": agreement.step})
-        record = make_record(self._job, plan.generation, progress, result)
+        # Of the generation that voted: a record of the new one says that its transfers are done.
+        record = make_record(self._job, progress.voted_generation, progress, result)
         self._control.report(Committed(record=record))
 
     def _transfer(

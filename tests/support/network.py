@@ -7,6 +7,7 @@ its power or a switch its mind.
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -74,4 +75,6 @@ class Host:
         _ip("-n", self.name, "link", "set", self._far, "up")
         far = _ip("-n", self.name, "-brief", "link", "show", self._far).split()[2]
         _ip("neighbour", "replace", self.far, "lladdr", far, "dev", self._near, "nud", "permanent")
-        assert self._answers(), "the link is there"
+        deadline = time.monotonic() + 30
+        while not self._answers():
+            assert time.monotonic() < deadline, "the link is there"
