@@ -172,6 +172,7 @@ class Agent:
         self.told_at = time.monotonic()
         job_id = JobId(assignment.job_id)
         if not assignment.plan:
+            self.generation = 0
             self._now(job_id, 0)
             await self._send(status=convert.status_message(self.status))
             return
@@ -298,7 +299,9 @@ class Trainer:
         while True:
             await asyncio.sleep(_STEP_S)
             first = next((a for a in self._agents if a.is_first and a._alive), None)
-            if first is None or any(a.generation != first.generation for a in self._agents):
+            if first is None or any(
+                a.generation not in (0, first.generation) for a in self._agents
+            ):
                 continue
             self.step += 1
             begun = time.monotonic()
@@ -355,13 +358,15 @@ def memory(master: Master) -> str:
 async def measure_loss(agents: list[Agent], job_id: JobId, victim: Agent) -> None:
     """A node is killed; another one's worker sees its closed socket."""
     agents.remove(victim)
-    witness, before = agents[0], agents[0].generation
+    witness = next(agent for agent in agents if agent.generation)
+    before = witness.generation
     victim.die()
     begun = time.monotonic()
     lost = PeerLost(generation=Generation(before), step=1, detail="closed")
     await witness.report(job_id, lost)
-    await until(lambda: all(a.generation > before for a in agents), "a new plan for everybody")
-    print(f"loss of {victim.name}: new plan at {spread([a.told_at - begun for a in agents])}")
+    members = [agent for agent in agents if agent.generation]
+    await until(lambda: all(a.generation > before for a in members), "a new plan for everybody")
+    print(f"loss of {victim.name}: new plan at {spread([a.told_at - begun for a in members])}")
 
 
 async def reconnected(agents: Sequence[Agent], begun: float, what: str) -> None:
