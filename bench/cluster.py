@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def kill_tree(pid: int) -> list[int]:
     return [victim.pid for victim in victims]
 
 
-class Cluster:
+class Cluster(ABC):
     """A running cluster and what may be done to it, wherever its processes run."""
 
     def __init__(self, state_dir: Path, scratch: Path) -> None:
@@ -90,17 +91,17 @@ class Cluster:
         self.master_pid = 0
         self._scratch = scratch
 
+    @abstractmethod
     def roots(self) -> list[int]:
         """Processes from which all others of the cluster descend."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check(self) -> None:
         """Raises ClusterError where waiting is in vain."""
-        raise NotImplementedError
 
+    @abstractmethod
     def start_node(self, name: str, *options: str) -> int:
         """Start one more agent, as an operator would on one more machine; returns its pid."""
-        raise NotImplementedError
 
     def processes(self) -> list[psutil.Process]:
         """Everything that runs on behalf of this cluster."""
