@@ -164,7 +164,8 @@ class Network:
             if bytes_per_s is None:
                 _run(*queue, "noqueue")
             else:
-                rate = ("rate", f"{8 * bytes_per_s}bit", "burst", "16kb", "latency", "2s")
+                # One queue for all: what waits in it for long would be a silent host to others.
+                rate = ("rate", f"{8 * bytes_per_s}bit", "burst", "16kb", "latency", "500ms")
                 _run(*queue, "tbf", *rate)
 
     def heal(self) -> None:
