@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 from oobleck.host.messages import Rendezvous
 from oobleck.master import planning
-from oobleck.master.events import PlanMade
+from oobleck.master.planevents import PlanMade
 from oobleck.master.state import ClusterState, Job, Node, NodeSeen
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from oobleck.master import planning
 from oobleck.master.decision import Decision, Look
-from oobleck.master.events import PlanFound, PlanMade
+from oobleck.master.planevents import PlanFound, PlanMade
 from oobleck.master.state import ENDED, ClusterState, Job, Node
 from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.proto.types import Assignment

@@ -20,11 +20,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from oobleck.master import cordon, sightings
-from oobleck.master.events import (
+from oobleck.master.events import Event, JournalCut, Journaled, MasterStarted
+from oobleck.master.incident import LastIncident
+from oobleck.master.incidentrecord import summary_of
+from oobleck.master.investigate import closes, incident_after
+from oobleck.master.jobevents import (
     CheckpointPublished,
     CheckpointRequested,
-    Event,
-    FirstStepCommitted,
     JobCancelled,
     JobCancelRequested,
     JobFailed,
@@ -34,10 +36,11 @@ from oobleck.master.events import (
     JobSubmitted,
     JobSucceeded,
     JobWaiting,
-    JournalCut,
-    Journaled,
-    MasterStarted,
     MeasuringStarted,
+    ProfileChosen,
+    SaveProblem,
+)
+from oobleck.master.nodeevents import (
     NodeCleared,
     NodeDrained,
     NodeDrainRequested,
@@ -49,17 +52,11 @@ from oobleck.master.events import (
     NodeReleased,
     NodeReset,
     NodeUndrained,
-    Observed,
-    PlanFound,
-    PlanMade,
-    ProfileChosen,
-    SaveProblem,
     WorkerLost,
 )
-from oobleck.master.incident import LastIncident
-from oobleck.master.incidentrecord import summary_of
-from oobleck.master.investigate import closes, incident_after
+from oobleck.master.observations import Observed
 from oobleck.master.observe import observe
+from oobleck.master.planevents import FirstStepCommitted, PlanFound, PlanMade
 from oobleck.master.state import (
     ENDED,
     KNOWN_PROCESSES,

@@ -11,7 +11,7 @@ fails with its words; later it waits for nodes, since a model that was trained i
 from oobleck.master import fitness, planning
 from oobleck.master.decision import Decision, Look
 from oobleck.master.ending import transition
-from oobleck.master.events import JobFailed
+from oobleck.master.jobevents import JobFailed
 from oobleck.master.making import next_generation
 from oobleck.master.sightings import carried, describe_exit
 from oobleck.master.state import Job, Node

@@ -7,7 +7,7 @@ Must not know when work can move off a node: `oobleck.master.draining` decides t
 
 from dataclasses import replace
 
-from oobleck.master.events import (
+from oobleck.master.nodeevents import (
     NodeDrained,
     NodeDrainRequested,
     NodeKept,

@@ -13,15 +13,10 @@ from collections.abc import Iterator, Sequence
 from oobleck.master import planning
 from oobleck.master.cordon import moves_off
 from oobleck.master.decision import Decision, Look
-from oobleck.master.events import (
-    CheckpointRequested,
-    Journaled,
-    NodeDrained,
-    NodeDrainRequested,
-    NodeKept,
-    NodeLost,
-)
+from oobleck.master.events import Journaled
+from oobleck.master.jobevents import CheckpointRequested
 from oobleck.master.making import next_generation, plan_made
+from oobleck.master.nodeevents import NodeDrained, NodeDrainRequested, NodeKept, NodeLost
 from oobleck.master.state import ClusterState, Drain, Job, Node
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.reconfigure import Reconfiguration

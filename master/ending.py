@@ -1,12 +1,8 @@
 """Rules about beginnings and ends: a generation's first step, a job's end."""
 
 from oobleck.master.decision import Decision, Look
-from oobleck.master.events import (
-    FirstStepCommitted,
-    JobCancelled,
-    JobSucceeded,
-    Transition,
-)
+from oobleck.master.jobevents import JobCancelled, JobSucceeded
+from oobleck.master.planevents import FirstStepCommitted, Transition
 from oobleck.master.sightings import carried
 from oobleck.master.state import Job
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from oobleck.master.decision import Decision, Look
-from oobleck.master.events import NodeLeftOut
+from oobleck.master.nodeevents import NodeLeftOut
 from oobleck.master.sightings import describe_exit
 from oobleck.master.state import ClusterState, Job, Node
 from oobleck.planner.ids import NodeName

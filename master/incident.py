@@ -12,7 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from oobleck.master.events import Cause, Sighting, Transition
+from oobleck.master.nodeevents import Sighting
+from oobleck.master.planevents import Cause, Transition
 from oobleck.planner.ids import Generation, WorkerId
 
 Kind = Literal[

@@ -14,7 +14,7 @@ from oobleck.host.messages import (
     SaveFailed,
     StepRecord,
 )
-from oobleck.master.events import (
+from oobleck.master.observations import (
     EvaluationReceived,
     MeasurementReported,
     Observed,

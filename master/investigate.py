@@ -8,23 +8,18 @@ from collections.abc import Iterable
 
 import msgspec
 
-from oobleck.master.events import (
-    FirstStepCommitted,
-    JobCancelled,
-    JobFailed,
-    JobRestored,
-    JobSucceeded,
-    Journaled,
+from oobleck.master.events import Journaled
+from oobleck.master.incident import MOST_SIGHTINGS, Attempt, Incident, Kind, Setback, Sighted
+from oobleck.master.jobevents import JobCancelled, JobFailed, JobRestored, JobSucceeded
+from oobleck.master.nodeevents import (
     NodeDrained,
     NodeLeftOut,
     NodeLost,
     NodeReset,
-    PlanMade,
     Sighting,
-    Transition,
     WorkerLost,
 )
-from oobleck.master.incident import MOST_SIGHTINGS, Attempt, Incident, Kind, Setback, Sighted
+from oobleck.master.planevents import FirstStepCommitted, PlanMade, Transition
 from oobleck.master.sightings import describe_exit
 from oobleck.master.state import ClusterState, Job
 from oobleck.planner.ids import WorkerId

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from oobleck.host.messages import PeerLost
 from oobleck.master import quarantine
 from oobleck.master.decision import Decision, Look
-from oobleck.master.events import NodeQuarantined, NodeReset
+from oobleck.master.nodeevents import NodeQuarantined, NodeReset
 from oobleck.master.stalls import can_spare
 from oobleck.master.state import ClusterState, Job
 from oobleck.planner.ids import NodeName, WorkerId

@@ -20,32 +20,31 @@ from oobleck.master.archive import Archive
 from oobleck.master.config import MasterConfig
 from oobleck.master.decision import Decision
 from oobleck.master.dispatch import Acknowledger, AgentSession, PlanSerialiser
-from oobleck.master.events import (
-    AgentRefused,
+from oobleck.master.events import JournalCut, Journaled, MasterStarted
+from oobleck.master.inbox import Changes, Inbox
+from oobleck.master.incoming import Incoming, Output, Records, event_of
+from oobleck.master.jobevents import (
     CheckpointRequested,
-    EvaluationReceived,
     JobCancelRequested,
     JobEnded,
     JobFailed,
     JobRestored,
     JobSubmitted,
-    JournalCut,
-    Journaled,
-    MasterStarted,
-    NodeDrainRequested,
-    NodeUndrained,
-    Observed,
     ProfileChosen,
+)
+from oobleck.master.journal import Journal, Snapshot
+from oobleck.master.narrate import tell
+from oobleck.master.nodeevents import NodeDrainRequested, NodeUndrained
+from oobleck.master.observations import (
+    AgentRefused,
+    EvaluationReceived,
+    Observed,
     RecordsReceived,
     StatusReceived,
     StreamClosed,
     StreamOpened,
     Tick,
 )
-from oobleck.master.inbox import Changes, Inbox
-from oobleck.master.incoming import Incoming, Output, Records, event_of
-from oobleck.master.journal import Journal, Snapshot
-from oobleck.master.narrate import tell
 from oobleck.master.profiles import read_profiles, write_profile
 from oobleck.master.reconcile import reconcile
 from oobleck.master.records import records_of

@@ -11,7 +11,7 @@ off, it is the master that is cut off, and only leases count.
 from collections.abc import Iterator
 
 from oobleck.host.detection import Detection
-from oobleck.master.events import NodeLost, Sighting, WorkerLost
+from oobleck.master.nodeevents import NodeLost, Sighting, WorkerLost
 from oobleck.master.sightings import carried, describe_exit, of_exit, of_hang
 from oobleck.master.state import ClusterState, Job, Node
 from oobleck.planner.ids import WorkerId

@@ -4,7 +4,8 @@ from oobleck.host.messages import Rendezvous
 from oobleck.master import planning
 from oobleck.master.decision import Look
 from oobleck.master.ending import transition
-from oobleck.master.events import Cause, PlanMade, WorkerLost
+from oobleck.master.nodeevents import WorkerLost
+from oobleck.master.planevents import Cause, PlanMade
 from oobleck.master.sightings import carried
 from oobleck.master.state import ClusterState, Job
 from oobleck.planner.ids import Generation, Incarnation, WorkerId

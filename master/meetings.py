@@ -9,7 +9,7 @@ step. Pure.
 from oobleck.host.detection import Detection
 from oobleck.master.decision import Decision, Look
 from oobleck.master.ending import transition
-from oobleck.master.events import JobFailed
+from oobleck.master.jobevents import JobFailed
 from oobleck.master.sightings import carried
 from oobleck.master.state import Job
 from oobleck.planner.ids import WorkerId

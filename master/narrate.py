@@ -2,12 +2,9 @@
 
 import logging
 
-from oobleck.master.events import (
-    JobFailed,
-    JournalCut,
-    Journaled,
-    MasterStarted,
-    MeasuringStarted,
+from oobleck.master.events import JournalCut, Journaled, MasterStarted
+from oobleck.master.jobevents import JobFailed, MeasuringStarted, ProfileChosen
+from oobleck.master.nodeevents import (
     NodeDrained,
     NodeDrainRequested,
     NodeKept,
@@ -18,10 +15,9 @@ from oobleck.master.events import (
     NodeReleased,
     NodeReset,
     NodeUndrained,
-    PlanMade,
-    ProfileChosen,
     WorkerLost,
 )
+from oobleck.master.planevents import PlanMade
 from oobleck.master.trustevents import (
     CredentialIssued,
     CredentialsRevoked,

@@ -9,7 +9,7 @@ from oobleck.host.messages import (
     StepRecord,
 )
 from oobleck.master import isolation, sightings
-from oobleck.master.events import (
+from oobleck.master.observations import (
     AgentRefused,
     EvaluationReceived,
     MeasurementReported,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from oobleck.master.cordon import moves_off
-from oobleck.master.events import NodeDrained, NodeLeftOut
+from oobleck.master.nodeevents import NodeDrained, NodeLeftOut
 from oobleck.master.state import ClusterState, Job, Node
 from oobleck.planner.catalogue import Catalogue, Offer
 from oobleck.planner.choose import keep_schedule, with_residents

@@ -5,18 +5,11 @@ from dataclasses import replace
 
 from oobleck.master import draining, fitness, isolation, meetings, planning, profiling
 from oobleck.master.decision import Decision, Look
-from oobleck.master.events import (
-    Cause,
-    JobFailed,
-    JobStarted,
-    JobWaiting,
-    NodeDrained,
-    NodeLost,
-    NodeReset,
-    WorkerLost,
-)
+from oobleck.master.jobevents import JobFailed, JobStarted, JobWaiting
 from oobleck.master.losses import lost_workers
 from oobleck.master.making import next_generation, plan_made
+from oobleck.master.nodeevents import NodeDrained, NodeLost, NodeReset, WorkerLost
+from oobleck.master.planevents import Cause
 from oobleck.master.state import ClusterState, Job, Node
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.plan import Plan

@@ -6,7 +6,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from oobleck.master.events import ProfilesFound
+from oobleck.master.observations import ProfilesFound
 from oobleck.planner.profile import Profile
 from oobleck.planner.profilefile import format_profile, parse_profile
 

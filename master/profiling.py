@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from oobleck.host.messages import Measure, Meeting, Rendezvous
 from oobleck.master.decision import Decision, Look
-from oobleck.master.events import JobFailed, JobSucceeded, MeasuringStarted, ProfileChosen
+from oobleck.master.jobevents import JobFailed, JobSucceeded, MeasuringStarted, ProfileChosen
 from oobleck.master.state import ClusterState, Job, Node
 from oobleck.planner.ids import Incarnation, WorkerId
 from oobleck.planner.measurement import Scope, assemble_profile, check_measured, profile_key

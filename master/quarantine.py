@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from oobleck.master.cordon import is_quarantined
 from oobleck.master.decision import Decision, Look
-from oobleck.master.events import NodeQuarantined, NodeReleased
+from oobleck.master.nodeevents import NodeQuarantined, NodeReleased
 from oobleck.master.state import ClusterState, Node
 from oobleck.planner.units import count
 

@@ -21,8 +21,8 @@ from oobleck.master import (
     turns,
 )
 from oobleck.master.decision import Decision, Look, Rule
-from oobleck.master.events import NodeCleared
 from oobleck.master.losses import lost_nodes, next_lease_end
+from oobleck.master.nodeevents import NodeCleared
 from oobleck.master.state import ClusterState
 
 

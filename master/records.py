@@ -7,9 +7,11 @@ file lacks. Must not know files; `oobleck.master.eventlog` numbers and writes th
 from collections.abc import Mapping
 
 from oobleck.master.cordon import CordonEvent
-from oobleck.master.events import (
+from oobleck.master.events import JournalCut, Journaled
+from oobleck.master.incidentrecord import record as incident_record
+from oobleck.master.investigate import closes, incident_after
+from oobleck.master.jobevents import (
     CheckpointPublished,
-    FirstStepCommitted,
     JobCancelled,
     JobEnded,
     JobFailed,
@@ -18,9 +20,11 @@ from oobleck.master.events import (
     JobSubmitted,
     JobSucceeded,
     JobWaiting,
-    JournalCut,
-    Journaled,
     MeasuringStarted,
+    ProfileChosen,
+    SaveProblem,
+)
+from oobleck.master.nodeevents import (
     NodeDrained,
     NodeDrainRequested,
     NodeKept,
@@ -31,14 +35,9 @@ from oobleck.master.events import (
     NodeReleased,
     NodeReset,
     NodeUndrained,
-    PlanMade,
-    ProfileChosen,
-    SaveProblem,
-    Transition,
     WorkerLost,
 )
-from oobleck.master.incidentrecord import record as incident_record
-from oobleck.master.investigate import closes, incident_after
+from oobleck.master.planevents import FirstStepCommitted, PlanMade, Transition
 from oobleck.master.state import ENDED, ClusterState, Job
 from oobleck.planner.ids import Generation, JobId
 from oobleck.planner.plan import Plan

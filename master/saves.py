@@ -6,7 +6,7 @@ go back to one (`oobleck.master.plans`); the master remembers what there is, and
 
 from oobleck.host.messages import CheckpointSaved, Restored, SaveFailed
 from oobleck.master.decision import Decision, Look
-from oobleck.master.events import CheckpointPublished, JobRestored, SaveProblem
+from oobleck.master.jobevents import CheckpointPublished, JobRestored, SaveProblem
 from oobleck.master.state import Job, SaveReport
 
 _Event = CheckpointPublished | SaveProblem | JobRestored

@@ -7,15 +7,15 @@ and came back, or a peer's report without a loss, is of no incident.
 
 import msgspec
 
-from oobleck.master.events import (
+from oobleck.master.incident import MOST_SIGHTINGS
+from oobleck.master.nodeevents import Sighting
+from oobleck.master.observations import (
     PeerLostReported,
-    Sighting,
     StreamClosed,
     WorkerExitReported,
     WorkerFailedReported,
     WorkerHungReported,
 )
-from oobleck.master.incident import MOST_SIGHTINGS
 from oobleck.master.state import ClusterState, Job
 from oobleck.planner.ids import WorkerId
 from oobleck.proto.types import Hung, WorkerExited

@@ -21,19 +21,17 @@ from oobleck.host.messages import (
     SaveFailed,
     StepRecord,
 )
-from oobleck.master.events import (
-    MeasuringStarted,
+from oobleck.master.incident import Incident, LastIncident
+from oobleck.master.jobevents import MeasuringStarted, ProfileChosen
+from oobleck.master.nodeevents import (
     NodeDrained,
     NodeLeftOut,
     NodeLost,
     NodeReset,
-    PlanMade,
-    ProfileChosen,
     Sighting,
-    Transition,
     WorkerLost,
 )
-from oobleck.master.incident import Incident, LastIncident
+from oobleck.master.planevents import PlanMade, Transition
 from oobleck.master.trust import Trust
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job import JobSpec

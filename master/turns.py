@@ -9,7 +9,7 @@ for another one.
 
 from oobleck.master import planning
 from oobleck.master.decision import Decision, Look
-from oobleck.master.events import JobPutBack, JobStarted
+from oobleck.master.jobevents import JobPutBack, JobStarted
 from oobleck.master.state import ClusterState, Job
 from oobleck.planner.errors import PlanInfeasible
 

@@ -34,23 +34,21 @@ from oobleck.host.messages import (
 from oobleck.master import snapshot
 from oobleck.master.admit import Refusal, admit
 from oobleck.master.apply import apply
-from oobleck.master.events import (
-    AgentRefused,
+from oobleck.master.events import JournalCut, Journaled, MasterStarted
+from oobleck.master.jobevents import (
     CheckpointPublished,
     CheckpointRequested,
-    EvaluationReceived,
-    FirstStepCommitted,
     JobCancelRequested,
     JobFailed,
     JobPutBack,
     JobRestored,
     JobSubmitted,
     JobWaiting,
-    JournalCut,
-    Journaled,
-    MasterStarted,
-    MeasurementReported,
     MeasuringStarted,
+    ProfileChosen,
+    SaveProblem,
+)
+from oobleck.master.nodeevents import (
     NodeCleared,
     NodeDrained,
     NodeDrainRequested,
@@ -62,14 +60,17 @@ from oobleck.master.events import (
     NodeReleased,
     NodeReset,
     NodeUndrained,
+    WorkerLost,
+)
+from oobleck.master.observations import (
+    AgentRefused,
+    EvaluationReceived,
+    MeasurementReported,
     Observed,
     PeerLostReported,
     PhaseReported,
-    PlanMade,
-    ProfileChosen,
     ProfilesFound,
     RecordsReceived,
-    SaveProblem,
     SaveReported,
     StatusReceived,
     StreamClosed,
@@ -78,8 +79,8 @@ from oobleck.master.events import (
     WorkerExitReported,
     WorkerFailedReported,
     WorkerHungReported,
-    WorkerLost,
 )
+from oobleck.master.planevents import FirstStepCommitted, PlanMade
 from oobleck.master.reconcile import reconcile
 from oobleck.master.records import records_of
 from oobleck.master.state import ClusterState, JobSeen, NodeSeen

@@ -19,7 +19,7 @@ from fake_agent import QUICK, FakeAgent, MasterProcess, master, operator
 from scenario import UNIX, Player, record
 
 from oobleck.host.messages import Evaluated, EvaluationRecord
-from oobleck.master.events import JobWaiting
+from oobleck.master.jobevents import JobWaiting
 from oobleck.master.journal import Journal
 from oobleck.planner.ids import Generation, JobId
 from oobleck.proto import control_pb2 as pb

@@ -12,7 +12,8 @@ from scenario import Player, durable
 
 from oobleck.master import snapshot as snapshots
 from oobleck.master.apply import apply
-from oobleck.master.events import JobCancelRequested, JobWaiting, Journaled
+from oobleck.master.events import Journaled
+from oobleck.master.jobevents import JobCancelRequested, JobWaiting
 from oobleck.master.journal import Cut, Journal, JournalUnusable, Snapshot
 from oobleck.master.state import ClusterState
 from oobleck.master.storage import StorageFailed

@@ -7,7 +7,8 @@ import pytest
 
 from oobleck.host.messages import Rendezvous
 from oobleck.master import planning
-from oobleck.master.events import PlanMade, ProfileChosen
+from oobleck.master.jobevents import ProfileChosen
+from oobleck.master.planevents import PlanMade
 from oobleck.master.state import ClusterState, Job, Node, NodeSeen
 from oobleck.planner import catalogue
 from oobleck.planner.errors import PlanInfeasible

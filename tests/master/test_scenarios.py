@@ -10,7 +10,7 @@ import pytest
 from scenario import Player
 
 from oobleck.master.apply import InvalidTransition, apply
-from oobleck.master.events import JobStarted
+from oobleck.master.jobevents import JobStarted
 from oobleck.master.state import Job
 from oobleck.planner.ids import JobId
 

@@ -6,13 +6,9 @@ from typing import TYPE_CHECKING, Any
 from oobleck.agent import outbox as outboxes
 from oobleck.agent.records import LIMIT
 from oobleck.host.messages import Assign
-from oobleck.master.events import (
-    JobCancelled,
-    JobFailed,
-    JobSucceeded,
-    Journaled,
-    PlanMade,
-)
+from oobleck.master.events import Journaled
+from oobleck.master.jobevents import JobCancelled, JobFailed, JobSucceeded
+from oobleck.master.planevents import PlanMade
 from oobleck.planner.ids import Generation, JobId, WorkerId
 from oobleck.planner.transfer import LayerLost, Shard, require_holders
 from oobleck.worker.rejoin import Agreement

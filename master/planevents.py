@@ -1,0 +1,98 @@
+"""Journaled events of plans: a generation is made or found, and has come to its first step.
+
+Owns the words for what a plan answers (`Cause`) and for how the way into a generation went
+(`Transition`). Must not know what the events change.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from oobleck.host.messages import Rendezvous
+from oobleck.master.nodeevents import Sighting
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from oobleck.planner.plan import Plan
+
+#: What a plan answers.
+Cause = Literal[
+    "start",
+    "node lost",
+    "worker lost",
+    "peers lost",
+    "no progress",
+    "node joined",
+    "node returned",
+    "node left out",
+    "node drained",
+    "journal cut",
+]
+
+
+class Transition(msgspec.Struct, frozen=True, kw_only=True):
+    """How the way into a generation went, as far as it went."""
+
+    #: detect, plan, abort, rendezvous, transfer, first_step; they add up to `total_s`.
+    phases: dict[str, float]
+    total_s: float
+    #: Step that was begun and is done again; None: none.
+    redo_step: int | None
+    rolled_forward: bool
+    received_bytes: int
+    #: Micro-batches of the step that is done again which did not have to be.
+    salvaged_microbatches: int = 0
+    #: Where it did not come to a step: who had not left the generation before.
+    unanswered: tuple[WorkerId, ...] = ()
+    #: The phases inside were not observed because the master restarted meanwhile.
+    master_restarted: bool
+
+
+class PlanMade(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The next generation: every node of the plan is to enter it."""
+
+    job_id: JobId
+    plan: Plan
+    rendezvous: Rendezvous
+    boundary: bool
+    #: The processes that the plan counts on, in rank order.
+    incarnations: tuple[Incarnation, ...]
+    cause: Cause
+    rule: str
+    reason: str
+    nodes_lost: tuple[NodeName, ...]
+    workers_lost: tuple[WorkerId, ...]
+    nodes_joined: tuple[NodeName, ...]
+    can_lose: int
+    worker_slots: int
+    detect_s: float
+    #: Workers of the plan before that leave with the switch, and their processes; whether those
+    #: hand over layers first. See `oobleck.host.messages.Assign`.
+    leaving: tuple[WorkerId, ...] = ()
+    leaving_incarnations: tuple[Incarnation, ...] = ()
+    handover: bool = False
+    #: Fingerprint of the data that all workers of the job read.
+    data: str = ""
+    #: A part of the model is with nobody: all go back to the newest checkpoint.
+    restore: bool = False
+    #: Of the generation before, where it did not come to its first step.
+    overtaken: Transition | None = None
+    #: What was seen of failures since the last event that carries such.
+    sightings: tuple[Sighting, ...] = ()
+
+
+class PlanFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Agents have a plan that the journal does not have, and not all of them are there that are in
+    it. It tells which layers their workers hold."""
+
+    job_id: JobId
+    plan: Plan
+
+
+class FirstStepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The newest generation has committed its first step."""
+
+    job_id: JobId
+    generation: Generation
+    step: int
+    transition: Transition
+    #: As in PlanMade.
+    sightings: tuple[Sighting, ...] = ()
