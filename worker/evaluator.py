@@ -10,33 +10,21 @@ from a step has told of its evaluation before.
 import logging
 import math
 import time
-from collections.abc import Mapping
 
 import torch
 
 from oobleck.host.messages import Evaluated, EvaluationRecord
 from oobleck.planner.compile import compile_evaluation
-from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.ids import Generation
 from oobleck.planner.job import JobSpec
-from oobleck.planner.plan import Plan
-from oobleck.planner.program import (
-    Action,
-    Forward,
-    LoadTokens,
-    Program,
-    ReceiveActivation,
-    SendActivation,
-    Share,
-)
+from oobleck.planner.program import Action, Instruction, LoadTokens
 from oobleck.worker.control import Control
-from oobleck.worker.exchange import Exchange
+from oobleck.worker.data import Tokens
 from oobleck.worker.faults import FaultInjector
 from oobleck.worker.heldout import HeldOut
-from oobleck.worker.mailbox import Mailbox, joined
-from oobleck.worker.objective import inputs_and_targets
+from oobleck.worker.interpreter import Interpreter, Purpose, StepEnd
 from oobleck.worker.random import RowKeys
 from oobleck.worker.stage import StageRunner
-from oobleck.worker.state import ModelState
 from oobleck.worker.timeline import Timeline
 from oobleck.worker.transport import Transport
 
@@ -53,39 +41,31 @@ class Evaluator:
         self,
         *,
         job: JobSpec,
-        worker: WorkerId,
-        state: ModelState,
         held_out: HeldOut,
         control: Control,
         faults: FaultInjector,
-        device: torch.device,
         timeline: Timeline,
     ) -> None:
         self._job = job
-        self._worker = worker
-        self._state = state
         self._held_out = held_out
         self._control = control
         self._faults = faults
-        self._device = device
         self._timeline = timeline
         self._newest: EvaluationRecord | None = None
-        #: Of each micro-batch, those that this worker computes.
-        self._rows = range(0)
 
-    def run(self, step: int, plan: Plan, transport: Transport, exchange: Exchange) -> None:
+    def run(self, step: int, interpreter: Interpreter) -> None:
         """Evaluate the state after `step`, if that is due and not done, and report the result.
 
-        `exchange`: with the other workers of the stage, which is between two steps. Every worker
-        of the plan calls it at the same step. Raises TransportError when a peer is lost, Superseded
-        when a newer generation is wanted, DataError.
+        `interpreter`: of the generation, which is between two steps. Every worker of the plan calls
+        it at the same step. Raises TransportError when a peer is lost, Superseded when a newer
+        generation is wanted, DataError.
         """
         if not self._held_out.due(step):
             return
         with self._timeline.span("evaluate", step):
-            known = self._known(step, transport)
+            known = self._known(step, interpreter.transport)
             if known is None:
-                known = self._evaluate(step, plan, transport, exchange)
+                known = self._evaluate(step, interpreter)
         if self._newest is None or self._newest.step != step:
             self._newest = known
             self._control.report(Evaluated(record=known))
@@ -112,47 +92,26 @@ class Evaluator:
                 )
         return None
 
-    def _evaluate(
-        self, step: int, plan: Plan, transport: Transport, exchange: Exchange
-    ) -> EvaluationRecord:
+    def _evaluate(self, step: int, interpreter: Interpreter) -> EvaluationRecord:
         began = time.monotonic()
-        count = self._held_out.microbatches
-        rounds = compile_evaluation(plan, count)
-        members = plan.stage_of(self._worker).workers
-        part = members.index(self._worker)
-        share = Share(part, part + 1, len(members))
-        self._rows = share.of_rows(self._job.training.microbatch)
-        stage = StageRunner(
-            self._state,
-            plan.holdings()[self._worker],
-            self._job,
-            self._device,
-            exchange=exchange,
-        )
-        exchange.begin({})
-        rank = {member: index for index, member in enumerate(plan.workers)}
-        total = 0.0
-        for number in range(len(rounds[self._worker])):
+        plan, worker = interpreter.plan, interpreter.worker
+        evaluation = _Evaluation(self._job, self._held_out, self._faults, plan.generation, step)
+        interpreter.exchange.begin({})
+        rounds = compile_evaluation(plan, self._held_out.microbatches)
+        for number, program in enumerate(rounds[worker]):
             programs = {
-                worker: programs[number] if number < len(programs) else ()
-                for worker, programs in rounds.items()
+                member: programs[number] if number < len(programs) else ()
+                for member, programs in rounds.items()
             }
-            mailbox = Mailbox(
-                self._worker,
-                programs,
-                transport,
-                rank=rank,
-                stages=max(len(pipeline.stages) for pipeline in plan.pipelines),
-                shape=stage.activation_shape,
-                own=share,
-                dtype=stage.activation_dtype,
-                device=stage.device,
-            )
-            total += self._run_round(step, plan, programs, stage, mailbox)
-        exchange.end()
-        losses = torch.tensor([total], dtype=torch.float64)
+            mailbox = interpreter.mailbox(programs)
+            mailbox.begin()
+            interpreter.run(program, mailbox, evaluation)
+            mailbox.finish()
+        interpreter.exchange.end()
+        losses = torch.tensor([evaluation.loss], dtype=torch.float64)
+        transport = interpreter.transport
         transport.all_reduce(losses, tuple(range(transport.size))).wait()
-        loss = losses.item() / count
+        loss = losses.item() / self._held_out.microbatches
         return EvaluationRecord(
             step=step,
             loss=loss if math.isfinite(loss) else None,
@@ -162,64 +121,61 @@ class Evaluator:
             time=time.time(),
         )
 
-    def _run_round(
+
+class _Evaluation(Purpose):
+    """One evaluation of the state after a step on one worker."""
+
+    def __init__(
         self,
+        job: JobSpec,
+        held_out: HeldOut,
+        faults: FaultInjector,
+        generation: Generation,
         step: int,
-        plan: Plan,
-        programs: Mapping[WorkerId, Program],
-        stage: StageRunner,
-        mailbox: Mailbox,
-    ) -> float:
-        """The sum of the losses of the round's micro-batches, on the last stage; else 0."""
-        mailbox.begin()
-        total = 0.0
-        tokens: dict[int, torch.Tensor] = {}
-        targets: dict[int, torch.Tensor] = {}
-        arrived: dict[int, list[torch.Tensor]] = {}
-        outputs: dict[int, torch.Tensor] = {}
-        for instruction in programs[self._worker]:
-            assert isinstance(instruction, Action), "an evaluation has no vote"
-            m = instruction.microbatch
-            self._control.check_wanted(plan.generation)
-            self._faults.reached("evaluating", generation=plan.generation, step=step, microbatch=m)
-            match instruction:
-                case LoadTokens():
-                    own = slice(self._rows.start, self._rows.stop)
-                    rows = torch.from_numpy(self._held_out.rows(m)[own])
-                    tokens[m], targets[m] = inputs_and_targets(self._job.model, rows, self._keys(m))
-                case ReceiveActivation():
-                    arrived.setdefault(m, []).append(mailbox.receive(instruction))
-                case Forward():
-                    x = tokens.pop(m) if stage.first else joined(arrived.pop(m))
-                    assert x is not None, "a stage's input is there before its forward"
-                    outputs[m] = self._forward(stage, m, x, targets.pop(m, None))
-                case SendActivation():
-                    if mailbox.send(instruction, outputs[m]):
-                        del outputs[m]
-                case _:
-                    raise AssertionError(f"{instruction} in an evaluation")
-            if stage.last and isinstance(instruction, Forward):
-                total += outputs.pop(m).item()
-        mailbox.finish()
-        return total
+    ) -> None:
+        #: Sum over the micro-batches whose loss this worker computed.
+        self.loss = 0.0
+        self._job = job
+        self._held_out = held_out
+        self._faults = faults
+        self._generation = generation
+        self._step = step
 
-    def _forward(
-        self, stage: StageRunner, microbatch: int, x: torch.Tensor, targets: torch.Tensor | None
-    ) -> torch.Tensor:
-        return stage.forward(
-            microbatch,
-            x,
-            self._keys(microbatch),
-            targets if stage.last else None,
-            lowest=self._job.model.layer_count,
-        )
+    def reached(self, when: str, instruction: Instruction) -> None:
+        assert isinstance(instruction, Action), "an evaluation has no vote"
+        if when == "before":
+            self._faults.reached(
+                "evaluating",
+                generation=self._generation,
+                step=self._step,
+                microbatch=instruction.microbatch,
+            )
 
-    def _keys(self, microbatch: int) -> RowKeys:
+    def keys(self, microbatch: int, rows: range) -> RowKeys:
+        positions = self._held_out.positions(microbatch)[rows.start : rows.stop]
         return RowKeys(
             seed=self._job.training.seed,
             step=_NO_STEP,
-            positions=tuple(
-                self._held_out.positions(microbatch)[self._rows.start : self._rows.stop]
-            ),
+            positions=tuple(positions),
             training=False,
         )
+
+    def load(self, instruction: LoadTokens, rows: range) -> Tokens:
+        return self._held_out.rows(instruction.microbatch)[rows.start : rows.stop]
+
+    def forward(
+        self,
+        stage: StageRunner,
+        microbatch: int,
+        x: torch.Tensor,
+        keys: RowKeys,
+        targets: torch.Tensor | None,
+    ) -> torch.Tensor:
+        # No layer wants a backward, so nothing is kept for one.
+        return stage.forward(microbatch, x, keys, targets, lowest=self._job.model.layer_count)
+
+    def take_loss(self, microbatch: int, loss: float, rows: range) -> None:
+        self.loss += loss
+
+    def end(self, instruction: StepEnd) -> None:
+        raise AssertionError(f"{instruction} in an evaluation")

@@ -1,8 +1,8 @@
-"""The interpreter: runs one worker's program, one training step at a time.
+"""Training steps of one generation on one worker.
 
-Owns what is between the instructions of a step (tokens, outputs, gradients on their way) and the
-order of effects around the commit. Decides nothing: who does what when is in the program, what
-a layer computes is in the stage, how tensors travel is in the mailbox and the gradient sums.
+Owns the order of effects from the begin of a step to its commit: which course it follows, what it
+loads, where losses and digests go, the sums, the vote and the update. How a program is run is the
+interpreter's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,20 +15,11 @@ from oobleck.planner.job import JobSpec
 from oobleck.planner.plan import Plan
 from oobleck.planner.program import (
     Action,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
     Instruction,
     LayerPart,
     LoadTokens,
     OptimizerStep,
     Program,
-    ReceiveActivation,
-    ReceiveGradient,
-    SendActivation,
-    SendGradient,
-    Share,
     SyncGradient,
     Vote,
 )
@@ -36,11 +27,10 @@ from oobleck.worker import vote
 from oobleck.worker.commit import Progress, commit, count_votes, make_record
 from oobleck.worker.control import Control
 from oobleck.worker.course import Course, Redo
-from oobleck.worker.exchange import Exchange, NoExchange, StageExchange
+from oobleck.worker.data import Tokens
 from oobleck.worker.faults import FaultInjector
 from oobleck.worker.gradientsums import GradientSums
-from oobleck.worker.mailbox import Mailbox, joined
-from oobleck.worker.objective import inputs_and_targets
+from oobleck.worker.interpreter import Interpreter, Purpose, StepEnd
 from oobleck.worker.prefetch import Prefetcher
 from oobleck.worker.random import RowKeys
 from oobleck.worker.salvage import Salvage
@@ -64,25 +54,8 @@ def owner_groups(programs: Iterable[Program], plan: Plan) -> list[Group]:
     )
 
 
-#: What an instruction is called in a timeline.
-_SPANS: Mapping[type[Instruction], str] = {
-    LoadTokens: "load",
-    ReceiveActivation: "receive activation",
-    Forward: "forward",
-    SendActivation: "send activation",
-    ReceiveGradient: "receive gradient",
-    Backward: "backward",
-    BackwardInput: "backward input",
-    BackwardWeight: "backward weight",
-    SendGradient: "send gradient",
-    SyncGradient: "sync gradient",
-    Vote: "vote",
-    OptimizerStep: "optimizer",
-}
-
-
-class Executor:
-    """Runs the steps of one generation on one worker."""
+class Executor(Purpose):
+    """Runs the steps of one generation on one worker; the purpose of its programs."""
 
     def __init__(
         self,
@@ -114,51 +87,25 @@ class Executor:
         self._faults = faults
         self._timeline = timeline
         self._layers = plan.holdings()[worker]
-        self._stage_count = [len(pipeline.stages) for pipeline in plan.pipelines]
-        self._rank = {member: index for index, member in enumerate(plan.workers)}
-        self._sums = GradientSums(programs[worker], self._rank, state, transport, timeline)
-        stage = plan.stage_of(worker)
-        part, parts = stage.workers.index(worker), len(stage.workers)
-        #: Which rows of a micro-batch are this worker's.
-        self._share = Share(part, part + 1, parts)
-        self._rows = self._share.of_rows(job.training.microbatch)
-        self.exchange: Exchange = NoExchange()
-        if parts > 1:
-            self.exchange = StageExchange(
-                state,
-                self._layers,
-                transport,
-                [self._rank[member] for member in stage.workers],
-                resident=stage.resident,
-                timeline=timeline,
-            )
-        self._stage = StageRunner(
-            state,
-            self._layers,
-            job,
-            device,
-            self._sums.added,
+        rank = {member: index for index, member in enumerate(plan.workers)}
+        self._sums = GradientSums(programs[worker], rank, state, transport, timeline)
+        self.interpreter = Interpreter(
+            job=job,
+            plan=plan,
+            worker=worker,
+            transport=transport,
+            state=state,
+            control=control,
+            device=device,
             timeline=timeline,
-            exchange=self.exchange,
+            on_added=self._sums.added,
         )
-        #: What a worker sends on that has no row of a micro-batch.
-        self._no_rows = torch.empty(0)
         self._whole = self._course_of(programs)
 
     def _course_of(
         self, programs: Mapping[WorkerId, Program], salvage: Salvage | None = None
     ) -> Course:
-        mailbox = Mailbox(
-            self._worker,
-            programs,
-            self._transport,
-            rank=self._rank,
-            stages=max(self._stage_count),
-            shape=self._stage.activation_shape,
-            own=self._share,
-            dtype=self._stage.activation_dtype,
-            device=self._stage.device,
-        )
+        mailbox = self.interpreter.mailbox(programs)
         return Course(self._worker, self._layers, programs[self._worker], mailbox, salvage)
 
     def run_step(self, step: int, redo: Redo | None = None) -> tuple[StepRecord, Generation | None]:
@@ -172,23 +119,12 @@ class Executor:
         timeline.begin_step(step, wanted)
         with timeline.span("step", step):
             self._begin(step, redo)
-            for instruction in self._course.program:
-                self._control.check_wanted(self._plan.generation)
-                self._probe("before", instruction)
-                microbatch = instruction.microbatch if isinstance(instruction, Action) else None
-                with timeline.span(_SPANS[type(instruction)], microbatch):
-                    self._execute(instruction)
-                self._probe("after", instruction)
+            self.interpreter.run(self._course.program, self._course.mailbox, self)
         if (recorded := timeline.end_step(step, wanted)) is not None:
             self._control.report_recorded(recorded)
         assert self._result is not None, "a program ends with a vote"
         record = make_record(self._job, self._plan.generation, self._progress, self._result)
         return record, self._result.switch_to
-
-    def settle(self) -> None:
-        """Leave a step in the middle: what was left for later is added to the layers' gradients,
-        and nothing is kept of micro-batches that were on their way."""
-        self._stage.settle()
 
     def _begin(self, step: int, redo: Redo | None) -> None:
         course = self._whole
@@ -204,19 +140,12 @@ class Executor:
         self._prefetcher.begin(step, course.loads, self._whole.loads)
         self._state.zero_gradients(keeping=course.counted)
         self._step = step
-        self._tokens: dict[int, torch.Tensor] = {}
-        self._targets: dict[int, torch.Tensor] = {}
-        #: Rows of a micro-batch that have arrived, in order: from one neighbour or several.
-        self._inputs: dict[int, list[torch.Tensor]] = {}
-        self._outputs: dict[int, torch.Tensor] = {}
-        self._gradients: dict[int, list[torch.Tensor]] = {}
-        self._input_gradients: dict[int, torch.Tensor] = {}
         self._result: vote.Result | None = None
-        self.exchange.begin(course.due)
+        self.interpreter.exchange.begin(course.due)
         course.mailbox.begin()
         self._sums.begin(course.due)
 
-    def _probe(self, when: str, instruction: Instruction) -> None:
+    def reached(self, when: str, instruction: Instruction) -> None:
         microbatch = instruction.microbatch if isinstance(instruction, Action) else None
         self._faults.reached(
             f"{when}:{type(instruction).__name__}",
@@ -225,26 +154,47 @@ class Executor:
             microbatch=microbatch,
         )
 
-    def _execute(self, instruction: Instruction) -> None:
+    def keys(self, microbatch: int, rows: range) -> RowKeys:
+        first = microbatch * self._job.training.microbatch
+        positions = tuple(range(first + rows.start, first + rows.stop))
+        return RowKeys(seed=self._job.training.seed, step=self._step, positions=positions)
+
+    def load(self, instruction: LoadTokens, rows: range) -> Tokens:
+        loaded = self._prefetcher.take(self._step, instruction.microbatch)
+        own = slice(rows.start, rows.stop)
+        if instruction.stage == 0:
+            digests = zip(loaded.positions[own], loaded.digests[own], strict=True)
+            self._progress.row_digests.update(digests)
+        return loaded.rows[own]
+
+    def forward(
+        self,
+        stage: StageRunner,
+        microbatch: int,
+        x: torch.Tensor,
+        keys: RowKeys,
+        targets: torch.Tensor | None,
+    ) -> torch.Tensor:
+        course = self._course
+        return stage.forward(
+            microbatch,
+            x,
+            keys,
+            targets,
+            split=microbatch in course.split,
+            adding=course.adding(microbatch),
+            lowest=course.lowest(microbatch),
+            by_layer=microbatch == course.last and self._sums.several,
+        )
+
+    def take_loss(self, microbatch: int, loss: float, rows: range) -> None:
+        if len(rows) == self._job.training.microbatch:
+            self._progress.losses[microbatch] = loss
+        else:
+            self._progress.loss_parts += loss
+
+    def end(self, instruction: StepEnd) -> None:
         match instruction:
-            case LoadTokens():
-                self._load(instruction)
-            case ReceiveActivation(microbatch=m):
-                self._inputs.setdefault(m, []).append(self._course.mailbox.receive(instruction))
-            case Forward():
-                self._forward(instruction)
-            case SendActivation():
-                self._send(instruction, self._outputs)
-            case ReceiveGradient(microbatch=m):
-                self._gradients.setdefault(m, []).append(self._course.mailbox.receive(instruction))
-            case Backward(microbatch=m):
-                self._keep(m, self._stage.backward(m, joined(self._gradients.pop(m, []))))
-            case BackwardInput(microbatch=m):
-                self._keep(m, self._stage.backward_input(m, joined(self._gradients.pop(m, []))))
-            case BackwardWeight(microbatch=m):
-                self._stage.backward_weight(m)
-            case SendGradient():
-                self._send(instruction, self._input_gradients)
             case SyncGradient():
                 self._sums.check_started(instruction)
             case Vote():
@@ -254,64 +204,10 @@ class Executor:
                 commit(self._state, self._job, self._progress, self._result, self._step)
                 self._saver.committed(self._step, self._result.saving)
 
-    def _keep(self, microbatch: int, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:
-            self._input_gradients[microbatch] = gradient
-
-    def _send(self, message: SendActivation | SendGradient, kept: dict[int, torch.Tensor]) -> None:
-        rows = kept.get(message.microbatch, self._no_rows)
-        if self._course.mailbox.send(message, rows):
-            kept.pop(message.microbatch, None)
-
-    def _keys(self, microbatch: int) -> RowKeys:
-        """Of this worker's rows of the micro-batch."""
-        first = microbatch * self._job.training.microbatch
-        positions = tuple(range(first + self._rows.start, first + self._rows.stop))
-        return RowKeys(seed=self._job.training.seed, step=self._step, positions=positions)
-
-    def _load(self, instruction: LoadTokens) -> None:
-        loaded = self._prefetcher.take(self._step, instruction.microbatch)
-        rows = slice(self._rows.start, self._rows.stop)
-        tokens = torch.from_numpy(loaded.rows[rows])
-        keys = self._keys(instruction.microbatch)
-        inputs, targets = inputs_and_targets(self._job.model, tokens, keys)
-        if instruction.stage == 0:
-            self._tokens[instruction.microbatch] = inputs
-            digests = zip(loaded.positions[rows], loaded.digests[rows], strict=True)
-            self._progress.row_digests.update(digests)
-        if self._is_last(instruction):
-            self._targets[instruction.microbatch] = targets
-
-    def _is_last(self, action: Action) -> bool:
-        return action.stage == self._stage_count[action.pipeline] - 1
-
-    def _forward(self, instruction: Forward) -> None:
-        m = instruction.microbatch
-        keys = self._keys(m)
-        x = self._tokens.pop(m) if instruction.stage == 0 else joined(self._inputs.pop(m))
-        assert x is not None, "a stage's input is there before its forward"
-        output = self._stage.forward(
-            m,
-            x,
-            keys,
-            self._targets.pop(m, None),
-            split=m in self._course.split,
-            adding=self._course.adding(m),
-            lowest=self._course.lowest(m),
-            by_layer=m == self._course.last and self._sums.several,
-        )
-        if self._is_last(instruction):
-            if len(self._rows) == self._job.training.microbatch:
-                self._progress.losses[m] = output.item()
-            else:
-                self._progress.loss_parts += output.item()
-        else:
-            self._outputs[m] = output
-
     def _vote(self, norm_parts: tuple[LayerPart, ...]) -> None:
         with self._timeline.span("wait for sends"):
             self._course.mailbox.finish()
-        self.exchange.end()
+        self.interpreter.exchange.end()
         with self._timeline.span("wait for sums"):
             self._sums.wait()
             self._transport.complete()

@@ -111,12 +111,9 @@ class Session:
         if held_out is not None:
             self._evaluator = Evaluator(
                 job=launch.job,
-                worker=launch.worker,
-                state=self._state,
                 held_out=held_out,
                 control=control,
                 faults=self._faults,
-                device=self._device,
                 timeline=self._timeline,
             )
         self._entry = Entry(
@@ -199,7 +196,7 @@ class Session:
             self._executor = None
             return following
         if self._executor is not None:
-            self._executor.settle()
+            self._executor.interpreter.settle()
             self._executor = None
         with self._timeline.phase("wait for the plan"):
             return self._control.wait_next(generation)
@@ -304,9 +301,7 @@ class Session:
         while True:
             if self._evaluator is not None:
                 # Also at the entry into a generation: the last one may have ended in the middle.
-                self._evaluator.run(
-                    self._progress.committed, assign.plan, transport, executor.exchange
-                )
+                self._evaluator.run(self._progress.committed, executor.interpreter)
             if self._progress.committed >= self._job.training.steps:
                 break
             with self._timeline.first_step():
