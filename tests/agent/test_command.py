@@ -16,6 +16,7 @@ import pytest
 from oobleck.agent.__main__ import default_name
 from oobleck.agent.address import local_address
 from support.commands import end, start_master
+from support.waiting import PATIENCE_S, all_gone, until
 
 AGENT = [sys.executable, "-m", "oobleck.agent"]
 SUPPORT = Path(__file__).parent.parent / "support"
@@ -43,7 +44,7 @@ SUPPORT = Path(__file__).parent.parent / "support"
 )
 def test_wrong_usage_is_one_line(arguments: list[str], part: str) -> None:
     result = subprocess.run(
-        [*AGENT, *arguments], capture_output=True, text=True, check=False, timeout=20
+        [*AGENT, *arguments], capture_output=True, text=True, check=False, timeout=PATIENCE_S
     )
     assert result.returncode == 2
     (line,) = result.stderr.strip().split("\n")
@@ -69,20 +70,23 @@ def test_it_keeps_trying_and_says_why_once() -> None:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
         agent = start_agent(address)
-        time.sleep(2.0)
-        agent.send_signal(signal.SIGTERM)
-        assert agent.wait(5) == 0
-    with open_errors(agent) as errors:
-        lines = [line for line in errors.read().splitlines() if "no session" in line]
-    assert len(lines) == 1
-    assert "Connection refused" in lines[0]
+        with open_errors(agent) as errors:
+            assert "Connection refused" in wait_for_line(errors, "no session")
+            time.sleep(2.0)  # for further tries
+            probe.listen()
+            probe.settimeout(PATIENCE_S)
+            connection, _ = probe.accept()
+            agent.send_signal(signal.SIGTERM)
+            assert agent.wait(PATIENCE_S) == 0
+            connection.close()
+            assert "Connection refused" not in errors.read()
 
 
 def test_it_ends_with_its_parent() -> None:
     code = (
         "import subprocess, sys, time; "
         "p = subprocess.Popen(sys.argv[1:], stderr=subprocess.DEVNULL); "
-        "print(p.pid, flush=True); time.sleep(60)"
+        "print(p.pid, flush=True); time.sleep(600)"
     )
     command = [*AGENT, "--master", "127.0.0.1:1", "--exit-with-parent"]
     parent = subprocess.Popen(
@@ -90,15 +94,12 @@ def test_it_ends_with_its_parent() -> None:
     )
     assert parent.stdout is not None
     agent = psutil.Process(int(parent.stdout.readline()))
-    deadline = time.monotonic() + 5
-    while not agent.children() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(agent.children, "its warm process")
     (warm,) = agent.children()
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    _, alive = psutil.wait_procs([agent, warm], timeout=2)
-    assert not [process for process in alive if process.status() != "zombie"]
+    all_gone([agent, warm])
 
 
 def test_a_frozen_master_is_noticed_and_found_again(tmp_path: Path) -> None:
@@ -109,11 +110,11 @@ def test_a_frozen_master_is_noticed_and_found_again(tmp_path: Path) -> None:
         master.send_signal(signal.SIGSTOP)
         began = time.monotonic()
         wait_for_line(errors, "no session")
-        assert time.monotonic() - began < 9, "keepalive 2 s, ping 3 s, or a write of 5 s"
+        assert time.monotonic() - began < 30, "without its own time-outs gRPC takes 45 s"
         master.send_signal(signal.SIGCONT)
         wait_for_line(errors, "session began")
         agent.send_signal(signal.SIGTERM)
-        assert agent.wait(5) == 0
+        assert agent.wait(PATIENCE_S) == 0
     end(master)
 
 
@@ -132,8 +133,8 @@ def open_errors(process: subprocess.Popen[str]) -> IO[str]:
     return process.stderr
 
 
-def wait_for_line(stream: IO[str], pattern: str) -> None:
+def wait_for_line(stream: IO[str], pattern: str) -> str:
     for line in stream:
         if re.search(pattern, line):
-            return
+            return line
     raise AssertionError(f"the agent ended before {pattern!r}")

@@ -21,9 +21,9 @@ from oobleck.proto.control_pb2_grpc import (
     add_ControlServicer_to_server,
 )
 from oobleck.proto.detection import welcome_message
+from support.waiting import PATIENCE_S
 
 EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
-TIMEOUT_S = 40.0
 
 
 def job(name: str, *, steps: int = 1000, pause_ms: int = 10) -> JobSpec:
@@ -115,7 +115,7 @@ class Stream:
 
     async def until(self, what: Callable[[pb.AgentMessage], bool]) -> pb.AgentMessage:
         """The first message (from the registration on) that `what` is true for."""
-        async with asyncio.timeout(TIMEOUT_S), self._news:
+        async with asyncio.timeout(PATIENCE_S), self._news:
             while True:
                 for message in self.heard:
                     if what(message):
@@ -158,7 +158,7 @@ class ScriptedMaster(ControlServicer):
             stream.ended.set()
 
     async def next_session(self) -> Stream:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(PATIENCE_S):
             return await self.waiting.get()
 
     async def start(self, port: int = 0) -> None:
