@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator
 
 from oobleck.host.messages import Rendezvous
 from oobleck.master import planning
+from oobleck.master.job import Job
+from oobleck.master.node import Node, NodeSeen
 from oobleck.master.planevents import PlanMade
-from oobleck.master.state import ClusterState, Job, Node, NodeSeen
+from oobleck.master.state import ClusterState
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec

@@ -6,8 +6,9 @@ from oobleck.host.detection import Detection
 from oobleck.master.adoption import runs_unknown
 from oobleck.master.events import Journaled
 from oobleck.master.losses import lease
+from oobleck.master.node import Node
 from oobleck.master.nodeevents import NodeLost, NodeRegistered
-from oobleck.master.state import ClusterState, Node
+from oobleck.master.state import ClusterState
 from oobleck.planner.ids import Incarnation
 from oobleck.proto.types import PROTOCOL, Registration
 

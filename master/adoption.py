@@ -11,8 +11,10 @@ from collections.abc import Iterable, Mapping
 
 from oobleck.master import planning
 from oobleck.master.decision import Decision, Look
+from oobleck.master.job import ENDED, Job
+from oobleck.master.node import Node
 from oobleck.master.planevents import PlanFound, PlanMade
-from oobleck.master.state import ENDED, ClusterState, Job, Node
+from oobleck.master.state import ClusterState
 from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.proto.types import Assignment
 

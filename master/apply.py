@@ -24,6 +24,7 @@ from oobleck.master.events import Event, JournalCut, Journaled, MasterStarted
 from oobleck.master.incident import LastIncident
 from oobleck.master.incidentrecord import summary_of
 from oobleck.master.investigate import closes, incident_after
+from oobleck.master.job import ENDED, KNOWN_PROCESSES, KNOWN_REQUESTS, Job, JobState
 from oobleck.master.jobevents import (
     CheckpointPublished,
     CheckpointRequested,
@@ -40,6 +41,8 @@ from oobleck.master.jobevents import (
     ProfileChosen,
     SaveProblem,
 )
+from oobleck.master.jobseen import JobSeen, Way
+from oobleck.master.node import Node, NodeSeen
 from oobleck.master.nodeevents import (
     NodeCleared,
     NodeDrained,
@@ -57,18 +60,7 @@ from oobleck.master.nodeevents import (
 from oobleck.master.observations import Observed
 from oobleck.master.observe import observe
 from oobleck.master.planevents import FirstStepCommitted, PlanFound, PlanMade
-from oobleck.master.state import (
-    ENDED,
-    KNOWN_PROCESSES,
-    KNOWN_REQUESTS,
-    ClusterState,
-    Job,
-    JobSeen,
-    JobState,
-    Node,
-    NodeSeen,
-    Way,
-)
+from oobleck.master.state import ClusterState
 from oobleck.master.trust import fold as fold_trust
 from oobleck.master.trustevents import TrustChanged
 

@@ -11,10 +11,11 @@ fails with its words; later it waits for nodes, since a model that was trained i
 from oobleck.master import fitness, planning
 from oobleck.master.decision import Decision, Look
 from oobleck.master.ending import transition
+from oobleck.master.job import Job
 from oobleck.master.jobevents import JobFailed
 from oobleck.master.making import next_generation
+from oobleck.master.node import Node
 from oobleck.master.sightings import carried, describe_exit
-from oobleck.master.state import Job, Node
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import NodeName, WorkerId
 

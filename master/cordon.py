@@ -7,6 +7,8 @@ Must not know when work can move off a node: `oobleck.master.draining` decides t
 
 from dataclasses import replace
 
+from oobleck.master.job import Job
+from oobleck.master.node import Drain, Failures, Node
 from oobleck.master.nodeevents import (
     NodeDrained,
     NodeDrainRequested,
@@ -15,7 +17,7 @@ from oobleck.master.nodeevents import (
     NodeReleased,
     NodeUndrained,
 )
-from oobleck.master.state import ClusterState, Drain, Failures, Job, Node
+from oobleck.master.state import ClusterState
 from oobleck.planner.ids import NodeName
 from oobleck.proto.types import NodeFacts
 

@@ -14,10 +14,12 @@ from oobleck.master import planning
 from oobleck.master.cordon import moves_off
 from oobleck.master.decision import Decision, Look
 from oobleck.master.events import Journaled
+from oobleck.master.job import Job
 from oobleck.master.jobevents import CheckpointRequested
 from oobleck.master.making import next_generation, plan_made
+from oobleck.master.node import Drain, Node
 from oobleck.master.nodeevents import NodeDrained, NodeDrainRequested, NodeKept, NodeLost
-from oobleck.master.state import ClusterState, Drain, Job, Node
+from oobleck.master.state import ClusterState
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.reconfigure import Reconfiguration
 

@@ -1,10 +1,10 @@
 """Rules about beginnings and ends: a generation's first step, a job's end."""
 
 from oobleck.master.decision import Decision, Look
+from oobleck.master.job import Job
 from oobleck.master.jobevents import JobCancelled, JobSucceeded
 from oobleck.master.planevents import FirstStepCommitted, Transition
 from oobleck.master.sightings import carried
-from oobleck.master.state import Job
 
 
 def transition(look: Look, job: Job) -> Transition | None:

@@ -8,9 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from oobleck.master.decision import Decision, Look
+from oobleck.master.job import Job
+from oobleck.master.node import Node
 from oobleck.master.nodeevents import NodeLeftOut
 from oobleck.master.sightings import describe_exit
-from oobleck.master.state import ClusterState, Job, Node
+from oobleck.master.state import ClusterState
 from oobleck.planner.ids import NodeName
 
 OTHER_DATA = "its data differ from those of the job's other nodes (same paths, other content)"

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping
 from oobleck.host.process import signal_name
 from oobleck.master.events import Journaled
 from oobleck.master.incident import Incident, Setback
+from oobleck.master.job import Job
 from oobleck.master.jobevents import JobCancelled, JobFailed, JobSucceeded
 from oobleck.master.planevents import FirstStepCommitted, Transition
-from oobleck.master.state import Job
 
 PHASES = ("detect", "plan", "abort", "rendezvous", "transfer", "first_step")
 

@@ -10,6 +10,7 @@ import msgspec
 
 from oobleck.master.events import Journaled
 from oobleck.master.incident import MOST_SIGHTINGS, Attempt, Incident, Kind, Setback, Sighted
+from oobleck.master.job import Job
 from oobleck.master.jobevents import JobCancelled, JobFailed, JobRestored, JobSucceeded
 from oobleck.master.nodeevents import (
     NodeDrained,
@@ -21,7 +22,7 @@ from oobleck.master.nodeevents import (
 )
 from oobleck.master.planevents import FirstStepCommitted, PlanMade, Transition
 from oobleck.master.sightings import describe_exit
-from oobleck.master.state import ClusterState, Job
+from oobleck.master.state import ClusterState
 from oobleck.planner.ids import WorkerId
 from oobleck.proto.types import WorkerExited
 

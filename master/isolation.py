@@ -16,9 +16,10 @@ from collections.abc import Iterable
 from oobleck.host.messages import PeerLost
 from oobleck.master import quarantine
 from oobleck.master.decision import Decision, Look
+from oobleck.master.job import Job
 from oobleck.master.nodeevents import NodeQuarantined, NodeReset
 from oobleck.master.stalls import can_spare
-from oobleck.master.state import ClusterState, Job
+from oobleck.master.state import ClusterState
 from oobleck.planner.ids import NodeName, WorkerId
 
 #: Two nodes, in the order of their names, one of which reported that it does not reach the other.

@@ -23,6 +23,7 @@ from oobleck.master.dispatch import Acknowledger, AgentSession, PlanSerialiser
 from oobleck.master.events import JournalCut, Journaled, MasterStarted
 from oobleck.master.inbox import Changes, Inbox
 from oobleck.master.incoming import Incoming, Output, Records, event_of
+from oobleck.master.job import ENDED
 from oobleck.master.jobevents import (
     CheckpointRequested,
     JobCancelRequested,
@@ -49,7 +50,7 @@ from oobleck.master.profiles import read_profiles, write_profile
 from oobleck.master.reconcile import reconcile
 from oobleck.master.records import records_of
 from oobleck.master.snapshot import restore, take
-from oobleck.master.state import ENDED, ClusterState
+from oobleck.master.state import ClusterState
 from oobleck.master.storage import StorageFailed, storing
 from oobleck.master.timelines import Timelines
 from oobleck.master.trust import Decide, Denied

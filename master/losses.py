@@ -11,9 +11,11 @@ off, it is the master that is cut off, and only leases count.
 from collections.abc import Iterator
 
 from oobleck.host.detection import Detection
+from oobleck.master.job import Job
+from oobleck.master.node import Node
 from oobleck.master.nodeevents import NodeLost, Sighting, WorkerLost
 from oobleck.master.sightings import carried, describe_exit, of_exit, of_hang
-from oobleck.master.state import ClusterState, Job, Node
+from oobleck.master.state import ClusterState
 from oobleck.planner.ids import WorkerId
 from oobleck.proto.types import Hung, WorkerExited
 

@@ -4,10 +4,11 @@ from oobleck.host.messages import Rendezvous
 from oobleck.master import planning
 from oobleck.master.decision import Look
 from oobleck.master.ending import transition
+from oobleck.master.job import Job
 from oobleck.master.nodeevents import WorkerLost
 from oobleck.master.planevents import Cause, PlanMade
 from oobleck.master.sightings import carried
-from oobleck.master.state import ClusterState, Job
+from oobleck.master.state import ClusterState
 from oobleck.planner.ids import Generation, Incarnation, WorkerId
 from oobleck.planner.plan import Plan
 

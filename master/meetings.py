@@ -9,9 +9,9 @@ step. Pure.
 from oobleck.host.detection import Detection
 from oobleck.master.decision import Decision, Look
 from oobleck.master.ending import transition
+from oobleck.master.job import Job
 from oobleck.master.jobevents import JobFailed
 from oobleck.master.sightings import carried
-from oobleck.master.state import Job
 from oobleck.planner.ids import WorkerId
 
 #: Meetings without a step, the least number that a job may fail after.

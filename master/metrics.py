@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from oobleck.host.messages import StepRecord
-from oobleck.master.state import RECENT_RECORDS
+from oobleck.master.jobseen import RECENT_RECORDS
 from oobleck.master.storage import append
 from oobleck.planner.codec import decode
 

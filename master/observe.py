@@ -9,6 +9,9 @@ from oobleck.host.messages import (
     StepRecord,
 )
 from oobleck.master import isolation, sightings
+from oobleck.master.job import Job
+from oobleck.master.jobseen import JobSeen
+from oobleck.master.node import Node
 from oobleck.master.observations import (
     AgentRefused,
     EvaluationReceived,
@@ -27,7 +30,7 @@ from oobleck.master.observations import (
     WorkerFailedReported,
     WorkerHungReported,
 )
-from oobleck.master.state import ClusterState, Job, JobSeen, Node
+from oobleck.master.state import ClusterState
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.proto.types import NodeStatus, WorkerStatus
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from oobleck.master.cordon import moves_off
+from oobleck.master.job import Job
+from oobleck.master.node import Node
 from oobleck.master.nodeevents import NodeDrained, NodeLeftOut
-from oobleck.master.state import ClusterState, Job, Node
+from oobleck.master.state import ClusterState
 from oobleck.planner.catalogue import Catalogue, Offer
 from oobleck.planner.choose import keep_schedule, with_residents
 from oobleck.planner.errors import LayerLost, ModelTooLarge, PlanInfeasible

@@ -5,12 +5,14 @@ from dataclasses import replace
 
 from oobleck.master import draining, fitness, isolation, meetings, planning, profiling
 from oobleck.master.decision import Decision, Look
+from oobleck.master.job import Job
 from oobleck.master.jobevents import JobFailed, JobStarted, JobWaiting
 from oobleck.master.losses import lost_workers
 from oobleck.master.making import next_generation, plan_made
+from oobleck.master.node import Node
 from oobleck.master.nodeevents import NodeDrained, NodeLost, NodeReset, WorkerLost
 from oobleck.master.planevents import Cause
-from oobleck.master.state import ClusterState, Job, Node
+from oobleck.master.state import ClusterState
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.plan import Plan
 from oobleck.planner.units import count

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 
 from oobleck.host.messages import Measure, Meeting, Rendezvous
 from oobleck.master.decision import Decision, Look
+from oobleck.master.job import Job
 from oobleck.master.jobevents import JobFailed, JobSucceeded, MeasuringStarted, ProfileChosen
-from oobleck.master.state import ClusterState, Job, Node
+from oobleck.master.node import Node
+from oobleck.master.state import ClusterState
 from oobleck.planner.ids import Incarnation, WorkerId
 from oobleck.planner.measurement import Scope, assemble_profile, check_measured, profile_key
 from oobleck.planner.memory import budget_bytes

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 from oobleck.master.cordon import is_quarantined
 from oobleck.master.decision import Decision, Look
+from oobleck.master.node import Node
 from oobleck.master.nodeevents import NodeQuarantined, NodeReleased
-from oobleck.master.state import ClusterState, Node
+from oobleck.master.state import ClusterState
 from oobleck.planner.units import count
 
 #: Failures within the window that a node is put aside for.

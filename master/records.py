@@ -10,6 +10,7 @@ from oobleck.master.cordon import CordonEvent
 from oobleck.master.events import JournalCut, Journaled
 from oobleck.master.incidentrecord import record as incident_record
 from oobleck.master.investigate import closes, incident_after
+from oobleck.master.job import ENDED, Job
 from oobleck.master.jobevents import (
     CheckpointPublished,
     JobCancelled,
@@ -38,7 +39,7 @@ from oobleck.master.nodeevents import (
     WorkerLost,
 )
 from oobleck.master.planevents import FirstStepCommitted, PlanMade, Transition
-from oobleck.master.state import ENDED, ClusterState, Job
+from oobleck.master.state import ClusterState
 from oobleck.planner.ids import Generation, JobId
 from oobleck.planner.plan import Plan
 

@@ -6,8 +6,9 @@ go back to one (`oobleck.master.plans`); the master remembers what there is, and
 
 from oobleck.host.messages import CheckpointSaved, Restored, SaveFailed
 from oobleck.master.decision import Decision, Look
+from oobleck.master.job import Job
 from oobleck.master.jobevents import CheckpointPublished, JobRestored, SaveProblem
-from oobleck.master.state import Job, SaveReport
+from oobleck.master.jobseen import SaveReport
 
 _Event = CheckpointPublished | SaveProblem | JobRestored
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import grpc
 
+from oobleck.master.job import ENDED, Job
 from oobleck.master.limits import MOST_DETAILS
 from oobleck.master.logs import Line
 from oobleck.master.loop import Master
-from oobleck.master.state import ENDED, Job
 from oobleck.master.timelines import NotRecorded
 from oobleck.master.view import job_status, node_info
 from oobleck.planner.ids import JobId, NodeName, WorkerId

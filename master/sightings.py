@@ -8,6 +8,7 @@ and came back, or a peer's report without a loss, is of no incident.
 import msgspec
 
 from oobleck.master.incident import MOST_SIGHTINGS
+from oobleck.master.job import Job
 from oobleck.master.nodeevents import Sighting
 from oobleck.master.observations import (
     PeerLostReported,
@@ -16,7 +17,7 @@ from oobleck.master.observations import (
     WorkerFailedReported,
     WorkerHungReported,
 )
-from oobleck.master.state import ClusterState, Job
+from oobleck.master.state import ClusterState
 from oobleck.planner.ids import WorkerId
 from oobleck.proto.types import Hung, WorkerExited
 

@@ -13,7 +13,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from oobleck.master.state import ClusterState, Job, JobSeen, Node, NodeSeen
+from oobleck.master.job import Job
+from oobleck.master.jobseen import JobSeen
+from oobleck.master.node import Node, NodeSeen
+from oobleck.master.state import ClusterState
 from oobleck.planner.ids import JobId, NodeName
 
 #: What observed things are called, and what the files of profiles tell anew.

@@ -21,9 +21,9 @@ from functools import lru_cache
 from oobleck.host.detection import patience_s
 from oobleck.master import fitness, meetings, planning
 from oobleck.master.decision import Decision, Look
+from oobleck.master.job import Job
 from oobleck.master.making import next_generation, plan_made
 from oobleck.master.nodeevents import NodeLeftOut, NodeReset
-from oobleck.master.state import Job
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.ids import NodeName, WorkerId

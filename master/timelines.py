@@ -16,7 +16,7 @@ import msgspec
 
 from oobleck.host.timeline import Clock, Recording, Track, boot_id, chrome_trace
 from oobleck.master.dispatch import AgentSession
-from oobleck.master.state import ENDED, Job
+from oobleck.master.job import ENDED, Job
 from oobleck.planner.codec import decode
 from oobleck.planner.ids import JobId, NodeName, WorkerId
 from oobleck.planner.plan import Plan

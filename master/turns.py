@@ -9,8 +9,9 @@ for another one.
 
 from oobleck.master import planning
 from oobleck.master.decision import Decision, Look
+from oobleck.master.job import Job
 from oobleck.master.jobevents import JobPutBack, JobStarted
-from oobleck.master.state import ClusterState, Job
+from oobleck.master.state import ClusterState
 from oobleck.planner.errors import PlanInfeasible
 
 

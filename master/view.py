@@ -13,7 +13,9 @@ from oobleck.master import meetings, planning
 from oobleck.master.config import MasterConfig
 from oobleck.master.cordon import is_quarantined
 from oobleck.master.incidentrecord import headline
-from oobleck.master.state import ENDED, ClusterState, Job, Node
+from oobleck.master.job import ENDED, Job
+from oobleck.master.node import Node
+from oobleck.master.state import ClusterState
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.units import count
 from oobleck.proto import control_pb2 as pb

@@ -48,6 +48,8 @@ from oobleck.master.jobevents import (
     ProfileChosen,
     SaveProblem,
 )
+from oobleck.master.jobseen import JobSeen
+from oobleck.master.node import NodeSeen
 from oobleck.master.nodeevents import (
     NodeCleared,
     NodeDrained,
@@ -83,7 +85,7 @@ from oobleck.master.observations import (
 from oobleck.master.planevents import FirstStepCommitted, PlanMade
 from oobleck.master.reconcile import reconcile
 from oobleck.master.records import records_of
-from oobleck.master.state import ClusterState, JobSeen, NodeSeen
+from oobleck.master.state import ClusterState
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job import (

@@ -7,9 +7,11 @@ import pytest
 
 from oobleck.host.messages import Rendezvous
 from oobleck.master import planning
+from oobleck.master.job import Job
 from oobleck.master.jobevents import ProfileChosen
+from oobleck.master.node import Node, NodeSeen
 from oobleck.master.planevents import PlanMade
-from oobleck.master.state import ClusterState, Job, Node, NodeSeen
+from oobleck.master.state import ClusterState
 from oobleck.planner import catalogue
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName

@@ -10,8 +10,8 @@ import pytest
 from scenario import Player
 
 from oobleck.master.apply import InvalidTransition, apply
+from oobleck.master.job import Job
 from oobleck.master.jobevents import JobStarted
-from oobleck.master.state import Job
 from oobleck.planner.ids import JobId
 
 SCENARIOS = sorted(Path(__file__).with_name("scenarios").glob("*.txt"))

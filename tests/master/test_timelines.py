@@ -11,8 +11,8 @@ from scenario import job_spec, record
 from oobleck.host.messages import Rendezvous
 from oobleck.host.timeline import Recording, Span
 from oobleck.master.dispatch import AgentSession
+from oobleck.master.job import Job
 from oobleck.master.planevents import PlanMade
-from oobleck.master.state import Job
 from oobleck.master.timelines import NotRecorded, Timelines, round_trip
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.proto import control_pb2 as pb

@@ -12,8 +12,8 @@ from simulation.trainer import DISK_ERROR
 from simulation.watch import Broken
 
 from oobleck.master.inbox import MasterEnded
+from oobleck.master.job import Job
 from oobleck.master.service import OperatorService
-from oobleck.master.state import Job
 from oobleck.master.storage import StorageFailed
 from oobleck.planner.ids import JobId, NodeName
 from oobleck.planner.job import JobSpec

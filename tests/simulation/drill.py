@@ -27,7 +27,7 @@ from oobleck.agent import session
 from oobleck.host.detection import Detection
 from oobleck.master import service
 from oobleck.master.__main__ import Unusable, locked
-from oobleck.master.state import ENDED, Job
+from oobleck.master.job import ENDED, Job
 from oobleck.planner.ids import NodeName
 from oobleck.planner.job import JobSpec
 from oobleck.planner.jobfile import parse_job

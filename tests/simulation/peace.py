@@ -6,7 +6,8 @@ other slots than the job's plan. A drain redoes no step.
 
 from typing import TYPE_CHECKING
 
-from oobleck.master.state import ClusterState, Job
+from oobleck.master.job import Job
+from oobleck.master.state import ClusterState
 
 if TYPE_CHECKING:
     from simulation.world import World
