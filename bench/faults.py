@@ -98,12 +98,13 @@ def _node_lost(strike: Strike) -> bool:
 
 
 def _worker_lost(strike: Strike) -> bool:
-    return bool(strike.told("worker_lost") or strike.told("node_lost"))
+    # In the middle of a recovery it may have had no part in the plan yet: nobody misses it then.
+    return bool(strike.told("worker_lost") or strike.told("node_lost")) or _goes_on(strike)
 
 
 def _answered(strike: Strike) -> bool:
-    """A loss, a reset or a new meeting has come of it."""
-    return bool(strike.losses())
+    """A loss, a reset or a new meeting has come of it; or the plan is without the node as it is."""
+    return bool(strike.losses()) or _goes_on(strike)
 
 
 def working_s(cluster: NetCluster) -> float:
@@ -121,7 +122,16 @@ def working_s(cluster: NetCluster) -> float:
 
 
 def _first_worker(cluster: NetCluster, node: str) -> int:
-    return cluster.worker_pids_of(node)[0]
+    """In the middle of a recovery it may have yet to be started."""
+    found: list[int] = []
+
+    def look() -> bool:
+        with contextlib.suppress(ClusterError, IndexError):
+            found[:] = cluster.worker_pids_of(node)
+        return bool(found)
+
+    cluster.wait(look, f"a worker on {node}")
+    return found[0]
 
 
 def _kill_worker(cluster: NetCluster, node: str) -> Callable[[], None]:

@@ -8,23 +8,21 @@ import pytest
 from bench.netcluster import NetCluster
 from bench.network import unusable
 from support import gates
-from support.faulty import JOB_NAME
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster]:
     """Four nodes with gates; every test leaves them whole."""
     if reason := unusable():
         pytest.skip(reason)
     state_dir: Path = tmp_path_factory.mktemp("fault") / "state"
-    rules = gates.rules(JOB_NAME)
     # What is silent shall not be waited for longer than a test likes to.
     # But who stands at a gate is stopped, and on a busy machine for longer than a moment.
-    fast = ("--detection", "fast", "--hang-s", "8", "--stall-s", "8.5")
+    fast = ("--detection", "fast", "--hang-s", "12", "--stall-s", "12.5")
     with NetCluster(
         4,
         state_dir=state_dir,
-        fault_plan=rules,
+        fault_plan=gates.rules(),
         master_options=fast,
         # The network is what steps take their time on, so that few of them are to be compared, and
         # the processor is free for whatever else runs.

@@ -2,9 +2,11 @@
 
 import contextlib
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bench.drill import Drill, Use
@@ -12,9 +14,10 @@ from bench.faults import FAULTS
 from bench.netcluster import NetCluster
 from bench.network import unusable
 from bench.soak import Soak, tell
+from oobleck.agent.backoff import QUICK_S
 from support.clusters import end_jobs
-from support.faulty import assert_equal_to_reference, job
-from support.gates import Gatekeeper
+from support.faulty import JOB_NAME, assert_equal_to_reference, job
+from support.gates import GATES, Gatekeeper
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(4 * 3600)]
 
@@ -24,7 +27,7 @@ COMPOUND = 1 / 3
 #: Workers of gates are not to be killed.
 VICTIM = "n4"
 LOST_WHEN_IDLE = ("kill-agent", "kill-node", "stop-agent", "unplug", "deaf", "mute", "no-control")
-PHASES = ("step", "rendezvous", "transfer", "first step", "checkpoint")
+PHASES = ("step", *GATES)
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +40,16 @@ def gatekeeper(cluster: NetCluster) -> Iterator[Gatekeeper]:
 def no_other_job(cluster: NetCluster) -> None:
     """Whatever the test before has left."""
     end_jobs(cluster)
+
+
+def outlive_backoff(cluster: NetCluster) -> None:
+    """A worker that ends sooner would be replaced at once only so many times in a row."""
+
+    def is_old() -> bool:
+        workers = [psutil.Process(pid) for pid in cluster.worker_pids_of(VICTIM)]
+        return all(time.time() - worker.create_time() > QUICK_S for worker in workers)
+
+    cluster.wait(is_old, f"the worker of {VICTIM} to be old enough", poll_s=0.1)
 
 
 def end(drill: Drill) -> None:
@@ -65,10 +78,12 @@ def test_every_fault_while_nothing_runs(cluster: NetCluster, tmp_path: Path) -> 
 def test_every_fault(
     cluster: NetCluster, gatekeeper: Gatekeeper, phase: str, tmp_path: Path
 ) -> None:
-    drill = Drill(cluster, job(checkpoints=tmp_path))
+    job_name = GATES[phase].job if phase in GATES else JOB_NAME
+    drill = Drill(cluster, job(job_name, checkpoints=tmp_path))
     drill.settle("at the start")
     before = Use.of(cluster)
     for name in sorted(FAULTS):
+        outlive_backoff(cluster)
         with contextlib.ExitStack() as gate:
             if phase != "step":
                 gate.enter_context(gatekeeper.hold(phase))

@@ -16,10 +16,12 @@ TEXT = str(Path(__file__).parents[2] / "LICENSE")
 TOLERANCE = 1e-9
 
 
-def job(*, steps: int = 1_000_000, checkpoints: Path | None = None) -> dict[str, object]:
+def job(
+    name: str = JOB_NAME, *, steps: int = 1_000_000, checkpoints: Path | None = None
+) -> dict[str, object]:
     """Small steps of a model that two nodes share."""
     spec: dict[str, object] = {
-        "name": JOB_NAME,
+        "name": name,
         "model": {"layers": 2, "hidden": 16, "heads": 2, "sequence_length": 16},
         "data": {"text": [TEXT]},
         "training": {

@@ -3,6 +3,9 @@
 One worker per point stops itself there, every time, by a scripted fault of its agent; a thread here
 lets it go on at once, unless the point is held. Where it stands, all others wait for it soon. A
 worker that was replaced has no gate any more, so workers of gates are not to be killed.
+
+From outside all stops of a worker look alike, so a worker has one gate on the way into a plan, and
+the gates of a job are those of its name.
 """
 
 import contextlib
@@ -11,17 +14,30 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.cluster import ClusterError
 from bench.netcluster import NetCluster
+from support.faulty import JOB_NAME
+
+
+@dataclass(frozen=True)
+class Gate:
+    node: str
+    point: str
+    #: Name of the jobs that have it.
+    job: str = JOB_NAME
+
 
 #: Where each worker stops itself: on its way into a plan, in between, and while it saves.
 GATES = {
-    "rendezvous": ("n1", "before:rendezvous"),
-    "transfer": ("n2", "before:transfer"),
-    "first step": ("n3", "after:transfer"),
-    "checkpoint": ("n1", "before:LayerFile"),
+    "rendezvous": Gate("n1", "before:rendezvous"),
+    "connect": Gate("n1", "before:connect", "struck-early"),
+    "standings": Gate("n2", "before:standings", "struck-early"),
+    "transfer": Gate("n2", "before:transfer"),
+    "first step": Gate("n3", "after:transfer"),
+    "checkpoint": Gate("n1", "before:LayerFile"),
 }
 _MOST_STOPS = 200
 _POLL_S = 0.005
@@ -30,11 +46,16 @@ _PATIENCE_S = 120.0
 _GONE = (ClusterError, IndexError, KeyError, ProcessLookupError)
 
 
-def rules(job: str) -> list[dict[str, object]]:
-    """The faults that make the gates of jobs of that name."""
+def rules() -> list[dict[str, object]]:
+    """The faults that make the gates."""
     return [
-        {"worker": {"node": node, "slot": 0}, "point": point, "job": job, "action": "stop"}
-        for node, point in GATES.values()
+        {
+            "worker": {"node": gate.node, "slot": 0},
+            "point": gate.point,
+            "job": gate.job,
+            "action": "stop",
+        }
+        for gate in GATES.values()
         for _ in range(_MOST_STOPS)
     ]
 
@@ -65,7 +86,7 @@ class Gatekeeper:
         self._thread.join()
 
     def _keep(self) -> None:
-        nodes = sorted({node for node, _ in GATES.values()})
+        nodes = sorted({gate.node for gate in GATES.values()})
         while not self._end.wait(_POLL_S):
             for node in nodes:
                 # Under the lock, so that a stop that `hold` has seen is not undone after.
@@ -78,7 +99,7 @@ class Gatekeeper:
     def hold(self, gate: str) -> Iterator[None]:
         """Keep the worker that comes to the gate there until the end of the context."""
         with self._lock:
-            self._held, _ = GATES[gate]
+            self._held = GATES[gate].node
         try:
             yield
         finally:
