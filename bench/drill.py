@@ -5,7 +5,6 @@ whole again. What faults are is in `bench.faults`; whether the losses are right,
 have a reference.
 """
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import psutil
 
 from bench.cluster import ClusterError, Record
 from bench.faults import Fault, Strike, working_s
+from bench.goodput import Cost, Span
 from bench.netcluster import NetCluster
 
 #: For anything that a cluster has to do; far more than it ever takes, also on a loaded machine.
@@ -32,6 +32,8 @@ class Struck:
     step: int
     seen_s: float
     whole_s: float
+    #: Until then.
+    cost: Cost
 
 
 class Drill:
@@ -54,6 +56,7 @@ class Drill:
         `then` is called between the strike and the wait for what comes of it.
         """
         cluster = self.cluster
+        span = Span(cluster, self.job_id)
         struck_at = time.monotonic()
         begun = Strike(
             at=struck_at,
@@ -81,6 +84,7 @@ class Drill:
             step=begun.step,
             seen_s=seen_s,
             whole_s=time.monotonic() - struck_at,
+            cost=span.cost(),
         )
         self.struck.append(struck)
         return struck
@@ -144,7 +148,3 @@ class Use:
             if grown > megabytes:
                 out.append(f"{name}: {grown} MiB more than {before.bytes[name] >> 20}")
         return sorted(out)
-
-
-def dump(struck: Struck) -> str:
-    return json.dumps(struck.__dict__)

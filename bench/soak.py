@@ -5,7 +5,7 @@
 Faults of `bench.faults` strike random nodes of a cluster in network namespaces (needs root) at
 exponential intervals, as failures of machines come; with `--compound 0.3` three in ten strike
 while the job recovers from another one. Prints each fault and what it cost, then the share of the
-time that went into steps that count: the sum of the committed steps' own times.
+time that went into steps that count, and where the rest of it went (`bench.goodput`).
 `tests/fault/test_soak.py` strikes without pauses, and holds the losses against one process.
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from bench.drill import Drill, Struck, Use
 from bench.faults import FAULTS
+from bench.goodput import Span, report
 from bench.netcluster import NetCluster
 from bench.network import unusable
 
@@ -70,17 +71,12 @@ def intervals(draw: random.Random, mtbf_s: float, for_s: float) -> Iterator[floa
         at_s += draw.expovariate(1 / mtbf_s)
 
 
-def useful(drill: Drill, begin: float, end: float) -> float:
-    """Share of the time between two moments, in Unix time, that the committed steps took."""
-    steps = [s for s in drill.steps() if begin <= float(s["time"]) <= end]
-    return sum(float(s["step_seconds"]) for s in steps) / (end - begin)
-
-
 def tell(struck: Struck) -> None:
     where = "" if struck.phase == "step" else f" in the {struck.phase}"
     print(
         f"step {struck.step:>6}  {struck.fault:<12} {struck.node}{where}: "
-        f"seen after {struck.seen_s:.1f} s, whole after {struck.whole_s:.1f} s",
+        f"seen after {struck.seen_s:.1f} s, whole after {struck.whole_s:.1f} s, "
+        f"lost {struck.cost.lost:.1f} s",
         flush=True,
     )
 
@@ -100,17 +96,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         drill = Drill(cluster, job(cluster.state_dir / "saved"))
         drill.settle("at the start")
         soak = Soak(drill, chosen.seed, chosen.compound)
-        quiet = time.time()
+        quiet = Span(cluster, drill.job_id)
         cluster.wait_step(drill.job_id, cluster.last_step(drill.job_id) + 100)
-        begin, before = time.time(), Use.of(cluster)
-        print(f"undisturbed: {useful(drill, quiet, begin):.1%} of the time in steps", flush=True)
+        undisturbed, before = quiet.cost(), Use.of(cluster)
+        print(f"undisturbed: {undisturbed.useful_s / undisturbed.span_s:.1%} of the time in steps")
+        span, begin = Span(cluster, drill.job_id), time.monotonic()
         for at_s in intervals(draw, chosen.mtbf, 60 * chosen.minutes):
-            time.sleep(max(0.0, begin + at_s - time.time()))
+            time.sleep(max(0.0, begin + at_s - time.monotonic()))
             tell(soak.strike())
-        time.sleep(max(0.0, begin + 60 * chosen.minutes - time.time()))
-        end = time.time()
-        print(f"{len(drill.struck)} faults, {soak.compound} of them in recoveries of others")
-        print(f"useful steps: {useful(drill, begin, end):.1%} of {end - begin:.0f} s")
+        time.sleep(max(0.0, begin + 60 * chosen.minutes - time.monotonic()))
+        faults = [(struck.fault, struck.cost) for struck in drill.struck]
+        print(f"{len(faults)} faults, {soak.compound} of them in recoveries of others")
+        step_s = undisturbed.span_s / undisturbed.steps
+        print("\n".join(report(span.cost(), faults, step_s)))
         for line in Use.of(cluster).grown(before, descriptors=10, megabytes=30):
             print(f"grown: {line}")
 
