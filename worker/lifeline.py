@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from oobleck.worker import pulse
 from oobleck.worker.errors import TransportError
 from oobleck.worker.rendezvous import CONNECT_LIMIT, PROOF_BYTES, Place
 
@@ -58,7 +59,8 @@ class Lifeline:
             # So that no stranger closes the ring.
             link.sendall(self._place.proof("lifeline", str(self._rank), str(after)))
             expected = self._place.proof("lifeline", str(before), str(self._rank))
-            self._links.append(self._accept(expected, check_wanted))
+            with pulse.WAITING:  # the one before may be stopped, and this one is not to blame
+                self._links.append(self._accept(expected, check_wanted))
         except OSError as error:
             raise TransportError(f"lifeline: {error}") from None
         finally:

@@ -1,0 +1,44 @@
+"""The ring of lifelines: who waits for the neighbour to close it is not taken for hung."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from oobleck.planner.ids import Generation
+from oobleck.worker import pulse
+from oobleck.worker.errors import Superseded
+from oobleck.worker.lifeline import Lifeline
+from oobleck.worker.rendezvous import Place, StoreServer
+from oobleck.worker.waiting import Waits
+
+# The ring's connections are shut down at its end, and closed by the collector once nobody watches.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*unclosed.*:ResourceWarning",
+    "ignore:Exception ignored in.*socket:pytest.PytestUnraisableExceptionWarning",
+)
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    server, waits = StoreServer("127.0.0.1"), Waits()
+    yield Place(server.endpoint, "here", own=server, waits=waits)
+    waits.close()
+
+
+def test_a_worker_waits_for_a_neighbour_that_does_not_come(place: Place) -> None:
+    """The kernel takes connections to a process that is stopped, which then never greets."""
+    stopped, here = Lifeline(place, 0, 2, "127.0.0.1"), Lifeline(place, 1, 2, "127.0.0.1")
+    seen: list[bool] = []
+
+    def look() -> None:
+        seen.append(pulse.read().waiting)
+        raise Superseded(Generation(2))
+
+    try:
+        with pytest.raises(Superseded):
+            here.connect(lambda _: None, look)
+        assert seen == [True]
+        assert not pulse.read().waiting
+    finally:
+        stopped.close(goodbye=False)
+        here.close(goodbye=False)
