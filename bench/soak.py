@@ -49,6 +49,15 @@ class Soak:
         self._share = compound
         #: Faults so far that did.
         self.compound = 0
+        # Two losses at once may be one more than the plan survives.
+        self._have_checkpoint()
+
+    def _have_checkpoint(self) -> None:
+        cluster, job_id = self._drill.cluster, self._drill.job_id
+        cluster.save(job_id)
+        cluster.wait(
+            lambda: bool(cluster.events(job_id, "checkpoint_saved")), "a checkpoint", poll_s=0.1
+        )
 
     def strike(self) -> Struck:
         """One fault at random, sometimes in the middle of a recovery; until all is whole again."""
