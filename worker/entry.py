@@ -1,49 +1,37 @@
 """The way into a generation, once its members can talk: agreement, roll-forward, transfer.
 
-Owns the exchange of standings and what each worker does by the agreement that follows from them
-(`rejoin` draws it): apply a step that others have committed, drop what is out of date, send and
-fetch layers; or, where a layer is with nobody, go back to a checkpoint (`restore`). Must not know
-how training goes on after.
+Owns the order of what each worker does by the agreement that follows from all standings
+(`standings`): apply a step that others have committed, find out what counts of the one that was cut
+off, come to hold the plan's layers (`transferring`); or, where a layer is with nobody, go back to a
+checkpoint (`restore`). Must not know how training goes on after.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 
 from oobleck.host.messages import Assign, Committed, PhaseReached, Restored
-from oobleck.host.tokenfile import DataError
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.plan import Plan
-from oobleck.planner.transfer import (
-    ShardTable,
-    Transfer,
-    plan_shards,
-    plan_transfers,
-    require_holders,
-)
-from oobleck.worker import pulse
+from oobleck.planner.transfer import ShardTable, plan_shards, require_holders
+from oobleck.worker import pulse, standings
 from oobleck.worker.commit import Progress, commit, count_votes, make_record
 from oobleck.worker.control import Control
-from oobleck.worker.errors import InvariantViolation
 from oobleck.worker.faults import FaultInjector
-from oobleck.worker.layout import layer_sizes
-from oobleck.worker.rejoin import Agreement, Held, Standing, agree
+from oobleck.worker.rejoin import Agreement
 from oobleck.worker.restore import Restorer
 from oobleck.worker.salvage import Contribution, Salvage, plan_salvage
-from oobleck.worker.state import LayerState, ModelState
+from oobleck.worker.state import ModelState
 from oobleck.worker.timeline import Timeline
-from oobleck.worker.transport import Pending, Transport
+from oobleck.worker.transferring import Mover
+from oobleck.worker.transport import Transport
 from oobleck.worker.vote import ballot_length
 
 log = logging.getLogger(__name__)
-
-#: 64-bit numbers of a fingerprint (SHA-256) in the exchange of standings.
-_FINGERPRINT_WORDS = 4
 
 
 def members_of(assign: Assign) -> tuple[WorkerId, ...]:
@@ -89,7 +77,7 @@ class Entry:
                 control=control,
             )
         )
-        self._layer_sizes = layer_sizes(job.model)
+        self._mover = Mover(worker=worker, job=job, state=state, faults=faults)
 
     def run(self, assign: Assign, transport: Transport, *, received: int = 0) -> Salvage | None:
         """Agree where training stands, roll forward or back to it, and fetch missing layers.
@@ -126,7 +114,7 @@ class Entry:
             )
         )
         with self._timeline.phase("transfer"):
-            received += self._transfer(plan, plan.workers, agreement, transport)
+            received += self._mover.run(plan, plan.workers, agreement, transport)
         progress.committed, progress.lineage = agreement.step, agreement.lineage
         self._control.report(
             PhaseReached(generation=plan.generation, phase="transferred", received_bytes=received)
@@ -145,7 +133,7 @@ class Entry:
             return 0
         if agreement.vote_holder is not None:
             self._learn_vote(members, agreement, transport)
-        received = self._transfer(plan, members, agreement, transport)
+        received = self._mover.run(plan, members, agreement, transport)
         progress.committed, progress.lineage = agreement.step, agreement.lineage
         transport.all_gather(torch.zeros(1))  # whoever leaves may end: all has arrived
         return received
@@ -179,35 +167,13 @@ class Entry:
         return True
 
     def _agree(self, plan: Plan, members: Sequence[WorkerId], transport: Transport) -> Agreement:
-        progress = self._progress
-        count = plan.layer_count
-        standing = Standing(
-            committed=progress.committed,
-            reduced=progress.reduced,
-            reduced_generation=progress.reduced_generation,
-            reduced_layers=progress.reduced_layers,
-            voted=progress.voted,
-            voted_generation=progress.voted_generation,
-            lineage=progress.lineage,
-            begun=progress.begun,
-            layers=_told(self._state.layers, count),
-            former=_told(self._state.former, count),
-        )
-        fingerprint = torch.frombuffer(bytearray(self._inputs), dtype=torch.int64)
-        row = torch.cat([torch.tensor(standing.to_row(), dtype=torch.int64), fingerprint])
-        rows = transport.all_gather(row)
-        others = [other[-_FINGERPRINT_WORDS:] for other in rows]
-        for member, other in zip(members, others, strict=True):
-            if not torch.equal(other, others[0]):
-                raise DataError(
-                    f"data: {member.node} and {members[0].node} see different files "
-                    "under the same paths; give every node the same data (and model.weights)"
-                )
-        return agree(
-            {
-                member: Standing.from_row(other[:-_FINGERPRINT_WORDS].tolist())
-                for member, other in zip(members, rows, strict=True)
-            }
+        return standings.exchange(
+            self._progress,
+            self._state,
+            self._inputs,
+            layer_count=plan.layer_count,
+            members=members,
+            transport=transport,
         )
 
     def _salvage(self, plan: Plan, agreement: Agreement, transport: Transport) -> Salvage | None:
@@ -271,80 +237,6 @@ class Entry:
         record = make_record(self._job, progress.voted_generation, progress, result)
         self._control.report(Committed(record=record))
 
-    def _transfer(
-        self,
-        plan: Plan,
-        members: Sequence[WorkerId],
-        agreement: Agreement,
-        transport: Transport,
-    ) -> int:
-        """Come to hold every layer of the plan at the agreed step; returns the bytes received."""
-        step, state = agreement.step, self._state
-        generation = plan.generation
-        probe = partial(self._faults.reached, generation=generation, step=step)
-        probe("before:transfer")
-        current = agreement.held[self._worker]
-        state.keep_only(current)
-        wanted = plan_shards(plan).get(self._worker, frozenset())
-        needed = wanted - {s.shard for s in state.layers.values()}
-        transfers: tuple[Transfer, ...] = ()
-        for shard in sorted(needed):
-            # Initial weights are a function of the seed and the layer: nothing to fetch.
-            if step == 0:
-                state.initialise(shard.layer, part=shard.part, parts=shard.parts)
-            else:
-                state.allocate(shard.layer, version=step, part=shard.part, parts=shard.parts)
-                state.write_own(shard.layer)
-        if step > 0:
-            transfers = self._plan_transfers(agreement, plan)
-        received = self._exchange(transfers, members, transport, probe)
-        if step > 0:
-            for shard in needed:
-                state.complete(shard.layer)
-        probe("after:transfer")
-        return received
-
-    def _exchange(
-        self,
-        transfers: Iterable[Transfer],
-        members: Sequence[WorkerId],
-        transport: Transport,
-        probe: Callable[..., None],
-    ) -> int:
-        """Send and receive; returns the bytes received."""
-        state = self._state
-        rank = {member: index for index, member in enumerate(members)}
-        pending: list[Pending] = []
-        received: list[tuple[Transfer, torch.Tensor]] = []
-        sent = 0
-        for transfer in transfers:
-            piece = transfer.layer, transfer.start, transfer.stop
-            if transfer.source == self._worker:
-                probe("sending", microbatch=sent)
-                sent += 1
-                peer = rank[transfer.destination]
-                pending.append(transport.send(state.read(*piece), peer, transfer.layer))
-            elif transfer.destination == self._worker:
-                probe("receiving", microbatch=len(received))
-                room = state.room(*piece)
-                received.append((transfer, room))
-                pending.append(transport.receive(room, rank[transfer.source], transfer.layer))
-        for operation in pending:
-            operation.wait()
-        for transfer, room in received:
-            state.write(transfer.layer, transfer.start, transfer.stop, room)
-        transport.complete()
-        return sum(room.nbytes for _, room in received)
-
-    def _plan_transfers(self, agreement: Agreement, plan: Plan) -> tuple[Transfer, ...]:
-        try:
-            return plan_transfers(agreement.held, plan, state_bytes=self._layer_sizes)
-        except LayerLost as lost:
-            # The master plans only for layers that somebody holds, so one of us is wrong.
-            raise InvariantViolation(
-                f"generation {plan.generation} was planned, but at step {agreement.step} {lost}"
-            ) from lost
-
 
 def _is_lost(held: ShardTable, layer_count: int) -> bool:
     try:
@@ -352,13 +244,3 @@ def _is_lost(held: ShardTable, layer_count: int) -> bool:
     except LayerLost:
         return True
     return False
-
-
-def _told(states: Mapping[int, LayerState], count: int) -> tuple[Held, ...]:
-    """Of each of `count` layers what of it there is."""
-    return tuple(
-        Held(states[layer].version, states[layer].shard.part, states[layer].shard.parts)
-        if layer in states
-        else Held()
-        for layer in range(count)
-    )

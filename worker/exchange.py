@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from oobleck.planner.transfer import Shard
+from oobleck.worker.layerstate import LayerState
 from oobleck.worker.layout import point_parameters
-from oobleck.worker.state import LayerState, ModelState
+from oobleck.worker.state import ModelState
 from oobleck.worker.timeline import Timeline
 from oobleck.worker.transport import Pending, Transport
 

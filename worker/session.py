@@ -1,75 +1,58 @@
 """A worker's life: enter a generation, train in it until it ends, enter the next.
 
 Owns what becomes of each way out of a generation and the end of training. The process, its
-libraries and every layer that it keeps live on through all generations.
+libraries and every layer that it keeps live on through all generations. Must not know how workers
+meet (`meetings`), agree (`entry`), compute (`executor`) or write (`saver`, `result`).
 """
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-
-import torch
+from collections.abc import Mapping
 
 from oobleck.host.messages import (
     Assign,
     Committed,
-    Failed,
     Finished,
     Launch,
     Measure,
-    PeerLost,
     PhaseReached,
     Ready,
-    SaveFailed,
 )
-from oobleck.host.tokenfile import DataError
 from oobleck.planner.compile import compile_programs
-from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.ids import WorkerId
 from oobleck.planner.plan import Plan
 from oobleck.planner.program import Program
 from oobleck.planner.work import Work
-from oobleck.worker import pulse, stacks
-from oobleck.worker.collect import collect
+from oobleck.worker import stacks
 from oobleck.worker.commit import Progress
-from oobleck.worker.connect import Connector, links_of
+from oobleck.worker.connect import Connector
 from oobleck.worker.control import Control
 from oobleck.worker.course import Redo
 from oobleck.worker.data import Dataset
-from oobleck.worker.device import DeviceError
-from oobleck.worker.entry import Entry, members_of
-from oobleck.worker.errors import (
-    CheckpointError,
-    InvariantViolation,
-    ModelError,
-    Superseded,
-    TransportError,
-    Unreached,
-)
+from oobleck.worker.entry import Entry
+from oobleck.worker.errors import Superseded, TransportError
 from oobleck.worker.evaluator import Evaluator
-from oobleck.worker.executor import Executor, owner_groups
+from oobleck.worker.executor import Executor
 from oobleck.worker.faults import FaultInjector
 from oobleck.worker.heldout import HeldOut
 from oobleck.worker.layout import layer_sizes
 from oobleck.worker.measuring import Measuring
+from oobleck.worker.meetings import Meetings
 from oobleck.worker.membership import Membership
 from oobleck.worker.memory import MemoryMeter
 from oobleck.worker.models import check_weights
-from oobleck.worker.nccl import Link
-from oobleck.worker.output import OutputError, check_writable, write_layers, write_manifest
+from oobleck.worker.output import check_writable
 from oobleck.worker.prefetch import Prefetcher
 from oobleck.worker.rendezvous import StoreServer
 from oobleck.worker.restore import check_protocol
+from oobleck.worker.result import ResultWriter
 from oobleck.worker.salvage import Salvage
 from oobleck.worker.saver import Saver
 from oobleck.worker.state import ModelState, state_dtype
 from oobleck.worker.timeline import Timeline
-from oobleck.worker.transport import Group, Transport
+from oobleck.worker.transport import Transport
 
 log = logging.getLogger(__name__)
-
-#: Between two attempts to write the result to a disk that did not take it.
-_OUTPUT_RETRY_S = 5.0
 
 
 class Session:
@@ -80,7 +63,6 @@ class Session:
         data, has not the device, cannot build or begin the model, or cannot save weights."""
         self._worker = launch.worker
         self._job = launch.job
-        self._job_id = launch.job_id
         self._control = control
         self._connector = Connector(launch)
         self._device = self._connector.device
@@ -136,7 +118,22 @@ class Session:
             control=control,
             faults=self._faults,
         )
+        self._result = ResultWriter(
+            job=launch.job,
+            job_id=launch.job_id,
+            worker=launch.worker,
+            state=self._state,
+            control=control,
+        )
         self._store = StoreServer(launch.address)
+        self._meetings = Meetings(
+            worker=launch.worker,
+            connector=self._connector,
+            own_store=self._store,
+            progress=self._progress,
+            control=control,
+            faults=self._faults,
+        )
         #: Of the generation that this worker is in.
         self._executor: Executor | None = None
 
@@ -173,7 +170,7 @@ class Session:
             received = 0
             if assign.handover:
                 with self._timeline.phase("hand over"):
-                    membership = self._meet_all(assign)
+                    membership = self._meetings.hand_over(assign)
                     received = self._entry.hand_over(assign, membership.transport)
                     membership.leave(orderly=True)
                     membership = None
@@ -182,11 +179,12 @@ class Session:
                 self._executor = None
                 return self._control.wait_next(generation)
             with self._timeline.phase("rendezvous"):
-                membership = self._join(assign)
+                programs = self._compile(assign.plan)
+                membership = self._meetings.join(assign, programs)
             salvage = self._entry.run(assign, membership.transport, received=received)
-            following = self._train(assign, membership, salvage)
+            following = self._train(assign, membership, programs, salvage)
         except TransportError as error:
-            self._lost(generation, error)
+            self._meetings.lost(generation, error)
             self._leave(membership, orderly=False)
         except Superseded as superseded:
             log.info("leaving generation", extra={"generation": generation, "why": str(superseded)})
@@ -207,71 +205,18 @@ class Session:
             if membership is not None:
                 membership.leave(orderly=orderly)
 
-    def _lost(self, generation: Generation, error: TransportError) -> None:
-        """Tell the agent that a peer is gone; from any thread, more than once if need be."""
-        log.warning("peer lost", extra={"generation": generation, "detail": str(error)})
-        way_gone = error if isinstance(error, Unreached) else None
-        self._control.report(
-            PeerLost(
-                generation=generation,
-                step=self._progress.begun,
-                detail=str(error),
-                unreached=way_gone.worker if way_gone else None,
-                store_unreached=way_gone is not None and way_gone.worker is None,
-            )
-        )
-
-    def _meet_all(self, assign: Assign) -> Membership:
-        """Meet the plan's workers and those that leave, to hand over what the latter alone hold."""
-        return self._member(assign, members_of(assign), groups=(), links=(), meeting="/handover")
-
-    def _join(self, assign: Assign) -> Membership:
-        plan = assign.plan
-        self._programs = self._compile(plan)
-        self._probe("before:rendezvous", assign)
-        return self._member(
-            assign,
-            plan.workers,
-            groups=owner_groups(self._programs.values(), plan),
-            links=links_of(self._programs, plan),
-        )
-
-    def _probe(self, point: str, assign: Assign) -> None:
-        generation = assign.plan.generation
-        self._faults.reached(point, generation=generation, step=self._progress.begun)
-
-    def _member(
-        self,
-        assign: Assign,
-        members: Sequence[WorkerId],
-        *,
-        groups: Sequence[Group],
-        links: Sequence[Link],
-        meeting: str = "",
-    ) -> Membership:
-        try:
-            return Membership(
-                assign,
-                self._worker,
-                members=members,
-                own_store=self._store,
-                connector=self._connector,
-                groups=groups,
-                links=links,
-                control=self._control,
-                on_lost=lambda detail: self._lost(assign.plan.generation, TransportError(detail)),
-                on_arrival=lambda: self._probe("before:connect", assign),
-                meeting=meeting,
-            )
-        except Unreached as error:
-            raise error.of(members) from None
-
     def _compile(self, plan: Plan, work: Work | None = None) -> Mapping[WorkerId, Program]:
         width = state_dtype(self._job.training.precision).itemsize
         layer_bytes = [size * width for size in layer_sizes(self._job.model)]
         return compile_programs(plan, tied=self._job.model.tied, layer_bytes=layer_bytes, work=work)
 
-    def _train(self, assign: Assign, membership: Membership, salvage: Salvage | None) -> Assign:
+    def _train(
+        self,
+        assign: Assign,
+        membership: Membership,
+        programs: Mapping[WorkerId, Program],
+        salvage: Salvage | None,
+    ) -> Assign:
         """Run the remaining steps, the first one as far as `salvage` leaves it to do.
 
         Returns the assignment that all go to at a step boundary, or after the last step, if one
@@ -284,7 +229,7 @@ class Session:
             job=self._job,
             plan=assign.plan,
             worker=self._worker,
-            programs=self._programs,
+            programs=programs,
             transport=transport,
             state=self._state,
             prefetcher=self._prefetcher,
@@ -310,78 +255,19 @@ class Session:
             self._control.report(Committed(record=record, memory=self._memory.read()))
             if switch_to is not None:
                 return self._control.boundary(switch_to)
-        self._finish(assign, transport)
+        self._finish(assign.plan, transport)
         membership.stand_down()
         return self._control.wait_next(assign.plan.generation)
 
-    def _finish(self, assign: Assign, transport: Transport) -> None:
-        """Save this worker's share of the result: the layers of which it is the first owner."""
-        plan, output = assign.plan, self._job.output
+    def _finish(self, plan: Plan, transport: Transport) -> None:
+        output, step = self._job.output, self._progress.committed
         # First: while an output that cannot be written is tried again, the state may get lost.
-        self._saver.finish(transport, self._progress.committed, needed=output is None)
+        self._saver.finish(transport, step, needed=output is None)
         if output is not None:
-            self._write_layers(output, assign, transport)
-            transport.all_gather(torch.zeros(1))  # the manifest vouches for all layers
-            if plan.workers[0] == self._worker:
-                step = self._progress.committed
-                self._write_output(
-                    assign, lambda: write_manifest(output, self._job, self._job_id, step)
-                )
-        self._control.report(Finished(generation=plan.generation, step=self._progress.committed))
-
-    def _write_layers(self, output: str, assign: Assign, transport: Transport) -> None:
-        """One layer after the other, so that there is no more than one whole in host memory."""
-        plan, step = assign.plan, self._progress.committed
-        for layer in range(plan.layer_count):
-            writer = plan.owners(layer)[0]
-            whole = collect(self._state, layer, transport, plan, worker=self._worker, writer=writer)
-            if whole is not None:
-                state = ModelState(self._job, torch.device("cpu"))
-                state.load(layer, whole, version=step)
-                self._write_output(assign, partial(write_layers, output, state, [layer]))
-
-    def _write_output(self, assign: Assign, write: Callable[[], None]) -> None:
-        """Until it has worked: the result of the training is here and nowhere else."""
-        while True:
-            try:
-                with pulse.FILES:
-                    return write()
-            except OutputError as error:
-                log.warning("the output cannot be written", extra={"reason": error})
-                step = self._progress.committed
-                self._control.report(SaveFailed(what="output", step=step, reason=str(error)))
-                self._control.pause(assign.plan.generation, _OUTPUT_RETRY_S)
+            self._result.write(output, plan, transport, step=step)
+        self._control.report(Finished(generation=plan.generation, step=step))
 
 
 def _inputs(data: bytes, weights: bytes) -> bytes:
     """One fingerprint, 32 bytes, for the data and the initial weights, if these are files."""
     return hashlib.sha256(data + weights).digest() if weights else data
-
-
-def run(launch: Launch, control: Control, pid: int) -> int:
-    """The main thread of a worker process; returns its exit status."""
-    try:
-        Session(launch, control).run(pid)
-    except InvariantViolation as error:
-        log.exception("invariant violated")
-        control.report(Failed(kind="internal", message=f"{type(error).__name__}: {error}"))
-    except (DataError, DeviceError, OSError) as error:
-        control.report(Failed(kind="node", message=str(error)))
-    except (CheckpointError, ModelError, OutputError) as error:
-        control.report(Failed(kind="user", message=str(error)))
-    except Exception as error:
-        # The process boundary: whatever the model or the optimizer raised is the job's failure.
-        log.exception("training failed")
-        control.report(Failed(kind="user", message=f"{launch.worker}: {describe(error)}"))
-    return 1
-
-
-def describe(error: Exception) -> str:
-    """One line; for want of memory, the one that says what to do."""
-    line = str(error).partition("\n")[0]
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in line:
-        return (
-            f"out of memory ({line or type(error).__name__}); lower training.microbatch, or set "
-            "resources.memory_per_worker to what is free so that the plan uses more nodes"
-        )
-    return f"{type(error).__name__}: {line}"

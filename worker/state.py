@@ -1,15 +1,12 @@
 """Model state: the layers that this worker holds, with weights, moments, gradients and version.
 
-Each layer's state is one flat tensor, so that it travels as one message, and its gradient, this
-worker's own sum over micro-batches, is another (`oobleck.worker.layout` has the order). Where
-several workers share a stage, each holds a share of its layers. What an update applies are the
-reduced gradients, summed over all workers: tensors that are given from outside, or the own sums
-themselves where nobody else holds the layer. Owns versions and the update; knows nothing of stages,
-peers and plans: which layers to hold, and what version they must reach, is said from outside.
+Where several workers share a stage, each holds a share of its layers. Owns which layers are held,
+those on their way, versions and the update; what one layer's state is, is in `layerstate`. Must not
+know stages, peers and plans: which layers to hold, and what version they must reach, is said from
+outside.
 """
 
-from collections.abc import Collection, Container, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Container, Iterable
 from fractions import Fraction
 
 import torch
@@ -19,9 +16,10 @@ from oobleck.planner.job import JobSpec, Precision
 from oobleck.planner.program import LayerPart
 from oobleck.planner.transfer import Shard
 from oobleck.worker.errors import InvariantViolation
-from oobleck.worker.layout import Layout, empty_module, layout, point_parameters
+from oobleck.worker.layerstate import LayerState
+from oobleck.worker.layout import empty_module, layout, point_parameters
 from oobleck.worker.models import Layer, initialise_parameters
-from oobleck.worker.optimizer import Slice, update
+from oobleck.worker.optimizer import update
 
 #: Numbers of a gradient whose norm is taken at once.
 _NORM_PIECE = 1 << 18
@@ -34,43 +32,6 @@ class StateError(InvariantViolation):
 def state_dtype(precision: Precision) -> torch.dtype:
     """Type of weights, moments, gradients and of what passes between stages."""
     return torch.float64 if precision == "fp64" else torch.float32
-
-
-@dataclass(slots=True, kw_only=True)
-class LayerState:
-    """One layer on this worker, or the share of it that the worker keeps."""
-
-    shard: Shard
-    layout: Layout
-    #: Of a whole layer its parameters are views into `storage` and `gradient`; of a share they have
-    #: no memory here (`oobleck.worker.exchange` gives them some).
-    module: Layer
-    #: (1 + moments, n): weights, then the optimizer's moments: AdamW's exp_avg and exp_avg_sq,
-    #: SGD's momentum_buffer, if it has momentum. n numbers: of the tied part, then of the own one.
-    storage: Tensor
-    #: (n): the sum over micro-batches.
-    gradient: Tensor
-    #: The micro-batches of the step that are wholly in `gradient`.
-    added: set[int] = field(default_factory=set)
-    #: What the update applies; scaled in place by it. What is missing here is that of `gradient`.
-    reduced: dict[LayerPart, Tensor] = field(default_factory=dict)
-    #: Steps applied.
-    version: int
-    #: Which of the layer's numbers are here, of the tied part and of the own one.
-    numbers: tuple[range, range] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.numbers = self.layout.shard(self.shard)
-
-    def columns(self, numbers: range) -> slice:
-        """Where those of `numbers`, all of one part, that are here stand in `storage` and
-        `gradient`."""
-        tied, own = self.numbers
-        for held, offset in ((tied, 0), (own, len(tied))):
-            start, stop = max(held.start, numbers.start), min(held.stop, numbers.stop)
-            if start < stop:
-                return slice(start - held.start + offset, stop - held.start + offset)
-        return slice(0, 0)
 
 
 class ModelState:
@@ -179,7 +140,7 @@ class ModelState:
                 return state.storage
         found = sources[0].storage.new_empty(sources[0].storage.shape[0], sum(map(len, numbers)))
         for state in sources:
-            _copy(state, numbers, found)
+            state.copy_to(numbers, found)
         return found
 
     def room(self, layer: int, start: Fraction, stop: Fraction) -> Tensor:
@@ -206,7 +167,7 @@ class ModelState:
         state = self._partial[layer]
         for held in (self.layers, self.former):
             if layer in held:
-                _copy(held[layer], state.numbers, state.storage)
+                held[layer].copy_to(state.numbers, state.storage)
 
     def module(self, layer: int) -> Layer:
         """The module of `layer`, which must be whole or gathered."""
@@ -246,13 +207,11 @@ class ModelState:
 
     def gradient_part(self, part: LayerPart) -> Tensor:
         """The slice of a layer's own gradient that is summed over one set of workers: a view."""
-        state = self.layers[part.layer]
-        return state.gradient[state.columns(state.layout.part(part))]
+        return self.layers[part.layer].gradient_of(part)
 
     def reduced_part(self, part: LayerPart) -> Tensor:
         """What the update will apply of it."""
-        reduced = self.layers[part.layer].reduced.get(part)
-        return self.gradient_part(part) if reduced is None else reduced
+        return self.layers[part.layer].reduced_of(part)
 
     def set_reduced(self, part: LayerPart, reduced: Tensor) -> None:
         """Have the update apply `reduced`, flat, instead of the own sum of `part`."""
@@ -282,11 +241,11 @@ class ModelState:
         due = self._due(step)
         # Two places of the tied weight on one worker have one reduced gradient.
         reduced = {
-            gradient.data_ptr(): gradient for state in due for _, gradient in _reduced(state)
+            gradient.data_ptr(): gradient for state in due for _, gradient in state.applied()
         }
         for gradient in reduced.values():
             gradient.mul_(scale)
-        update(self._slices(due), self._job.training, step)
+        update((one for state in due for one in state.slices()), self._job.training, step)
         for state in due:
             state.version = step
 
@@ -300,56 +259,3 @@ class ModelState:
         if wrong:
             raise StateError(f"step {step} cannot be applied to layers at versions {wrong}")
         return [self.layers[i] for i, version in self.held().items() if version == step - 1]
-
-    def _slices(self, due: list[LayerState]) -> Iterator[Slice]:
-        """Each part, and each piece of it that others hold in other cuts, is a tensor of its own:
-        vectorised kernels round the ends of a tensor unlike its middle, and all copies of a weight
-        must stay equal to the last bit (see `CUT_NUMBERS`)."""
-        for state in due:
-            flat = state.layout
-            for numbers, gradient in _reduced(state):
-                for start, end, decayed in (
-                    (0, flat.tied, True),
-                    (flat.tied, flat.decayed, True),
-                    (flat.decayed, flat.size, False),
-                ):
-                    both = range(max(start, numbers.start), min(end, numbers.stop))
-                    if both:
-                        offset = both.start - numbers.start
-                        yield Slice(
-                            storage=state.storage[:, state.columns(both)],
-                            gradient=gradient[offset : offset + len(both)],
-                            decayed=decayed,
-                        )
-
-
-def _copy(state: LayerState, numbers: tuple[range, range], into: Tensor) -> None:
-    """What `state` has of `numbers` to where it stands in `into`, which has all of these."""
-    offset = 0
-    for wanted, held in zip(numbers, state.numbers, strict=True):
-        both = range(max(wanted.start, held.start), min(wanted.stop, held.stop))
-        if both:
-            begin = offset + both.start - wanted.start
-            into[:, begin : begin + len(both)] = state.storage[:, state.columns(both)]
-        offset += len(wanted)
-
-
-def _reduced(state: LayerState) -> Iterator[tuple[range, Tensor]]:
-    """Which numbers the update applies which gradient to, piece by piece."""
-    pieces = sorted(
-        ((state.layout.part(part), reduced) for part, reduced in state.reduced.items()),
-        key=lambda piece: piece[0].start,
-    )
-    for held in state.numbers:
-        reached = held.start
-        for numbers, reduced in pieces:
-            if numbers.start not in held:
-                continue
-            if reached < numbers.start:
-                before = range(reached, numbers.start)
-                yield before, state.gradient[state.columns(before)]
-            yield numbers, reduced
-            reached = numbers.stop
-        if reached < held.stop:
-            rest = range(reached, held.stop)
-            yield rest, state.gradient[state.columns(rest)]

@@ -35,7 +35,7 @@ from oobleck.host.messages import (
     Warm,
 )
 from oobleck.host.process import die_with_parent
-from oobleck.worker import session, stacks
+from oobleck.worker import process, stacks
 from oobleck.worker.control import Control
 from oobleck.worker.heap import keep_freed_memory
 from oobleck.worker.models import registry
@@ -84,7 +84,7 @@ def run_worker(channel_fd: int, output_fd: int, warm_pid: int) -> NoReturn:
         if isinstance(launch, Launch):
             control = Control(channel)
             control.start()
-            status = session.run(launch, control, os.getpid())
+            status = process.run(launch, control, os.getpid())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

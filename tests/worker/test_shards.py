@@ -8,8 +8,9 @@ import torch
 
 from oobleck.planner.job import JobSpec
 from oobleck.planner.program import LayerPart, Share
+from oobleck.worker.layerstate import LayerState
 from oobleck.worker.layout import layout
-from oobleck.worker.state import LayerState, ModelState
+from oobleck.worker.state import ModelState
 
 MakeJob = Callable[..., JobSpec]
 CPU = torch.device("cpu")

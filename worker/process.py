@@ -1,0 +1,47 @@
+"""The main thread of a worker process: a session, and whose fault it is when that ends.
+
+Owns the sorting of errors into those of the node, of the user and our own. Must not know training.
+"""
+
+import logging
+
+import torch
+
+from oobleck.host.messages import Failed, Launch
+from oobleck.host.tokenfile import DataError
+from oobleck.worker.control import Control
+from oobleck.worker.device import DeviceError
+from oobleck.worker.errors import CheckpointError, InvariantViolation, ModelError
+from oobleck.worker.output import OutputError
+from oobleck.worker.session import Session
+
+log = logging.getLogger(__name__)
+
+
+def run(launch: Launch, control: Control, pid: int) -> int:
+    """The main thread of a worker process; returns its exit status."""
+    try:
+        Session(launch, control).run(pid)
+    except InvariantViolation as error:
+        log.exception("invariant violated")
+        control.report(Failed(kind="internal", message=f"{type(error).__name__}: {error}"))
+    except (DataError, DeviceError, OSError) as error:
+        control.report(Failed(kind="node", message=str(error)))
+    except (CheckpointError, ModelError, OutputError) as error:
+        control.report(Failed(kind="user", message=str(error)))
+    except Exception as error:
+        # The process boundary: whatever the model or the optimizer raised is the job's failure.
+        log.exception("training failed")
+        control.report(Failed(kind="user", message=f"{launch.worker}: {describe(error)}"))
+    return 1
+
+
+def describe(error: Exception) -> str:
+    """One line; for want of memory, the one that says what to do."""
+    line = str(error).partition("\n")[0]
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in line:
+        return (
+            f"out of memory ({line or type(error).__name__}); lower training.microbatch, or set "
+            "resources.memory_per_worker to what is free so that the plan uses more nodes"
+        )
+    return f"{type(error).__name__}: {line}"
