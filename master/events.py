@@ -18,38 +18,10 @@ Owns the two unions, and the events of the master and its journal themselves.
 
 import msgspec
 
-from oobleck.master.jobevents import (
-    CheckpointPublished,
-    CheckpointRequested,
-    JobCancelled,
-    JobCancelRequested,
-    JobFailed,
-    JobPutBack,
-    JobRestored,
-    JobStarted,
-    JobSubmitted,
-    JobSucceeded,
-    JobWaiting,
-    MeasuringStarted,
-    ProfileChosen,
-    SaveProblem,
-)
-from oobleck.master.nodeevents import (
-    NodeCleared,
-    NodeDrained,
-    NodeDrainRequested,
-    NodeKept,
-    NodeLeftOut,
-    NodeLost,
-    NodeQuarantined,
-    NodeRegistered,
-    NodeReleased,
-    NodeReset,
-    NodeUndrained,
-    WorkerLost,
-)
+from oobleck.master.jobevents import JobEvent
+from oobleck.master.nodeevents import NodeEvent
 from oobleck.master.observations import Observed
-from oobleck.master.planevents import FirstStepCommitted, PlanFound, PlanMade
+from oobleck.master.planevents import PlanEvent
 from oobleck.master.trustevents import TrustChanged
 from oobleck.planner.ids import JobId
 
@@ -69,38 +41,5 @@ class JournalCut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     records: dict[JobId, int]
 
 
-Journaled = (
-    MasterStarted
-    | JournalCut
-    | JobSubmitted
-    | JobCancelRequested
-    | NodeRegistered
-    | NodeCleared
-    | NodeLost
-    | WorkerLost
-    | NodeLeftOut
-    | NodeReset
-    | NodeDrainRequested
-    | NodeKept
-    | NodeDrained
-    | NodeQuarantined
-    | NodeReleased
-    | NodeUndrained
-    | JobStarted
-    | MeasuringStarted
-    | ProfileChosen
-    | JobWaiting
-    | JobPutBack
-    | PlanMade
-    | PlanFound
-    | FirstStepCommitted
-    | CheckpointRequested
-    | CheckpointPublished
-    | SaveProblem
-    | JobRestored
-    | JobSucceeded
-    | JobFailed
-    | JobCancelled
-    | TrustChanged
-)
+Journaled = MasterStarted | JournalCut | NodeEvent | JobEvent | PlanEvent | TrustChanged
 Event = Journaled | Observed

@@ -39,6 +39,8 @@ JobState = Literal[
     "failed",
     "cancelled",
 ]
+#: What takes away something that the newest plan counts on.
+Loss = NodeLost | WorkerLost | NodeLeftOut | NodeReset | NodeDrained
 ENDED: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
 
 
@@ -82,7 +84,7 @@ class Job:
     #: Most nodes that any plan was made for; the templates cover them.
     most_nodes: int = 0
     #: Losses of the newest plan's nodes and workers that no plan has answered yet.
-    losses: tuple[NodeLost | WorkerLost | NodeLeftOut | NodeReset | NodeDrained, ...] = ()
+    losses: tuple[Loss, ...] = ()
     reconfigurations: int = 0
     #: Processes that an earlier plan counted on and the newest one does not, oldest first.
     replaced: dict[Incarnation, None] = field(default_factory=dict)

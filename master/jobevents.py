@@ -130,3 +130,17 @@ class JobCancelled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 JobEnded = JobSucceeded | JobFailed | JobCancelled
+JobEvent = (
+    JobSubmitted
+    | JobCancelRequested
+    | JobStarted
+    | JobPutBack
+    | MeasuringStarted
+    | ProfileChosen
+    | JobWaiting
+    | CheckpointRequested
+    | CheckpointPublished
+    | SaveProblem
+    | JobRestored
+    | JobEnded
+)

@@ -144,3 +144,19 @@ class NodeUndrained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     node: NodeName
     request_id: str
+
+
+NodeEvent = (
+    NodeRegistered
+    | NodeCleared
+    | NodeLost
+    | WorkerLost
+    | NodeLeftOut
+    | NodeReset
+    | NodeDrainRequested
+    | NodeKept
+    | NodeDrained
+    | NodeQuarantined
+    | NodeReleased
+    | NodeUndrained
+)

@@ -96,3 +96,6 @@ class FirstStepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     transition: Transition
     #: As in PlanMade.
     sightings: tuple[Sighting, ...] = ()
+
+
+PlanEvent = PlanMade | PlanFound | FirstStepCommitted

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from scenario import Player
 
-from oobleck.master.apply import InvalidTransition, apply
+from oobleck.master.apply import apply
 from oobleck.master.job import Job
 from oobleck.master.jobevents import JobStarted
+from oobleck.master.transitions import InvalidTransition
 from oobleck.planner.ids import JobId
 
 SCENARIOS = sorted(Path(__file__).with_name("scenarios").glob("*.txt"))

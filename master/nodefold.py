@@ -1,0 +1,110 @@
+"""How events of nodes change the state: who is part of the cluster, and what a job loses with them.
+
+What keeps a node out of new plans though nothing is wrong with it is `oobleck.master.cordon`'s.
+"""
+
+from oobleck.master import cordon, sightings
+from oobleck.master.job import Job
+from oobleck.master.node import Node, NodeSeen
+from oobleck.master.nodeevents import (
+    NodeCleared,
+    NodeDrained,
+    NodeDrainRequested,
+    NodeEvent,
+    NodeKept,
+    NodeLeftOut,
+    NodeLost,
+    NodeQuarantined,
+    NodeRegistered,
+    NodeReleased,
+    NodeReset,
+    NodeUndrained,
+    WorkerLost,
+)
+from oobleck.master.state import ClusterState
+from oobleck.master.transitions import lose
+
+
+def fold(state: ClusterState, event: NodeEvent, now: float, unix: float) -> None:
+    match event:
+        case NodeRegistered():
+            _register(state, event, now)
+        case NodeCleared():
+            state.nodes[event.node].stale_workers = False
+        case NodeLost():
+            _lose_node(state, event, now, unix)
+        case WorkerLost():
+            what = f"{event.worker}: {event.reason}"
+            cordon.note_failure(state.nodes[event.worker.node], what, unix)
+            lose(state.jobs[event.job_id], event, now, detect_s=event.detect_s)
+        case NodeLeftOut():
+            _leave_out(state.jobs[event.job_id], event, now)
+        case NodeReset():
+            _reset(state.nodes[event.node], state.jobs[event.job_id], event, now)
+        case NodeDrained():
+            cordon.fold(state, event, now, unix)
+            if event.job_id is not None:
+                lose(state.jobs[event.job_id], event, now)
+        case (
+            NodeDrainRequested() | NodeKept() | NodeUndrained() | NodeQuarantined() | NodeReleased()
+        ):
+            cordon.fold(state, event, now, unix)
+
+
+def _register(state: ClusterState, event: NodeRegistered, now: float) -> None:
+    name = event.facts.node
+    node = Node(facts=event.facts, stale_workers=event.stale_workers, seen=NodeSeen(last_heard=now))
+    known = state.nodes.get(name)
+    if state.job is not None:
+        cordon.forgive(state.job, name)
+    if known is not None:
+        node.desired = known.desired
+        node.drain = cordon.kept_by(known, event.facts)
+        node.failures = known.failures
+        node.seen.release_at = known.seen.release_at
+        if known.facts.incarnation == event.facts.incarnation and state.job is not None:
+            _take_back_loss(state.job, event)
+    state.nodes[name] = node
+
+
+def _take_back_loss(job: Job, event: NodeRegistered) -> None:
+    """The same agent is back before any plan was made without it."""
+    job.losses = tuple(
+        loss
+        for loss in job.losses
+        if not (isinstance(loss, NodeLost) and loss.node == event.facts.node)
+    )
+    if not job.losses:
+        job.seen.evidence_at = job.seen.declared_at = None
+
+
+def _lose_node(state: ClusterState, event: NodeLost, now: float, unix: float) -> None:
+    node = state.nodes[event.node]
+    if event.cause != "left":
+        cordon.note_failure(node, event.reason, unix)
+    node.registered = False
+    node.reason = event.reason
+    node.stale_workers = False
+    node.seen.session = None
+    job = state.job
+    if job is not None and event.node in (*job.members, *job.leaving):
+        lose(job, event, now, detect_s=event.detect_s)
+
+
+def _leave_out(job: Job, event: NodeLeftOut, now: float) -> None:
+    if event.node in job.members:
+        lose(job, event, now)
+    else:
+        sightings.forget_node(job, event.node)
+    job.left_out[event.node] = event.reason
+    if event.node in job.seen.stillborn and job.trained and event.node in job.trained.plan.nodes:
+        job.seen.given_up[event.node] = event.reason
+    job.seen.unfit.pop(event.node, None)
+    job.seen.stillborn.pop(event.node, None)
+
+
+def _reset(node: Node, job: Job, event: NodeReset, now: float) -> None:
+    """Give its work to the others, and it comes back as any node that was given up does."""
+    lose(job, event, now)
+    job.seen.stalls += 1
+    node.stale_workers = True
