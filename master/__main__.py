@@ -127,7 +127,7 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     _check_address(config.listen)
     authority = _read_authority(config)
     master = Master(config, journal)
-    access = Access(master.state.trust, master.refused, secured=authority is not None)
+    access = Access(master.state.trust, master.sessions.refused, secured=authority is not None)
     server = grpc.aio.server(
         options=limits.server_options(config.timing),
         interceptors=(AccessGuard(access), CallGuard()),

@@ -183,7 +183,7 @@ class PkiService(rpc.PkiServicer):
 
     async def _change(self, decide: Decide[T], context: Context) -> T:
         try:
-            return await self._master.change_trust(decide)
+            return await self._master.requests.change_trust(decide)
         except Denied as denied:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(denied))
 

@@ -60,7 +60,7 @@ class OperatorService(rpc.OperatorServicer):
             spec, profile = await asyncio.to_thread(_read_submission, request)
         except ValueError as error:  # also InvalidJob
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_DETAILS])
-        job_id = await self._master.submit(
+        job_id = await self._master.requests.submit(
             request.request_id, spec, profile=profile, profile_only=request.profile_only
         )
         return pb.SubmitReply(job_id=job_id)
@@ -93,7 +93,7 @@ class OperatorService(rpc.OperatorServicer):
     async def CancelJob(self, request: pb.CancelRequest, context: Context) -> pb.JobStatus:
         job = await self._job(request.job_id, context)
         await _check_request_id(request.request_id, context)
-        await self._master.cancel(request.request_id, job.id)
+        await self._master.requests.cancel(request.request_id, job.id)
         return self._status(job)
 
     async def SaveCheckpoint(
@@ -111,7 +111,9 @@ class OperatorService(rpc.OperatorServicer):
         if why:
             text = f"job {job.id} {why}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
-        return pb.SaveCheckpointReply(number=await self._master.save(request.request_id, job.id))
+        return pb.SaveCheckpointReply(
+            number=await self._master.requests.save(request.request_id, job.id)
+        )
 
     async def GetProfile(self, request: pb.JobRequest, context: Context) -> pb.ProfileReply:
         job = await self._job(request.job_id, context)
@@ -138,12 +140,14 @@ class OperatorService(rpc.OperatorServicer):
 
     async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.NodeInfo:
         node = await self._node(request.request_id, request.node, context)
-        await self._master.drain(request.request_id, node, request.reason, force=request.force)
+        await self._master.requests.drain(
+            request.request_id, node, request.reason, force=request.force
+        )
         return self._node_info(node)
 
     async def UndrainNode(self, request: pb.UndrainNodeRequest, context: Context) -> pb.NodeInfo:
         node = await self._node(request.request_id, request.node, context)
-        await self._master.undrain(request.request_id, node)
+        await self._master.requests.undrain(request.request_id, node)
         return self._node_info(node)
 
     async def _node(self, request_id: str, name: str, context: Context) -> NodeName:

@@ -56,7 +56,7 @@ class ControlService(rpc.ControlServicer):
         if identity is not None and identity.name != node:
             text = f"node: the certificate is of {identity.name}, which cannot speak for {node}"
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
-        session = await self._master.open_session(registration)
+        session = await self._master.sessions.open(registration)
         if isinstance(session, Refusal):
             await context.write(refused_message(session))
             return
@@ -65,7 +65,7 @@ class ControlService(rpc.ControlServicer):
             await context.write(pb.MasterMessage(welcome=welcome))
             await self._serve(session, requests, context)
         finally:
-            self._master.close_session(session)
+            self._master.sessions.close(session)
 
     async def _serve(
         self, session: AgentSession, requests: AsyncIterator[pb.AgentMessage], context: Context
@@ -89,7 +89,7 @@ class ControlService(rpc.ControlServicer):
         slots = self._master.state.nodes[session.node].facts.worker_slots
         async for message in requests:
             if message.incarnation != session.incarnation:
-                self._master.refused["message of another incarnation"] += 1
+                self._master.sessions.refused["message of another incarnation"] += 1
                 continue
             match message.WhichOneof("body"):
                 case "recorded":
@@ -103,7 +103,7 @@ class ControlService(rpc.ControlServicer):
                     pass
             for incoming in _incoming(message):
                 _check_slots(incoming, slots)
-                await self._master.receive(session, incoming)
+                await self._master.sessions.receive(session, incoming)
 
 
 async def _write_whole(context: Context, message: pb.MasterMessage) -> None:

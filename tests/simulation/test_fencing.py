@@ -93,7 +93,7 @@ class Cluster:
         for name in NODES:
             world.start_agent(NodeName(name), 1)
         spec = job_spec("demo", steps=400, f=1, min_nodes=1, checkpoint=1, evaluate=7)
-        await self.core.submit("r", spec)
+        await self.core.requests.submit("r", spec)
         await self.until(lambda: self.job.state == "running")
         (trainer,) = world.agents[NodeName("n1")].trainers.values()
         self.stale = trainer.incarnation
@@ -168,19 +168,19 @@ def test_another_start_of_an_agent_changes_nothing(tmp_path: Path) -> None:
             requests = made.stream("n1")._requests
             say = lambda m=message, r=requests: r.put_nowait(m)  # noqa: E731
             made.world.loop.run_until_complete(made.unchanged_by(say))
-        assert made.core.refused["message of another incarnation"] == len(messages())
+        assert made.core.sessions.refused["message of another incarnation"] == len(messages())
 
 
 def test_a_session_that_was_replaced_changes_nothing(tmp_path: Path) -> None:
     """Its stream is half-open: the agent has a newer one, and what it sent before comes late."""
     with cluster(tmp_path) as made:
         old = made.stream("n1")
-        before = dict(made.core._sessions)
-        (number,) = (n for n, session in before.items() if session.node == "n1")
-        session = before[number]
+        (session,) = (s for s in made.core.sessions if s.node == "n1")
         old._end(*_BROKEN)
         made.world.loop.run_until_complete(
-            made.until(lambda: made.core.state.nodes["n1"].seen.session not in (None, number))
+            made.until(
+                lambda: made.core.state.nodes["n1"].seen.session not in (None, session.number)
+            )
         )
         for message in messages().values():
             if message.WhichOneof("body") == "register":

@@ -1,0 +1,151 @@
+"""What operators ask for: jobs, checkpoints, drains, and who may speak to the master.
+
+Each request becomes an event, once: one that is repeated with the same id is answered as the first
+time. The answer comes when the event is on disk. Must not know gRPC, nor who may ask what.
+"""
+
+from typing import TypeVar
+
+from oobleck.master.admit import Refusal
+from oobleck.master.config import MasterConfig
+from oobleck.master.inbox import Inbox
+from oobleck.master.job import ENDED
+from oobleck.master.jobevents import CheckpointRequested, JobCancelRequested, JobSubmitted
+from oobleck.master.ledger import Ledger
+from oobleck.master.nodeevents import NodeDrainRequested, NodeUndrained
+from oobleck.master.sessions import Sessions
+from oobleck.master.storage import StorageFailed
+from oobleck.master.trust import Decide, Denied
+from oobleck.master.trustevents import CredentialsRevoked
+from oobleck.planner.ids import JobId, NodeName
+from oobleck.planner.job import JobSpec
+from oobleck.planner.profile import Profile
+
+T = TypeVar("T")
+
+#: Most of a job's name that becomes part of its id.
+_NAME_IN_ID = 48
+
+
+class Requests:
+    def __init__(
+        self, config: MasterConfig, ledger: Ledger, inbox: Inbox, sessions: Sessions
+    ) -> None:
+        self._config = config
+        self._ledger = ledger
+        self._inbox = inbox
+        self._sessions = sessions
+
+    async def submit(
+        self,
+        request_id: str,
+        spec: JobSpec,
+        *,
+        profile: Profile | None = None,
+        profile_only: bool = False,
+    ) -> JobId:
+        """`profile`: of the file that the job names; `profile_only`: end once it is measured.
+
+        Raises StorageFailed.
+        """
+        ledger = self._ledger
+        if ledger.problem and request_id not in ledger.state.requests:
+            raise StorageFailed(ledger.problem)
+
+        def answer(_: float) -> JobId:
+            known = ledger.state.requests.get(request_id)
+            if known is not None:
+                return known
+            job_id = self._new_job_id(spec)
+            ledger.find_profiles()
+            submitted = JobSubmitted(
+                job_id=job_id,
+                request_id=request_id,
+                spec=spec,
+                profile=profile,
+                profile_only=profile_only,
+            )
+            ledger.record(submitted)
+            return job_id
+
+        return await self._inbox.ask(answer, of_operator=True)
+
+    def _new_job_id(self, spec: JobSpec) -> JobId:
+        """One that no folder of an earlier job has either, whatever became of its journal."""
+        jobs = self._ledger.state.jobs
+        number = len(jobs) + 1
+        while True:
+            job_id = JobId(f"{spec.name[:_NAME_IN_ID]}-{number}")
+            if job_id not in jobs and not self._config.job_directory(job_id).exists():
+                return job_id
+            number += 1
+
+    async def save(self, request_id: str, job_id: JobId) -> int:
+        """The number of the request for a checkpoint of the job, which is known.
+
+        Raises StorageFailed.
+        """
+        self._check_not_stuck()
+
+        def answer(_: float) -> int:
+            job = self._ledger.state.jobs[job_id]
+            if (known := job.save_numbers.get(request_id)) is not None:
+                return known
+            number = job.save_request + 1
+            self._ledger.record(
+                CheckpointRequested(job_id=job_id, request_id=request_id, number=number)
+            )
+            return number
+
+        return await self._inbox.ask(answer, of_operator=True)
+
+    async def cancel(self, request_id: str, job_id: JobId) -> None:
+        """`job_id` is known. Raises StorageFailed."""
+        self._check_not_stuck()
+
+        def answer(_: float) -> None:
+            job = self._ledger.state.jobs[job_id]
+            if job.state not in ENDED and not job.cancel_requested:
+                self._ledger.record(JobCancelRequested(job_id=job_id, request_id=request_id))
+
+        await self._inbox.ask(answer, of_operator=True)
+
+    async def drain(self, request_id: str, node: NodeName, reason: str, *, force: bool) -> None:
+        """`node` is known."""
+        await self._about_node(
+            NodeDrainRequested(node=node, request_id=request_id, reason=reason, force=force)
+        )
+
+    async def undrain(self, request_id: str, node: NodeName) -> None:
+        """`node` is known."""
+        await self._about_node(NodeUndrained(node=node, request_id=request_id))
+
+    async def _about_node(self, event: NodeDrainRequested | NodeUndrained) -> None:
+        def answer(_: float) -> None:
+            if event.request_id not in self._ledger.state.node_requests:
+                self._ledger.record(event)
+
+        await self._inbox.ask(answer)
+
+    async def change_trust(self, decide: Decide[T]) -> T:
+        """What `decide` answers, once what it wants journaled is. Raises Denied."""
+
+        def answer(_: float) -> tuple[T] | Denied:
+            try:
+                event, value = decide(self._ledger.state.trust, self._ledger.unix())
+            except Denied as denied:
+                return denied
+            self._ledger.record(event)
+            if isinstance(event, CredentialsRevoked) and event.role == "agent":
+                refusal = Refusal(reason="its certificate was revoked", temporary=False)
+                self._sessions.end_of(NodeName(event.name), refusal)
+            return (value,)
+
+        answered = await self._inbox.ask(answer)
+        if isinstance(answered, Denied):
+            raise answered
+        return answered[0]
+
+    def _check_not_stuck(self) -> None:
+        if self._ledger.stuck:
+            raise StorageFailed(self._ledger.problem)

@@ -1,0 +1,188 @@
+"""The agents' sessions: who is admitted, what becomes of what they tell, and what each is told.
+
+Handlers run in the loop's turn, in the order of arrival; `brief` and `acknowledge` are for the loop
+alone, once all that they tell is on disk. Must not know gRPC.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+
+from oobleck.master.admit import Refusal, admit
+from oobleck.master.config import MasterConfig
+from oobleck.master.dispatch import Acknowledger, AgentSession, PlanSerialiser
+from oobleck.master.inbox import Changes, Inbox
+from oobleck.master.incoming import Incoming, Output, Records, event_of
+from oobleck.master.ledger import Ledger
+from oobleck.master.observations import (
+    AgentRefused,
+    EvaluationReceived,
+    RecordsReceived,
+    StatusReceived,
+    StreamClosed,
+    StreamOpened,
+)
+from oobleck.planner.ids import JobId, NodeName, WorkerId
+from oobleck.planner.jobfile import format_job
+from oobleck.proto.types import NodeStatus, Registration, WorkerReport
+
+log = logging.getLogger(__name__)
+
+
+class Sessions:
+    def __init__(
+        self, config: MasterConfig, ledger: Ledger, inbox: Inbox, changes: Changes
+    ) -> None:
+        #: Messages that were dropped, by reason.
+        self.refused: Counter[str] = Counter()
+        self._timing = config.timing
+        self._ledger = ledger
+        self._inbox = inbox
+        self._changes = changes
+        self._acknowledger = Acknowledger()
+        self._serialise = PlanSerialiser()
+        self._job_texts: dict[JobId, str] = {}
+        self._open: dict[int, AgentSession] = {}
+        self._last_number = 0
+
+    def __iter__(self) -> Iterator[AgentSession]:
+        return iter(list(self._open.values()))
+
+    # ---- what agents tell
+
+    async def open(self, registration: Registration) -> AgentSession | Refusal:
+        return await self._inbox.ask(lambda arrived_at: self._register(registration, arrived_at))
+
+    def _register(self, registration: Registration, arrived_at: float) -> AgentSession | Refusal:
+        facts, ledger = registration.facts, self._ledger
+        verdict = admit(ledger.state, registration, arrived_at, self._timing)
+        if isinstance(verdict, Refusal):
+            log.warning("agent refused", extra={"node": facts.node, "reason": verdict.reason})
+            refused = AgentRefused(node=facts.node, incarnation=facts.incarnation)
+            ledger.observe(refused, arrived_at)
+            return verdict
+        for event in verdict:
+            ledger.record(event)
+        self._last_number += 1
+        session = AgentSession(
+            number=self._last_number, node=facts.node, incarnation=facts.incarnation
+        )
+        self._open[session.number] = session
+        opened = StreamOpened(
+            node=facts.node,
+            session=session.number,
+            status=registration.status,
+            running=registration.running,
+        )
+        ledger.observe(opened, arrived_at)
+        if ledger.state.active is not None:
+            self._acknowledger.note(ledger.state.active)
+        return session
+
+    def close(self, session: AgentSession) -> None:
+        def handle(arrived_at: float) -> None:
+            self._open.pop(session.number, None)
+            closed = StreamClosed(node=session.node, session=session.number)
+            self._ledger.observe(closed, arrived_at)
+
+        self._inbox.post(handle)
+
+    async def receive(self, session: AgentSession, message: Incoming) -> None:
+        """Hand over an agent's message; waits where too many of its messages wait."""
+        await session.credit.acquire()
+
+        def handle(arrived_at: float) -> None:
+            session.credit.release()
+            if session.number in self._open:
+                self._take(session, message, arrived_at)
+            else:
+                self.refused["message of an ended session"] += 1
+
+        self._inbox.post(handle)
+
+    def _take(self, session: AgentSession, message: Incoming, arrived_at: float) -> None:
+        ledger, archive = self._ledger, self._ledger.archive
+        if not isinstance(message, NodeStatus) and message.job_id not in ledger.state.jobs:
+            self.refused["message about an unknown job"] += 1
+            return
+        match message:
+            case NodeStatus():
+                ledger.observe(StatusReceived(node=session.node, status=message), arrived_at)
+            case WorkerReport():
+                event = event_of(WorkerId(session.node, message.slot), message)
+                new = True
+                if isinstance(event, EvaluationReceived):
+                    new = archive.take_evaluation(event.job_id, event.record)
+                if new:
+                    ledger.observe(event, arrived_at)
+            case Output():
+                worker = WorkerId(session.node, message.slot)
+                archive.take_output(message.job_id, worker, message.lines, ledger.unix())
+                self._changes.happened()
+            case Records():
+                self._take_records(message, arrived_at)
+
+    def _take_records(self, message: Records, arrived_at: float) -> None:
+        new = self._ledger.archive.take_records(message.job_id, message.records)
+        if new:
+            received = RecordsReceived(job_id=message.job_id, records=new)
+            self._ledger.observe(received, arrived_at)
+        self._acknowledger.note(message.job_id)
+
+    # ---- what agents are told
+
+    def brief(self) -> None:
+        """Have every agent told what has changed for it."""
+        for session in self:
+            self._brief(session)
+
+    def _brief(self, session: AgentSession) -> None:
+        state = self._ledger.state
+        node = state.nodes[session.node]
+        if node.facts.incarnation != session.incarnation or not node.registered:
+            reason = f"the master gave node {session.node} up: {node.reason}"
+            self._end(session, Refusal(reason=reason, temporary=True))
+        elif node.seen.session != session.number:
+            replaced = Refusal(reason="a newer stream of this agent replaced it", temporary=True)
+            self._end(session, replaced)
+        elif session.told_version != node.desired.version:
+            job_id = node.desired.job_id
+            text = self._job_text(job_id) if job_id else ""
+            assignment = state.assignment(node, text)
+            session.tell(assignment, self._serialise(assignment.plan))
+
+    def _job_text(self, job_id: JobId) -> str:
+        if job_id not in self._job_texts:
+            self._job_texts[job_id] = format_job(self._ledger.state.jobs[job_id].spec)
+        return self._job_texts[job_id]
+
+    @property
+    def acknowledges_at(self) -> float | None:
+        """When `acknowledge` has something to tell; None: it has not."""
+        return self._acknowledger.due_at
+
+    def acknowledge(self) -> None:
+        """Have the agents told how far the records are on disk."""
+        for job_id in self._acknowledger.take(self._ledger.now()):
+            stored_step = self._ledger.archive.metrics(job_id).stored_step
+            for session in self._open.values():
+                session.acknowledge(job_id, stored_step)
+
+    def ask_again(self) -> None:
+        """There is room on the disk again: records that were left are sent once more."""
+        if self._ledger.archive.asks_again():
+            again = Refusal(reason="to send again what the full disk did not take", temporary=True)
+            for session in self:
+                self._end(session, again)
+        for job_id in self._ledger.state.jobs:
+            self._acknowledger.note(job_id)
+
+    def end_of(self, node: NodeName, refusal: Refusal) -> None:
+        """End what sessions the node has, with this last word."""
+        for session in self:
+            if session.node == node:
+                self._end(session, refusal)
+
+    def _end(self, session: AgentSession, refusal: Refusal) -> None:
+        del self._open[session.number]
+        session.end(refusal)
