@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from oobleck.agent.state import NodeState, Worker
+from oobleck.agent.state import NodeState
+from oobleck.agent.worker import Worker
 from oobleck.host.detection import Detection, patience_s
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import WorkerId

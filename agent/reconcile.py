@@ -6,10 +6,27 @@ action whose effect has been noted (as an event) is not decided again.
 
 from dataclasses import dataclass
 
+from oobleck.agent.actions import (
+    Action,
+    AskStacks,
+    AskWorker,
+    End,
+    ForkWorker,
+    GiveUpWorker,
+    KillWarm,
+    KillWorker,
+    SendMeasure,
+    SendPlan,
+    SendSave,
+    StartWarm,
+    StopWorker,
+)
+from oobleck.agent.desired import PlanPart
 from oobleck.agent.hangs import worst_doubt
-from oobleck.agent.state import NO_GENERATION, Desired, NodeState, PlanPart, Worker
+from oobleck.agent.state import NodeState
+from oobleck.agent.worker import NO_GENERATION, Worker
 from oobleck.host.messages import Measure
-from oobleck.planner.ids import Incarnation, WorkerId
+from oobleck.planner.ids import WorkerId
 
 #: From Stop to SIGKILL.
 STOP_GRACE_S = 2.0
@@ -22,104 +39,6 @@ FORK_TIMEOUT_S = 60.0
 WARM_TIMEOUT_S = 180.0
 #: From the fork to Ready (it opens the data and serves its store).
 READY_TIMEOUT_S = 120.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartWarm:
-    pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KillWarm:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForkWorker:
-    """Fork a process for the slot and send it Launch as its first message."""
-
-    slot: int
-    desired: Desired
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendPlan:
-    incarnation: Incarnation
-    part: PlanPart
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendMeasure:
-    incarnation: Incarnation
-    wish: Measure
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SendSave:
-    """Hand it the number of the newest wish for a checkpoint."""
-
-    incarnation: Incarnation
-    number: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopWorker:
-    incarnation: Incarnation
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KillWorker:
-    incarnation: Incarnation
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
-    """The agent was told to end, and the time for it has come."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskWorker:
-    """For a sign of life; `look`: the last question has no answer, so see what the kernel says."""
-
-    incarnation: Incarnation
-    look: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskStacks:
-    """Have it write where its threads are, before it is given up on."""
-
-    incarnation: Incarnation
-    since: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GiveUpWorker:
-    """It hangs: tell the master, and kill it."""
-
-    incarnation: Incarnation
-    since: float
-    reason: str
-
-
-Action = (
-    StartWarm
-    | KillWarm
-    | ForkWorker
-    | SendPlan
-    | SendMeasure
-    | SendSave
-    | AskWorker
-    | AskStacks
-    | GiveUpWorker
-    | StopWorker
-    | KillWorker
-    | End
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

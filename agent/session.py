@@ -16,8 +16,8 @@ import msgspec
 
 from oobleck.agent.address import local_address
 from oobleck.agent.config import AgentConfig
+from oobleck.agent.desired import Desired, PlanPart
 from oobleck.agent.outbox import Outbox
-from oobleck.agent.state import Desired, PlanPart
 from oobleck.host.detection import Detection
 from oobleck.host.endpoint import Endpoint
 from oobleck.host.messages import Record

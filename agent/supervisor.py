@@ -12,11 +12,7 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 
-from oobleck.agent.config import AgentConfig
-from oobleck.agent.memory import kernel_kills
-from oobleck.agent.outbox import Outbox
-from oobleck.agent.processes import Listener, WarmProcess, WorkerProcess
-from oobleck.agent.reconcile import (
+from oobleck.agent.actions import (
     Action,
     AskStacks,
     AskWorker,
@@ -30,19 +26,18 @@ from oobleck.agent.reconcile import (
     SendSave,
     StartWarm,
     StopWorker,
-    decide,
 )
-from oobleck.agent.state import (
+from oobleck.agent.config import AgentConfig
+from oobleck.agent.desired import Desired
+from oobleck.agent.events import (
     Asked,
     Assigned,
     ChannelClosed,
-    Desired,
     DetectionTold,
     Event,
     ForkAsked,
     Leave,
     MeasureSent,
-    NodeState,
     Paused,
     PlanSent,
     SaveSent,
@@ -53,12 +48,17 @@ from oobleck.agent.state import (
     WarmKilled,
     WarmReady,
     WarmStarted,
-    Worker,
     WorkerExited,
     WorkerForked,
     WorkerKilled,
     WorkerSaid,
 )
+from oobleck.agent.memory import kernel_kills
+from oobleck.agent.outbox import Outbox
+from oobleck.agent.processes import Listener, WarmProcess, WorkerProcess
+from oobleck.agent.reconcile import decide
+from oobleck.agent.state import NodeState
+from oobleck.agent.worker import Worker
 from oobleck.host.detection import Detection
 from oobleck.host.messages import (
     Alive,

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
-from oobleck.agent.reconcile import AskStacks, AskWorker, GiveUpWorker
-from oobleck.agent.state import Asked, Assigned, Paused, PlanSent, WorkerKilled, WorkerSaid
+from oobleck.agent.actions import AskStacks, AskWorker, GiveUpWorker
+from oobleck.agent.events import Asked, Assigned, Paused, PlanSent, WorkerKilled, WorkerSaid
 from oobleck.host.detection import Detection
 from oobleck.host.messages import Alive, Committed, PhaseReached
 from oobleck.planner.ids import Generation

@@ -2,12 +2,7 @@
 
 import dataclasses
 
-from oobleck.agent.reconcile import (
-    CLOSED_GRACE_S,
-    FORK_TIMEOUT_S,
-    READY_TIMEOUT_S,
-    STOP_GRACE_S,
-    WARM_TIMEOUT_S,
+from oobleck.agent.actions import (
     Action,
     End,
     ForkWorker,
@@ -18,13 +13,11 @@ from oobleck.agent.reconcile import (
     SendSave,
     StartWarm,
     StopWorker,
-    decide,
 )
-from oobleck.agent.state import (
-    KEPT_EVALUATIONS,
+from oobleck.agent.desired import Desired
+from oobleck.agent.events import (
     Assigned,
     ChannelClosed,
-    Desired,
     ForkAsked,
     Leave,
     MeasureSent,
@@ -41,6 +34,15 @@ from oobleck.agent.state import (
     WorkerKilled,
     WorkerSaid,
 )
+from oobleck.agent.reconcile import (
+    CLOSED_GRACE_S,
+    FORK_TIMEOUT_S,
+    READY_TIMEOUT_S,
+    STOP_GRACE_S,
+    WARM_TIMEOUT_S,
+    decide,
+)
+from oobleck.agent.worker import KEPT_EVALUATIONS
 from oobleck.host.messages import (
     CheckpointSaved,
     Evaluated,

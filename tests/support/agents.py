@@ -1,20 +1,20 @@
 """One agent's state without a process or a clock: events at times, and what it decides then."""
 
-from oobleck.agent.reconcile import Action, AskWorker, decide
-from oobleck.agent.state import (
+from oobleck.agent.actions import Action, AskWorker
+from oobleck.agent.desired import Desired, PlanPart
+from oobleck.agent.events import (
     Asked,
     Assigned,
-    Desired,
     Event,
     ForkAsked,
-    NodeState,
-    PlanPart,
     StacksAsked,
     WarmReady,
     WarmStarted,
     WorkerForked,
     WorkerSaid,
 )
+from oobleck.agent.reconcile import decide
+from oobleck.agent.state import NodeState
 from oobleck.host.messages import Alive, FaultRule, Ready, Rendezvous, StepRecord
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from support.scripted_master import job, plan

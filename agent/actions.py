@@ -1,0 +1,105 @@
+"""What can be done to the processes of a node. Must not know when, nor how."""
+
+from dataclasses import dataclass
+
+from oobleck.agent.desired import Desired, PlanPart
+from oobleck.host.messages import Measure
+from oobleck.planner.ids import Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartWarm:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillWarm:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkWorker:
+    """Fork a process for the slot and send it Launch as its first message."""
+
+    slot: int
+    desired: Desired
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendPlan:
+    incarnation: Incarnation
+    part: PlanPart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendMeasure:
+    incarnation: Incarnation
+    wish: Measure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendSave:
+    """Hand it the number of the newest wish for a checkpoint."""
+
+    incarnation: Incarnation
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopWorker:
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillWorker:
+    incarnation: Incarnation
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """The agent was told to end, and the time for it has come."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskWorker:
+    """For a sign of life; `look`: the last question has no answer, so see what the kernel says."""
+
+    incarnation: Incarnation
+    look: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskStacks:
+    """Have it write where its threads are, before it is given up on."""
+
+    incarnation: Incarnation
+    since: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUpWorker:
+    """It hangs: tell the master, and kill it."""
+
+    incarnation: Incarnation
+    since: float
+    reason: str
+
+
+Action = (
+    StartWarm
+    | KillWarm
+    | ForkWorker
+    | SendPlan
+    | SendMeasure
+    | SendSave
+    | AskWorker
+    | AskStacks
+    | GiveUpWorker
+    | StopWorker
+    | KillWorker
+    | End
+)

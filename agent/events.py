@@ -1,0 +1,179 @@
+"""Everything that changes what an agent knows: the master's word, what was seen of the processes,
+and what was done to them.
+
+Only `Assigned`, `Leave` and `ShutDown` change what is desired. The union is told apart in those
+about one worker (`WorkerEvent`) and the others. Must not know what an event changes.
+"""
+
+from dataclasses import dataclass
+
+from oobleck.agent.desired import Desired
+from oobleck.host.detection import Detection
+from oobleck.host.messages import FromWorker
+from oobleck.planner.ids import Generation, Incarnation
+from oobleck.proto.types import Hung
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assigned:
+    """The master's word; None: no job."""
+
+    desired: Desired | None
+    #: The node is drained.
+    drained: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """The agent is to end as soon as the node is drained, at the latest after the time."""
+
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetectionTold:
+    """The time-outs that the master goes by."""
+
+    detection: Detection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paused:
+    """This agent did not run for so long: nobody is to blame for what did not come meanwhile."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShutDown:
+    """The agent is to end: all workers are stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStarted:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmReady:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmKilled:
+    """SIGKILL was sent; `WarmExited` is still to come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmExited:
+    """The warm process is gone, and its workers with it (their own exits come separately)."""
+
+    #: Its end, and its last words.
+    how: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkAsked:
+    slot: int
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerForked:
+    incarnation: Incarnation
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSent:
+    incarnation: Incarnation
+    generation: Generation
+    boundary: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureSent:
+    incarnation: Incarnation
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSent:
+    incarnation: Incarnation
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Whether it is alive; `kernel`: the state that the kernel says it is in."""
+
+    incarnation: Incarnation
+    kernel: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StacksAsked:
+    """It was told to write where its threads are, since it is at the same thing since `since`."""
+
+    incarnation: Incarnation
+    since: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopSent:
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerKilled:
+    """SIGKILL was sent; the exit is still to come."""
+
+    incarnation: Incarnation
+    #: Where it was killed because of that.
+    hung: Hung | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSaid:
+    incarnation: Incarnation
+    message: FromWorker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelClosed:
+    """The worker's end is closed, or what came on it made no sense."""
+
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerExited:
+    incarnation: Incarnation
+
+
+WorkerEvent = (
+    WorkerForked
+    | PlanSent
+    | MeasureSent
+    | SaveSent
+    | Asked
+    | StacksAsked
+    | StopSent
+    | WorkerKilled
+    | WorkerSaid
+    | ChannelClosed
+    | WorkerExited
+)
+Event = (
+    Assigned
+    | DetectionTold
+    | Leave
+    | Paused
+    | ShutDown
+    | WarmStarted
+    | WarmReady
+    | WarmKilled
+    | WarmExited
+    | ForkAsked
+    | WorkerEvent
+)

@@ -1,0 +1,176 @@
+"""One worker process as seen from outside, and how what it says changes that.
+
+A worker process goes through: fork asked of the warm process -> its channel is open and Launch
+is sent -> Forked (it has a pid) -> Ready (it serves its store) -> plans, one per generation ->
+gone. Must not know of other workers, nor what is desired.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from oobleck.agent.events import (
+    Asked,
+    ChannelClosed,
+    MeasureSent,
+    PlanSent,
+    SaveSent,
+    StacksAsked,
+    StopSent,
+    WorkerEvent,
+    WorkerExited,
+    WorkerForked,
+    WorkerKilled,
+    WorkerSaid,
+)
+from oobleck.host.messages import (
+    Alive,
+    CheckpointSaved,
+    Committed,
+    Evaluated,
+    Failed,
+    Finished,
+    FromWorker,
+    LinkMeasured,
+    Measured,
+    MemoryUse,
+    PeerLost,
+    PhaseReached,
+    Ready,
+    Recorded,
+    Restored,
+    SaveFailed,
+)
+from oobleck.planner.ids import Generation, Incarnation, JobId
+from oobleck.proto.types import Hung
+
+NO_GENERATION = Generation(0)
+#: Evaluations of a worker that a new session of the master is told of.
+KEPT_EVALUATIONS = 256
+
+
+@dataclass(slots=True, kw_only=True)
+class Worker:
+    """One worker process as seen from outside."""
+
+    slot: int
+    incarnation: Incarnation
+    job_id: JobId
+    asked_at: float
+    pid: int | None = None
+    #: Empty until the worker is ready.
+    store: str = ""
+    #: Fingerprint of the data that it reads; with `store`.
+    data: str = ""
+    #: Newest generation handed to it.
+    sent: Generation = NO_GENERATION
+    #: Newest generation that it has entered, its transfers done.
+    entered: Generation = NO_GENERATION
+    committed_step: int | None = None
+    memory: MemoryUse | None = None
+    finished: bool = False
+    #: Newest attempt at a measurement that was handed to it, and what came of it; until its plan.
+    measure_sent: int = 0
+    measured: tuple[Measured | LinkMeasured, ...] = ()
+    #: Number of the newest wish for a checkpoint that was handed to it.
+    save_sent: int = 0
+    #: The last of each kind that it said of checkpoints.
+    checkpoints: tuple[CheckpointSaved | SaveFailed | Restored, ...] = ()
+    #: The last ones, oldest first: the master may be away while they are made.
+    evaluated: deque[Evaluated] = field(default_factory=lambda: deque(maxlen=KEPT_EVALUATIONS))
+    failure: Failed | None = None
+    failed_at: float | None = None
+    #: What it lost; None again as soon as it has a newer plan.
+    peer_lost: PeerLost | None = None
+    #: When it was last asked for a sign of life, and last gave one; with what it then said, and
+    #: since when it says that.
+    asked_alive_at: float | None = None
+    heard_at: float | None = None
+    alive: Alive | None = None
+    moved_at: float | None = None
+    #: A letter of the kernel's for its state; empty: not looked.
+    kernel: str = ""
+    #: Since when it is to leave its generation; None: it has.
+    told_at: float | None = None
+    #: What it was last made to write its stacks for.
+    stacks_since: float | None = None
+    #: It has committed a step.
+    stepped: bool = False
+    #: Why it was taken for one that hangs.
+    hung: Hung | None = None
+    stop_sent_at: float | None = None
+    closed_at: float | None = None
+    killed: bool = False
+
+    def note(self, event: WorkerEvent, now: float) -> None:
+        match event:
+            case WorkerForked(pid=pid):
+                self.pid = pid
+            case PlanSent(generation=generation, boundary=boundary):
+                self.sent, self.peer_lost = generation, None
+                if not boundary:
+                    self.told_at = now
+                self.measured = ()
+            case MeasureSent(attempt=attempt):
+                self.measure_sent, self.measured = attempt, ()
+            case SaveSent(number=number):
+                self.save_sent = number
+            case Asked(kernel=kernel):
+                self.asked_alive_at, self.kernel = now, kernel
+            case StacksAsked(since=since):
+                self.stacks_since = since
+            case StopSent():
+                self.stop_sent_at = now
+            case WorkerKilled(hung=hung):
+                self.killed, self.hung = True, hung
+            case ChannelClosed():
+                self.closed_at = now
+            case WorkerSaid(message=message):
+                self._said(message, now)
+            case WorkerExited():
+                pass  # nothing is asked of it any more
+
+    def _said(self, message: FromWorker, now: float) -> None:
+        match message:
+            case Ready(store=store, data=data):
+                self.store, self.data = store, data
+                self.heard_at = now
+            case Alive():
+                self.heard_at = now
+                if message != self.alive:
+                    self.alive, self.moved_at = message, now
+            case PhaseReached(phase="aborted", generation=generation):
+                if generation >= self.sent:
+                    self.told_at = None
+            case PhaseReached(phase="transferred", generation=generation):
+                # A loss at the very end starts a generation for what is still to be saved.
+                self.entered, self.finished = generation, False
+            case PhaseReached(committed_step=int(step)):
+                self.committed_step = step
+            case Committed(record=record, memory=memory):
+                self.committed_step, self.stepped = record.step, True
+                self.memory = memory or self.memory
+            case Evaluated():
+                self.evaluated.append(message)
+            case Failed():
+                self.failure, self.failed_at = message, now
+            case Finished(step=step):
+                self.finished = True
+                self.committed_step = step
+            case PeerLost():
+                self.peer_lost = message
+            case Measured() | LinkMeasured():
+                self.measured = (*self.measured, message)
+            case CheckpointSaved() | SaveFailed() | Restored():
+                kept = (m for m in self.checkpoints if type(m) is not type(message))
+                self.checkpoints = (*kept, message)
+            case PhaseReached() | Recorded():
+                pass  # for the master; nothing changes here
+
+    def excuse(self, seconds: float, now: float) -> None:
+        """Nothing could be heard of it for so long."""
+        if self.heard_at is not None:
+            self.heard_at = min(now, self.heard_at + seconds)
+        if self.moved_at is not None:
+            self.moved_at = min(now, self.moved_at + seconds)
+        if self.told_at is not None:
+            self.told_at = min(now, self.told_at + seconds)
