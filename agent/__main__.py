@@ -14,10 +14,11 @@ import psutil
 
 from oobleck.agent.address import check_own_address
 from oobleck.agent.config import DRAIN_GRACE_S, AgentConfig
+from oobleck.agent.crew import new_incarnation
 from oobleck.agent.enrol import Denied, Holder, choose_way, join, read_join_token
 from oobleck.agent.outbox import Outbox
 from oobleck.agent.session import Session
-from oobleck.agent.supervisor import Supervisor, new_incarnation
+from oobleck.agent.supervisor import Supervisor
 from oobleck.host import command, log
 from oobleck.host.address import split_address
 from oobleck.host.credentials import Credentials

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from oobleck.agent.desired import Desired, PlanPart
-from oobleck.host.messages import Measure
+from oobleck.host.messages import FaultRule, Measure
 from oobleck.planner.ids import Incarnation
 
 
@@ -23,6 +23,8 @@ class ForkWorker:
 
     slot: int
     desired: Desired
+    #: Scripted ones that it shall have.
+    faults: tuple[FaultRule, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,8 +79,9 @@ def decide(state: NodeState, now: float) -> Decision:
     if state.desired is not None and not state.shutting_down and state.warm.ready:
         for slot, record in enumerate(state.slots):
             if state.current(slot) is None and record.failure is None:
-                action = ForkWorker(slot=slot, desired=state.desired)
-                agenda.add(action, record.budget.not_before)
+                faults = state.faults_for(slot)
+                fork = ForkWorker(slot=slot, desired=state.desired, faults=faults)
+                agenda.add(fork, record.budget.not_before)
     done = state.shutting_down and not state.workers and state.warm.started_at is None
     return Decision(actions=tuple(agenda.actions), wake_at=agenda.wake_at, done=done)
 

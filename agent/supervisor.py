@@ -1,53 +1,29 @@
 """The thin shell around the agent's state: events in, decisions carried out.
 
 Everything happens in the event loop without waiting: an event is applied, the decision's actions
-are done at once, and what they did is applied too, until nothing is left to do. Owns the
-processes and tells the outbox; must not know streams.
+are done at once, and what they did is applied too, until nothing is left to do. Hears what the
+processes of its crew tell, and tells the outbox; must not know streams.
 """
 
 import asyncio
 import logging
-import os
 import signal
-from collections.abc import Callable
 from contextlib import suppress
 
-from oobleck.agent.actions import (
-    Action,
-    AskStacks,
-    AskWorker,
-    End,
-    ForkWorker,
-    GiveUpWorker,
-    KillWarm,
-    KillWorker,
-    SendMeasure,
-    SendPlan,
-    SendSave,
-    StartWarm,
-    StopWorker,
-)
+from oobleck.agent.actions import Action
 from oobleck.agent.config import AgentConfig
+from oobleck.agent.crew import Crew, StartWarmProcess, StartWorker
 from oobleck.agent.desired import Desired
 from oobleck.agent.events import (
-    Asked,
     Assigned,
     ChannelClosed,
     DetectionTold,
     Event,
-    ForkAsked,
     Leave,
-    MeasureSent,
     Paused,
-    PlanSent,
-    SaveSent,
     ShutDown,
-    StacksAsked,
-    StopSent,
     WarmExited,
-    WarmKilled,
     WarmReady,
-    WarmStarted,
     WorkerExited,
     WorkerForked,
     WorkerKilled,
@@ -55,23 +31,19 @@ from oobleck.agent.events import (
 )
 from oobleck.agent.memory import kernel_kills
 from oobleck.agent.outbox import Outbox
-from oobleck.agent.processes import Listener, WarmProcess, WorkerProcess
+from oobleck.agent.processes import WarmProcess, WorkerProcess
 from oobleck.agent.reconcile import decide
+from oobleck.agent.reports import has_rank_0, report_of, standing_reports, status_of
 from oobleck.agent.state import NodeState
-from oobleck.agent.worker import Worker
 from oobleck.host.detection import Detection
 from oobleck.host.messages import (
     Alive,
-    Ask,
-    Assign,
     CheckpointSaved,
     Committed,
     Evaluated,
     Failed,
     Finished,
-    Fork,
     FromWorker,
-    Launch,
     LinkMeasured,
     Measured,
     PeerLost,
@@ -80,23 +52,17 @@ from oobleck.host.messages import (
     Record,
     Recorded,
     Restored,
-    Save,
     SaveFailed,
-    Stop,
 )
 from oobleck.host.process import signal_name
 from oobleck.host.surroundings import Surroundings
-from oobleck.planner.ids import Generation, Incarnation, JobId, WorkerId
+from oobleck.planner.ids import Incarnation, JobId
 from oobleck.proto import types
 
 logger = logging.getLogger(__name__)
 
 #: A channel whose worker is dead closes at once, unless a child of the worker holds it open.
 LAST_WORDS_S = 0.2
-
-
-def new_incarnation(surroundings: Surroundings) -> Incarnation:
-    return Incarnation(surroundings.token(8))
 
 
 def _how(returncode: int | None) -> str:
@@ -114,23 +80,20 @@ class Supervisor:
         outbox: Outbox,
         surroundings: Surroundings,
         *,
-        start_warm: Callable[[Listener], WarmProcess] = WarmProcess,
-        start_worker: Callable[[int, Incarnation, Listener], WorkerProcess] = WorkerProcess,
+        start_warm: StartWarmProcess = WarmProcess,
+        start_worker: StartWorker = WorkerProcess,
     ) -> None:
         """`start_warm`, `start_worker`: what stands for the processes here."""
         self._config = config
         self._outbox = outbox
-        self._surroundings = surroundings
         self._now = surroundings.now
-        self._start_warm = start_warm
-        self._start_worker = start_worker
-        self._address = ""
+        self._crew = Crew(
+            config, surroundings, self, start_warm=start_warm, start_worker=start_worker
+        )
         self._state = NodeState(
             node=config.name, slot_count=config.worker_slots, faults=config.faults
         )
-        self._warm: WarmProcess | None = None
         self._kernel_kills = kernel_kills()
-        self._processes: dict[Incarnation, WorkerProcess] = {}
         self._timer: asyncio.TimerHandle | None = None
         #: When it is to look again.
         self._wake_at: float | None = None
@@ -145,16 +108,13 @@ class Supervisor:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            for process in self._processes.values():
-                process.kill()
-            if self._warm is not None:
-                self._warm.kill()
+            self._crew.kill_all()
 
     # ---- from the session
 
     def reached_from(self, address: str) -> None:
         """The address that this node's workers are reached by."""
-        self._address = address
+        self._crew.address = address
 
     def detect(self, detection: Detection) -> None:
         """What the master goes by."""
@@ -170,8 +130,8 @@ class Supervisor:
     def record(self, job_id: JobId, wish: Record) -> None:
         """Have the workers of that job record; what they do not hear of is asked for again."""
         for incarnation, worker in self._state.workers.items():
-            if worker.job_id == job_id and incarnation in self._processes:
-                self._processes[incarnation].send(wish)
+            if worker.job_id == job_id and incarnation in self._crew.processes:
+                self._crew.processes[incarnation].send(wish)
 
     def leave(self) -> None:
         """End once the node is drained; told again, at once."""
@@ -186,27 +146,8 @@ class Supervisor:
         self._handle(ShutDown())
 
     def standing_reports(self) -> list[types.WorkerReport]:
-        """What a new session must hear again: failures (also why a slot stays empty), losses and
-        measurements not yet answered by a plan, and the last words on checkpoints and
-        evaluations."""
-        ended = [
-            slot.failed
-            for slot in self._state.slots
-            if slot.failed is not None and slot.failed.incarnation not in self._state.workers
-        ]
-        return [
-            self._report(worker, what)
-            for worker in (*ended, *self._state.workers.values())
-            for what in (
-                worker.failure,
-                worker.hung,
-                worker.peer_lost,
-                *worker.measured,
-                *worker.checkpoints,
-                *worker.evaluated,
-            )
-            if what is not None
-        ]
+        """What a new session must hear again."""
+        return standing_reports(self._state)
 
     # ---- from the processes (a `Listener`)
 
@@ -215,8 +156,8 @@ class Supervisor:
 
     def warm_exited(self, returncode: int | None, last_line: str) -> None:
         # The kernel kills the workers with the warm process, and nobody is left to tell how.
-        self._warm = None
-        for process in list(self._processes.values()):
+        self._crew.warm = None
+        for process in list(self._crew.processes.values()):
             process.kill()
             self._bury(process, None, signal.SIGKILL)
         if not self._state.shutting_down:
@@ -225,18 +166,18 @@ class Supervisor:
         self._handle(WarmExited(how=how))
 
     def forked(self, incarnation: Incarnation, pid: int) -> None:
-        if (process := self._processes.get(incarnation)) is not None:
+        if (process := self._crew.processes.get(incarnation)) is not None:
             process.forked(pid)
             self._handle(WorkerForked(incarnation=incarnation, pid=pid))
 
     def fork_failed(self, incarnation: Incarnation, reason: str) -> None:
         """No process came of it, so no exit is reported; the slot's budget spaces the retries."""
-        process = self._processes.get(incarnation)
+        process = self._crew.processes.get(incarnation)
         if process is None or process.buried:
             return
         process.buried = True
         process.gone()
-        del self._processes[incarnation]
+        del self._crew.processes[incarnation]
         self._handle(WorkerExited(incarnation=incarnation))
         wait_s = max(0.0, self._state.slots[process.slot].budget.not_before - self._now())
         extra = {"slot": process.slot, "reason": reason, "next_start_in_s": round(wait_s, 1)}
@@ -259,11 +200,11 @@ class Supervisor:
                 | Restored()
                 | Evaluated()
             ):
-                self._outbox.report(self._report(worker, message))
+                self._outbox.report(report_of(worker, message))
             case Failed():
                 fields = {"slot": worker.slot, "kind": message.kind, "reason": message.message}
                 logger.error("worker failed", extra=fields)
-                self._outbox.report(self._report(worker, message))
+                self._outbox.report(report_of(worker, message))
             case Recorded(recording=recording):
                 self._outbox.recorded(worker.job_id, worker.slot, recording)
             case Ready() | Alive() | Finished():
@@ -278,7 +219,7 @@ class Supervisor:
         self._handle(ChannelClosed(incarnation=incarnation))
 
     def child_exited(self, pid: int, exit_code: int | None, signum: int | None) -> None:
-        process = next((p for p in self._processes.values() if p.pid == pid), None)
+        process = self._crew.of_pid(pid)
         if process is not None:
             self._bury(process, exit_code, signum)
 
@@ -295,7 +236,7 @@ class Supervisor:
             async with asyncio.timeout(LAST_WORDS_S):
                 await process.silent.wait()
         process.gone()
-        del self._processes[process.incarnation]
+        del self._crew.processes[process.incarnation]
         worker = self._state.workers[process.incarnation]
         how = f"killed by {signal_name(signum)}" if signum else f"exit code {exit_code}"
         fields = {"slot": worker.slot, "pid": process.pid, "how": how}
@@ -308,7 +249,7 @@ class Supervisor:
             log_tail=process.tail.last_lines(),
             out_of_memory=signum == signal.SIGKILL and self._memory_ran_out(),
         )
-        self._outbox.report(self._report(worker, exited))
+        self._outbox.report(report_of(worker, exited))
         self._handle(WorkerExited(incarnation=worker.incarnation))
         wait_s = self._state.slots[worker.slot].budget.not_before - self._now()
         if wait_s > 0 and self._state.desired is not None:
@@ -319,24 +260,6 @@ class Supervisor:
         """Whether the kernel has ended a process for want of memory since this was asked last."""
         before, self._kernel_kills = self._kernel_kills, kernel_kills()
         return self._kernel_kills > before
-
-    def _report(
-        self,
-        worker: Worker,
-        what: types.Happening,
-    ) -> types.WorkerReport:
-        generation = worker.sent
-        if isinstance(what, PhaseReached | PeerLost | Restored):
-            generation = what.generation
-        if isinstance(what, Evaluated):
-            generation = what.record.generation
-        return types.WorkerReport(
-            job_id=worker.job_id,
-            slot=worker.slot,
-            incarnation=worker.incarnation,
-            generation=generation,
-            what=what,
-        )
 
     # ---- deciding and acting
 
@@ -355,7 +278,7 @@ class Supervisor:
             if not decision.actions:
                 break
             for action in decision.actions:
-                self._state.apply(self._perform(action), self._now())
+                self._do(action)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -364,131 +287,13 @@ class Supervisor:
             self._timer = asyncio.get_running_loop().call_later(
                 max(0.0, decision.wake_at - self._now()) + 0.001, self._settle
             )
-        self._outbox.status(self._status(), has_rank_0=self._has_rank_0())
+        self._outbox.status(status_of(self._state), has_rank_0=has_rank_0(self._state))
         if decision.done:
             self._done.set()
 
-    def _perform(self, action: Action) -> Event:
-        """Do it; the event that tells that it is done."""
-        match action:
-            case StartWarm():
-                self._warm = self._start_warm(self)
-                run = self._warm.run(self._config.warm_command, self._config.environment)
-                self._tasks.create_task(run)
-                return WarmStarted()
-            case KillWarm(reason=reason):
-                logger.info("killing the warm process", extra={"reason": reason})
-                assert self._warm is not None
-                self._warm.kill()
-                return WarmKilled()
-            case ForkWorker(slot=slot, desired=desired):
-                return self._fork(slot, desired)
-            case SendPlan(incarnation=incarnation, part=part):
-                assign = Assign(
-                    plan=part.plan,
-                    rendezvous=part.rendezvous,
-                    boundary=part.boundary,
-                    restore=part.restore,
-                    leaving=part.leaving,
-                    handover=part.handover,
-                )
-                self._processes[incarnation].send(assign)
-                return PlanSent(
-                    incarnation=incarnation,
-                    generation=part.plan.generation,
-                    boundary=part.boundary,
-                )
-            case SendMeasure(incarnation=incarnation, wish=wish):
-                self._processes[incarnation].send(wish)
-                return MeasureSent(incarnation=incarnation, attempt=wish.attempt)
-            case SendSave(incarnation=incarnation, number=number):
-                self._processes[incarnation].send(Save(number=number))
-                return SaveSent(incarnation=incarnation, number=number)
-            case AskWorker(incarnation=incarnation, look=look):
-                process = self._processes[incarnation]
-                process.send(Ask())
-                return Asked(incarnation=incarnation, kernel=process.kernel() if look else "")
-            case AskStacks(incarnation=incarnation, since=since):
-                self._processes[incarnation].tell_stacks()
-                return StacksAsked(incarnation=incarnation, since=since)
-            case GiveUpWorker(incarnation=incarnation, since=since, reason=reason):
-                return self._give_up(incarnation, self._now() - since, reason)
-            case StopWorker(incarnation=incarnation, reason=reason):
-                self._processes[incarnation].send(Stop(reason=reason))
-                return StopSent(incarnation=incarnation)
-            case KillWorker(incarnation=incarnation, reason=reason):
-                process = self._processes[incarnation]
-                fields = {"slot": process.slot, "pid": process.pid, "reason": reason}
-                logger.warning("killing a worker", extra=fields)
-                process.kill()
-                return WorkerKilled(incarnation=incarnation)
-            case End(reason=reason):
-                logger.info("ending", extra={"reason": reason})
-                return ShutDown()
-
-    def _give_up(self, incarnation: Incarnation, seconds: float, reason: str) -> Event:
-        """Tell at once: what hangs in the kernel does not end when it is killed."""
-        process = self._processes[incarnation]
-        fields = {"slot": process.slot, "pid": process.pid, "reason": reason}
-        logger.warning("killing a worker that hangs", extra=fields)
-        hung = types.Hung(reason=reason, seconds=seconds)
-        self._outbox.report(self._report(self._state.workers[incarnation], hung))
-        process.kill()
-        return WorkerKilled(incarnation=incarnation, hung=hung)
-
-    def _fork(self, slot: int, desired: Desired) -> Event:
-        assert self._warm is not None
-        process = self._start_worker(slot, new_incarnation(self._surroundings), self)
-        self._processes[process.incarnation] = process
-        kind = desired.job.model.kind
-        self._warm.fork(Fork(slot=slot, incarnation=process.incarnation, kind=kind), process)
-        launch = Launch(
-            worker=WorkerId(self._config.name, slot),
-            job_id=desired.job_id,
-            job=desired.job,
-            address=self._address,
-            agent_pid=os.getpid(),
-            device_kind=self._config.device_kind,
-            device=self._config.device_of(slot),
-            faults=self._state.faults_for(slot),
-        )
-        self._tasks.create_task(process.serve(launch))
-        return ForkAsked(slot=slot, incarnation=process.incarnation)
-
-    # ---- what the master is told
-
-    def _status(self) -> types.NodeStatus:
-        desired = self._state.desired
-        leaving = self._state.leave_by is not None
-        trouble, failed_starts = self._state.trouble(), self._state.warm.failed_starts
-        if desired is None:
-            return types.NodeStatus(leaving=leaving, trouble=trouble, failed_starts=failed_starts)
-        return types.NodeStatus(
-            leaving=leaving,
-            trouble=trouble,
-            failed_starts=failed_starts,
-            job_id=desired.job_id,
-            generation=desired.part.plan.generation if desired.part else Generation(0),
-            workers=tuple(
-                types.WorkerStatus(
-                    slot=worker.slot,
-                    incarnation=worker.incarnation,
-                    pid=worker.pid or 0,
-                    store=worker.store,
-                    data=worker.data,
-                    generation=worker.entered,
-                    committed_step=-1 if worker.committed_step is None else worker.committed_step,
-                    finished=worker.finished,
-                    peak_memory_bytes=worker.memory.peak_bytes if worker.memory else 0,
-                    base_memory_bytes=worker.memory.base_bytes if worker.memory else 0,
-                    beats=worker.alive.beats if worker.alive else 0,
-                    doing=worker.alive.doing if worker.alive else "",
-                    waiting=worker.alive is not None and worker.alive.waiting,
-                )
-                for worker in self._state.serving()
-            ),
-        )
-
-    def _has_rank_0(self) -> bool:
-        part = self._state.desired.part if self._state.desired else None
-        return part is not None and part.plan.workers[0].node == self._config.name
+    def _do(self, action: Action) -> None:
+        done = self._crew.perform(action, self._now(), self._tasks)
+        self._state.apply(done, self._now())
+        if isinstance(done, WorkerKilled) and done.hung is not None:
+            # At once: what hangs in the kernel does not end when it is killed.
+            self._outbox.report(report_of(self._state.workers[done.incarnation], done.hung))

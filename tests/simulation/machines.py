@@ -14,11 +14,12 @@ from simulation.trainer import Trainer
 
 from oobleck.agent.__main__ import FAREWELL_S
 from oobleck.agent.config import AgentConfig
+from oobleck.agent.crew import new_incarnation
 from oobleck.agent.outbox import Outbox
 from oobleck.agent.output import Tail
 from oobleck.agent.processes import Listener
 from oobleck.agent.session import Session
-from oobleck.agent.supervisor import Supervisor, new_incarnation
+from oobleck.agent.supervisor import Supervisor
 from oobleck.host.endpoint import Endpoint
 from oobleck.host.messages import Fork, FromWorker, Launch, ToWorker
 from oobleck.master.__main__ import locked

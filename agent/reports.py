@@ -1,0 +1,87 @@
+"""What the master is told of the state: the status of the node, and reports of its workers.
+
+Pure. Must not know when it is told, nor how it gets there.
+"""
+
+from oobleck.agent.state import NodeState
+from oobleck.agent.worker import NO_GENERATION, Worker
+from oobleck.host.messages import Evaluated, PeerLost, PhaseReached, Restored
+from oobleck.proto import types
+
+
+def report_of(worker: Worker, what: types.Happening) -> types.WorkerReport:
+    generation = worker.sent
+    if isinstance(what, PhaseReached | PeerLost | Restored):
+        generation = what.generation
+    if isinstance(what, Evaluated):
+        generation = what.record.generation
+    return types.WorkerReport(
+        job_id=worker.job_id,
+        slot=worker.slot,
+        incarnation=worker.incarnation,
+        generation=generation,
+        what=what,
+    )
+
+
+def standing_reports(state: NodeState) -> list[types.WorkerReport]:
+    """What a new session must hear again: failures (also why a slot stays empty), losses and
+    measurements not yet answered by a plan, and the last words on checkpoints and
+    evaluations."""
+    ended = [
+        slot.failed
+        for slot in state.slots
+        if slot.failed is not None and slot.failed.incarnation not in state.workers
+    ]
+    return [
+        report_of(worker, what)
+        for worker in (*ended, *state.workers.values())
+        for what in (
+            worker.failure,
+            worker.hung,
+            worker.peer_lost,
+            *worker.measured,
+            *worker.checkpoints,
+            *worker.evaluated,
+        )
+        if what is not None
+    ]
+
+
+def status_of(state: NodeState) -> types.NodeStatus:
+    desired = state.desired
+    leaving = state.leave_by is not None
+    trouble, failed_starts = state.trouble(), state.warm.failed_starts
+    if desired is None:
+        return types.NodeStatus(leaving=leaving, trouble=trouble, failed_starts=failed_starts)
+    return types.NodeStatus(
+        leaving=leaving,
+        trouble=trouble,
+        failed_starts=failed_starts,
+        job_id=desired.job_id,
+        generation=desired.part.plan.generation if desired.part else NO_GENERATION,
+        workers=tuple(_worker_status(worker) for worker in state.serving()),
+    )
+
+
+def _worker_status(worker: Worker) -> types.WorkerStatus:
+    return types.WorkerStatus(
+        slot=worker.slot,
+        incarnation=worker.incarnation,
+        pid=worker.pid or 0,
+        store=worker.store,
+        data=worker.data,
+        generation=worker.entered,
+        committed_step=-1 if worker.committed_step is None else worker.committed_step,
+        finished=worker.finished,
+        peak_memory_bytes=worker.memory.peak_bytes if worker.memory else 0,
+        base_memory_bytes=worker.memory.base_bytes if worker.memory else 0,
+        beats=worker.alive.beats if worker.alive else 0,
+        doing=worker.alive.doing if worker.alive else "",
+        waiting=worker.alive is not None and worker.alive.waiting,
+    )
+
+
+def has_rank_0(state: NodeState) -> bool:
+    part = state.desired.part if state.desired else None
+    return part is not None and part.plan.workers[0].node == state.node
