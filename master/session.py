@@ -110,6 +110,8 @@ async def _write_whole(context: Context, message: pb.MasterMessage) -> None:
     """Also where this is cancelled meanwhile: under a write that goes on, gRPC cannot send the
     status that ends the stream, and the agent would wait for it for ever."""
     writing = asyncio.ensure_future(context.write(message))
+    # How it ended is of interest only to whoever waits for it; asyncio would log it otherwise.
+    writing.add_done_callback(lambda written: written.cancelled() or written.exception())
     try:
         await asyncio.shield(writing)
     except asyncio.CancelledError:
