@@ -7,6 +7,7 @@ log alone tells more.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -21,7 +22,6 @@ log = logging.getLogger(__name__)
 
 #: A grpc.RpcMethodHandler; its stubs lack most of it.
 Handler = Any
-
 
 _FOREIGN = "the request is not a message of this service; install the same version on both sides"
 
@@ -69,35 +69,35 @@ async def _refuse(context: Any, malformed: _Malformed) -> None:
     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, malformed.why[:MOST_DETAILS])
 
 
-async def _ended(context: Any) -> None:
-    await context.abort(grpc.StatusCode.UNAVAILABLE, "the master has ended")
-
-
-async def _failed(context: Any) -> None:
-    await context.abort(grpc.StatusCode.INTERNAL, "the master failed; its log tells why")
+@asynccontextmanager
+async def _answering(context: Any) -> AsyncIterator[None]:
+    """Around a method: what it raises ends the call with a status."""
+    try:
+        yield
+    except MasterEnded:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the master has ended")
+    except StorageFailed as failed:
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(failed)[:MOST_DETAILS])
+    except grpc.aio.AbortError:
+        raise
+    except grpc.aio.BaseError as error:  # of the library: nobody is there to be answered
+        log.info("a call could not be answered", extra={"reason": repr(error)[:MOST_DETAILS]})
+    except Exception:
+        log.exception("a call failed")
+        await context.abort(grpc.StatusCode.INTERNAL, "the master failed; its log tells why")
 
 
 def _unary(behave: Any, limit_s: float) -> Any:
     async def guarded(request: Any, context: Any) -> Any:
         if isinstance(request, _Malformed):
             await _refuse(context, request)
-        try:
-            async with asyncio.timeout(limit_s):
-                return await behave(request, context)
-        except TimeoutError:
-            text = f"the master has no answer after {limit_s:g} s"
-            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
-        except MasterEnded:
-            await _ended(context)
-        except StorageFailed as failed:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(failed))
-        except grpc.aio.AbortError:
-            raise
-        except grpc.aio.BaseError as error:  # of the library: nobody is there to be answered
-            log.info("a call could not be answered", extra={"reason": repr(error)[:MOST_DETAILS]})
-        except Exception:
-            log.exception("a call failed")
-            await _failed(context)
+        async with _answering(context):
+            try:
+                async with asyncio.timeout(limit_s):
+                    return await behave(request, context)
+            except TimeoutError:
+                text = f"the master has no answer after {limit_s:g} s"
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
 
     return guarded
 
@@ -106,16 +106,9 @@ def _unary_stream(behave: Any) -> Any:
     async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
         if isinstance(request, _Malformed):
             await _refuse(context, request)
-        try:
+        async with _answering(context):
             async for reply in behave(request, context):
                 yield reply
-        except grpc.aio.AbortError:
-            raise
-        except grpc.aio.BaseError as error:  # of the library: nobody is there to be answered
-            log.info("a call could not be answered", extra={"reason": repr(error)[:MOST_DETAILS]})
-        except Exception:
-            log.exception("a call failed")
-            await _failed(context)
 
     return guarded
 
@@ -128,16 +121,7 @@ def _stream_stream(behave: Any) -> Any:
                     raise ValueError(request.why)
                 yield request
 
-        try:
+        async with _answering(context):
             await behave(readable(), context)
-        except MasterEnded:
-            await _ended(context)
-        except grpc.aio.AbortError:
-            raise
-        except grpc.aio.BaseError as error:  # of the library: nobody is there to be answered
-            log.info("a call could not be answered", extra={"reason": repr(error)[:MOST_DETAILS]})
-        except Exception:
-            log.exception("a call failed")
-            await _failed(context)
 
     return guarded

@@ -6,11 +6,15 @@ ever longer intervals, and the job fails only where many meetings and a long tim
 step. Pure.
 """
 
+from dataclasses import replace
+
 from oobleck.host.detection import Detection
 from oobleck.master.decision import Decision, Look
 from oobleck.master.ending import transition
 from oobleck.master.job import Job
 from oobleck.master.jobevents import JobFailed
+from oobleck.master.making import next_generation, plan_made
+from oobleck.master.planevents import Cause
 from oobleck.master.sightings import carried
 from oobleck.planner.ids import WorkerId
 
@@ -43,6 +47,24 @@ def told_in(job: Job, timing: Detection, now: float) -> str:
     left_s = max(0.0, at + interval_s(job, timing) - now)
     before = f", meeting {job.seen.regroups + 1} since the last step" if job.seen.regroups else ""
     return f"{worker} lost a peer: {detail}; the workers meet again in {left_s:.0f} s{before}"
+
+
+def again(look: Look, job: Job, *, cause: Cause, reason: str, detect_s: float) -> Decision:
+    """The workers of the newest plan meet anew, in the next generation, or that was enough."""
+    if (end := enough(look, job, reason)) is not None:
+        return end
+    assert job.made is not None, "only asked of a job with a plan"
+    event = plan_made(
+        look,
+        job,
+        replace(job.made.plan, generation=next_generation(look, job)),
+        boundary=False,
+        cause=cause,
+        rule="regroup",
+        reason=reason,
+        detect_s=detect_s,
+    )
+    return Decision(actions=(event,), reason=reason)
 
 
 def enough(look: Look, job: Job, reason: str) -> Decision | None:

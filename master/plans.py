@@ -1,7 +1,6 @@
 """Rules about plans: the first one, and each later one after losses, doubts and joins."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from oobleck.master import draining, fitness, isolation, meetings, planning, profiling
 from oobleck.master.decision import Decision, Look
@@ -240,19 +239,7 @@ def regroup(look: Look) -> Decision | None:
         out = tuple(fitness.left_out(job, state.nodes[node], why) for node in job.newcomers)
         return Decision(actions=out, reason=why)
     reason = f"{worker} lost a peer though nobody is missing: {detail}"
-    if (end := meetings.enough(look, job, reason)) is not None:
-        return end
-    event = plan_made(
-        look,
-        job,
-        replace(job.made.plan, generation=next_generation(look, job)),
-        boundary=False,
-        cause="peers lost",
-        rule="regroup",
-        reason=reason,
-        detect_s=look.now - first,
-    )
-    return Decision(actions=(event,), reason=reason)
+    return meetings.again(look, job, cause="peers lost", reason=reason, detect_s=look.now - first)
 
 
 def join(look: Look) -> Decision | None:

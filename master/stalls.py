@@ -15,14 +15,13 @@ progress only for so long. Then, from the mildest measure to the last one:
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 from oobleck.host.detection import patience_s
 from oobleck.master import fitness, meetings, planning
 from oobleck.master.decision import Decision, Look
 from oobleck.master.job import Job
-from oobleck.master.making import next_generation, plan_made
+from oobleck.master.making import next_generation
 from oobleck.master.nodeevents import NodeLeftOut, NodeReset
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.estimate import estimate_profile
@@ -58,19 +57,7 @@ def rouse(look: Look) -> Decision | None:
     reason = f"no progress for {idle_s:.0f} s though nobody is missing"
     if absent:
         reason += f"; {names} did not come, and the others cannot go on without"
-    if (end := meetings.enough(look, job, reason)) is not None:
-        return end
-    event = plan_made(
-        look,
-        job,
-        replace(job.made.plan, generation=next_generation(look, job)),
-        boundary=False,
-        cause="no progress",
-        rule="regroup",
-        reason=reason,
-        detect_s=idle_s,
-    )
-    return Decision(actions=(event,), reason=reason)
+    return meetings.again(look, job, cause="no progress", reason=reason, detect_s=idle_s)
 
 
 def _patience_s(look: Look, job: Job) -> float:
