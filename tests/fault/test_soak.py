@@ -26,6 +26,8 @@ RANDOM_FAULTS = 100
 COMPOUND = 1 / 3
 #: Workers of gates are not to be killed.
 VICTIM = "n4"
+#: What the kernel says of the begin of processes is right to a second or so.
+CLOCK_S = 2.0
 LOST_WHEN_IDLE = ("kill-agent", "kill-node", "stop-agent", "unplug", "deaf", "mute", "no-control")
 PHASES = ("step", *GATES)
 
@@ -47,7 +49,7 @@ def outlive_backoff(cluster: NetCluster) -> None:
 
     def is_old() -> bool:
         workers = [psutil.Process(pid) for pid in cluster.worker_pids_of(VICTIM)]
-        return all(time.time() - worker.create_time() > QUICK_S for worker in workers)
+        return all(time.time() - worker.create_time() > QUICK_S + CLOCK_S for worker in workers)
 
     cluster.wait(is_old, f"the worker of {VICTIM} to be old enough", poll_s=0.1)
 
