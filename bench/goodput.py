@@ -19,6 +19,8 @@ from bench.cluster import Cluster, Record
 LOSSES = ("detect", "recover", "rejoin", "redo")
 #: A step that takes this many usual ones has stood still for the rest of its time.
 _STANDSTILL = 3.0
+#: From so many on their median tells what a step takes.
+_KNOWN_STEPS = 3
 _RECOVER = ("plan", "abort", "rendezvous", "transfer")
 #: Of a change at a step boundary all else goes on beside training.
 _REJOIN = ("rendezvous", "transfer")
@@ -56,14 +58,30 @@ class Span:
         return cost(span_s, lines[self._step :], usual_s(lines), events)
 
 
-def usual_s(lines: Sequence[Record]) -> float:
-    """What a step of the job takes."""
-    return median(float(line["step_seconds"]) for line in lines) if lines else 0.0
+def usual_s(lines: Sequence[Record]) -> dict[int, float]:
+    """What a step of each generation takes, since plans differ; of one that had few steps, what
+    one of the slowest takes."""
+    taken: dict[int, list[float]] = {}
+    for line in lines:
+        taken.setdefault(line["generation"], []).append(float(line["step_seconds"]))
+    known = {plan: median(times) for plan, times in taken.items() if len(times) >= _KNOWN_STEPS}
+    slowest = max(known.values() or map(median, taken.values()), default=0.0)
+    return {plan: known.get(plan, slowest) for plan in taken}
 
 
-def cost(span_s: float, steps: Sequence[Record], usual: float, events: Sequence[Record]) -> Cost:
-    """Of a span in which these steps were committed and these events came."""
-    useful_s = sum(min(float(step["step_seconds"]), _STANDSTILL * usual) for step in steps)
+def cost(
+    span_s: float,
+    steps: Sequence[Record],
+    usual: Mapping[int, float],
+    events: Sequence[Record],
+) -> Cost:
+    """Of a span in which these steps were committed and these events came.
+
+    `usual`: by generation, what a step takes.
+    """
+    useful_s = sum(
+        min(float(step["step_seconds"]), _STANDSTILL * usual[step["generation"]]) for step in steps
+    )
     useful_s = min(useful_s, span_s)  # the first one may have begun before
     changes = [event for event in events if event["event"] == "reconfigured"]
     known = {
