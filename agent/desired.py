@@ -23,6 +23,8 @@ class PlanPart:
     restore: bool = False
     leaving: tuple[WorkerId, ...] = ()
     handover: bool = False
+    #: Fingerprint of what its workers read; empty: of whatever they do.
+    data: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

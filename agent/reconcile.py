@@ -166,11 +166,15 @@ def _why_stop(state: NodeState, worker: Worker) -> str | None:
 
 
 def _counts_on(part: PlanPart, worker_id: WorkerId, worker: Worker) -> bool:
-    """Whether the plan is for exactly this process and it does not have it (or a newer) yet."""
+    """Whether the plan is for exactly this process and it does not have it (or a newer) yet.
+
+    One that reads other data would have all fail in their meeting; the master leaves it out.
+    """
     incarnations = part.worker_incarnations
     return (
         worker.closed_at is None
         and worker.store != ""
+        and part.data in ("", worker.data)
         and worker.sent < part.plan.generation
         and worker.slot < len(incarnations)
         and incarnations[worker.slot] == worker.incarnation

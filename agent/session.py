@@ -337,6 +337,7 @@ def _desired(assignment: Assignment) -> Desired | None:
             restore=assignment.restore,
             leaving=assignment.leaving,
             handover=assignment.handover,
+            data=assignment.data,
         )
     return Desired(
         job_id=assignment.job_id,

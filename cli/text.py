@@ -296,6 +296,8 @@ def _sentence(record: dict[str, Any]) -> str:
             return f"node {node} lost: {reason} (known after {seconds(detect_s)})"
         case {"event": "worker_lost", "node": node, "slot": slot, "reason": reason}:
             return f"worker {node}/{slot} lost: {reason}"
+        case {"event": "worker_late", "node": node, "slot": slot, "reason": reason}:
+            return f"worker {node}/{slot} is done without: {reason}"
         case {"event": "put_back", "instead": instead}:
             return f"{instead} has the turn meanwhile"
         case {"event": "waiting", "reason": reason}:

@@ -17,7 +17,7 @@
     stall            4.5      8.5    30    no progress and everyone waits: the workers meet anew
     meeting         15       30      90    the same on the way into a generation
     lag limit        0.5      1       3    whoever was itself paused for longer convicts nobody
-    grace            1.5      1.5     3    the plan waits for the replacement of a lost worker
+    grace            1.5      1.5     3    a process in a lost one's place is up, or done without
     settle           1        1       3    nodes that come within this time join together
 
 A host that falls silent is lost between lease - heartbeat and lease after its last sign of life. A
@@ -70,7 +70,7 @@ class Detection:
     meeting_s: float = 30.0
     #: Whoever comes to itself this late gives everyone more time.
     lag_limit_s: float = 1.0
-    #: How long the plan waits for the replacement of a lost worker.
+    #: How long the others wait for the process in a lost worker's place to be up.
     replacement_grace_s: float = 1.5
     #: Nodes that become ready within this time of each other join together.
     join_settle_s: float = 1.0

@@ -88,7 +88,7 @@ def _adopted(
         leaving=newest.leaving,
         leaving_incarnations=tuple(_processes(newest.leaving, told)),
         handover=newest.handover,
-        data=look.state.data_of(first),
+        data=newest.data or look.state.data_of(first),
         restore=newest.restore,
     )
 

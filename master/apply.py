@@ -78,7 +78,7 @@ def _observe_anew(state: ClusterState, now: float, unix: float) -> None:
         if job.losses:
             note_loss(job, now)
         if job.made is not None:
-            job.seen.progressed_at = now
+            job.seen.progressed_at = job.seen.planned_at = now
 
 
 def _distrust(state: ClusterState, unix: float) -> None:

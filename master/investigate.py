@@ -42,7 +42,7 @@ def incident_after(
             job = active
             incident = _with_setback(job, _node_lost(job, event, unix))
             incident = _with_sightings(incident, event.sightings, unix)
-        case WorkerLost():
+        case WorkerLost() if not event.late:
             job = state.jobs[event.job_id]
             incident = _with_setback(job, _worker_lost(job, event, unix))
             seen = [event.sighting] if event.sighting is not None else []

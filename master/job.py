@@ -181,7 +181,8 @@ class Job:
         way = self.seen.way
         if self.made is None or self.made.boundary or way is None or way.first_step_at is not None:
             return ()
-        return tuple(worker for worker in self.made.plan.workers if worker not in way.answered)
+        left = way.answered.union(self.made.starting)
+        return tuple(worker for worker in self.made.plan.workers if worker not in left)
 
     def has_finished(self, process: Incarnation) -> bool:
         """All steps are done and the process's share of the newest plan's output is saved."""

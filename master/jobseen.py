@@ -97,6 +97,8 @@ class JobSeen:
     evaluation: EvaluationRecord | None = None
     #: The last committed step that a record or an agent's status has told of.
     furthest_step: int = 0
+    #: Since when the newest plan's processes have had the time to get up.
+    planned_at: float | None = None
     #: When the newest generation last came any further on its way, in its steps or to its end.
     progressed_at: float | None = None
     #: How often it was given up on because it did not, since the last step.

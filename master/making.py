@@ -62,7 +62,8 @@ def plan_made(
         leaving=leaving,
         leaving_incarnations=tuple(_process(look.state, worker) for worker in leaving),
         handover=handover,
-        data=look.state.data_of(look.state.nodes[plan.nodes[0]]),
+        starting=tuple(worker for worker in plan.workers if not is_up(look.state, worker)),
+        data=_data(look.state, job, plan),
         restore=restore or (job.on_the_way and job.made is not None and job.made.restore),
         overtaken=transition(look, job),
         sightings=() if boundary else carried(job, look.now),
@@ -91,6 +92,17 @@ def _slots(state: ClusterState, plan: Plan) -> int:
     return state.nodes[plan.nodes[0]].facts.worker_slots
 
 
+def _data(state: ClusterState, job: Job, plan: Plan) -> str:
+    before = job.made.data if job.made is not None else ""
+    return before or state.data_of(state.nodes[plan.nodes[0]])
+
+
+def is_up(state: ClusterState, worker: WorkerId) -> bool:
+    """Whether the worker's process serves its store."""
+    status = state.nodes[worker.node].seen.status.worker(worker.slot)
+    return status is not None and status.store != ""
+
+
 def _process(state: ClusterState, worker: WorkerId) -> Incarnation:
     """The process in the worker's slot; plans are made for ready nodes only."""
     process = state.nodes[worker.node].seen.status.worker(worker.slot)
@@ -105,7 +117,8 @@ def _rendezvous(look: Look, job: Job, plan: Plan) -> Rendezvous:
     Where meetings have led to no step, at the next one's: it may be the store that fails.
     """
     old = job.processes()
-    proven = [w for w in plan.workers if old.get(w) == _process(look.state, w)] or plan.workers
+    up = [worker for worker in plan.workers if is_up(look.state, worker)]
+    proven = [worker for worker in up if old.get(worker) == _process(look.state, worker)] or up
     host = proven[job.seen.regroups % len(proven)]
     status = look.state.nodes[host.node].seen.status.worker(host.slot)
     store = status.store if status is not None else ""

@@ -71,6 +71,8 @@ class WorkerLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lost_peer: bool = False
     #: It did not get on, and its agent has killed it.
     hung: bool = False
+    #: It has not ended: it takes the place of a lost one, and is not up yet.
+    late: bool = False
 
 
 class NodeLeftOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):

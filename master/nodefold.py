@@ -34,8 +34,9 @@ def fold(state: ClusterState, event: NodeEvent, now: float, unix: float) -> None
         case NodeLost():
             _lose_node(state, event, now, unix)
         case WorkerLost():
-            what = f"{event.worker}: {event.reason}"
-            cordon.note_failure(state.nodes[event.worker.node], what, unix)
+            if not event.late:
+                what = f"{event.worker}: {event.reason}"
+                cordon.note_failure(state.nodes[event.worker.node], what, unix)
             lose(state.jobs[event.job_id], event, now, detect_s=event.detect_s)
         case NodeLeftOut():
             _leave_out(state.jobs[event.job_id], event, now)

@@ -154,6 +154,8 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
 
 
 def _postpone(seen: JobSeen, late_s: float, now: float) -> None:
+    if seen.planned_at is not None:
+        seen.planned_at = min(seen.planned_at + late_s, now)
     if seen.progressed_at is not None:
         seen.progressed_at = min(seen.progressed_at + late_s, now)
     if seen.measuring_since is not None:
@@ -278,7 +280,8 @@ def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -
         return
     match reached.phase:
         case "aborted":
-            way.aborted_at = now
+            if job.made is None or worker not in job.made.starting:
+                way.aborted_at = now  # others have nothing to leave
             way.answered.add(worker)
         case "joined":
             way.joined_at = now

@@ -69,6 +69,8 @@ class PlanMade(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     leaving: tuple[WorkerId, ...] = ()
     leaving_incarnations: tuple[Incarnation, ...] = ()
     handover: bool = False
+    #: Those of its workers whose processes were not up yet.
+    starting: tuple[WorkerId, ...] = ()
     #: Fingerprint of the data that all workers of the job read.
     data: str = ""
     #: A part of the model is with nobody: all go back to the newest checkpoint.

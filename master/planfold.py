@@ -43,7 +43,7 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
             seen.fruitless_since = now
     if event.cause == "no progress" and event.rule == "regroup":
         seen.stalls += 1
-    seen.progressed_at = now
+    seen.progressed_at = seen.planned_at = now
     _note_replaced(job, event)
     job.made, job.made_at = event, unix
     job.reason = event.reason

@@ -2,12 +2,20 @@
 
 from collections.abc import Iterable
 
-from oobleck.master import draining, fitness, isolation, meetings, planning, profiling
+from oobleck.master import (
+    draining,
+    fitness,
+    isolation,
+    meetings,
+    planning,
+    profiling,
+    replacing,
+)
 from oobleck.master.decision import Decision, Look
 from oobleck.master.job import Job
 from oobleck.master.jobevents import JobFailed, JobStarted, JobWaiting
 from oobleck.master.losses import lost_workers
-from oobleck.master.making import next_generation, plan_made
+from oobleck.master.making import is_up, next_generation, plan_made
 from oobleck.master.node import Node
 from oobleck.master.nodeevents import NodeDrained, NodeLost, NodeReset, WorkerLost
 from oobleck.master.planevents import Cause
@@ -157,15 +165,18 @@ def replan(look: Look) -> Decision | None:
     if away:
         return Decision(reason=f"{_names(away)}: back, or lost after the lease, before planning")
     unready = [node for node in members if not state.is_ready(node, job)]
-    declared_at = job.seen.declared_at
-    grace_end = (declared_at or look.now) + look.timing.replacement_grace_s
-    if unready and declared_at is not None and look.now < grace_end:
-        return Decision(wake_at=grace_end, reason=f"{_names(unready)}: replacement to come")
-    live = [node for node in state.candidates(job) if state.is_ready(node, job)]
+    coming = replacing.coming(state, job, unready) if job.losses and not again else []
+    missing = [node for node in unready if node not in coming]
+    patience = _for_replacements(look, job, missing)
+    if patience and not all(replacing.takes_longer(job, node) for node in missing):
+        return patience
+    live = [node for node in state.candidates(job) if state.is_ready(node, job) or node in coming]
     try:
         found = draining.next_plan(look, job, live)
     except PlanInfeasible as infeasible:
-        return _wait(state, job, infeasible)
+        return patience or _wait(state, job, infeasible)
+    if not any(is_up(state, worker) for worker in found.plan.workers):
+        return Decision(reason=f"{_names(coming)}: to be up before planning")
     if job.state == "waiting for nodes":
         # Those that come back after the same disturbance come back together.
         due = max(node.seen.ready_at or look.now for node in live) + look.timing.join_settle_s
@@ -173,10 +184,14 @@ def replan(look: Look) -> Decision | None:
             return Decision(wake_at=due, reason="enough nodes are here; more may follow")
     reason = found.reason
     lost = planning.lost_layers(state, job, found.plan)
+    if lost is not None and patience:
+        return patience
     if lost is not None:
         reason += f"; {lost}, so that all go back to the newest checkpoint"
-    if unready:
-        reason += f"; no replacement was ready in time on {_names(unready)}"
+    if coming:
+        reason += f"; a process is being started on {_names(coming)}"
+    if missing:
+        reason += f"; no replacement was ready in time on {_names(missing)}"
     cause = _cause(job, found.plan)
     if cause == "worker lost" and (end := meetings.enough(look, job, _worker_losses(job))):
         return end
@@ -191,6 +206,16 @@ def replan(look: Look) -> Decision | None:
         restore=lost is not None,
     )
     return Decision(actions=(event,), reason=reason)
+
+
+def _for_replacements(look: Look, job: Job, missing: list[Node]) -> Decision | None:
+    """For as long as processes may still come up on nodes that lack them."""
+    if not missing or job.seen.declared_at is None:
+        return None
+    due = job.seen.declared_at + look.timing.replacement_grace_s
+    if look.now >= due:
+        return None
+    return Decision(wake_at=due, reason=f"{_names(missing)}: replacement to come")
 
 
 def _unanswered(job: Job) -> bool:

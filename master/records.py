@@ -174,7 +174,7 @@ def _drain_record(state: ClusterState, event: CordonEvent) -> Record:
 
 def _worker_record(event: WorkerLost) -> Record:
     return {
-        "event": "worker_lost",
+        "event": "worker_late" if event.late else "worker_lost",
         "node": event.worker.node,
         "slot": event.worker.slot,
         "reason": event.reason,

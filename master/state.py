@@ -73,7 +73,7 @@ class ClusterState:
 
     def data_of(self, node: Node) -> str:
         """Fingerprint of the data that the node's workers read."""
-        return ", ".join(sorted({worker.data for worker in node.seen.status.workers}))
+        return ", ".join(sorted({worker.data for worker in node.seen.status.workers} - {""}))
 
     def assignment(self, node: Node, job_text: str) -> Assignment:
         """What `node` is to be told; `job_text` is the text of its desired job."""
@@ -104,6 +104,7 @@ class ClusterState:
             save=desired.save,
             leaving=made.leaving,
             handover=made.handover,
+            data=made.data,
             worker_incarnations=tuple(
                 process
                 for worker in workers

@@ -27,6 +27,7 @@ def assignment_message(assignment: Assignment, plan: bytes) -> pb.Assignment:
         leaving=[worker_message(worker) for worker in assignment.leaving],
         handover=assignment.handover,
         drained=assignment.drained,
+        data=assignment.data,
     )
     if assignment.rendezvous is not None:
         message.rendezvous.CopyFrom(rendezvous_message(assignment.rendezvous))
@@ -88,4 +89,5 @@ def read_assignment(message: pb.Assignment) -> Assignment:
             leaving=tuple(read_worker(worker) for worker in message.leaving),
             handover=message.handover,
             drained=message.drained,
+            data=message.data,
         )

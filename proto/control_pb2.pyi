@@ -457,7 +457,7 @@ class Refused(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., temporary: _Optional[bool] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("version", "job_id", "job", "plan", "rendezvous", "boundary", "worker_incarnations", "measure", "restore", "save", "leaving", "handover", "drained")
+    __slots__ = ("version", "job_id", "job", "plan", "rendezvous", "boundary", "worker_incarnations", "measure", "restore", "save", "leaving", "handover", "drained", "data")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -471,6 +471,7 @@ class Assignment(_message.Message):
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     HANDOVER_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
     version: int
     job_id: str
     job: str
@@ -484,7 +485,8 @@ class Assignment(_message.Message):
     leaving: _containers.RepeatedCompositeFieldContainer[WorkerId]
     handover: bool
     drained: bool
-    def __init__(self, version: _Optional[int] = ..., job_id: _Optional[str] = ..., job: _Optional[str] = ..., plan: _Optional[bytes] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ..., boundary: _Optional[bool] = ..., worker_incarnations: _Optional[_Iterable[str]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., restore: _Optional[bool] = ..., save: _Optional[int] = ..., leaving: _Optional[_Iterable[_Union[WorkerId, _Mapping]]] = ..., handover: _Optional[bool] = ..., drained: _Optional[bool] = ...) -> None: ...
+    data: str
+    def __init__(self, version: _Optional[int] = ..., job_id: _Optional[str] = ..., job: _Optional[str] = ..., plan: _Optional[bytes] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ..., boundary: _Optional[bool] = ..., worker_incarnations: _Optional[_Iterable[str]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., restore: _Optional[bool] = ..., save: _Optional[int] = ..., leaving: _Optional[_Iterable[_Union[WorkerId, _Mapping]]] = ..., handover: _Optional[bool] = ..., drained: _Optional[bool] = ..., data: _Optional[str] = ...) -> None: ...
 
 class Measure(_message.Message):
     __slots__ = ("attempt", "meetings", "gpus")

@@ -161,3 +161,5 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     handover: bool = False
     #: The node is drained: an agent that was told to end may.
     drained: bool = False
+    #: Fingerprint of what the plan's workers read; empty: of whatever they do.
+    data: str = ""

@@ -86,6 +86,20 @@ def test_a_plan_goes_to_exactly_the_process_that_it_counts_on() -> None:
     assert kinds(node.after(Assigned(desired=desired(generation=2)))) == [SendPlan]
 
 
+def test_a_plan_waits_for_the_process_that_it_counts_on_to_be_up_and_to_read_the_same() -> None:
+    node = Node()
+    node.after(WarmStarted(), WarmReady(), Assigned(desired=desired()))
+    node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
+    wish = desired(generation=1)
+    assert wish.part is not None
+    other = dataclasses.replace(wish, part=dataclasses.replace(wish.part, data="old"))
+    assert node.after(Assigned(desired=other)) == ()
+    up = WorkerSaid(incarnation=A, message=Ready(pid=100, store="127.0.0.1:1", data="changed"))
+    assert node.after(up) == (), "it reads other data than the plan's other workers"
+    same = dataclasses.replace(wish, part=dataclasses.replace(wish.part, data="changed"))
+    assert kinds(node.after(Assigned(desired=same))) == [SendPlan]
+
+
 def test_an_agent_that_is_told_to_end_goes_on_until_it_is_drained_or_out_of_time() -> None:
     node = Node().with_worker()
     node.after(

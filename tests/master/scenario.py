@@ -517,8 +517,32 @@ class Player:
         return told.incarnation if told is not None else Incarnation("none")
 
     def do_exit(self, worker: str) -> None:
-        """The agent reports that the process was killed, and does not have it any more."""
+        """The agent reports that the process was killed; what its status says is of before."""
         self._exit(worker, exit_code=None, signum=9)
+
+    def do_empty(self, worker: str) -> None:
+        """The agent does not have it any more, and no other one in its place."""
+        at = worker_id(worker)
+        agent = self.agents[at.node]
+        left = tuple(w for w in agent.status.workers if w.slot != at.slot)
+        agent._status(workers=left)
+        self._tell(agent)
+
+    def do_fork(self, *workers: str) -> None:
+        """Other processes are in their places, not up yet."""
+        for worker in workers:
+            at = worker_id(worker)
+            self._fresh(self.agents[at.node], at.slot)
+            self.agents[at.node].worker(at.slot, store="", data="")
+            self._tell(self.agents[at.node])
+
+    def do_up(self, *workers: str) -> None:
+        """The processes are."""
+        for worker in workers:
+            at = worker_id(worker)
+            agent = self.agents[at.node]
+            agent.worker(at.slot, store=f"{at.node}:{4000 + at.slot}", data=agent.data)
+            self._tell(agent)
 
     def do_broken(self, worker: str) -> None:
         """The same of a process that has ended by itself."""
@@ -530,8 +554,6 @@ class Player:
         agent = self.agents[at.node]
         process = agent.status.worker(at.slot)
         assert process is not None
-        left = tuple(w for w in agent.status.workers if w.slot != at.slot)
-        agent._status(workers=left)
         exited = WorkerExited(
             pid=process.pid, exit_code=exit_code, signal=signum, log_tail="last words"
         )
@@ -539,7 +561,6 @@ class Player:
             worker=at, job_id=job.id, incarnation=process.incarnation, exited=exited
         )
         self._observe(event)
-        self._tell(agent)
 
     def do_hang(self, worker: str, seconds: str) -> None:
         """Its agent has killed it, since it hangs; the process is still there."""
