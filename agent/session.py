@@ -5,26 +5,21 @@ session; what the master must learn waits in the outbox. Must not know processes
 """
 
 import asyncio
-import functools
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
-
-import grpc
-import msgspec
 
 from oobleck.agent.address import local_address
+from oobleck.agent.assignments import desired_of, newest_plan
 from oobleck.agent.config import AgentConfig
-from oobleck.agent.desired import Desired, PlanPart
+from oobleck.agent.desired import Desired
 from oobleck.agent.outbox import Outbox
+from oobleck.agent.stream import Refused, SessionEnded, Stream, opened
 from oobleck.host.detection import Detection
 from oobleck.host.endpoint import Endpoint
 from oobleck.host.messages import Record
 from oobleck.host.surroundings import Surroundings
 from oobleck.planner.ids import Incarnation, JobId
-from oobleck.planner.job import JobSpec
-from oobleck.planner.jobfile import parse_job
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import convert
 from oobleck.proto.control_pb2_grpc import ControlStub
@@ -33,8 +28,6 @@ from oobleck.proto.secure import open_aio_channel
 from oobleck.proto.types import PROTOCOL, Assignment, NodeFacts, Registration, WorkerReport
 
 logger = logging.getLogger(__name__)
-
-_EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
 
 #: Longest first wait before a new session, a random part of which is waited.
 FIRST_RETRY_S = 0.1
@@ -46,28 +39,11 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
 )
 
-#: Answers to a registration that another try does not change.
-_FINAL = (
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.PERMISSION_DENIED,
-)
-
 
 def next_retry_s(retry_s: float, detection: Detection) -> float:
     """The longest wait after one of at most `retry_s`; a random part of it is waited, so that all
     agents of a master that comes back do not come at the same moment."""
     return min(detection.longest_retry_s, 2 * retry_s)
-
-
-class _SessionEnded(Exception):
-    """The stream is over; the text says why."""
-
-
-class _Refused(Exception):
-    def __init__(self, reason: str, *, temporary: bool) -> None:
-        super().__init__(reason)
-        self.temporary = temporary
 
 
 class _OtherTimeOuts(Exception):
@@ -131,11 +107,11 @@ class Session:
         ):
             try:
                 await self._one(stub)
-            except _Refused as refusal:
+            except Refused as refusal:
                 if not refusal.temporary:
                     return str(refusal)
                 self._trouble(f"refused for now: {refusal}")
-            except _SessionEnded as end:
+            except SessionEnded as end:
                 self._trouble(str(end))
             except _OtherTimeOuts:
                 return None
@@ -158,31 +134,25 @@ class Session:
 
     async def _one(self, stub: ControlStub) -> None:
         """One session, from the registration to the end of its stream."""
-        call = stub.Session()
-        try:
-            await self._talk(call)
-        except grpc.aio.AioRpcError as error:
-            raise _SessionEnded(_explain(error.code(), error.details())) from error
-        except (TimeoutError, asyncio.InvalidStateError, OSError) as error:
-            raise _SessionEnded(str(error) or "no answer in time") from error
-        finally:
-            call.cancel()
+        with opened(stub.Session(), self._detection.answer_s) as stream:
+            await self._talk(stream)
 
-    async def _talk(self, call: Any) -> None:
-        first = await self._register(call)
+    async def _talk(self, stream: Stream) -> None:
+        first = await stream.register(self._registration())
         match first.WhichOneof("body"):
             case "welcome":
                 self._welcomed(first.welcome)
             case "refused":
-                raise _Refused(first.refused.reason, temporary=first.refused.temporary)
+                raise Refused(first.refused.reason, temporary=first.refused.temporary)
             case other:
-                raise _SessionEnded(f"the master began with {other} instead of a welcome")
+                raise SessionEnded(f"the master began with {other} instead of a welcome")
+        stream.answer_s = self._detection.answer_s
         logger.info("session began", extra={"master": self._config.master})
         self._last_trouble, self._retry_s = "", FIRST_RETRY_S
         self._outbox.session_began(self._standing_reports(), self._now())
         halves = (
-            asyncio.create_task(self._receive_all(call)),
-            asyncio.create_task(self._send_all(call, self._detection.heartbeat_s)),
+            asyncio.create_task(self._receive_all(stream)),
+            asyncio.create_task(self._send_all(stream, self._detection.heartbeat_s)),
         )
         try:
             await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
@@ -198,26 +168,11 @@ class Session:
         try:
             detection = read_welcome(welcome)
         except ValueError as error:
-            raise _SessionEnded(f"the master's time-outs make no sense: {error}") from error
+            raise SessionEnded(f"the master's time-outs make no sense: {error}") from error
         self._on_detection(detection)
         before, self._detection = self._detection, detection
         if keepalive_options(before) != keepalive_options(detection):
             raise _OtherTimeOuts
-
-    async def _register(self, call: Any) -> pb.MasterMessage:
-        """The master's answer. What it cannot accept now it never will: that is a refusal."""
-        try:
-            await self._send(call, self._registration())
-            async with asyncio.timeout(self._detection.answer_s):
-                first: pb.MasterMessage = await call.read()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            first = _EOF
-        if first is not _EOF:
-            return first
-        async with asyncio.timeout(self._detection.answer_s):
-            if await call.code() in _FINAL:
-                raise _Refused(await call.details(), temporary=False)
-        raise await _ended(call, self._detection.answer_s)
 
     def _registration(self) -> pb.AgentMessage:
         address = self._address
@@ -245,11 +200,7 @@ class Session:
             incarnation=self._incarnation, register=convert.register_message(registration)
         )
 
-    async def _send(self, call: Any, message: pb.AgentMessage) -> None:
-        async with asyncio.timeout(self._detection.answer_s):
-            await call.write(message)
-
-    async def _send_all(self, call: Any, heartbeat_s: float) -> None:
+    async def _send_all(self, stream: Stream, heartbeat_s: float) -> None:
         heartbeat_at = self._now() + heartbeat_s
         while True:
             self._outbox.wake.clear()
@@ -260,19 +211,20 @@ class Session:
             for message in messages:
                 if message.WhichOneof("body") == "status":
                     heartbeat_at = now + heartbeat_s
-                await self._send(call, message)
+                await stream.send(message)
             if messages:
                 continue
             if self._closing:
-                await call.done_writing()
+                await stream.close()
                 return
             due = self._outbox.next_due(now)
             wait_s = (heartbeat_at if due is None else min(due, heartbeat_at)) - self._now()
             if wait_s > 0:
                 await _wait(self._outbox.wake, wait_s)
 
-    async def _receive_all(self, call: Any) -> None:
-        while (message := await call.read()) is not _EOF:
+    async def _receive_all(self, stream: Stream) -> None:
+        while True:
+            message = await stream.receive()
             match message.WhichOneof("body"):
                 case "assignment":
                     self._assigned(message.assignment)
@@ -292,66 +244,20 @@ class Session:
                 case "clock":
                     self._outbox.clock(message.clock.number)
                 case "refused":
-                    raise _Refused(message.refused.reason, temporary=message.refused.temporary)
+                    raise Refused(message.refused.reason, temporary=message.refused.temporary)
                 case _:
                     pass  # a later protocol's addition; this one's are all above
-        raise await _ended(call, self._detection.answer_s)
 
     def _assigned(self, assignment: pb.Assignment) -> None:
         """Streams keep the order and sessions follow each other: the last word is the newest."""
         try:
             read = convert.read_assignment(assignment)
-            desired = _desired(read)
+            desired = desired_of(read)
         except ValueError as error:
             logger.error("assignment not understood", extra={"reason": error})
             return
         self._running = newest_plan(self._running, read)
         self._on_assigned(desired, read.drained)
-
-
-def newest_plan(known: Assignment | None, told: Assignment) -> Assignment | None:
-    """What this agent says that it runs, after the master has `told` it something: a master whose
-    journal lost its end may tell of an older plan than the workers have."""
-    if told.job_id is None:
-        return None
-    if known is not None and known.job_id != told.job_id:
-        known = None
-    if told.plan is None:
-        return known
-    before = known.plan.generation if known is not None and known.plan is not None else 0
-    if told.plan.generation < before:
-        return known
-    return msgspec.structs.replace(told, job="")
-
-
-def _desired(assignment: Assignment) -> Desired | None:
-    if assignment.job_id is None:
-        return None
-    part = None
-    if assignment.plan is not None and assignment.rendezvous is not None:
-        part = PlanPart(
-            plan=assignment.plan,
-            rendezvous=assignment.rendezvous,
-            boundary=assignment.boundary,
-            worker_incarnations=assignment.worker_incarnations,
-            restore=assignment.restore,
-            leaving=assignment.leaving,
-            handover=assignment.handover,
-            data=assignment.data,
-        )
-    return Desired(
-        job_id=assignment.job_id,
-        job=_job(assignment.job),
-        part=part,
-        measure=assignment.measure,
-        save=assignment.save,
-    )
-
-
-@functools.lru_cache(maxsize=4)
-def _job(text: str) -> JobSpec:
-    """Every assignment repeats the job's text; reading it takes milliseconds of a recovery."""
-    return parse_job(text)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
@@ -360,16 +266,3 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
             await event.wait()
     except TimeoutError:
         return
-
-
-async def _ended(call: Any, answer_s: float) -> _SessionEnded:
-    async with asyncio.timeout(answer_s):
-        code, details = await call.code(), await call.details()
-    if code is grpc.StatusCode.OK:
-        return _SessionEnded("the master ended the session")
-    return _SessionEnded(_explain(code, details))
-
-
-def _explain(code: grpc.StatusCode, details: str | None) -> str:
-    """Without gRPC's list of everything that it tried on the way."""
-    return f"{code.name}: {(details or '').rpartition('last error: ')[2]}"

@@ -18,7 +18,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from oobleck.agent.session import newest_plan
+from oobleck.agent.assignments import newest_plan
 from oobleck.host.detection import Detection
 from oobleck.host.messages import (
     CheckpointSaved,

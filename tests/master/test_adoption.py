@@ -11,7 +11,7 @@ import pytest
 from fake_agent import FakeAgent, MasterProcess, operator
 from scenario import record
 
-from oobleck.agent.session import newest_plan
+from oobleck.agent.assignments import newest_plan
 from oobleck.planner.ids import Generation, JobId, NodeName, WorkerId
 from oobleck.planner.plan import Pipeline, Plan, Stage
 from oobleck.proto import control_pb2 as pb

@@ -23,7 +23,7 @@ from simulation.upkeep import Upkeep
 from simulation.watch import Broken
 from simulation.world import World
 
-from oobleck.agent import session
+from oobleck.agent import assignments
 from oobleck.host.detection import Detection
 from oobleck.master import service
 from oobleck.master.__main__ import Unusable, locked
@@ -471,7 +471,7 @@ def _parsed(text: str) -> JobSpec:
 
 def simulate(seed: int) -> Outcome:
     # Reading a job's text takes longer than all else in a run, and the texts are few.
-    service.parse_job, session._job = _parsed, _parsed
+    service.parse_job, assignments._job = _parsed, _parsed
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="oobleck-simulation.", dir=place) as folder:
         return Drill(seed, Path(folder)).run()

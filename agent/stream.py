@@ -1,0 +1,95 @@
+"""One stream to the master: how a message gets through it, and what its end means.
+
+Turns whatever gRPC raises into `SessionEnded` or `Refused`. Must not know what the messages say,
+except a refusal's answer to the first one.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from oobleck.proto import control_pb2 as pb
+
+_EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
+
+#: Answers to a registration that another try does not change.
+_FINAL = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+)
+
+
+class SessionEnded(Exception):
+    """The stream is over; the text says why."""
+
+
+class Refused(Exception):
+    def __init__(self, reason: str, *, temporary: bool) -> None:
+        super().__init__(reason)
+        self.temporary = temporary
+
+
+class Stream:
+    def __init__(self, call: Any, answer_s: float) -> None:
+        """`answer_s`: for each message to get out, and for the first answer."""
+        self.answer_s = answer_s
+        self._call = call
+
+    async def register(self, message: pb.AgentMessage) -> pb.MasterMessage:
+        """The master's answer. What it cannot accept now it never will: that is a refusal."""
+        try:
+            await self.send(message)
+            async with asyncio.timeout(self.answer_s):
+                first: pb.MasterMessage = await self._call.read()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            first = _EOF
+        if first is not _EOF:
+            return first
+        async with asyncio.timeout(self.answer_s):
+            if await self._call.code() in _FINAL:
+                raise Refused(await self._call.details(), temporary=False)
+        raise await self._end()
+
+    async def send(self, message: pb.AgentMessage) -> None:
+        async with asyncio.timeout(self.answer_s):
+            await self._call.write(message)
+
+    async def close(self) -> None:
+        """Nothing more is sent; the master ends the stream."""
+        await self._call.done_writing()
+
+    async def receive(self) -> pb.MasterMessage:
+        """What the master says next. Raises SessionEnded."""
+        message: pb.MasterMessage = await self._call.read()
+        if message is _EOF:
+            raise await self._end()
+        return message
+
+    async def _end(self) -> SessionEnded:
+        async with asyncio.timeout(self.answer_s):
+            code, details = await self._call.code(), await self._call.details()
+        if code is grpc.StatusCode.OK:
+            return SessionEnded("the master ended the session")
+        return SessionEnded(_explain(code, details))
+
+
+@contextmanager
+def opened(call: Any, answer_s: float) -> Iterator[Stream]:
+    """The stream of a call, which is over afterwards. Raises SessionEnded."""
+    try:
+        yield Stream(call, answer_s)
+    except grpc.aio.AioRpcError as error:
+        raise SessionEnded(_explain(error.code(), error.details())) from error
+    except (TimeoutError, asyncio.InvalidStateError, OSError) as error:
+        raise SessionEnded(str(error) or "no answer in time") from error
+    finally:
+        call.cancel()
+
+
+def _explain(code: grpc.StatusCode, details: str | None) -> str:
+    """Without gRPC's list of everything that it tried on the way."""
+    return f"{code.name}: {(details or '').rpartition('last error: ')[2]}"
