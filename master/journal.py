@@ -109,7 +109,7 @@ class Journal:
                 self._create([])
             else:
                 os.truncate(self._path, end)
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        self._descriptor = self._open_to_append()
         os.fdatasync(self._descriptor)
 
     def _scan(self, file: IO[bytes]) -> tuple[int, bool]:
@@ -239,7 +239,7 @@ class Journal:
     def compact(self, content: str, unix: float) -> None:
         """Replace all events, which are committed, by a snapshot: the text `content`.
 
-        Raises StorageFailed; the journal is then as it was.
+        Raises StorageFailed; what is committed is still there then, in one form or the other.
         """
         assert not self._batch, "only what is committed can be replaced"
         entry = encode(_Entry(self._last, unix, Snapshot(content=content)))
@@ -248,10 +248,16 @@ class Journal:
             spare.unlink(missing_ok=True)
             os.link(self._path, spare)
             os.replace(spare, self._old)
-        self._create([_line(_BEGINS, entry)])
-        os.close(self._descriptor)
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            self._create([_line(_BEGINS, entry)])
+        finally:
+            # Also where it failed: the new file may be in its place, and not known to stay there.
+            before, self._descriptor = self._descriptor, self._open_to_append()
+            os.close(before)
         self._tail_bytes, self._snapshot_bytes = 0, len(entry)
+
+    def _open_to_append(self) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
 
     def close(self) -> None:
         if self._descriptor >= 0:

@@ -1,6 +1,7 @@
 """What the journal has taken is there after any end, and what is damaged is told or refused."""
 
 import contextlib
+import errno
 import random
 import resource
 import shutil
@@ -205,6 +206,27 @@ def test_without_its_snapshot_it_has_the_events_that_led_to_it(tmp_path: Path) -
     assert cut is not None
     assert (tmp_path / cut.kept_as).read_bytes() == content
     goes_on(path, MANY + 3)
+
+
+def test_a_snapshot_that_is_not_known_to_stay_is_written_behind_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(directory: Path) -> None:
+        raise OSError(errno.EIO, f"{directory} takes nothing")
+
+    path = tmp_path / "journal.log"
+    filled(path)
+    with contextlib.closing(Journal(path)) as journal:
+        monkeypatch.setattr("oobleck.master.journal._sync_directory", fail)
+        with pytest.raises(StorageFailed):
+            journal.compact("anything", 5.0)
+        monkeypatch.undo()
+        (event,) = numbered(1, first=100)
+        journal.append(event, 6.0)
+        journal.commit()
+    (*before, last), cut = opened(path)
+    assert isinstance(before[0], Snapshot) or before == numbered(MANY)
+    assert (last, cut) == (event, None)
 
 
 @pytest.mark.parametrize("size", [0, 5, 18, 19, 30, 60])
