@@ -191,21 +191,19 @@ class Bench:
         )
 
     async def cut(self, count: int) -> None:
-        begun = time.monotonic()
+        begun, before_s = time.monotonic(), self.master.processor_s()
         self.crowd.cut(count)
-        await self._sessions(begun, count, f"{count} connections cut at once")
+        await sessions(
+            self.master, self.crowd, begun, before_s, count, f"{count} connections cut at once"
+        )
 
     async def restart(self) -> None:
         begun = time.monotonic()
         self.master.kill()
         await asyncio.to_thread(self.master.start)
         print(f"a new master serves {1e3 * (time.monotonic() - begun):.0f} ms after kill -9")
-        await self._sessions(begun, len(self.crowd.alive), "all agents after that kill")
-
-    async def _sessions(self, begun: float, count: int, what: str) -> None:
-        crowd = self.crowd
-        await crowd.until(lambda: len(crowd.welcomed_since(begun)) >= count, f"sessions: {what}")
-        print(f"{what}: sessions again after {spread(crowd.welcomed_since(begun))}", flush=True)
+        count = len(self.crowd.alive)
+        await sessions(self.master, self.crowd, begun, 0.0, count, "all agents after that kill")
 
 
 def spread(seconds: Sequence[float]) -> str:
@@ -217,6 +215,18 @@ def spread(seconds: Sequence[float]) -> str:
     return (
         f"median {1e3 * statistics.median(ordered):.1f}, p99 {1e3 * p99:.1f}, "
         f"most {1e3 * ordered[-1]:.1f} ms (of {len(ordered)})"
+    )
+
+
+async def sessions(
+    master: Master, crowd: Crowd, begun: float, before_s: float, count: int, what: str
+) -> None:
+    """Until so many are new since `begun`, when the master had taken `before_s` of a core."""
+    await crowd.until(lambda: len(crowd.welcomed_since(begun)) >= count, f"sessions: {what}")
+    print(
+        f"{what}: sessions after {spread(crowd.welcomed_since(begun))}; "
+        f"the master took {master.processor_s() - before_s:.1f} s of a core",
+        flush=True,
     )
 
 
@@ -255,15 +265,11 @@ async def run(arguments: argparse.Namespace, scratch: Path) -> None:
         ends.callback(master.kill)
         ends.push_async_callback(crowd.end)
         await crowd.start(master.address, memory_per_worker(spec, 1), master.keys, scratch)
-        begun = time.monotonic()
+        print(f"{count} agents in {arguments.processes} processes, on {os.cpu_count()} cores")
+        begun, before_s = time.monotonic(), master.processor_s()
         crowd.tell("start", within_s=arguments.start_within)
-        await crowd.until(lambda: len(crowd.welcomed_since(begun)) == count, "first sessions")
-        print(f"{count} agents on {os.cpu_count()} cores, in {arguments.processes} processes")
-        print(
-            f"started within {arguments.start_within:g} s: sessions after "
-            f"{spread(crowd.welcomed_since(begun))}",
-            flush=True,
-        )
+        what = f"all agents start within {arguments.start_within:g} s"
+        await sessions(master, crowd, begun, before_s, count, what)
         channel = await ends.enter_async_context(open_aio_channel(operators, ()))
         operator = rpc.OperatorStub(channel)  # type: ignore[no-untyped-call]  # generated
         job_id = await start_job(master, operator, crowd, format_job(spec))

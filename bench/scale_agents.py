@@ -65,19 +65,20 @@ class News:
 
     def __init__(self) -> None:
         self._lines: dict[str, list[object]] = {}
-        self._told: set[Generation] = set()
+        self._first: dict[Generation, NodeName] = {}
 
     def tell(self, kind: str, *what: object) -> None:
         if not self._lines:
             asyncio.get_running_loop().call_later(_NEWS_S, self._flush)
         self._lines.setdefault(kind, []).append(what)
 
-    def plan(self, plan: Plan) -> None:
-        """Its nodes by rank; once, however many agents hear of it."""
-        if plan.generation not in self._told:
-            self._told.add(plan.generation)
+    def plan(self, plan: Plan) -> NodeName:
+        """The node of rank 0. All by rank are told once, however many agents hear of the plan."""
+        if plan.generation not in self._first:
+            self._first[plan.generation] = plan.workers[0].node
             ranks = [int(worker.node.removeprefix("n")) for worker in plan.workers]
             self.tell("plan", plan.generation, ranks)
+        return self._first[plan.generation]
 
     def _flush(self) -> None:
         lines, self._lines = self._lines, {}
@@ -180,9 +181,8 @@ class Agent:
 
     def _enter(self, part: PlanPart) -> None:
         generation = self._told = part.plan.generation
-        self._has_rank_0 = part.plan.workers[0].node == node_name(self._number)
+        self._has_rank_0 = self._news.plan(part.plan) == node_name(self._number)
         self._lost = None
-        self._news.plan(part.plan)
         self._news.tell("told", self._number, generation, time.monotonic())
         loop = asyncio.get_running_loop()
         for phase, after_s in _PHASES:

@@ -12,7 +12,7 @@ from oobleck.master.admit import Refusal
 from oobleck.planner.ids import Incarnation, JobId, NodeName
 from oobleck.planner.plan import Plan
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.convert import assignment_message, plan_message
+from oobleck.proto.convert import assignment_message, serialise_plan
 from oobleck.proto.types import Assignment
 
 #: Messages of one agent that may wait for the master's loop; then its stream is not read.
@@ -79,7 +79,7 @@ class AgentSession:
 
 
 class PlanSerialiser:
-    """Serialises a plan once, for all nodes that are told of it."""
+    """The plan that all nodes are told of, serialised once; even `serialise_plan` takes a while."""
 
     def __init__(self) -> None:
         self._plan: Plan | None = None
@@ -89,7 +89,7 @@ class PlanSerialiser:
         if plan is None:
             return b""
         if plan is not self._plan:
-            self._plan, self._serialised = plan, plan_message(plan).SerializeToString()
+            self._plan, self._serialised = plan, serialise_plan(plan)
         return self._serialised
 
 

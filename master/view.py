@@ -21,7 +21,7 @@ from oobleck.planner.units import count
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.convert import (
     evaluation_message,
-    plan_message,
+    serialise_plan,
     worker_message,
     worker_status_message,
 )
@@ -73,7 +73,7 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
     if seen.evaluation is not None:
         message.evaluation.CopyFrom(evaluation_message(seen.evaluation))
     if job.made is not None:
-        message.plan.CopyFrom(plan_message(job.made.plan))
+        message.plan.ParseFromString(serialise_plan(job.made.plan))
         if job.state not in ENDED and not job.losses:
             message.can_lose = job.made.can_lose
         if job.state not in ENDED:

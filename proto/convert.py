@@ -18,6 +18,7 @@ from oobleck.proto.plans import (
     read_serialised_plan,
     read_worker,
     rendezvous_message,
+    serialise_plan,
     worker_message,
 )
 from oobleck.proto.records import (
@@ -59,6 +60,7 @@ __all__ = [
     "register_message",
     "rendezvous_message",
     "report_message",
+    "serialise_plan",
     "status_message",
     "worker_message",
     "worker_status_message",

@@ -98,6 +98,12 @@ def read_serialised_plan(serialised: bytes) -> Plan:
     return read_plan(message)
 
 
+@lru_cache(maxsize=4)
+def serialise_plan(plan: Plan) -> bytes:
+    """Read by `read_serialised_plan`. That of many nodes takes milliseconds and is told often."""
+    return plan_message(plan).SerializeToString()
+
+
 def rendezvous_message(rendezvous: Rendezvous) -> pb.Rendezvous:
     return pb.Rendezvous(store=rendezvous.store, prefix=rendezvous.prefix)
 

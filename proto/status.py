@@ -14,7 +14,7 @@ from oobleck.proto.checks import (
     read_job_id,
     read_slot,
 )
-from oobleck.proto.plans import plan_message
+from oobleck.proto.plans import serialise_plan
 from oobleck.proto.types import Assignment, NodeFacts, NodeStatus, Registration, WorkerStatus
 
 
@@ -104,7 +104,7 @@ def register_message(registration: Registration) -> pb.Register:
 def _running_message(running: Assignment | None) -> pb.Assignment | None:
     if running is None or running.plan is None:
         return None
-    return assignment_message(running, plan_message(running.plan).SerializeToString())
+    return assignment_message(running, serialise_plan(running.plan))
 
 
 def _read_running(message: pb.Register) -> Assignment | None:
