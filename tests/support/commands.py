@@ -5,8 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.waiting import PATIENCE_S
 
-def run(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+
+def run(*arguments: str, timeout_s: float = 2 * PATIENCE_S) -> subprocess.CompletedProcess[str]:
     """`oobleck ARGUMENTS`, as a process."""
     command = [sys.executable, "-m", "oobleck.cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
@@ -45,7 +47,7 @@ def start_master(
 def end(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGTERM)
     try:
-        process.wait(30)
+        process.wait(PATIENCE_S)
     finally:
         process.kill()
         for stream in (process.stdout, process.stderr):

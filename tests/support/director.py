@@ -52,8 +52,9 @@ from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, Worker
 from oobleck.planner.job import JobSpec
 from oobleck.planner.plan import Pipeline, Plan, Schedule, Stage
 from support import devices
+from support.waiting import PATIENCE_S, is_stopped
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 def worker_named(name: str) -> WorkerId:
@@ -146,7 +147,7 @@ class WarmWorkers:
 
     def __exit__(self, *_: object) -> None:
         self.channel.close()
-        self._process.wait(timeout=10)
+        self._process.wait(timeout=PATIENCE_S)
 
     def fork(
         self, incarnation: Incarnation, channel: socket.socket, output: int, kind: str
@@ -249,7 +250,8 @@ class Director:
             handover=handover,
         )
         for worker in (*plan.workers, *message.leaving):
-            self.workers[worker].channel.send(message)
+            with contextlib.suppress(OSError):  # killed a moment ago
+                self.workers[worker].channel.send(message)
 
     def wish_checkpoint(self, plan: Plan, number: int) -> None:
         for worker in plan.workers:
@@ -257,6 +259,12 @@ class Director:
 
     def kill(self, node: str, signum: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.workers[worker_named(node)].pid, signum)
+
+    def let_go(self, node: str) -> None:
+        """Have a worker go on that stops itself by a scripted fault, once it stands there."""
+        pid = self.workers[worker_named(node)].pid
+        self.wait(lambda: is_stopped(pid), f"{node} stopped")
+        os.kill(pid, signal.SIGCONT)
 
     def has_faulted(self, worker: str) -> bool:
         """Whether a scripted fault has struck the worker, which logs it."""

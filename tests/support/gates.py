@@ -15,11 +15,11 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from bench.cluster import ClusterError
 from bench.netcluster import NetCluster
 from support.faulty import JOB_NAME
+from support.waiting import is_stopped
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,6 @@ def rules() -> list[dict[str, object]]:
     ]
 
 
-def _stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 class Gatekeeper:
     """Lets stopped workers of gates go on; a context manager."""
 
@@ -92,7 +85,7 @@ class Gatekeeper:
                 # Under the lock, so that a stop that `hold` has seen is not undone after.
                 with self._lock, contextlib.suppress(*_GONE):
                     pid = self._cluster.worker_pids_of(node)[0]
-                    if self._held != node and _stopped(pid):
+                    if self._held != node and is_stopped(pid):
                         os.kill(pid, signal.SIGCONT)
 
     @contextlib.contextmanager
@@ -118,5 +111,5 @@ class Gatekeeper:
     def _is_held(self) -> bool:
         with contextlib.suppress(*_GONE):
             assert self._held is not None
-            return _stopped(self._cluster.worker_pids_of(self._held)[0])
+            return is_stopped(self._cluster.worker_pids_of(self._held)[0])
         return False

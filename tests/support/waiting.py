@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import psutil
 
@@ -26,6 +27,14 @@ def all_gone(processes: Iterable[psutil.Process]) -> None:
         return not left
 
     until(none_runs, f"the end of {left}")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.host.messages import PeerLost, PhaseReached
+from oobleck.host.messages import FaultRule, PeerLost, PhaseReached
 from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.plan import Plan
 from support.director import Director, WarmWorkers, make_plan, worker_named
@@ -31,6 +31,11 @@ def undisturbed(warm: WarmWorkers) -> dict[int, float | None]:
         return cluster.losses()
 
 
+def stop(worker: str, step: int) -> FaultRule:
+    """Training stands there until the next plan is on its way to all."""
+    return FaultRule(worker=worker_named(worker), point="before:Forward", step=step, action="stop")
+
+
 def entered(cluster: Director, plan: Plan) -> None:
     cluster.wait(
         lambda: any(r[0].generation == plan.generation for r in cluster.records.values()),
@@ -52,11 +57,12 @@ def test_what_only_the_leaving_hold_is_handed_over(
     warm: WarmWorkers, undisturbed: dict[int, float | None], boundary: bool
 ) -> None:
     without = make_plan(2, [[("a", 3), ("b", 2)]], [4])
-    with Director(warm, JOB) as cluster:
+    with Director(warm, JOB, [stop("b", 5)]) as cluster:
         cluster.start("a", "b", "c")
         cluster.assign(WHOLE)
-        entered(cluster, WHOLE)
+        cluster.wait(lambda: cluster.has_faulted("b/0"), "step 5")
         cluster.assign(without, boundary=boundary, leaving=["c"], handover=True)
+        cluster.let_go("b")
         entered(cluster, without)
         cluster.kill("c")  # as an agent that ends does: nobody may miss it
         cluster.wait_finished(without)
@@ -75,13 +81,15 @@ def test_who_holds_nothing_alone_just_leaves_and_may_come_back(
     plan = make_plan(1, [[("a", 3), ("b", 2)], [("c", 5)]], [2, 2])
     without = make_plan(2, [[("a", 3), ("b", 2)]], [4])
     again = make_plan(3, [[("a", 3), ("b", 2)], [("c", 5)]], [2, 2])
-    with Director(warm, JOB) as cluster:
+    with Director(warm, JOB, [stop("b", 5), stop("a", 10)]) as cluster:
         cluster.start("a", "b", "c")
         cluster.assign(plan)
-        entered(cluster, plan)
+        cluster.wait(lambda: cluster.has_faulted("b/0"), "step 5")
         cluster.assign(without, boundary=True, leaving=["c"])
-        entered(cluster, without)
+        cluster.let_go("b")
+        cluster.wait(lambda: cluster.has_faulted("a/0"), "step 10")
         cluster.assign(again, boundary=True)
+        cluster.let_go("a")
         cluster.wait_finished(again)
         cluster.stop()
         assert cluster.losses() == pytest.approx(undisturbed, rel=1e-12)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.host.messages import FaultRule, PhaseReached
+from oobleck.host.messages import CheckpointSaved, FaultRule, PhaseReached
 from oobleck.planner.job import (
     CheckpointSpec,
     DataSpec,
@@ -187,10 +187,14 @@ def test_losses_regroup_shares(
 def test_a_checkpoint_of_shares_goes_on_in_other_shares(warm: WarmWorkers, tmp_path: Path) -> None:
     spec = job(tmp_path / "weights")
     spec = replace(spec, checkpoint=CheckpointSpec(path=str(tmp_path / "saved"), every=2))
-    with Director(warm, spec, [fault("a/1", "before:LoadTokens", step=4)]) as cluster:
+    held = fault("a/1", "before:LoadTokens", step=4, action="hold")
+    with Director(warm, spec, [held]) as cluster:
         cluster.start(*workers_of(TWO_AND_TWO))
         cluster.assign(TWO_AND_TWO)
-        cluster.wait(lambda: is_gone(cluster, "a/1"), "the scripted kill")
+        cluster.wait(lambda: cluster.has_faulted("a/1"), "step 4")
+        cluster.wait(
+            lambda: any(cluster.said(w, CheckpointSaved) for w in TWO_AND_TWO.workers), "step 2's"
+        )
         first = dict(cluster.records)
     after = make_plan(1, [[("a", 5, 3)], [("b", 2, 1), ("b", 3, 2)]], [3, 3])
     with Director(warm, spec) as cluster:
