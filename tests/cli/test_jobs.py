@@ -5,18 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from support.commands import refused, run
-
-
-def wait_for(check: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+from support.waiting import until
 
 
 def test_a_job_from_submit_to_its_end(cluster: str, job_file: Callable[..., Path]) -> None:
@@ -55,7 +48,12 @@ def test_a_job_from_submit_to_its_end(cluster: str, job_file: Callable[..., Path
     readable = run("events", "demo-1", *master).stdout.splitlines()
     assert len(readable) == len(records)
     assert readable[-1].endswith("  succeeded")
-    assert run("logs", "demo-1", "--node", "n2", *master).stdout == "n2/0  worker n2/0 faults=2\n"
+
+    def has_said(node: str) -> bool:
+        said = run("logs", "demo-1", "--node", node, *master).stdout
+        return said == f"{node}/0  worker {node}/0 faults=2\n"
+
+    until(lambda: all(map(has_said, ("n1", "n2"))), "what workers write, after all else")
     line = refused(run("logs", "demo-1", "--node", "nope", *master), 3)
     assert line == "oobleck: no such node in this job: nope; it has n1, n2"
     line = refused(run("logs", "demo-1", "--rank", "2", *master), 3)
@@ -88,7 +86,7 @@ def test_ctrl_c_leaves_the_job_and_says_how_to_end_it(
     while "running" not in process.stdout.readline():
         pass
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "oobleck cancel demo-1" in errors
     assert "Traceback" not in errors
@@ -101,9 +99,9 @@ def test_ctrl_c_leaves_the_job_and_says_how_to_end_it(
         text=True,
     )
     assert run("cancel", "demo-1", *master).returncode == 0
-    output, _ = follower.communicate(timeout=60)
+    output, _ = follower.communicate(timeout=120)
     assert output.splitlines()[-1].endswith("  cancelled")
-    wait_for(lambda: "cancelled" in run("jobs", *master).stdout)
+    until(lambda: "cancelled" in run("jobs", *master).stdout, "the end in the list", poll_s=0.1)
     assert run("cancel", "demo-1", *master).stdout == "demo-1 cancelled\n"
 
 

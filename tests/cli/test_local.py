@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from oobleck.cli.local import NODE_BYTES
 from support.commands import end, refused, run
+from support.waiting import PATIENCE_S, all_gone, until
 
 pytestmark = pytest.mark.cluster
 
@@ -52,12 +52,6 @@ class Local:
         found = [re.fullmatch(r"(?:agent )?(\w+) (?:\S+ )?pid (\d+)", line) for line in self.lines]
         return {match[1]: int(match[2]) for match in found if match}
 
-    def all_gone(self, within_s: float = 20.0) -> None:
-        deadline = time.monotonic() + within_s
-        while alive := [p for p in self.family if p.is_running() and p.status() != "zombie"]:
-            assert time.monotonic() < deadline, f"left behind: {alive}"
-            time.sleep(0.02)
-
 
 @pytest.fixture
 def local(tmp_path: Path) -> Iterator[Local]:
@@ -66,7 +60,7 @@ def local(tmp_path: Path) -> Iterator[Local]:
     if running.process.poll() is None:
         running.remember()
     end(running.process)
-    running.all_gone()
+    all_gone(running.family)
 
 
 def test_what_it_prints_and_that_ctrl_c_leaves_nothing(local: Local, tmp_path: Path) -> None:
@@ -78,14 +72,12 @@ def test_what_it_prints_and_that_ctrl_c_leaves_nothing(local: Local, tmp_path: P
         re.sub(r"\d{2,}", "#", f"state {tmp_path}/state"),
         "ready",
     ]
-    deadline = time.monotonic() + 20
-    while len(local.remember()) < 5 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: len(local.remember()) >= 5, "all processes")
     assert len(local.family) == 5, "master, two agents, two warm processes"
     assert set(local.daemons().values()) < {process.pid for process in local.family}
     os.killpg(local.process.pid, signal.SIGINT)
-    assert local.process.wait(30) == 0
-    local.all_gone()
+    assert local.process.wait(PATIENCE_S) == 0
+    all_gone(local.family)
     assert local.process.stderr is not None
     assert local.process.stderr.read() == ""
 
@@ -96,7 +88,7 @@ def test_kill_9_leaves_nothing(local: Local, moment: str) -> None:
     local.remember()
     local.process.kill()
     local.process.wait()
-    local.all_gone()
+    all_gone(local.family)
 
 
 def test_an_agent_that_dies_is_told_and_can_be_started_again(local: Local) -> None:
@@ -152,17 +144,15 @@ def wait_for_nodes(address: str, pids: dict[str, int]) -> None:
     from oobleck.cli.client import Master
     from oobleck.host.command import CommandFailed
 
-    deadline = time.monotonic() + 20
-    found: dict[str, int] = {}
-    while found != pids:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.1)
+    def live() -> dict[str, int]:
         try:
             with Master(address) as connection:
                 nodes = connection.nodes()
         except CommandFailed:
-            continue  # not up yet
-        found = {node.node: node.pid for node in nodes if node.state == "live"}
+            return {}  # not up yet
+        return {node.node: node.pid for node in nodes if node.state == "live"}
+
+    until(lambda: live() == pids, f"the nodes {pids}", poll_s=0.1)
 
 
 def test_a_cluster_that_memory_cannot_hold_is_refused_with_the_limit() -> None:

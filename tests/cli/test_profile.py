@@ -13,6 +13,7 @@ import pytest
 
 from oobleck.planner.profilefile import parse_profile
 from support.commands import end, refused, run, start_master
+from support.waiting import all_gone
 
 pytestmark = pytest.mark.cluster
 
@@ -100,8 +101,7 @@ def test_ctrl_c_calls_it_off_and_leaves_nothing(job_file: JobFile) -> None:
     assert process.returncode == 130
     assert output == ""
     assert "Traceback" not in errors
-    psutil.wait_procs(family, timeout=20)
-    assert [p for p in family if p.is_running() and p.status() != "zombie"] == []
+    all_gone(family)
 
 
 def test_a_profile_that_does_not_fit_is_refused(

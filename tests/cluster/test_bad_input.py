@@ -23,7 +23,7 @@ fault_tolerance: 0
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(BIN / command[0]), *command[1:]], capture_output=True, text=True, timeout=30
+        [str(BIN / command[0]), *command[1:]], capture_output=True, text=True, timeout=120
     )
 
 

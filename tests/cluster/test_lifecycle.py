@@ -10,6 +10,7 @@ import pytest
 
 from bench.cluster import BIN, LocalCluster
 from support.clusters import bring_into
+from support.waiting import PATIENCE_S, all_gone
 
 # Longer than any wait in vain, which ends with a report.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -166,11 +167,7 @@ def test_master_killed_and_restarted_adopts_the_job(tmp_path: Path, text: str) -
             assert steps == list(range(1, len(steps) + 1))
         finally:
             master.terminate()
-            master.wait(timeout=10)
-
-
-def gone(processes: list[psutil.Process]) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+            master.wait(timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
@@ -184,9 +181,8 @@ def test_end_of_local_leaves_nothing_behind(
     assert len(processes) >= 1 + 1 + 2 * 3, "local, master, and agent + warm + worker per node"
     port = int(cluster.address.rpartition(":")[2])
     os.kill(cluster.process.pid, signum)
-    cluster.process.wait(timeout=5)
-    deadline = psutil.wait_procs(processes, timeout=5)
-    assert gone(deadline[1]), deadline[1]
+    cluster.process.wait(timeout=PATIENCE_S)
+    all_gone(processes)
     listening = {c.laddr[1] for c in psutil.net_connections("tcp") if c.status == "LISTEN"}
     assert port not in listening
 
@@ -200,7 +196,7 @@ def test_cancel_ends_the_workers_and_leaves_the_cluster(
     workers = [psutil.Process(pid) for pid in cluster.worker_pids().values()]
     cluster.oobleck("cancel", job_id)
     assert cluster.wait_end(job_id) == "cancelled"
-    assert psutil.wait_procs(workers, timeout=5)[1] == []
+    all_gone(workers)
     again = cluster.submit(job(text, name="again", training={"steps": 5, "global_batch": 8}))
     assert cluster.wait_end(again) == "succeeded"
 

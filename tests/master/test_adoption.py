@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fake_agent import FakeAgent, MasterProcess, operator
+from fake_agent import DEADLINE_S, FakeAgent, MasterProcess, operator
 from scenario import record
 
 from oobleck.agent.assignments import newest_plan
@@ -66,7 +66,7 @@ def test_a_journal_without_the_plan_costs_the_job_no_worker_and_no_generation(
             await agent.until(lambda a=agent: a.planned == 1)
             agent.workers(1, finished=True)
         agents[0].records("demo-1", *(record(step, 1, float(step)) for step in range(6, 31)))
-        async with operator(address) as control, asyncio.timeout(45):
+        async with operator(address) as control, asyncio.timeout(DEADLINE_S):
             async for status in control.WatchJob(pb.JobRequest(job_id="demo-1")):
                 last = status
         assert (last.state, last.generation) == ("succeeded", 1)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_agent import QUICK, FakeAgent, MasterProcess, master, operator
+from fake_agent import DEADLINE_S, QUICK, FakeAgent, MasterProcess, master, operator
 from scenario import UNIX, Player, record
 
 from oobleck.host.messages import Evaluated, EvaluationRecord
@@ -53,7 +53,7 @@ class Drill:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Keep all going until it holds: bring up the master, connect who is cut off."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_S):
             while True:
                 if self.master.process.poll() is not None:
                     self.crashes += 1
@@ -107,14 +107,14 @@ class Drill:
             try:
                 async with operator(self.address) as control:
                     request = pb.SubmitRequest(request_id="r", job=JOB)
-                    assert (await control.Submit(request, timeout=5)).job_id == "demo-1"
+                    assert (await control.Submit(request, timeout=30)).job_id == "demo-1"
             except Exception as error:
                 if isinstance(error, AssertionError):
                     raise
                 return False
             return True
 
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE_S):
             done = False
             while not done:
                 await self.until(lambda: True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from fake_agent import FakeAgent, master, operator
+from fake_agent import DEADLINE_S, FakeAgent, master, operator
 from scenario import record
 
 from oobleck.proto import control_pb2 as pb
@@ -43,7 +43,7 @@ def fill(path: Path) -> None:
 
 
 async def problem(control: rpc.OperatorStub, wanted: bool) -> str:
-    async with asyncio.timeout(45):
+    async with asyncio.timeout(DEADLINE_S):
         while True:
             found = (await control.ListJobs(pb.ListJobsRequest())).problem
             nodes = (await control.ListNodes(pb.ListNodesRequest())).problem
@@ -53,7 +53,7 @@ async def problem(control: rpc.OperatorStub, wanted: bool) -> str:
 
 
 async def known(control: rpc.OperatorStub, job_id: str, step: int) -> None:
-    async with asyncio.timeout(45):
+    async with asyncio.timeout(DEADLINE_S):
         async for status in control.WatchJob(pb.JobRequest(job_id=job_id)):
             if status.committed_step >= step:
                 return

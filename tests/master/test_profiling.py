@@ -81,7 +81,7 @@ def test_a_master_that_dies_while_the_model_is_measured_goes_on_with_it(tmp_path
             for agent in agents:
                 await agent.disconnect()
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(test(), 150))
     running.close()
     assert "Traceback" not in running.errors.read_text()
 
@@ -117,7 +117,7 @@ def test_a_measurement_that_lacks_a_worker_is_for_its_job_alone(tmp_path: Path) 
                 await agent.disconnect()
 
     with master(tmp_path / "state") as running:
-        asyncio.run(asyncio.wait_for(test(running.address), 60))
+        asyncio.run(asyncio.wait_for(test(running.address), 150))
     assert not list((tmp_path / "state").glob("profiles/*"))
     assert "Traceback" not in running.errors.read_text()
 
@@ -158,7 +158,7 @@ def test_a_profile_comes_with_the_job_that_names_it_and_fits(tmp_path: Path) -> 
             assert parse_profile(reply.profile) == parse_profile(PROFILE)
 
     with master(tmp_path / "state") as running:
-        asyncio.run(asyncio.wait_for(test(running.address), 60))
+        asyncio.run(asyncio.wait_for(test(running.address), 150))
     assert "Traceback" not in running.errors.read_text()
 
 

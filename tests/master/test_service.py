@@ -10,7 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from fake_agent import FakeAgent, MasterProcess, master, operator
+from fake_agent import DEADLINE_S, FakeAgent, MasterProcess, master, operator
 from scenario import job_spec, record
 
 from oobleck.host.messages import Evaluated, EvaluationRecord
@@ -65,7 +65,7 @@ async def started(agents: list[FakeAgent], control: rpc.OperatorStub) -> str:
 
 async def state_of(control: rpc.OperatorStub, job_id: str, wanted: str) -> pb.JobStatus:
     """The job's status once it is in the wanted state."""
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(DEADLINE_S):
         async for status in control.WatchJob(pb.JobRequest(job_id=job_id)):
             if status.state == wanted:
                 return status
@@ -79,7 +79,7 @@ def lines(state_dir: Path, job_id: str, name: str) -> list[dict]:
 
 def run(test: Coroutine[object, object, None]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(150):
             await test
 
     asyncio.run(bounded())
@@ -350,7 +350,7 @@ def test_a_master_that_was_stopped_convicts_nobody(tmp_path: Path) -> None:
             agents[0].records(job_id, record(1, 1, 1.0))
             await state_of(control, job_id, "running")
             running.process.send_signal(signal.SIGSTOP)
-            await asyncio.sleep(3.0)  # longer than the lease of 2 s; there is nothing to wait for
+            await asyncio.sleep(5.0)  # longer than the lease of 4 s; there is nothing to wait for
             running.process.send_signal(signal.SIGCONT)
             agents[0].records(job_id, record(2, 1, 2.0))
             await all_of(agents, lambda a: a.acks.get(job_id) == 2)

@@ -94,7 +94,9 @@ def test_wish_that_came_too_late_is_repeated_with_more_time() -> None:
         trace = await timelines.trace(running_job(), steps=2)
         return trace, [await agent for agent in agents]
 
+    began = time.monotonic()
     text, asked = asyncio.run(run())
+    took_us = 1e6 * (time.monotonic() - began)
     # Half a second of steps of 0.1 s after step 7, then four times as long.
     assert asked == [[14, 29], [14, 29]]
     trace = json.loads(text)
@@ -105,7 +107,7 @@ def test_wish_that_came_too_late_is_repeated_with_more_time() -> None:
     ]
     for clock in trace["otherData"]["clocks"].values():
         assert clock["offset_us"] == pytest.approx(-3600e6, abs=1.001 * clock["within_us"])
-        assert clock["within_us"] < 1e6
+        assert clock["within_us"] < took_us
 
 
 def test_plan_that_changes_meanwhile_is_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
