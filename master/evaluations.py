@@ -6,12 +6,12 @@ goes. It exists from the first evaluation on.
 """
 
 import math
-import os
 from pathlib import Path
 
 import msgspec
 
 from oobleck.host.messages import EvaluationRecord
+from oobleck.master.jsonlines import recover
 from oobleck.master.storage import append
 from oobleck.planner.codec import decode
 
@@ -22,17 +22,7 @@ class EvaluationLog:
         self._path = path
         self._unwritten: list[bytes] = []
         #: The newest evaluation.
-        self.last: EvaluationRecord | None = None
-        if path.exists():
-            self._recover()
-
-    def _recover(self) -> None:
-        content = self._path.read_bytes()
-        end = content.rfind(b"\n") + 1
-        if end != len(content):
-            os.truncate(self._path, end)
-        if lines := content[:end].splitlines():
-            self.last = decode(EvaluationRecord, lines[-1])
+        self.last = next(iter(recover(path, _read, 1)), None)
 
     def append(self, record: EvaluationRecord) -> bool:
         """Take `record`; returns whether it is new. `write` has it on disk."""
@@ -64,6 +54,10 @@ def line(record: EvaluationRecord) -> bytes:
         "time": record.time,
     }
     return msgspec.json.encode(values) + b"\n"
+
+
+def _read(text: bytes) -> EvaluationRecord:
+    return decode(EvaluationRecord, text)
 
 
 def perplexity(loss: float | None) -> float | None:

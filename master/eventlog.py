@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
+from oobleck.master.jsonlines import recover
 from oobleck.master.records import Record
 from oobleck.master.storage import append, storing
+from oobleck.planner.codec import decode
 from oobleck.planner.ids import JobId
 
-#: Enough for the last line of a file, which has its number.
-_TAIL_BYTES = 1 << 20
 #: Read at a time for an operator.
 _READ_BYTES = 1 << 20
 
@@ -112,29 +112,8 @@ class _Number(msgspec.Struct):
 
 def _last_number(path: Path) -> int:
     """Of the last whole line, after one that was cut off is removed; 0: there is none."""
-    if not path.exists():
-        return 0
-    with open(path, "r+b") as file:
-        size, tail_bytes = file.seek(0, os.SEEK_END), _TAIL_BYTES
-        while True:
-            start, end, number = max(0, size - tail_bytes), size, 0
-            file.seek(start)
-            lines = file.read().splitlines(keepends=True)[1 if start else 0 :]
-            while lines and not number:
-                line = lines.pop()
-                number = _number(line)
-                end -= 0 if number else len(line)
-            if number or start == 0:
-                break
-            tail_bytes *= 2  # nothing but rubbish so far
-        if end != size:
-            file.truncate(end)
-    return number
+    return next(iter(recover(path, _number, 1)), 0)
 
 
 def _number(line: bytes) -> int:
-    """0: it is not a whole line."""
-    try:
-        return msgspec.json.decode(line, type=_Number).id if line.endswith(b"\n") else 0
-    except msgspec.DecodeError:
-        return 0
+    return decode(_Number, line).id

@@ -7,7 +7,6 @@ nothing else has to remember it. The file is open only while lines are added, fr
 to `close`, so that a master may know any number of jobs. Must not know where records come from.
 """
 
-import os
 from io import FileIO
 from pathlib import Path
 
@@ -15,11 +14,10 @@ import msgspec
 
 from oobleck.host.messages import StepRecord
 from oobleck.master.jobseen import RECENT_RECORDS
+from oobleck.master.jsonlines import recover
 from oobleck.master.storage import append
 from oobleck.planner.codec import decode
 
-#: Enough for the last lines that are looked at.
-_TAIL_BYTES = 64 * 1024
 #: Records that may wait for one before them; more are left to be sent again.
 _MOST_WAITING = 10_000
 
@@ -31,7 +29,7 @@ class MetricsLog:
         self._file: FileIO | None = None
         self._waiting: dict[int, StepRecord] = {}
         #: The last records on disk.
-        self.recent = self._recover() if path.exists() else ()
+        self.recent = recover(path, _read, RECENT_RECORDS)
         #: Whether records were left because too many wait.
         self.left_some = False
         #: Lines that are not on disk yet.
@@ -40,27 +38,6 @@ class MetricsLog:
         self.through_step = self.recent[-1].step if self.recent else 0
         #: How many of them were skipped. Each line has the number, so that the last one tells it.
         self._skipped_steps = self.recent[-1].skipped_steps if self.recent else 0
-
-    def _recover(self) -> tuple[StepRecord, ...]:
-        with open(self._path, "r+b", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            tail_bytes = _TAIL_BYTES
-            while True:
-                start = max(0, size - tail_bytes)
-                file.seek(start)
-                lines = file.read().splitlines(keepends=True)
-                if start > 0:
-                    lines = lines[1:]  # its beginning is before the tail
-                end = size
-                while lines and not _is_whole(lines[-1]):
-                    end -= len(lines.pop())
-                if lines or start == 0:
-                    break
-                tail_bytes *= 2  # nothing but rubbish so far
-            if end != size:
-                file.truncate(end)
-                os.fsync(file.fileno())
-        return tuple(_read(line) for line in lines[-RECENT_RECORDS:])
 
     @property
     def stored_step(self) -> int:
@@ -127,16 +104,6 @@ def line(record: StepRecord) -> bytes:
     if record.skipped_steps:
         values["skipped_steps"] = record.skipped_steps
     return msgspec.json.encode(values) + b"\n"
-
-
-def _is_whole(text: bytes) -> bool:
-    if not text.endswith(b"\n"):
-        return False
-    try:
-        _read(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _read(text: bytes) -> StepRecord:

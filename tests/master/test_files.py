@@ -269,7 +269,12 @@ def evaluation(step: int, loss: float | None = 2.0) -> EvaluationRecord:
     )
 
 
-def test_evaluations_come_once_each_and_survive_a_line_that_was_cut_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "rest", ['{"step": 6, "lo', "\0" * 90_000 + "\n"], ids=["torn", "of a power loss"]
+)
+def test_evaluations_come_once_each_and_survive_an_end_that_is_no_line(
+    tmp_path: Path, rest: str
+) -> None:
     path = tmp_path / "jobs" / "demo-1" / "evaluations.jsonl"
     log = EvaluationLog(path)
     assert log.last is None
@@ -278,7 +283,7 @@ def test_evaluations_come_once_each_and_survive_a_line_that_was_cut_off(tmp_path
     assert new == [True, False, True, False, False]
     log.write()
     with open(path, "a") as file:
-        file.write('{"step": 6, "lo')
+        file.write(rest)
     again = EvaluationLog(path)
     assert again.last == evaluation(4)
     assert not again.append(evaluation(4))
