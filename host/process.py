@@ -1,7 +1,8 @@
-"""Living and dying of processes: ending with the parent, reading the name of a signal."""
+"""What a process asks of the kernel: to end with its parent, and to open many files."""
 
 import ctypes
 import os
+import resource
 import signal
 
 _PR_SET_PDEATHSIG = 1
@@ -18,6 +19,16 @@ def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) ->
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signum)
+
+
+def allow_open_files() -> int:
+    """Raise the limit of this process's open files as far as it may; returns the new limit.
+
+    What most systems begin with, 1,024, is for the sake of programs that wait by select().
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most
 
 
 def signal_name(signum: int) -> str:

@@ -24,7 +24,7 @@ from oobleck.host import log
 from oobleck.host.address import leaves_host
 from oobleck.host.detection import MODES, Detection, Mode, choose
 from oobleck.host.endpoint import check_insecure
-from oobleck.host.process import die_with_parent
+from oobleck.host.process import allow_open_files, die_with_parent
 from oobleck.master import crash, limits
 from oobleck.master.access import Access, AccessGuard
 from oobleck.master.config import MasterConfig
@@ -40,6 +40,10 @@ from oobleck.proto import control_pb2_grpc as rpc
 if TYPE_CHECKING:
     from oobleck.master.authority import AuthorityFolder
 
+logger = logging.getLogger(__name__)
+
+#: Open files; with fewer the master can serve no cluster of a thousand nodes.
+_FEW_FILES = 4096
 #: Longest wait for the ends of calls that are answered already.
 _ENDING_S = 2.0
 
@@ -256,6 +260,11 @@ def main(
     if exit_with_parent:
         die_with_parent(os.getppid())
     log.configure()
+    if (files := allow_open_files()) < _FEW_FILES:
+        logger.warning(
+            "few files may be open: each agent takes one, so raise the hard limit (ulimit -Hn)",
+            extra={"limit": files},
+        )
     os.umask(0o077)
     if not state_dir:
         _fail("--state-dir: is empty; name a directory, as in --state-dir oobleck-state")

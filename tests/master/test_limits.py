@@ -1,9 +1,11 @@
 """What one caller can take of a real master: bytes, streams, connections, pings."""
 
 import asyncio
+import resource
 import socket
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -111,6 +113,18 @@ def test_pings_of_agents_are_no_flood() -> None:
             "grpc.http2.min_ping_interval_without_data_ms"
         ]
         assert all(least_ms <= 1000 * other.ping_every_s / 2 for other in DETECTIONS.values())
+
+
+def test_more_files_may_be_open_than_a_shell_allows(tmp_path: Path) -> None:
+    """One of each agent, and the shell's limit is for a thousand."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, limits[1]), limits[1]))
+    try:
+        with master(tmp_path / "state") as process:
+            found = resource.prlimit(process.process.pid, resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found == (limits[1], limits[1])
 
 
 def test_every_unary_call_has_a_deadline() -> None:
