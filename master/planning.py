@@ -285,7 +285,9 @@ def _committed_step(state: ClusterState, job: Job) -> int:
         if node.connected and node.seen.status.job_id == job.id
         for worker in node.seen.status.workers
     )
-    return max(job.seen.committed_step, *told, 0)
+    way = job.seen.way
+    agreed = 0 if way is None else way.committed_step or 0
+    return max(job.seen.committed_step, agreed, *told, 0)
 
 
 def _held_layers(

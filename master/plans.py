@@ -158,7 +158,7 @@ def replan(look: Look) -> Decision | None:
     if job is None or job.made is None:
         return None
     again = job.astray or job.state == "waiting for nodes"
-    if not (job.losses or again or _unanswered(job)):
+    if not (job.losses or again or _unanswered(job) or _forsaken(state, job)):
         return None
     members = [state.nodes[name] for name in job.members]
     away = [node for node in members if not node.connected]
@@ -223,6 +223,14 @@ def _unanswered(job: Job) -> bool:
     return job.state == "reconfiguring" and not job.on_the_way
 
 
+def _forsaken(state: ClusterState, job: Job) -> bool:
+    """The workers of the first plans have met and found that nobody has some layer any more: when
+    these were made, nobody had told yet of the first step."""
+    if job.made is None or not job.seen.peers_lost or job.trained is not None or job.has_checkpoint:
+        return False
+    return planning.lost_layers(state, job, job.made.plan) is not None
+
+
 def _worker_losses(job: Job) -> str:
     lost = (loss for loss in job.losses if isinstance(loss, WorkerLost))
     return "; ".join(f"{loss.worker}: {loss.reason}" for loss in lost)
@@ -247,7 +255,7 @@ def _cause(job: Job, plan: Plan) -> Cause:
 def regroup(look: Look) -> Decision | None:
     """Workers lost a peer, and nobody is missing: let them meet again."""
     state, job = look.state, look.state.job
-    if job is None or job.made is None or job.losses:
+    if job is None or job.made is None or job.losses or job.state == "waiting for nodes":
         return None
     if (report := meetings.first_peer_lost(job)) is None:
         return None

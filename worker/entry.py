@@ -85,8 +85,8 @@ class Entry:
         Returns what there is of the next step already, if anything. `received`: bytes that were
         handed over before. Raises TransportError when a
         peer is lost on the way, DataError when nodes read different data, CheckpointError when
-        there is no fit checkpoint though one is needed, and InvariantViolation when nobody holds a
-        layer of the plan and the job has no checkpoints.
+        there is no fit checkpoint though one is needed, and LayersGone when nobody holds a layer of
+        the plan and the job has no checkpoints.
         """
         plan, progress = assign.plan, self._progress
         self._state.drop_partial()

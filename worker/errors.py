@@ -28,6 +28,11 @@ class Unreached(TransportError):
         return Unreached(str(self), self.rank, worker)
 
 
+class LayersGone(TransportError):
+    """Nobody in the generation has some layer at the step that they have agreed on. The master did
+    not know of that step, the first one; with this news it waits, or finds who has them."""
+
+
 class Superseded(Exception):
     """A newer generation was pushed; what this one was doing is no longer wanted."""
 

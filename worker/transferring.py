@@ -15,7 +15,7 @@ from oobleck.planner.ids import WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.plan import Plan
 from oobleck.planner.transfer import Transfer, plan_shards, plan_transfers
-from oobleck.worker.errors import InvariantViolation
+from oobleck.worker.errors import LayersGone
 from oobleck.worker.faults import FaultInjector
 from oobleck.worker.layout import layer_sizes
 from oobleck.worker.rejoin import Agreement
@@ -44,7 +44,7 @@ class Mover:
         """Come to hold every layer of the plan at the agreed step; returns the bytes received.
 
         `members`: who takes part, in rank order. Raises TransportError when one is lost, and
-        InvariantViolation when nobody holds a layer of the plan.
+        LayersGone when nobody holds a layer of the plan.
         """
         step, state = agreement.step, self._state
         generation = plan.generation
@@ -107,7 +107,4 @@ class Mover:
         try:
             return plan_transfers(agreement.held, plan, state_bytes=self._layer_sizes)
         except LayerLost as lost:
-            # The master plans only for layers that somebody holds, so one of us is wrong.
-            raise InvariantViolation(
-                f"generation {plan.generation} was planned, but at step {agreement.step} {lost}"
-            ) from lost
+            raise LayersGone(f"at step {agreement.step} {lost}") from lost

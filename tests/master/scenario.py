@@ -457,6 +457,15 @@ class Player:
             worker = WorkerId(NodeName(name), 0)
             self._phase(job.id, worker, reached)
 
+    def do_joined(self, generation: str, step: str, *names: str) -> None:
+        """Their workers have met and agreed on the step."""
+        job = self.state.job
+        assert job is not None
+        for name in names:
+            number = Generation(int(generation))
+            reached = PhaseReached(generation=number, phase="joined", committed_step=int(step))
+            self._phase(job.id, WorkerId(NodeName(name), 0), reached)
+
     def do_steps(self, first: str, last: str, generation: str, seconds: str = "0.1") -> None:
         job = self.state.job
         assert job is not None

@@ -276,7 +276,7 @@ class Trainer:
             if rolled:
                 progress.voted = agreement.step
                 progress.voted_generation = progress.reduced_generation
-                self._commit(agreement.step, plan.generation)
+                self._commit(agreement.step, progress.voted_generation)
         return rolled
 
     def _standing(self, plan: Plan) -> Standing:
@@ -344,8 +344,7 @@ class Trainer:
                 if step > 1:
                     self.world.watch.broken(words)
                 # Of the first step nobody may have told the master yet.
-                self.world.lost_first_step.add(self.job_id)
-                self.fail("internal", words)
+                raise TransportError(words) from lost
         if needed:
             await self._work("transfer", self.world.draw.uniform(0.01, 1.5))
         await self._exchange(gathering, "layers", None)

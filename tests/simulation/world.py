@@ -69,8 +69,6 @@ class World:
         self._ambush: tuple[str, int, Callable[[], None]] | None = None
         #: How far the calendar was ever off.
         self._jumps = {0.0}
-        #: Jobs whose workers found that a layer was lost in the first step.
-        self.lost_first_step: set[JobId] = set()
         self._starts = 0
         self._pids = 1000
 

@@ -349,6 +349,31 @@ def test_replaced_worker_fetches_its_layers_with_moments(
         check(cluster, undisturbed)
 
 
+def test_layers_that_nobody_has_any_more_are_told_of_and_come_back_with_who_has_them(
+    warm: WarmWorkers, undisturbed: dict[int, float | None]
+) -> None:
+    """A plan may be made before its maker knows that a step was committed."""
+    alone = make_plan(1, [[("a", 2), ("b", 3)]], [8])
+    without = make_plan(2, [[("a", 2), ("d", 3)]], [8])
+    again = make_plan(3, [[("a", 2), ("b", 3)]], [8])
+    held = fault("b", "before:Forward", generation=1, action="hold")
+    with Director(warm, job(), [held]) as cluster:
+        cluster.start("a", "b", "d")
+        cluster.assign(alone)
+        cluster.wait(lambda: 2 in cluster.records, "step 2")
+        cluster.assign(without)
+        cluster.wait(
+            lambda: survivors_interrupted(cluster, without, lost=[]), "both to say what is missing"
+        )
+        told = [message for worker in without.workers for message in cluster.workers[worker].said]
+        missing = "at step 2 no live worker holds the state of layer 2, 3, 4"
+        assert any(isinstance(m, PeerLost) and missing in m.detail for m in told)
+        cluster.assign(again)
+        cluster.wait_finished(again)
+        cluster.stop()
+    check(cluster, undisturbed)
+
+
 def test_join_at_a_step_boundary_redoes_nothing(
     warm: WarmWorkers, undisturbed: dict[int, float | None]
 ) -> None:
