@@ -178,7 +178,7 @@ class NodeState:
                 if worker.stepped and record.step > self.timed_step:
                     self.timed_step = record.step
                     self.step_seconds.append(record.step_seconds)
-            case WorkerSaid(message=Failed()) if self._is_current_job(worker):
+            case WorkerSaid(message=Failed(kind="user" | "node")) if self._is_current_job(worker):
                 self.slots[worker.slot].failed = worker
             case WorkerExited():
                 del self.workers[worker.incarnation]

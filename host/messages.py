@@ -263,7 +263,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
     user: the job is at fault (out of memory, an exception in the model): no retry helps. node: so
     is what this host has of it (data that are missing or damaged, a device, a disk), which other
-    hosts may have better. internal: a broken invariant of ours.
+    hosts may have better. internal: a broken invariant of ours, which another process may not meet.
     """
 
     kind: Literal["user", "node", "internal"]

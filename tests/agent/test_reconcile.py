@@ -238,6 +238,12 @@ def test_a_worker_that_says_it_failed_is_not_replaced_until_the_job_changes() ->
     assert kinds(node.after(Assigned(desired=desired("demo-2")))) == [ForkWorker]
 
 
+def test_a_worker_that_met_a_fault_of_ours_is_replaced() -> None:
+    node = Node().with_worker()
+    failed = WorkerSaid(incarnation=A, message=Failed(kind="internal", message="an invariant"))
+    assert kinds(node.after(failed, WorkerExited(incarnation=A))) == [ForkWorker]
+
+
 def test_another_job_stops_the_worker_first_and_forks_when_it_is_gone() -> None:
     node = Node().with_worker()
     (stop,) = node.after(Assigned(desired=desired("demo-2")))

@@ -15,6 +15,7 @@ import grpc
 import psutil
 from fake_agent import FakeAgent, MasterProcess
 from fuzz.mutation import REQUESTS, agent_message, mutated, register
+from google.protobuf.message import DecodeError
 from scenario import job_spec
 
 from oobleck.planner.jobfile import format_job
@@ -26,6 +27,8 @@ AT_ONCE = 8
 BATCH = 200
 MESSAGES = 8
 _CASE_S = 60.0
+#: How long the first message of a call that follows a job is waited for.
+_FOLLOWED_S = 0.5
 #: Codes that say what is wrong, or that nothing was.
 ANSWERS = {
     grpc.StatusCode.OK,
@@ -84,11 +87,7 @@ class Fuzzer:
             request = type(REQUESTS[path])()
             request.CopyFrom(REQUESTS[path])
             self.mutations += 1
-            call = channel.unary_stream(path)(mutated(random, request))
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                if await anext(aiter(call), None) is not None:
-                    call.cancel()
-            return await call.code(), await call.details() or ""
+            return await self._call(channel, path, mutated(random, request))
         incarnation = f"{random.getrandbits(64):016x}"
         first = register(random, name, incarnation)
         wrong_first = random.random() < 0.2
@@ -98,6 +97,19 @@ class Fuzzer:
             messages.append(mutated(random, agent_message(random, whose)))
         self.mutations += len(messages) - (not wrong_first)
         return await self._session(channel, messages)
+
+    async def _call(
+        self, channel: grpc.aio.Channel, path: str, data: bytes
+    ) -> tuple[grpc.StatusCode, str]:
+        call = channel.unary_stream(path)(data)
+        # What follows a job that goes on may have nothing to say.
+        patience_s = _FOLLOWED_S if _follows(path, data) else None
+        with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
+            async with asyncio.timeout(patience_s):
+                if await anext(aiter(call), None) is None:
+                    return await call.code(), await call.details() or ""
+        call.cancel()
+        return await call.code(), await call.details() or ""
 
     async def _session(
         self, channel: grpc.aio.Channel, messages: list[bytes]
@@ -123,6 +135,13 @@ class Fuzzer:
     def _broken(self, batch: list[int], what: str) -> Broken:
         again = f"OOBLECK_FUZZ={self._seed}:{batch[0]}-{batch[-1]}"
         return Broken(f"of seed {self._seed}, {batch[0]} to {batch[-1]} {what}\nagain: {again}")
+
+
+def _follows(path: str, data: bytes) -> bool:
+    request = type(REQUESTS[path])()
+    with contextlib.suppress(DecodeError):
+        request.ParseFromString(data)
+    return bool(getattr(request, "follow", False))
 
 
 @contextlib.asynccontextmanager
