@@ -115,14 +115,15 @@ class Fuzzer:
         self, channel: grpc.aio.Channel, messages: list[bytes]
     ) -> tuple[grpc.StatusCode, str]:
         call = channel.stream_stream("/oobleck.Control/Session")()
-        # Where the master ends it meanwhile, it says why below.
-        with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
-            for message in messages:
-                await call.write(message)
-            await call.done_writing()
-            async for _ in call:
-                pass
-        return await call.code(), await call.details() or ""
+        talking = asyncio.create_task(_talk(call, messages))
+        ended = asyncio.create_task(call.code())
+        try:
+            # gRPC's own write may wait for ever in a call that is over.
+            await asyncio.wait((talking, ended), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            talking.cancel()
+            await asyncio.gather(talking, return_exceptions=True)
+        return await ended, await call.details() or ""
 
     def _check(self, batch: list[int]) -> None:
         if self._master.process.poll() is not None:
@@ -135,6 +136,17 @@ class Fuzzer:
     def _broken(self, batch: list[int], what: str) -> Broken:
         again = f"OOBLECK_FUZZ={self._seed}:{batch[0]}-{batch[-1]}"
         return Broken(f"of seed {self._seed}, {batch[0]} to {batch[-1]} {what}\nagain: {again}")
+
+
+async def _talk(call: grpc.aio.StreamStreamCall, messages: list[bytes]) -> None:
+    """Say all, and hear what comes of it."""
+    # Where the master ends it meanwhile, the call says why.
+    with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+        for message in messages:
+            await call.write(message)
+        await call.done_writing()
+        async for _ in call:
+            pass
 
 
 def _follows(path: str, data: bytes) -> bool:

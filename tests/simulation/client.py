@@ -180,11 +180,13 @@ class Operator:
         self._check_metrics(job)
 
     def _check_metrics(self, job: Job) -> None:
-        """metrics.jsonl: each committed step once, in order, none left out."""
+        """metrics.jsonl: each committed step once, in order, none left out but for those before a
+        checkpoint that everybody who knew of them died with, before the master was told."""
         path = self._world.config.job_directory(job.id) / "metrics.jsonl"
         lines = path.read_bytes().splitlines() if path.exists() else []
         found = [msgspec.json.decode(line)["step"] for line in lines]
-        if found != list(range(1, len(found) + 1)):
+        first = job.resumed_step + 1
+        if found != list(range(first, first + len(found))):
             raise Broken(f"metrics.jsonl of {job.id} has steps {found}")
-        if job.state == "succeeded" and len(found) != job.spec.training.steps:
-            raise Broken(f"metrics.jsonl of {job.id} ends at step {len(found)}")
+        if job.state == "succeeded" and job.resumed_step + len(found) != job.spec.training.steps:
+            raise Broken(f"metrics.jsonl of {job.id} has steps {found}")
