@@ -3,6 +3,7 @@ the kernel gives them (processes, pipes, the network, a disk that may fail).
 """
 
 import asyncio
+from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,7 +120,9 @@ class WorkerHandle:
         pass
 
     def gone(self) -> None:
-        pass
+        """Of a process that never began there is nothing else to tell of its end."""
+        if self.trainer is None:
+            self._said(None)
 
 
 class WarmHandle:
@@ -196,7 +199,7 @@ class Agent:
             warm_command=(),
             environment={},
         )
-        surroundings = world.surroundings(f"agent {name}")
+        surroundings = world.surroundings(name)
         incarnation = new_incarnation(surroundings)
         endpoint = Endpoint(address="master:1")
         self.outbox = Outbox(incarnation)
@@ -285,6 +288,15 @@ class WatchedJournal(Journal):
         self.dies_in: int | None = None
         self.dies_after = False
         super().__init__(path)
+        self._learn()
+
+    def _learn(self) -> None:
+        """What a master that died in the middle of a commit has left of it counts."""
+        more = self._last - self._world.watch.sequence
+        if more < 0:
+            self._world.watch.broken(f"the journal has lost {-more} events")
+        for _, event in deque(self.replay(), maxlen=max(0, more)):
+            self._world.watch.journaled(event)  # type: ignore[arg-type]  # no snapshot has no more
 
     @property
     def is_behind(self) -> bool:
@@ -305,7 +317,11 @@ class WatchedJournal(Journal):
         dies = waiting and self.dies_in is not None and self.dies_in <= 0
         if dies and not self.dies_after:
             self._die("before a commit")
-        super().commit()
+        self._world.disk.journal_writes = True
+        try:
+            super().commit()
+        finally:
+            self._world.disk.journal_writes = False
         for event in waiting:
             self._world.watch.journaled(event)
         if dies:

@@ -11,7 +11,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from simulation.drill import FAULTS, Outcome, report, simulate
+from simulation.drill import Outcome, report, simulate
+from simulation.faults import FAULTS
 
 #: How many seeds to play, from which one on; `make soak` plays thousands. Half of them are played
 #: by `test_more_seeds`, for two processes to share them.

@@ -417,7 +417,7 @@ class Trainer:
             samples_digest=f"{step:064x}",
             generation=generation,
             step_seconds=self.world.step_s,
-            time=self.world.unix(),
+            time=self.world.unix(self.node),
         )
         self.say(Committed(record=record))
 
@@ -428,7 +428,7 @@ class Trainer:
             samples=160,
             generation=generation,
             seconds=0.1,
-            time=self.world.unix(),
+            time=self.world.unix(self.node),
         )
         self.say(Evaluated(record=record))
 

@@ -16,11 +16,13 @@ from oobleck.planner.ids import JobId, NodeName
 if TYPE_CHECKING:
     from simulation.world import World
 
-_ENDS = {"kill_agent", "lose_host", "end_agent"}
+_ENDS = {
+    "kill_agent", "lose_host", "lose_several", "replace_host", "start_twin", "end_agent",
+}  # fmt: skip
 _WORKER_ENDS = {"kill_worker", "kill_warm", "flap_node", "break_warm", "fail_forks", "sicken_node"}
 _STOPS = {"freeze_worker", "freeze_host", "freeze_agent", "hang_worker"}
 _DATA_CUTS = {"cut_data", "cut_both"}
-_CONTROL_CUTS = {"cut_control", "cut_both"}
+_CONTROL_CUTS = {"cut_control", "cut_both", "start_twin"}
 _ANY = _ENDS | _WORKER_ENDS | _STOPS | _DATA_CUTS | _CONTROL_CUTS
 #: By the kind of the root cause: what may have struck the node that it names.
 _EXPLAINS = {
@@ -80,6 +82,6 @@ class Truth:
             return False
         found_s = root["declared_at"] - root["time"]
         return any(
-            at + found_s >= struck.at and at <= self._world.peace_at + _AFTER_S
+            at + found_s >= struck.at and at <= max(self._world.peace_at, struck.at) + _AFTER_S
             for at in self._world.moments(root["time"])
         )

@@ -91,6 +91,8 @@ class Watch:
     def __init__(self, world: "World") -> None:
         self._world = world
         self.problem: Broken | None = None
+        #: How many events all masters have journaled.
+        self.sequence = 0
         #: What was journaled: the plan of each generation, and how each job ended.
         self.plans: dict[tuple[JobId, Generation], PlanMade] = {}
         self._made_at: dict[tuple[JobId, Generation], float] = {}
@@ -109,6 +111,7 @@ class Watch:
 
     def journaled(self, event: Journaled) -> None:
         """One plan per generation and one end per job, over all lives of the master."""
+        self.sequence += 1
         self.facts[type(event).__name__] += 1
         self._world.note_decision(event)
         match event:

@@ -10,7 +10,8 @@ from contextvars import copy_context
 from pathlib import Path
 
 from scenario import told
-from simulation.clockwork import Process, VirtualLoop
+from simulation.clockwork import Killed, Process, VirtualLoop
+from simulation.disk import Disk
 from simulation.gathering import Gathering
 from simulation.machines import Agent, MasterHost
 from simulation.network import Wire
@@ -22,6 +23,7 @@ from oobleck.host.messages import Assign
 from oobleck.host.surroundings import Surroundings
 from oobleck.master.config import MasterConfig
 from oobleck.master.events import Journaled
+from oobleck.master.state import ClusterState
 from oobleck.planner.ids import JobId, NodeName, WorkerId
 
 #: Virtual calendar at the start.
@@ -39,6 +41,8 @@ class World:
         self.config = MasterConfig(listen="master:1", state_dir=state_dir, timing=timing)
         self.master: MasterHost | None = None
         self.agents: dict[NodeName, Agent] = {}
+        #: Others with the name of a node, over wires of their own.
+        self.twins: dict[NodeName, Agent] = {}
         self.wires: dict[NodeName, Wire] = {}
         self.endpoints: dict[str, Trainer] = {}
         self._gatherings: dict[str, Gathering] = {}
@@ -48,6 +52,8 @@ class World:
         self._dead_hosts: set[Process] = set()
         #: Nodes without power: nothing comes from them, not even the end of a connection.
         self.dark: set[NodeName] = set()
+        self.disk = Disk()
+        self.disk.reached = self._reached_point
         self.disk_full = False
         self.fork_failures = 0.0
         self.torn = False
@@ -55,7 +61,8 @@ class World:
         self.hung = False
         #: Workers of a node were killed again and again.
         self.flapped = False
-        self.calendar_jump_s = 0.0
+        #: How far the calendar of each host is off.
+        self._calendars: dict[str, float] = {}
         self.step_s = 0.4
         self.save_every = 8
         #: Step at which a job's model raises an exception.
@@ -67,34 +74,35 @@ class World:
         self.in_trouble = True
         self.peace_at = 0.0
         self._ambush: tuple[str, int, Callable[[], None]] | None = None
-        #: How far the calendar was ever off.
+        #: How far that of the master was ever off.
         self._jumps = {0.0}
         self._starts = 0
         self._pids = 1000
 
     # ---- what the parts ask for
 
-    def surroundings(self, name: str) -> Surroundings:
+    def surroundings(self, host: str) -> Surroundings:
         """Chance of its own for each start of a daemon, so that others do not shift it."""
         self._starts += 1
-        own = random.Random(f"{self._seed} {name} {self._starts}")
+        own = random.Random(f"{self._seed} {host} {self._starts}")
         return Surroundings(
             now=lambda: self.loop.clock,
-            unix=self.unix,
+            unix=lambda: self.unix(host),
             token=lambda size: own.randbytes(size).hex(),
             uniform=own.uniform,
         )
 
-    def unix(self) -> float:
-        return UNIX + self.loop.clock + self.calendar_jump_s
+    def unix(self, host: str) -> float:
+        return UNIX + self.loop.clock + self._calendars.get(host, 0.0)
 
-    def jump(self, seconds: float) -> None:
-        """The calendar jumps; spans do not."""
-        self.calendar_jump_s += seconds
-        self._jumps.add(self.calendar_jump_s)
+    def jump(self, host: str, seconds: float) -> None:
+        """The calendar of a node or of the master jumps; spans do not."""
+        self._calendars[host] = self._calendars.get(host, 0.0) + seconds
+        if host == "master":
+            self._jumps.add(self._calendars[host])
 
     def moments(self, unix: float) -> list[float]:
-        """When the calendar may have shown that."""
+        """When the master's calendar may have shown that."""
         return [unix - UNIX - jump for jump in sorted(self._jumps)]
 
     def ambush(self, phase: str, after: int, strike: Callable[[], None]) -> None:
@@ -140,8 +148,21 @@ class World:
     def store_host(self, store: str) -> Trainer | None:
         return self.endpoints.get(store)
 
+    @property
+    def live_master(self) -> MasterHost | None:
+        return self.master if self.master is not None and self.master.process.alive else None
+
+    @property
+    def state(self) -> ClusterState | None:
+        """As the live master has it."""
+        return self.live_master.core.state if self.live_master is not None else None
+
+    def all_agents(self) -> Iterator[Agent]:
+        yield from self.agents.values()
+        yield from self.twins.values()
+
     def trainers(self) -> Iterator[Trainer]:
-        for agent in self.agents.values():
+        for agent in self.all_agents():
             yield from agent.trainers.values()
 
     def all_live(self, assign: Assign) -> bool:
@@ -164,18 +185,13 @@ class World:
         self, trainer: Trainer, *, exit_code: int | None = None, signal: int | None = None
     ) -> None:
         """The process ends; the warm process, its parent, tells."""
-        agent = self.agents[trainer.node]
-        pid = next(
-            (
-                worker.pid
-                for worker in agent.supervisor._state.workers.values()
-                if worker.incarnation == trainer.incarnation
-            ),
-            None,
-        )
+        agent = next((a for a in self.all_agents() if trainer.incarnation in a.trainers), None)
         trainer.process.kill()
-        if agent.warm is not None and pid is not None:
-            agent.warm.exited(pid, exit_code, signal)
+        if agent is None or agent.warm is None:
+            return
+        for worker in list(agent.supervisor._state.workers.values()):
+            if worker.incarnation == trainer.incarnation and worker.pid is not None:
+                agent.warm.exited(worker.pid, exit_code, signal)
 
     # ---- the transcript
 
@@ -193,8 +209,27 @@ class World:
         self.agents[name] = Agent(self, name, slots, self.wires[name])
         self.look_over()
 
+    def start_twin(self, name: NodeName, slots: int) -> None:
+        self.twins[name] = Agent(self, name, slots, Wire())
+
+    def end_twin(self, name: NodeName) -> None:
+        if (twin := self.twins.pop(name, None)) is not None:
+            twin.process.kill()
+
     def start_master(self) -> None:
         self.master = MasterHost(self, self.config)
+
+    def restart_master(self) -> None:
+        if self.live_master is None and not self.disk_full:
+            self.note("! master started")
+            self.start_master()
+
+    def _reached_point(self, point: str) -> None:
+        """The master has got to a point at which it may be made to die."""
+        if self.live_master is not None and self.disk.strikes(point):
+            self.note(f"master killed when {point}")
+            self.live_master.process.kill()
+            raise Killed
 
     def lose_host(self, name: NodeName) -> None:
         """Power is gone: nobody is told."""
@@ -206,7 +241,7 @@ class World:
     def end(self) -> None:
         """Kill everything that is left, and have it go."""
         self.loop.at_rest = lambda: None
-        for agent in self.agents.values():
+        for agent in list(self.all_agents()):
             agent.process.kill()
         if self.master is not None:
             self.master.process.kill()
@@ -225,5 +260,6 @@ class World:
         """The network has changed, or processes have stopped or gone on."""
         for gathering in list(self._gatherings.values()):
             gathering.reconnected()
-        for wire in self.wires.values():
+        twins = (twin.wire for twin in self.twins.values())
+        for wire in (*self.wires.values(), *twins):
             wire.set(up=wire.up, down=wire.down)

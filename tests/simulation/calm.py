@@ -1,0 +1,196 @@
+"""What a cluster that has settled must take well: one thing at a time, with nothing else amiss.
+
+A drain and the end of an agent redo no step. As many nodes as a plan can lose are lost at once
+without a checkpoint, and one more with one.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable
+
+from scenario import job_spec
+from simulation.client import Operator
+from simulation.faults import BOOT_S, Faults
+from simulation.peace import Peace
+from simulation.watch import Broken
+from simulation.world import World
+
+from oobleck.master.job import ENDED, Job
+from oobleck.master.node import Node
+from oobleck.master.state import ClusterState
+from oobleck.planner.ids import NodeName
+
+#: Since peace, for the last consequences of what struck before.
+QUIET_S = 40.0
+#: More than all that is waited for takes.
+LONGEST_S = 120.0
+#: Number of its submission.
+NUMBER = 100
+#: More than are trained.
+_STEPS = 1000
+_KINDS = ("drain", "end_agent", "lose_claimed", "lose_more")
+
+
+class Calm:
+    def __init__(
+        self,
+        world: World,
+        operator: Operator,
+        faults: Faults,
+        draw: random.Random,
+        nodes: list[NodeName],
+    ) -> None:
+        self._world = world
+        self._operator = operator
+        self._faults = faults
+        self._draw = draw
+        self._nodes = nodes
+        self._peace = Peace(world)
+
+    async def play(self) -> str:
+        """The kind of what was done. Raises Broken."""
+        for name in self._nodes:
+            self._operator.undrain_later(0.0, name)
+        await asyncio.sleep(max(0.0, self._world.peace_at + QUIET_S - self._world.loop.clock))
+        draw, f = self._draw, self._draw.randint(0, min(2, len(self._nodes) - 1))
+        least = self._draw.randint(1, len(self._nodes) // (f + 1))
+        spec = job_spec(
+            "calm", steps=_STEPS, f=f, min_nodes=least, checkpoint=int(draw.random() < 0.5)
+        )
+        self._operator.submit_later(NUMBER, 0.0, spec)
+        await self._until("an answer", lambda: NUMBER in self._operator.jobs)
+        await self._until("training on all nodes", self._is_whole)
+        if self._job.made is None or self._job.made.can_lose < f:
+            raise Broken(f"{self._job.id} with all nodes cannot lose {f} of them")
+        kind = draw.choice(_KINDS)
+        await getattr(self, f"_{kind}")()
+        self._operator.cancel_now(self._job.id)
+        await self._until("its end", lambda: self._operator.idle and self._job.state in ENDED)
+        return kind
+
+    # ---- what is done
+
+    async def _drain(self) -> None:
+        name = self._draw.choice(self._nodes)
+        spared = self._can_spare(1)
+        self._world.note(f"! {name} is to be drained in peace")
+        self._operator.drain_later(0.0, name, force=False)
+        if spared:
+            await self._until("the end of the drain", lambda: self._is_drained(name))
+            if name in self._job.members:
+                raise Broken(f"{name} is drained and trains")
+        else:
+            await self._until("why it is kept", lambda: self._is_kept(name))
+            if name not in self._job.members:
+                raise Broken(f"{name} was needed, and trains no more")
+        self._operator.undrain_later(0.0, name)
+        await self._until("training on all nodes again", self._is_whole)
+
+    async def _end_agent(self) -> None:
+        name = self._draw.choice(self._nodes)
+        if not self._can_spare(1):
+            return await self._drain()
+        agent = self._world.agents[name]
+        self._strike("end_agent", f"agent {name} told to end in peace")
+        agent.process.call(agent.supervisor.leave)
+        await self._until("the end of the agent", lambda: not agent.process.alive)
+        self._faults.revive_all()
+        return await self._until("training on all nodes again", self._is_whole)
+
+    async def _lose_claimed(self) -> None:
+        assert self._job.made is not None
+        if not (claimed := self._job.made.can_lose):
+            return await self._drain()
+        restored = self._world.watch.facts["JobRestored"]
+        lost = self._lose(self._draw.randint(1, claimed))
+        await self._until(f"training without {lost}", lambda: self._trains_without(lost))
+        await self._come_back()
+        if self._world.watch.facts["JobRestored"] != restored:
+            raise Broken(f"{self._job.id} needed a checkpoint, though it could lose {lost}")
+        return None
+
+    async def _lose_more(self) -> None:
+        """All that it needs is a checkpoint, and nodes."""
+        made = self._job.made
+        assert made is not None
+        number = min(len(self._nodes), made.can_lose + 1)
+        if saves := self._job.spec.checkpoint is not None:
+            self._operator.save_later(0.0, NUMBER)
+            await self._until("a checkpoint", lambda: self._job.checkpoint)
+        self._lose(number)
+        await asyncio.sleep(self._draw.uniform(BOOT_S, 15.0))
+        if saves:
+            await self._come_back()
+            return
+        self._faults.revive_all()
+        await self._until(
+            "what becomes of it",
+            lambda: self._is_whole() or "no live worker holds" in self._job.reason,
+        )
+
+    def _lose(self, number: int) -> list[NodeName]:
+        names = sorted(self._draw.sample(self._nodes, number))
+        self._strike("lose_several", f"hosts {' '.join(names)} lost at once in peace")
+        for name in names:
+            if self._draw.random() < 0.5:
+                self._world.lose_host(name)
+            else:
+                self._world.agents[name].process.kill()
+        return names
+
+    async def _come_back(self) -> None:
+        self._faults.revive_all()
+        await self._until("training on all nodes again", self._is_whole)
+
+    def _strike(self, kind: str, words: str) -> None:
+        self._world.note(f"! {words}")
+        self._faults.truth.struck(kind, words, self._nodes)
+
+    # ---- how it is
+
+    async def _until(self, what: str, holds: Callable[[], object]) -> None:
+        until = self._world.loop.clock + LONGEST_S
+        while not holds():
+            if self._world.loop.clock > until:
+                job = self._world.state.job if self._world.state is not None else None
+                how = f"{job.state}: {job.reason}" if job is not None else "no job"
+                raise Broken(f"in peace, no {what} within {LONGEST_S:.0f} s; {how}")
+            self._peace.look()
+            await asyncio.sleep(0.2)
+
+    @property
+    def _state(self) -> ClusterState:
+        assert self._world.state is not None
+        return self._world.state
+
+    @property
+    def _job(self) -> Job:
+        return self._state.jobs[self._operator.jobs[NUMBER]]
+
+    def _node(self, name: NodeName) -> Node:
+        return self._state.nodes[name]
+
+    def _is_whole(self) -> bool:
+        job = self._job
+        return (
+            job.state == "running"
+            and sorted(job.members) == self._nodes
+            and job.stepped == job.generation
+        )
+
+    def _trains_without(self, names: list[NodeName]) -> bool:
+        job = self._job
+        gone = not set(job.members) & set(names)
+        return job.state == "running" and gone and job.stepped == job.generation
+
+    def _can_spare(self, number: int) -> bool:
+        """Whether a pipeline is left."""
+        return len(self._nodes) - number >= (self._job.spec.resources.min_nodes_per_pipeline or 1)
+
+    def _is_drained(self, name: NodeName) -> bool:
+        drain = self._node(name).drain
+        return drain is not None and drain.done
+
+    def _is_kept(self, name: NodeName) -> bool:
+        drain = self._node(name).drain
+        return drain is not None and bool(drain.kept)
