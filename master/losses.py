@@ -4,11 +4,12 @@ A node is lost when its agent's stream is closed and, close in time, another nod
 reports a lost peer (two witnesses); or when nothing is heard of it for a lease. A worker is lost
 when its agent says so. Pure. A master that came to itself late has extended all leases by as much
 (`Tick`), and gives everyone the time to come back that agents of a restarted master have, so its
-own pauses convict nobody; and while more than half of a plan's nodes are cut
-off, it is the master that is cut off, and only leases count.
+own pauses convict nobody; and while more than half of a plan's nodes are cut off, it is the master
+that is cut off, and only leases count.
 """
 
 from collections.abc import Iterator
+from typing import Literal
 
 from oobleck.host.detection import Detection
 from oobleck.master.job import Job
@@ -37,13 +38,18 @@ def lost_nodes(state: ClusterState, now: float, timing: Detection) -> tuple[Node
 
 
 def _loss(
-    state: ClusterState, node: Node, cause: str, reason: str, now: float, evidence_at: float
+    state: ClusterState,
+    node: Node,
+    cause: Literal["witnesses", "lease"],
+    reason: str,
+    now: float,
+    evidence_at: float,
 ) -> NodeLost:
     job, name = state.job, node.facts.node
     return NodeLost(
         node=name,
         incarnation=node.facts.incarnation,
-        cause="witnesses" if cause == "witnesses" else "lease",
+        cause=cause,
         reason=reason,
         detect_s=now - evidence_at,
         sightings=carried(job, now) if job is not None and name in job.members else (),
@@ -74,12 +80,12 @@ def _proof(state: ClusterState, node: Node, timing: Detection) -> tuple[float, s
     resumed_at = node.seen.resumed_at
     if resumed_at is not None and closed_at <= resumed_at + timing.answer_s:
         return None  # the agent has given up on this master, and comes back
-    away = sum(1 for name in job.members if not state.nodes[name].connected)
+    away = sum(1 for member in job.members if not state.nodes[member].connected)
     if 2 * away > len(job.members):
         return None
     for worker, (at, lost) in sorted(job.seen.peers_lost.items()):
         if (
-            worker.node != node.facts.node
+            worker.node != name
             and state.nodes[worker.node].connected
             and abs(at - closed_at) <= timing.witness_window_s
         ):

@@ -4,6 +4,7 @@ Each request becomes an event, once: one that is repeated with the same id is an
 time. The answer comes when the event is on disk. Must not know gRPC, nor who may ask what.
 """
 
+from collections.abc import Callable
 from typing import TypeVar
 
 from oobleck.master.admit import Refusal
@@ -68,7 +69,7 @@ class Requests:
             ledger.record(submitted)
             return job_id
 
-        return await self._inbox.ask(answer, of_operator=True)
+        return await self._ask(answer)
 
     def _new_job_id(self, spec: JobSpec) -> JobId:
         """One that no folder of an earlier job has either, whatever became of its journal."""
@@ -85,7 +86,6 @@ class Requests:
 
         Raises StorageFailed.
         """
-        self._check_not_stuck()
 
         def answer(_: float) -> int:
             job = self._ledger.state.jobs[job_id]
@@ -97,27 +97,26 @@ class Requests:
             )
             return number
 
-        return await self._inbox.ask(answer, of_operator=True)
+        return await self._ask(answer)
 
     async def cancel(self, request_id: str, job_id: JobId) -> None:
         """`job_id` is known. Raises StorageFailed."""
-        self._check_not_stuck()
 
         def answer(_: float) -> None:
             job = self._ledger.state.jobs[job_id]
             if job.state not in ENDED and not job.cancel_requested:
                 self._ledger.record(JobCancelRequested(job_id=job_id, request_id=request_id))
 
-        await self._inbox.ask(answer, of_operator=True)
+        await self._ask(answer)
 
     async def drain(self, request_id: str, node: NodeName, reason: str, *, force: bool) -> None:
-        """`node` is known."""
+        """`node` is known. Raises StorageFailed."""
         await self._about_node(
             NodeDrainRequested(node=node, request_id=request_id, reason=reason, force=force)
         )
 
     async def undrain(self, request_id: str, node: NodeName) -> None:
-        """`node` is known."""
+        """`node` is known. Raises StorageFailed."""
         await self._about_node(NodeUndrained(node=node, request_id=request_id))
 
     async def _about_node(self, event: NodeDrainRequested | NodeUndrained) -> None:
@@ -125,10 +124,10 @@ class Requests:
             if event.request_id not in self._ledger.state.node_requests:
                 self._ledger.record(event)
 
-        await self._inbox.ask(answer)
+        await self._ask(answer)
 
     async def change_trust(self, decide: Decide[T]) -> T:
-        """What `decide` answers, once what it wants journaled is. Raises Denied."""
+        """What `decide` answers, once what it wants journaled is. Raises Denied, StorageFailed."""
 
         def answer(_: float) -> tuple[T] | Denied:
             try:
@@ -141,11 +140,13 @@ class Requests:
                 self._sessions.end_of(NodeName(event.name), refusal)
             return (value,)
 
-        answered = await self._inbox.ask(answer)
+        answered = await self._ask(answer)
         if isinstance(answered, Denied):
             raise answered
         return answered[0]
 
-    def _check_not_stuck(self) -> None:
+    async def _ask(self, answer: Callable[[float], T]) -> T:
+        """Raises StorageFailed where the journal takes nothing."""
         if self._ledger.stuck:
             raise StorageFailed(self._ledger.problem)
+        return await self._inbox.ask(answer, of_operator=True)

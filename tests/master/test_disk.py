@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import json
+import resource
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 
 import grpc
 import pytest
-from fake_agent import DEADLINE_S, FakeAgent, master, operator
+from fake_agent import DEADLINE_S, FakeAgent, MasterProcess, master, operator
 from scenario import record
 
 from oobleck.proto import control_pb2 as pb
@@ -120,3 +121,39 @@ def test_a_full_disk_refuses_new_jobs_and_stops_none(small_disk: Path) -> None:
     assert [event["id"] for event in events] == list(range(1, len(events) + 1))
     assert [e["event"] for e in events].count("incident") == 1
     assert "Traceback" not in running.errors.read_text()
+
+
+def test_where_the_journal_takes_nothing_requests_are_refused_and_may_be_repeated(
+    tmp_path: Path,
+) -> None:
+    state = tmp_path / "state"
+
+    async def refused(call: Awaitable[object]) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await call
+        assert failed.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "cannot take more" in (failed.value.details() or "")
+
+    async def play(running: MasterProcess) -> None:
+        agent = FakeAgent("n1")
+        await agent.connect(running.address)
+        drain = pb.DrainNodeRequest(request_id="d", node="n1", reason="a new fan")
+        try:
+            async with operator(running.address) as control:
+                most = (state / "journal.log").stat().st_size
+                limits = resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE)
+                resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE, (most, limits[1]))
+                await refused(control.DrainNode(drain))
+                await refused(control.UndrainNode(pb.UndrainNodeRequest(request_id="u", node="n1")))
+                resource.prlimit(running.process.pid, resource.RLIMIT_FSIZE, limits)
+                await problem(control, False)
+                node = await control.DrainNode(drain)
+                assert (node.state, node.reason) == ("drained", "a new fan")
+        finally:
+            await agent.disconnect()
+
+    with master(state) as running:
+        asyncio.run(play(running))
+    journal = (state / "journal.log").read_text()
+    assert journal.count("NodeDrainRequested") == 1
+    assert "NodeUndrained" not in journal
