@@ -15,8 +15,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 
+from oobleck.host.detection import Detection
 from oobleck.host.messages import Rendezvous
 from oobleck.master import planning
+from oobleck.master.answering import AtOnce
+from oobleck.master.decision import Look
 from oobleck.master.job import Job
 from oobleck.master.node import Node, NodeSeen
 from oobleck.master.planevents import PlanMade
@@ -56,11 +59,12 @@ class Cluster:
         self._workers = workers
         self._memory = memory_per_worker(self.spec, workers)
         self.state = ClusterState()
+        self.look = Look(state=self.state, now=0.0, timing=Detection(), nonce="", planner=AtOnce())
         self.nodes = [self.add(number) for number in range(count)]
         self.job = Job(id=JobId("replan-1"), request_id="", spec=self.spec, submitted_at=0.0)
         self.job.most_nodes = count
         self.state.jobs[self.job.id] = self.job
-        plan = planning.first_plan(self.job, self.nodes, Generation(1))
+        plan = planning.first_plan(self.look, self.job, self.nodes, Generation(1))
         self.job.plans[Generation(1)] = plan
         self.job.seen.committed_step = 5
         self.job.made = self.job.trained = PlanMade(
@@ -125,7 +129,7 @@ def replan_ms(
     wall, processor = [], []
     for live in changes:
         begun = time.perf_counter(), time.process_time()
-        found = planning.next_plan(cluster.state, cluster.job, live, Generation(2))
+        found = planning.next_plan(cluster.look, cluster.job, live, Generation(2))
         wall.append((time.perf_counter() - begun[0]) * 1e3)
         processor.append((time.process_time() - begun[1]) * 1e3)
         show(f"    {wall[-1]:8.1f} ms  {found.rule}: {found.reason[:100]}")

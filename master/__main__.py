@@ -32,6 +32,7 @@ from oobleck.master.guard import CallGuard
 from oobleck.master.journal import Journal, JournalUnusable
 from oobleck.master.loop import Master
 from oobleck.master.pkiservice import PkiService
+from oobleck.master.planningprocess import PlanningProcess
 from oobleck.master.service import OperatorService
 from oobleck.master.session import ControlService
 from oobleck.master.storage import StorageFailed
@@ -130,7 +131,8 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     """Serve until a signal ends it. Raises Unusable, StorageFailed."""
     _check_address(config.listen)
     authority = _read_authority(config)
-    master = Master(config, journal)
+    planner = PlanningProcess()
+    master = Master(config, journal, planner=planner)
     access = Access(master.state.trust, master.sessions.refused, secured=authority is not None)
     server = grpc.aio.server(
         options=limits.server_options(config.timing),
@@ -156,20 +158,22 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
         loop.add_signal_handler(signum, stopped.set)
     await server.start()
     running = asyncio.create_task(master.run())
+    planning = asyncio.create_task(planner.run())
     print(f"listening on {host}:{port}", flush=True)  # noqa: T201 - the line that callers wait for
     stopping = asyncio.create_task(stopped.wait())
     try:
-        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((running, planning, stopping), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        running.cancel()
-        stopping.cancel()
+        for task in (running, planning, stopping):
+            task.cancel()
         # Calls that are open now are cancelled, and gRPC tells of each in a traceback.
         logging.getLogger("grpc").setLevel(logging.CRITICAL)
         master.close()
         await server.stop(grace=0.1)
         await _all_ended()
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
+    for task in (running, planning):
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 async def _all_ended() -> None:

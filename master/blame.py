@@ -143,7 +143,7 @@ def _can_do(look: Look, job: Job, nodes: list[Node]) -> bool:
         if job.made is None:
             planning.check_enough(job, nodes)
         else:
-            planning.next_plan(look.state, job, nodes, next_generation(look, job))
+            planning.next_plan(look, job, nodes, next_generation(look, job))
     except PlanInfeasible:
         return False
     return True

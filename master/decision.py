@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from oobleck.host.detection import Detection
 from oobleck.master.events import Journaled
+from oobleck.master.questions import Planner, Question
 from oobleck.master.state import ClusterState
 
 
@@ -18,6 +19,8 @@ class Decision:
     reason: str = ""
     #: No later rule counts, though there is nothing to record yet.
     hold: bool = False
+    #: The plan that it waits for: to be decided anew when it is there.
+    awaits: Question | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +30,8 @@ class Look:
     timing: Detection
     #: Unguessable text for the rendezvous of a plan made now.
     nonce: str
+    planner: Planner
 
 
-#: None: the rule does not apply.
+#: None: the rule does not apply. May raise StillPlanning.
 Rule = Callable[[Look], Decision | None]

@@ -95,11 +95,11 @@ def next_plan(look: Look, job: Job, live: Sequence[Node]) -> Reconfiguration:
         if state.is_ready(node, job) and node.drain is not None and not node.drain.force
     ]
     try:
-        return planning.next_plan(state, job, live, generation)
+        return planning.next_plan(look, job, live, generation)
     except PlanInfeasible:
         if not kept:
             raise
-    return planning.next_plan(state, job, _sorted([*live, *kept]), generation)
+    return planning.next_plan(look, job, _sorted([*live, *kept]), generation)
 
 
 def _sorted(nodes: Sequence[Node]) -> list[Node]:
@@ -166,7 +166,7 @@ def _find(
     for node in moving:
         rest = [other for other in staying if other is not node]
         try:
-            found = planning.next_plan(state, job, _sorted([*ready, *rest]), generation)
+            found = planning.next_plan(look, job, _sorted([*ready, *rest]), generation)
         except PlanInfeasible as infeasible:
             if node.drain is not None and node.drain.force:
                 return None, _by_force(job, node, node.drain)

@@ -11,6 +11,7 @@ import logging
 
 from oobleck.host.surroundings import Surroundings
 from oobleck.master import crash
+from oobleck.master.answering import AtOnce
 from oobleck.master.config import MasterConfig
 from oobleck.master.decision import Decision
 from oobleck.master.inbox import Changes, Inbox
@@ -18,6 +19,7 @@ from oobleck.master.jobevents import JobFailed
 from oobleck.master.journal import Journal
 from oobleck.master.ledger import Ledger
 from oobleck.master.observations import Tick
+from oobleck.master.questions import Planner
 from oobleck.master.reconcile import reconcile
 from oobleck.master.requests import Requests
 from oobleck.master.sessions import Sessions
@@ -37,9 +39,18 @@ _STUCK_S = 0.5
 
 class Master:
     def __init__(
-        self, config: MasterConfig, journal: Journal, surroundings: Surroundings | None = None
+        self,
+        config: MasterConfig,
+        journal: Journal,
+        surroundings: Surroundings | None = None,
+        planner: Planner | None = None,
     ) -> None:
-        """Raises JournalUnusable, StorageFailed."""
+        """`planner` makes the plans; None: the loop itself does, and hears nobody meanwhile.
+
+        Raises JournalUnusable, StorageFailed.
+        """
+        self._planner = planner or AtOnce()
+        self._planner.listen(self._planned)
         self._surroundings = surroundings or Surroundings()
         self.config = config
         self.now = self._surroundings.now
@@ -88,7 +99,7 @@ class Master:
             ledger.dirty = True
             self.sessions.ask_again()
         if ledger.dirty or self._wake_at is None or self.now() >= self._wake_at:
-            await self._decide()
+            self._decide()
         changed, ledger.dirty = ledger.dirty, False
         if changed:
             crash.reach("applied")
@@ -114,17 +125,16 @@ class Master:
                 await asyncio.sleep(_STUCK_S)
         self._ledger.stuck = False
 
-    async def _decide(self) -> None:
-        # One moment for the whole turn: while a plan is computed, nobody's lease runs out.
+    def _decide(self) -> None:
         now = self.now()
         decision = Decision()
         for _ in range(_MOST_DECISIONS):
-            await self._store()  # others may look at the state while this waits
-            # In a thread, since a large plan takes seconds and operators want answers meanwhile.
-            # Nothing changes the state under it: that is for this task alone.
-            decision = await asyncio.to_thread(self._reconcile, now)
+            decision = self._reconcile(now)
             self._wake_at = decision.wake_at
             if not decision.actions:
+                self._planner.want(decision.awaits)
+                if self.state.job is not None:
+                    self._planner.prepare()
                 if decision.reason != self._reason:
                     log.info("nothing to do", extra={"reason": decision.reason or "all is well"})
                     self._reason = decision.reason
@@ -133,10 +143,20 @@ class Master:
                 self._ledger.record(event)
         raise RuntimeError(f"decisions do not end; the last: {decision.reason}")
 
+    def _planned(self) -> None:
+        """What the last decision waits for may be there."""
+
+        def handle(arrived_at: float) -> None:
+            self._wake_at = arrived_at
+
+        self._inbox.post(handle)
+
     def _reconcile(self, now: float) -> Decision:
         nonce = self._surroundings.token(16)
         try:
-            return reconcile(self.state, now, self.config.timing, nonce=nonce)
+            return reconcile(
+                self.state, now, self.config.timing, nonce=nonce, planner=self._planner
+            )
         except Exception as error:
             # One job that cannot be planned must not take the cluster along.
             job = self.state.job

@@ -1,37 +1,31 @@
 """Which plan is next: the planner's functions, asked with what the state holds.
 
-Pure, and remembered: the same question within a process is answered from memory, since the loop
-asks again whenever anything changes. Must not know when a plan is due.
+Owns the questions to the planner (`oobleck.master.questions`), and who holds what of a plan's
+layers. Pure. Must not know when a plan is due, nor how one is made.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeVar
 
 from oobleck.master.cordon import moves_off
+from oobleck.master.decision import Look
 from oobleck.master.job import Job
+from oobleck.master.machines import Machines, profile_on, template_sizes
 from oobleck.master.node import Node
 from oobleck.master.nodeevents import NodeDrained, NodeLeftOut
+from oobleck.master.questions import Answer, Changed, FirstPlan, Made, NextPlan, NoPlan
 from oobleck.master.state import ClusterState
-from oobleck.planner.catalogue import Catalogue, Offer
-from oobleck.planner.choose import keep_schedule, with_residents
 from oobleck.planner.errors import LayerLost, ModelTooLarge, PlanInfeasible
-from oobleck.planner.estimate import estimate_profile
-from oobleck.planner.firstplan import make_first_plan
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.job import JobSpec
-from oobleck.planner.memory import budget_bytes
+from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.plan import Plan
-from oobleck.planner.profile import InvalidProfile, Profile
-from oobleck.planner.reconfigure import Reconfiguration, can_lose, reconfigure
-from oobleck.planner.specification import node_specification, on_usable_gpus
+from oobleck.planner.profile import Profile
+from oobleck.planner.reconfigure import Reconfiguration, can_lose
 from oobleck.planner.steptime import worker_peak_bytes
 from oobleck.planner.transfer import Shard, ShardTable, plan_shards, require_holders
 from oobleck.planner.units import count
 
 __all__ = [
-    "Machines",
     "can_lose",
     "check_enough",
     "first_plan",
@@ -40,66 +34,7 @@ __all__ = [
     "predicted_bytes",
 ]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machines:
-    """What planning has to know of the nodes that it may use."""
-
-    worker_slots: int
-    memory_bytes: int
-    #: The job's profile; None: the estimate.
-    profile: Profile | None = None
-
-    @classmethod
-    def of(cls, job: Job, nodes: Sequence[Node]) -> "Machines":
-        """The weakest of `nodes` counts, since any of them may get any stage."""
-        if not nodes:
-            raise PlanInfeasible("no node is ready; start oobleck-agent on the machines to use")
-        limit = job.spec.resources.memory_per_worker_bytes
-        return cls(
-            worker_slots=nodes[0].facts.worker_slots,
-            memory_bytes=limit or min(node.facts.memory_per_worker_bytes for node in nodes),
-            profile=job.profile.profile if job.profile is not None else None,
-        )
-
-
-@lru_cache(maxsize=32)
-def _profile(spec: JobSpec, machines: Machines) -> Profile:
-    limit = spec.resources.memory_per_worker_bytes
-    try:
-        if machines.profile is not None:
-            memory = budget_bytes(limit, machines.memory_bytes)
-            profile = replace(machines.profile, gpu_memory_bytes=memory)
-        else:
-            profile = estimate_profile(
-                spec,
-                gpus_per_node=machines.worker_slots,
-                memory_per_worker_bytes=machines.memory_bytes,
-            )
-    except InvalidProfile as error:  # of a model beyond all machines
-        raise ModelTooLarge(f"the model's profile: {error}") from error
-    return on_usable_gpus(
-        profile, gpus=machines.worker_slots, min_nodes=spec.resources.min_nodes_per_pipeline
-    )
-
-
-@lru_cache(maxsize=128)
-def _sizes(spec: JobSpec, machines: Machines, nodes: int) -> range:
-    return node_specification(
-        _profile(spec, machines),
-        nodes=nodes,
-        fault_tolerance=spec.fault_tolerance,
-        min_nodes=spec.resources.min_nodes_per_pipeline,
-    )
-
-
-@lru_cache(maxsize=8)
-def _catalogue(profile_of_any_memory: Profile, tied: bool) -> Catalogue:
-    return Catalogue(tied=tied)
-
-
-def _known(spec: JobSpec, profile: Profile) -> Catalogue:
-    return _catalogue(replace(profile, gpu_memory_bytes=1), spec.model.tied)
+A = TypeVar("A", Made, Changed)
 
 
 def predicted_bytes(job: Job, nodes: Sequence[Node]) -> Mapping[WorkerId, int]:
@@ -107,7 +42,7 @@ def predicted_bytes(job: Job, nodes: Sequence[Node]) -> Mapping[WorkerId, int]:
     where there is no plan, or none of its `nodes` is there."""
     if job.made is None or not nodes:
         return {}
-    return _predicted_bytes(job.made.plan, _profile(job.spec, Machines.of(job, nodes)))
+    return _predicted_bytes(job.made.plan, profile_on(job.spec, Machines.of(job, nodes)))
 
 
 @lru_cache(maxsize=32)
@@ -117,7 +52,7 @@ def _predicted_bytes(plan: Plan, profile: Profile) -> Mapping[WorkerId, int]:
 
 def check_enough(job: Job, nodes: Sequence[Node]) -> None:
     """Raises PlanInfeasible where the job cannot start on `nodes`."""
-    _sizes(job.spec, Machines.of(job, nodes), len(nodes))
+    template_sizes(job.spec, Machines.of(job, nodes), len(nodes))
 
 
 def never_fits(job: Job, nodes: Sequence[Node]) -> bool:
@@ -134,23 +69,24 @@ def never_fits(job: Job, nodes: Sequence[Node]) -> bool:
     return False
 
 
-def first_plan(job: Job, nodes: Sequence[Node], generation: Generation) -> Plan:
-    """Raises PlanInfeasible."""
-    machines = Machines.of(job, nodes)
-    spec, profile = job.spec, _profile(job.spec, machines)
-    made = make_first_plan(
-        _known(spec, profile),
-        _sizes(spec, machines, len(nodes)),
-        [node.facts.node for node in nodes],
-        profile=profile,
-        microbatches=spec.training.microbatches,
-        min_pipelines=spec.fault_tolerance + 1,
+def first_plan(look: Look, job: Job, nodes: Sequence[Node], generation: Generation) -> Plan:
+    """Raises PlanInfeasible, StillPlanning."""
+    question = FirstPlan(
+        spec=job.spec,
+        machines=Machines.of(job, nodes),
+        nodes=tuple(node.facts.node for node in nodes),
         generation=generation,
-        tied=spec.model.tied,
-        wanted=spec.training.wanted_schedule,
     )
-    _rehearse(made.plan, made.offer, profile, spec.fault_tolerance)
-    return made.plan
+    return _expect(Made, look.planner.answer(question)).plan
+
+
+def _expect(kind: type[A], answer: Answer) -> A:
+    """Raises PlanInfeasible."""
+    if isinstance(answer, NoPlan):
+        raise PlanInfeasible(*answer.causes)
+    if not isinstance(answer, kind):
+        raise RuntimeError(f"{answer} is no {kind.__name__}")
+    return answer
 
 
 def idle_slots(plan: Plan, worker_slots: int) -> str:
@@ -164,76 +100,30 @@ def idle_slots(plan: Plan, worker_slots: int) -> str:
     )
 
 
-def _rehearse(plan: Plan, offer: Offer, profile: Profile, fault_tolerance: int) -> None:
-    """Plan for the loss of a node of each size of pipeline, for the judge to have seen what it
-    will be asked about when that happens."""
-    for pipeline in {len(pipeline.nodes): pipeline for pipeline in plan.pipelines}.values():
-        with suppress(PlanInfeasible):
-            reconfigure(
-                plan,
-                [node for node in plan.nodes if node != pipeline.nodes[0]],
-                templates=offer.templates,
-                profile=profile,
-                fault_tolerance=fault_tolerance,
-                generation=Generation(plan.generation + 1),
-                judge=offer.judge,
-                costs=offer.costs,
-            )
-
-
-@lru_cache(maxsize=32)
-def _reconfigured(
-    spec: JobSpec,
-    machines: Machines,
-    plan: Plan,
-    live: tuple[NodeName, ...],
-    most_nodes: int,
-    generation: Generation,
-) -> Reconfiguration | tuple[str, ...]:
-    """Or the causes why there is no plan: an exception would keep what its frames hold."""
-    try:
-        profile = _profile(spec, machines)
-        offer = _known(spec, profile).offer(profile, _sizes(spec, machines, most_nodes), plan)
-        found = reconfigure(
-            plan,
-            live,
-            templates=offer.templates,
-            profile=profile,
-            fault_tolerance=spec.fault_tolerance,
-            generation=generation,
-            judge=offer.judge,
-            costs=offer.costs,
-        )
-        return replace(found, plan=with_residents(keep_schedule(found.plan, profile), profile))
-    except PlanInfeasible as infeasible:
-        return infeasible.causes
-
-
 def next_plan(
-    state: ClusterState, job: Job, live: Sequence[Node], generation: Generation
+    look: Look, job: Job, live: Sequence[Node], generation: Generation
 ) -> Reconfiguration:
-    """The plan after `job`'s newest one, on `live`. Raises PlanInfeasible, also where a layer
-    of a model that has been trained has no holder in the new plan, and there is no checkpoint."""
+    """The plan after `job`'s newest one, on `live`. Raises StillPlanning, and PlanInfeasible, also
+    where a layer of a model that has been trained has no holder in the new plan, and there is no
+    checkpoint."""
     if job.made is None:
         raise ValueError(f"job {job.id} has no plan to reconfigure")
-    machines = Machines.of(job, live)
-    answer = _reconfigured(
-        job.spec,
-        machines,
-        _base(job, job.made.plan),
-        tuple(node.facts.node for node in live),
-        max(job.most_nodes, len(live)),
-        generation,
+    question = NextPlan(
+        spec=job.spec,
+        machines=Machines.of(job, live),
+        plan=_base(job, job.made.plan),
+        nodes=tuple(node.facts.node for node in live),
+        most_nodes=max(job.most_nodes, len(live)),
+        generation=generation,
     )
-    if isinstance(answer, tuple):
-        raise PlanInfeasible(*answer)
-    if not job.has_checkpoint and (lost := lost_layers(state, job, answer.plan)) is not None:
+    found = _expect(Changed, look.planner.answer(question)).found
+    if not job.has_checkpoint and (lost := lost_layers(look.state, job, found.plan)) is not None:
         gone = {loss.node for loss in job.losses if isinstance(loss, NodeDrained)}
         away = ", ".join(sorted(job.lost_nodes - gone))
         hope = f"only {away} with the workers of before can bring it back; or " if away else ""
         fix = "cancel the job and submit it again, since there is no checkpoint"
         raise PlanInfeasible(*lost.causes, hope + fix) from lost
-    return answer
+    return found
 
 
 def _base(job: Job, newest: Plan) -> Plan:

@@ -56,7 +56,7 @@ def start(look: Look) -> Decision | None:
             )
         if (first := profiling.before_plan(look, job, ready)) is not None:
             return first
-        plan = planning.first_plan(job, ready, next_generation(look, job))
+        plan = planning.first_plan(look, job, ready, next_generation(look, job))
     except PlanInfeasible as infeasible:
         if planning.never_fits(job, state.candidates(job)):
             reason = "; ".join(infeasible.causes)
@@ -293,7 +293,7 @@ def join(look: Look) -> Decision | None:
     if look.now < due:
         return Decision(wake_at=due, reason="nodes are about to join")
     try:
-        found = planning.next_plan(state, job, ready, next_generation(look, job))
+        found = planning.next_plan(look, job, ready, next_generation(look, job))
     except PlanInfeasible as infeasible:
         return Decision(reason=f"ready nodes stay idle: {'; '.join(infeasible.causes)}")
     if not set(found.plan.nodes) > set(job.members):

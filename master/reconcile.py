@@ -21,19 +21,35 @@ from oobleck.master import (
     stalls,
     turns,
 )
+from oobleck.master.answering import AtOnce
 from oobleck.master.decision import Decision, Look, Rule
 from oobleck.master.losses import lost_nodes, next_lease_end
 from oobleck.master.nodeevents import NodeCleared
+from oobleck.master.questions import Planner, StillPlanning
 from oobleck.master.state import ClusterState
 
 
-def reconcile(state: ClusterState, now: float, config: Detection, *, nonce: str) -> Decision:
-    """What to do next, when to look again, and why. Pure: no clock, no I/O, no randomness."""
-    look = Look(state=state, now=now, timing=config, nonce=nonce)
+def reconcile(
+    state: ClusterState,
+    now: float,
+    config: Detection,
+    *,
+    nonce: str,
+    planner: Planner | None = None,
+) -> Decision:
+    """What to do next, when to look again, and why. Pure: no clock, no I/O, no randomness.
+
+    `planner` gives the plans; None: they are made on the way.
+    """
+    look = Look(state=state, now=now, timing=config, nonce=nonce, planner=planner or AtOnce())
     wake_at: float | None = None
-    reasons = []
+    reasons: list[str] = []
     for rule in _RULES:
-        decision = rule(look)
+        try:
+            decision = rule(look)
+        except StillPlanning as still:
+            reason = "; ".join([*reasons, str(still)])
+            return Decision(wake_at=wake_at, reason=reason, awaits=still.question)
         if decision is None:
             continue
         if decision.actions:

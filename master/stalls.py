@@ -151,7 +151,7 @@ def can_spare(look: Look, job: Job, nodes: set[NodeName]) -> bool:
         if state.is_ready(node, job) and node.facts.node not in nodes
     ]
     try:
-        planning.next_plan(state, job, rest, next_generation(look, job))
+        planning.next_plan(look, job, rest, next_generation(look, job))
     except PlanInfeasible:
         return False
     return True

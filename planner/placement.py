@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment
 
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.plan import Pipeline, Plan, place
@@ -111,7 +110,7 @@ def seat(
     for row, (slot, _) in enumerate(wanted):
         if slot.origin is not None:
             homes[row, [number[node] for node in slot.origin.nodes if node in number]] = 0.5
-    chosen_rows, chosen = linear_sum_assignment(kept + homes, maximize=True)
+    chosen_rows, chosen = _assigned(kept + homes)
     needed = np.array([_bytes_of(kind, state_bytes) for kind in places], dtype=float)[rows]
     moved = np.maximum(needed - kept[chosen_rows, chosen] / 2, 0.0)
     nodes = iter([pool[column] for column in chosen])
@@ -123,6 +122,14 @@ def seat(
         moved_bytes=round(moved.sum()),
         busiest_bytes=round(moved.max(initial=0.0)),
     )
+
+
+def _assigned(gains: Matrix) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Rows, and the column of each, for the largest sum of gains."""
+    # Imported here: it takes 45 MB, and most who read plans make none.
+    from scipy.optimize import linear_sum_assignment
+
+    return linear_sum_assignment(gains, maximize=True)
 
 
 def _template_kinds(template: PipelineTemplate) -> list[Kind]:

@@ -147,7 +147,7 @@ class FakeAgent:
         if reading:
             self._tasks.append(asyncio.create_task(self._read(call)))
             await self.until(lambda: self.welcome or self.refused or self.ended)
-            self._tasks.append(asyncio.create_task(self._beat()))
+        self._tasks.append(asyncio.create_task(self._beat()))
 
     async def disconnect(self) -> None:
         """The stream closes as it does when the agent is killed."""

@@ -5,8 +5,11 @@ from typing import Literal
 
 import pytest
 
+from oobleck.host.detection import Detection
 from oobleck.host.messages import Rendezvous
 from oobleck.master import planning
+from oobleck.master.answering import AtOnce
+from oobleck.master.decision import Look
 from oobleck.master.job import Job
 from oobleck.master.jobevents import ProfileChosen
 from oobleck.master.node import Node, NodeSeen
@@ -21,6 +24,12 @@ from oobleck.planner.templates import tied_templates
 from oobleck.proto.types import NodeFacts, NodeStatus, WorkerStatus
 
 JOB = JobId("planning-1")
+
+
+def look(state: ClusterState | None = None) -> Look:
+    return Look(
+        state=state or ClusterState(), now=0.0, timing=Detection(), nonce="", planner=AtOnce()
+    )
 
 
 def node(number: int, memory: int = 1 << 30, slots: int = 1) -> Node:
@@ -72,7 +81,7 @@ def trained_job(
     job = Job(id=JOB, request_id="", spec=spec, submitted_at=0.0, most_nodes=len(nodes))
     if profile is not None:
         job.profile = ProfileChosen(job_id=JOB, source="file", profile=profile, key="", reason="")
-    plan = planning.first_plan(job, nodes, Generation(1))
+    plan = planning.first_plan(look(), job, nodes, Generation(1))
     job.plans[Generation(1)] = plan
     job.made = PlanMade(
         job_id=JOB,
@@ -106,11 +115,11 @@ def test_templates_outlive_the_weakest_node(monkeypatch: pytest.MonkeyPatch) -> 
     state, job = trained_job(nodes, hidden=34)
     assert made, "the first plan needs templates"
     made.clear()
-    change = planning.next_plan(state, job, nodes[1:], Generation(2))
+    change = planning.next_plan(look(state), job, nodes[1:], Generation(2))
     assert change.plan.nodes == ("n2", "n3", "n4", "n5", "n6")
     weak = [*nodes[1:], node(7, memory=1 << 29)]
     state.nodes[weak[-1].facts.node] = weak[-1]
-    assert len(planning.next_plan(state, job, weak, Generation(2)).plan.nodes) == 6
+    assert len(planning.next_plan(look(state), job, weak, Generation(2)).plan.nodes) == 6
     assert made == []
 
 
@@ -121,7 +130,7 @@ def test_a_layer_that_nobody_holds_is_a_cause() -> None:
     first, second = job.made.plan.pipelines
     live = [one for one in nodes if one.facts.node not in (first.nodes[0], second.nodes[0])]
     with pytest.raises(PlanInfeasible, match="no live worker holds the state of layer 0"):
-        planning.next_plan(state, job, live, Generation(2))
+        planning.next_plan(look(state), job, live, Generation(2))
     job.seen.committed_step = 0
     for one in nodes:  # before the first step, layers are made anew
         worker = one.seen.status.workers[0]
@@ -132,7 +141,7 @@ def test_a_layer_that_nobody_holds_is_a_cause() -> None:
             one.seen,
             status=NodeStatus(job_id=JOB, generation=Generation(1), workers=(fresh,)),
         )
-    assert len(planning.next_plan(state, job, live, Generation(2)).plan.nodes) == 2
+    assert len(planning.next_plan(look(state), job, live, Generation(2)).plan.nodes) == 2
 
 
 def test_every_plan_has_the_schedule_that_suits_it() -> None:
@@ -140,7 +149,7 @@ def test_every_plan_has_the_schedule_that_suits_it() -> None:
     state, job = trained_job(nodes, hidden=512)
     assert job.made is not None
     plan = job.made.plan
-    after = planning.next_plan(state, job, nodes[1:], Generation(2)).plan
+    after = planning.next_plan(look(state), job, nodes[1:], Generation(2)).plan
     for one in (plan, after):
         deepest = max(len(pipeline.stages) for pipeline in one.pipelines)
         assert deepest > 1
@@ -152,7 +161,7 @@ def test_a_schedule_that_the_job_wants_stays() -> None:
     state, job = trained_job(nodes, hidden=512, schedule="gpipe")
     assert job.made is not None
     assert job.made.plan.schedule == "gpipe"
-    assert planning.next_plan(state, job, nodes[1:], Generation(2)).plan.schedule == "gpipe"
+    assert planning.next_plan(look(state), job, nodes[1:], Generation(2)).plan.schedule == "gpipe"
 
 
 def test_nodes_with_more_slots_than_the_model_has_layers() -> None:
@@ -166,7 +175,7 @@ def test_nodes_with_more_slots_than_the_model_has_layers() -> None:
         "more than 8"
     )
     assert planning.idle_slots(plan, 8) == ""
-    change = planning.next_plan(state, job, nodes[1:], Generation(2))
+    change = planning.next_plan(look(state), job, nodes[1:], Generation(2))
     assert change.plan.nodes == ("n2", "n3")
     nodes[0].desired = replace(nodes[0].desired, job_id=JOB, generation=Generation(1))
     counted_on = state.assignment(nodes[0], "").worker_incarnations
@@ -233,5 +242,5 @@ def test_what_cannot_be_is_said_again_from_memory() -> None:
     state, job = trained_job(nodes, hidden=46)
     for _ in range(2):
         with pytest.raises(PlanInfeasible, match="needs at least 2 nodes") as caught:
-            planning.next_plan(state, job, nodes[:1], Generation(2))
+            planning.next_plan(look(state), job, nodes[:1], Generation(2))
         assert caught.value.__cause__ is caught.value.__context__ is None

@@ -4,6 +4,7 @@ the kernel gives them (processes, pipes, the network, a disk that may fail).
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,10 +25,12 @@ from oobleck.agent.supervisor import Supervisor
 from oobleck.host.endpoint import Endpoint
 from oobleck.host.messages import Fork, FromWorker, Launch, ToWorker
 from oobleck.master.__main__ import locked
+from oobleck.master.answering import AtOnce
 from oobleck.master.config import MasterConfig
 from oobleck.master.events import Journaled
 from oobleck.master.journal import Journal
 from oobleck.master.loop import Master
+from oobleck.master.questions import Answer, Answers, Question
 from oobleck.master.storage import StorageFailed
 from oobleck.planner.ids import Incarnation, NodeName
 
@@ -338,6 +341,46 @@ class WatchedJournal(Journal):
         raise Killed
 
 
+class SlowPlanner:
+    """The planning process: the real answers, some time after they were wanted."""
+
+    def __init__(self, world: "World", process: Process) -> None:
+        self._world = world
+        self._process = process
+        self._answers = Answers()
+        self._wanted: Question | None = None
+        self._at_work = False
+        self._tell: Callable[[], None] = lambda: None
+
+    def prepare(self) -> None:
+        pass
+
+    def answer(self, question: Question) -> Answer:
+        return self._answers.answer(question)
+
+    def listen(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+
+    def want(self, question: Question | None) -> None:
+        self._answers.forget_unused()
+        self._wanted = question
+        self._begin()
+
+    def _begin(self) -> None:
+        question = self._wanted
+        if question is not None and question not in self._answers and not self._at_work:
+            self._at_work = True
+            answer = AtOnce().answer(question)
+            self._process.later(self._world.planning_s(), self._answered, question, answer)
+
+    def _answered(self, question: Question, answer: Answer) -> None:
+        self._at_work = False
+        if self._process.alive:
+            self._answers.add(question, answer)
+            self._begin()
+            self._tell()
+
+
 class MasterHost:
     """One start of the master on the head node."""
 
@@ -351,7 +394,10 @@ class MasterHost:
         self.journal.process = self.process
         self.process.on_end.append(self._ended)
         surroundings = world.surroundings("master")
-        self.core: Master = self.process.context.run(Master, config, self.journal, surroundings)
+        planner = SlowPlanner(world, self.process)
+        self.core: Master = self.process.context.run(
+            Master, config, self.journal, surroundings, planner
+        )
         self.process.spawn(self._run())
 
     async def _run(self) -> None:

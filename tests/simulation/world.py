@@ -124,6 +124,12 @@ class World:
         """Of a message inside a host."""
         return self.draw.uniform(0.0002, 0.003)
 
+    def planning_s(self) -> float:
+        """Until a plan that the master wants is there: sometimes seconds."""
+        if self.draw.random() < 0.1:
+            return self.draw.uniform(0.5, 4.0)
+        return self.draw.uniform(0.005, 0.1)
+
     def next_pid(self) -> int:
         self._pids += 1
         return self._pids
