@@ -147,6 +147,9 @@ class TrainingSpec:
     pipeline_schedule: Literal["auto", "1f1b", "gpipe", "zb-h1"] = "auto"
     #: Largest global gradient norm; None: no clipping.
     clip: float | None = 1.0
+    #: Steps in a row that nobody applied, since loss or gradients were not finite, after which the
+    #: job fails; None: it never does.
+    max_skipped_steps: int | None = 100
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "steps", "global_batch", "microbatch")
@@ -154,6 +157,8 @@ class TrainingSpec:
         _at_most(self, steps=10**9, global_batch=1 << 17, seed=(1 << 63) - 1)
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip: {self.clip} must be > 0; leave it out for no clipping")
+        if self.max_skipped_steps is not None:
+            _at_least(self, 1, "max_skipped_steps")
         if self.schedule.min_lr > self.optimizer.lr:
             raise ValueError(
                 f"min_lr: {self.schedule.min_lr} is above the optimizer's lr "

@@ -13,8 +13,9 @@ import torch
 
 from oobleck.host.messages import StepRecord
 from oobleck.planner.ids import Generation
-from oobleck.planner.job import JobSpec
+from oobleck.planner.job import JobSpec, TrainingSpec
 from oobleck.worker import vote
+from oobleck.worker.errors import Diverged
 from oobleck.worker.optimizer import clip_scale
 from oobleck.worker.state import ModelState
 
@@ -43,6 +44,8 @@ class Progress:
     voted: int = 0
     voted_generation: Generation = _NO_GENERATION
     ballot: torch.Tensor | None = None
+    #: Steps in a row up to `committed` that were skipped: their gradients were not finite.
+    skipped: int = 0
     #: Newest generation in which this state's ancestors went back to a checkpoint.
     lineage: int = 0
 
@@ -53,7 +56,13 @@ class Progress:
         self.ballot = None
         self.losses.clear()
         self.row_digests.clear()
-        self.lineage = lineage
+        self.skipped, self.lineage = 0, lineage
+
+    def join(self, step: int, lineage: int, skipped: int) -> None:
+        """Go on from the agreed `step`, the last of `skipped` ones as far as others know."""
+        stands_there = (self.committed, self.lineage) == (step, lineage)
+        self.skipped = max(skipped, self.skipped if stands_there else 0)
+        self.committed, self.lineage = step, lineage
 
     def begin(
         self, step: int, *, losses: Container[int] = (), positions: Container[int] = ()
@@ -90,7 +99,20 @@ def commit(
         state.apply(step, scale=scale)
     else:
         state.skip(step)
+    progress.skipped = 0 if result.finite else progress.skipped + 1
     progress.committed = step
+
+
+def check_skipped(training: TrainingSpec, progress: Progress) -> None:
+    """Raise Diverged where more would be skipped in vain."""
+    limit, skipped, step = training.max_skipped_steps, progress.skipped, progress.committed
+    if limit is not None and skipped >= limit:
+        raise Diverged(
+            f"the loss or the gradients of {skipped} steps in a row ({step - skipped + 1} to "
+            f"{step}) were not finite, so that no weight has changed since step {step - skipped}; "
+            "lower training.optimizer.lr or training.clip, look at the data of these steps, or "
+            "raise training.max_skipped_steps"
+        )
 
 
 def make_record(

@@ -49,6 +49,10 @@ class ModelError(ValueError):
     """The model cannot be built or begun as the job says; the text names the key and the fix."""
 
 
+class Diverged(ValueError):
+    """Too many steps in a row were not finite; the text names the keys that may help."""
+
+
 class InvariantViolation(Exception):
     """Ours: a state that must not exist. The worker crashes with it rather than train on."""
 

@@ -11,7 +11,7 @@ from oobleck.host.messages import Failed, Launch
 from oobleck.host.tokenfile import DataError
 from oobleck.worker.control import Control
 from oobleck.worker.device import DeviceError
-from oobleck.worker.errors import CheckpointError, InvariantViolation, ModelError
+from oobleck.worker.errors import CheckpointError, Diverged, InvariantViolation, ModelError
 from oobleck.worker.output import OutputError
 from oobleck.worker.session import Session
 
@@ -27,7 +27,7 @@ def run(launch: Launch, control: Control, pid: int) -> int:
         control.report(Failed(kind="internal", message=f"{type(error).__name__}: {error}"))
     except (DataError, DeviceError, OSError) as error:
         control.report(Failed(kind="node", message=str(error)))
-    except (CheckpointError, ModelError, OutputError) as error:
+    except (CheckpointError, Diverged, ModelError, OutputError) as error:
         control.report(Failed(kind="user", message=str(error)))
     except Exception as error:
         # The process boundary: whatever the model or the optimizer raised is the job's failure.

@@ -48,6 +48,8 @@ class Standing:
     voted_generation: int
     #: Newest step that it has begun, of which it may have gradients.
     begun: int
+    #: Steps in a row up to `committed` that were skipped.
+    skipped: int = 0
     #: What it holds of each layer, and what another share has taken the place of since the last
     #: commit, whose gradients are not those of `reduced`.
     layers: tuple[Held, ...]
@@ -64,6 +66,7 @@ class Standing:
             self.voted,
             self.voted_generation,
             self.begun,
+            self.skipped,
             *(
                 number
                 for held in (*self.layers, *self.former)
@@ -74,7 +77,7 @@ class Standing:
     @classmethod
     def from_row(cls, row: Sequence[int]) -> "Standing":
         lineage, committed, reduced, reduced_generation, first, end, *rest = row
-        voted, voted_generation, begun, *rest = rest
+        voted, voted_generation, begun, skipped, *rest = rest
         held = [Held(*rest[i : i + _NUMBERS]) for i in range(0, len(rest), _NUMBERS)]
         return cls(
             lineage=lineage,
@@ -85,6 +88,7 @@ class Standing:
             voted=voted,
             voted_generation=voted_generation,
             begun=begun,
+            skipped=skipped,
             layers=tuple(held[: len(held) // 2]),
             former=tuple(held[len(held) // 2 :]),
         )
@@ -104,6 +108,8 @@ class Agreement:
     vote_holder: WorkerId | None
     #: What each worker holds at version `step` (after the roll-forward).
     held: ShardTable
+    #: Steps in a row up to `step` that were skipped, as far as those know who have committed it.
+    skipped: int
     #: Workers that have begun the step after `step`, which is done again: they may have some of it.
     begun: frozenset[WorkerId]
 
@@ -143,6 +149,7 @@ def agree(standings: Mapping[WorkerId, Standing]) -> Agreement:
         roll_forward=frozenset(roll_forward),
         vote_holder=holders[0] if holders and roll_forward else None,
         held={worker: held.get(worker, frozenset()) for worker in members},
+        skipped=max((s.skipped for s in standings.values() if s.committed == step), default=0),
         begun=frozenset(w for w, standing in standings.items() if standing.begun == step + 1),
     )
 

@@ -24,7 +24,7 @@ from oobleck.planner.plan import Plan
 from oobleck.planner.program import Program
 from oobleck.planner.work import Work
 from oobleck.worker import stacks
-from oobleck.worker.commit import Progress
+from oobleck.worker.commit import Progress, check_skipped
 from oobleck.worker.connect import Connector
 from oobleck.worker.control import Control
 from oobleck.worker.course import Redo
@@ -244,6 +244,7 @@ class Session:
         if salvage is not None:
             redo = Redo(salvage=salvage, programs=self._compile(assign.plan, salvage.work))
         while True:
+            check_skipped(self._job.training, self._progress)
             if self._evaluator is not None:
                 # Also at the entry into a generation: the last one may have ended in the middle.
                 self._evaluator.run(self._progress.committed, executor.interpreter)

@@ -43,6 +43,7 @@ def exchange(
         voted_generation=progress.voted_generation,
         lineage=progress.lineage,
         begun=progress.begun,
+        skipped=progress.skipped,
         layers=_told(state.layers, layer_count),
         former=_told(state.former, layer_count),
     )

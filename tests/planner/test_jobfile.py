@@ -69,7 +69,7 @@ def refusal(text: str, *overrides: str) -> str:
             "  qqqq: 200\n",
             "job.yaml:5: unknown key 'qqqq' in training; known keys: steps, global_batch, "
             "microbatch, seed, precision, recompute, optimizer, schedule, "
-            "pipeline_schedule, clip",
+            "pipeline_schedule, clip, max_skipped_steps",
         ),
         (
             "  steps: 200\n",
@@ -228,11 +228,13 @@ def test_overrides_replace_and_add_values_in_order() -> None:
             "resources.memory_per_worker=1GiB",
             "output=/tmp/out",
             "training.clip=",
+            "training.max_skipped_steps=",
             "data.text=[a, b]",
         ],
     )
     assert job.training.steps == 7
     assert job.training.clip is None
+    assert job.training.max_skipped_steps is None
     assert job.resources.memory_per_worker_bytes == 1 << 30
     assert job.output == "/tmp/out"
     assert job.data.text == ("a", "b")
@@ -291,6 +293,7 @@ jobs = st.builds(
             OptimizerSpec, lr=st.floats(0, 1e3), eps=st.floats(0, 1), beta1=st.floats(0, 0.999)
         ),
         clip=st.one_of(st.none(), st.floats(1e-300, 1e300)),
+        max_skipped_steps=st.one_of(st.none(), st.integers(1, 10**9)),
     ),
     fault_tolerance=st.integers(0, 15),
     resources=st.builds(

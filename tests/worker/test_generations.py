@@ -3,6 +3,10 @@
 import time
 from pathlib import Path
 
+import pytest
+
+from oobleck.host.messages import FaultRule
+from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.optimization import OptimizerSpec
 from support.director import Director, WarmWorkers, make_plan
@@ -86,3 +90,33 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(warm: WarmWorkers) -> None:
             assert len(records) == len(plan.workers)
             assert {(r.loss, r.skipped) for r in records} == {(None, True)}
         assert not any(record.skipped for record in cluster.records[1])
+
+
+def test_too_many_skipped_steps_in_a_row_fail_the_job_whoever_is_left(
+    warm: WarmWorkers,
+) -> None:
+    first, second = WorkerId(NodeName("a"), 0), WorkerId(NodeName("n"), 0)
+    limit = 6  # of steps 2 to 7
+    holds = [
+        FaultRule(
+            worker=worker,
+            point="before:Forward",
+            generation=Generation(generation),
+            step=step,
+            action="hold",
+        )
+        for generation, (worker, step) in enumerate([(first, 4), (second, 6)], 1)
+    ]
+    wild = job(optimizer=OptimizerSpec(lr=1e38), clip=None, max_skipped_steps=limit)
+    with Director(warm, wild, holds) as cluster:
+        cluster.start("a", "n")
+        cluster.assign(make_plan(1, [[("a", 5)]], [4]))
+        cluster.wait(lambda: cluster.has_faulted("a/0"), "a is held")
+        cluster.assign(make_plan(2, [[("a", 5)], [("n", 5)]], [2, 2]))
+        cluster.wait(lambda: cluster.has_faulted("n/0"), "n is held")
+        cluster.kill("a")
+        cluster.assign(make_plan(3, [[("n", 5)]], [4]))
+        with pytest.raises(AssertionError, match=r"n/0 failed: .* 6 steps in a row \(2 to 7\)"):
+            cluster.wait(lambda: cluster.workers[second].gone, "n ends")
+        skipped = {step for step, records in cluster.records.items() if records[0].skipped}
+        assert skipped == set(range(2, 2 + limit))

@@ -6,10 +6,11 @@ import pytest
 
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.transfer import Shard
+from oobleck.worker.commit import Progress
 from oobleck.worker.errors import InvariantViolation
 from oobleck.worker.rejoin import Held, Standing, agree
 
-A, B, C = (WorkerId(NodeName(name), 0) for name in "abc")
+A, B, C, D = (WorkerId(NodeName(name), 0) for name in "abcd")
 
 
 def standing(
@@ -22,6 +23,7 @@ def standing(
     begun: int | None = None,
     reduced_layers: range | None = None,
     lineage: int = 0,
+    skipped: int = 0,
 ) -> Standing:
     """Of a model of three layers; `reduced` and `voted` are (step, generation)."""
     if reduced_layers is None:
@@ -37,6 +39,7 @@ def standing(
         voted=voted[0],
         voted_generation=voted[1],
         begun=committed if begun is None else begun,
+        skipped=skipped,
         layers=tuple(Held(held) if layer in layers else Held() for layer in range(3)),
         former=(Held(),) * 3,
     )
@@ -139,8 +142,26 @@ def test_who_has_begun_the_step_that_is_done_again_may_have_some_of_it() -> None
     assert agree({**two, C: standing(5, begun=5)}).begun == frozenset()
 
 
+def test_who_comes_learns_how_many_steps_in_a_row_were_skipped() -> None:
+    # c was left out at step 3, and b has yet to apply step 5.
+    behind = standing(4, reduced=(5, 1), skipped=1)
+    agreement = agree({A: standing(5, skipped=2), B: behind, C: standing(3, skipped=3), D: FRESH})
+    assert agreement.skipped == 2
+    assert agree({B: behind, D: FRESH}).skipped == 1
+    for known, expected in (
+        (Progress(committed=5, skipped=2), 2),
+        (Progress(committed=3, skipped=3), 2),
+        (Progress(), 2),
+    ):
+        known.join(agreement.step, agreement.lineage, agreement.skipped)
+        assert (known.committed, known.skipped) == (5, expected)
+    gone_back = Progress(committed=5, skipped=5)
+    gone_back.join(5, 2, 0)
+    assert gone_back.skipped == 0
+
+
 def test_rows_carry_a_standing_whole() -> None:
-    one = standing(5, reduced=(6, 3), layers=(1,))
+    one = standing(5, reduced=(6, 3), layers=(1,), skipped=2)
     assert Standing.from_row(one.to_row()) == one
 
 
