@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 #: For threads that end by themselves.
-_SETTLE_S = 10.0
+_SETTLE_S = 60.0
 
 
 def opened(pid: int | None = None) -> tuple[int, int]:

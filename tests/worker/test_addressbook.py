@@ -50,7 +50,7 @@ class Builder:
 
     def released(self) -> str:
         self.waits.release()
-        self.thread.join(10)
+        self.thread.join(30)
         self.waits.close()
         assert not self.thread.is_alive()
         return self.error
@@ -106,7 +106,7 @@ def test_a_group_is_built_by_it(server: StoreServer) -> None:
     with nothing_left_behind():
         builders = [Builder(server, "whole", rank) for rank in range(SIZE)]
         for builder in builders:
-            builder.thread.join(10)
+            builder.thread.join(60)
             builder.waits.close()
         assert [builder.error for builder in builders] == [""] * SIZE
 

@@ -8,7 +8,6 @@ nothing of it. The training stays the same.
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -105,6 +104,34 @@ class Drill:
                 assert not any(words in message.detail for words in TIMED_OUT), message
 
 
+#: Descriptors, threads, and collectives given up, of each survivor.
+Footprints = list[tuple[int, int, int]]
+
+
+def footprints(survivors: list[LiveWorker]) -> Footprints:
+    return [(*opened(live.pid), given_up(live)) for live in survivors]
+
+
+def as_large(before: Footprints, after: Footprints) -> bool:
+    for (descriptors, threads, lost), (later, threads_later, lost_later) in zip(
+        before, after, strict=True
+    ):
+        # A collective that gloo has forgotten keeps its group until its time-out.
+        forgotten = lost_later - lost
+        if later > descriptors + 4 + _GROUP_DESCRIPTORS * forgotten:
+            return False
+        if threads_later > threads + 2 + _GROUP_THREADS * forgotten:
+            return False
+    return True
+
+
+def await_as_large(cluster: Director, before: Footprints, survivors: list[LiveWorker]) -> None:
+    now = footprints(survivors)
+    cluster.wait(
+        lambda: as_large(before, footprints(survivors)), f"what {now} have more than {before}"
+    )
+
+
 @pytest.mark.parametrize(
     ("fault", "microbatch", "waits"),
     [
@@ -147,7 +174,7 @@ def test_whoever_waits_for_a_lost_peer_is_released(
         cluster.start(*victims, at=(far[1], far[0].far) if far else None)
         drill = Drill(cluster, lose)
         survivors = [cluster.workers[WorkerId(NodeName(node), 0)] for node in SURVIVORS]
-        footprints = []
+        before: Footprints = []
         for number, (victim, wait) in enumerate(victims.items(), 1):
             drill.lose_one(wait, victim)
             if fault != "killed":
@@ -155,19 +182,13 @@ def test_whoever_waits_for_a_lost_peer_is_released(
             if far is not None:
                 far[0].join()
             if len(waits) > len(WAITS) and number % len(WAITS) == 0:
-                time.sleep(2 * DISPOSE_DELAY_S)  # what a generation leaves is freed after that
-                footprints.append([(*opened(live.pid), given_up(live)) for live in survivors])
+                if not before:
+                    time.sleep(2 * DISPOSE_DELAY_S)  # what a generation leaves is freed after that
+                    before = footprints(survivors)
+                await_as_large(cluster, before, survivors)
         assert not any(live.gone for live in survivors)
         cluster.stop()
         losses = cluster.losses()
-    for then, now in pairwise(footprints):
-        for (descriptors, threads, lost), (later, threads_later, lost_later) in zip(
-            then, now, strict=True
-        ):
-            # A collective that gloo has forgotten keeps its group until its time-out.
-            forgotten = lost_later - lost
-            assert later <= descriptors + 4 + _GROUP_DESCRIPTORS * forgotten
-            assert threads_later <= threads + 2 + _GROUP_THREADS * forgotten
     training = dataclasses.replace(job.training, steps=len(losses))
     reference = train_reference(dataclasses.replace(job, training=training))
     expected = [step.loss for step in reference.steps]

@@ -3,48 +3,63 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 _SCRIPT = """
-import socket, sys, threading, time
+import os, socket, sys, threading, time
 from oobleck.host.channel import Channel
 from oobleck.host.messages import Assign, Rendezvous, ToWorker
 from oobleck.worker import stacks
 from oobleck.worker.control import Control
 from support.director import make_plan
 
-stacks.ANSWER_S = 0.2
+stacks.ANSWER_S = 0.3
 mine, theirs = socket.socketpair()
 control = Control(Channel(theirs, ToWorker))
 control.start()
 agent = Channel(mine, ToWorker)
+generation = 0
 
-def push(generation):
+def push():
+    global generation
+    generation += 1
     plan = make_plan(generation, [[("a", 3)]], [1])
     agent.send(Assign(plan=plan, rendezvous=Rendezvous(store="", prefix=""), boundary=False))
     control.wait_next(generation - 1)
 
-def hang_here():
-    time.sleep(1.0)
+def hang_here(size):
+    while os.fstat(2).st_size == size:
+        time.sleep(0.02)
 
-push(1)
-stacks.answered()
-time.sleep(0.5)
+in_time = False
+while not in_time:
+    print("pushed", file=sys.stderr, flush=True)
+    began = time.monotonic()
+    push()
+    stacks.answered()
+    in_time = time.monotonic() - began < stacks.ANSWER_S
+    time.sleep(2 * stacks.ANSWER_S)
 print("answered", file=sys.stderr, flush=True)
-push(2)
-hang_here()
+size = os.fstat(2).st_size
+push()
+hang_here(size)
+stacks.answered()  # what is being told is told to its end
 """
 
 
-def test_stacks_are_told_where_a_push_is_not_answered() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
-    assert done.returncode == 0, done.stderr
-    quiet, _, told = done.stderr.partition("answered\n")
+def test_stacks_are_told_where_a_push_is_not_answered(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with path.open("wb") as log:
+        done = subprocess.run(
+            [sys.executable, "-c", _SCRIPT],
+            stderr=log,
+            timeout=120,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+    text = path.read_text()
+    assert done.returncode == 0, text
+    before, _, told = text.partition("answered\n")
+    quiet = before.rpartition("pushed\n")[2]
     assert "Thread" not in quiet
     assert "hang_here" in told
     assert "control" in told, "of all threads"
