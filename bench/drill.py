@@ -94,8 +94,8 @@ class Drill:
         what = f"the cluster to be whole {when}"
         self.cluster.wait(self.is_whole, what, PATIENCE_S, poll_s=0.2)
         self.cluster.wait_step(self.job_id, self.cluster.last_step(self.job_id) + _STEPS)
-        if orphans := self.cluster.orphans():
-            raise ClusterError(f"orphans {when}: {orphans}")
+        orphans = f"whoever belongs to nobody to be gone {when}"
+        self.cluster.wait(lambda: not self.cluster.orphans(), orphans, PATIENCE_S, poll_s=0.1)
 
     def is_whole(self) -> bool:
         """Whether every node has a part in the job's plan, and all workers are in it."""

@@ -26,6 +26,8 @@ _GARBAGE = 1 << 16
 #: Far below what it claims to be, so that a slow link is free again within a lease.
 _OVERSIZED = 1 << 17
 _STRANGER_S = 2.0
+#: Through a link that other strangers fill, and where packets are sent again after seconds.
+_LET_IN_S = 10.0
 _LOSSES = ("worker_lost", "node_lost", "node_reset", "reconfigured")
 #: In the kernel's tables.
 _LISTENING = "0A"
@@ -242,7 +244,7 @@ def send_garbage(address: str, port: int) -> bool:
     for message in messages:
         with (
             contextlib.suppress(OSError),
-            socket.create_connection((address, port), _STRANGER_S) as s,
+            socket.create_connection((address, port), _LET_IN_S) as s,
         ):
             let_in = True
             s.settimeout(_STRANGER_S)

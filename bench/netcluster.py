@@ -11,6 +11,7 @@ import signal
 import struct
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,13 +25,14 @@ HEAD = "head"
 PORT = 7070
 #: Agents give their workers 2 s.
 _STOP_S = 15.0
+_POLL_S = 0.1
 
 
 def children_of(pid: int) -> list[int]:
     """Processes that the first thread of `pid` started; looking at all processes takes long."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ProcessLookupError) as error:
         raise ClusterError(f"process {pid} is gone") from error
     return [int(child) for child in text.split()]
 
@@ -178,23 +180,28 @@ class NetCluster(Cluster):
     # ---- processes
 
     def warm_pid(self, name: str) -> int:
-        """The process that the node's workers are forked from."""
-        return children_of(self.agents[name])[0]
+        """The process that the node's workers are forked from. Raises ClusterError."""
+        if not (children := children_of(self.agents[name])):
+            raise ClusterError(f"the agent of {name} has nothing to fork workers from yet")
+        return children[0]
 
     def worker_pids_of(self, name: str) -> list[int]:
         """From the process table, since the master may be away."""
         return children_of(self.warm_pid(name))
 
     def orphans(self) -> list[str]:
-        """Processes on the hosts that belong to no daemon that runs."""
-        ours = {process.pid for process in self.processes()}
+        """Processes on the hosts that belong to no daemon that runs.
+
+        Those whose parent has just died need a moment to die with it, so who looks looks again.
+        """
+        roots = set(self.roots())
         found = []
         for pid in self.net.processes():
-            if pid not in ours:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process = psutil.Process(pid)
-                    if process.status() != psutil.STATUS_ZOMBIE:
-                        found.append(f"{pid}: {' '.join(process.cmdline())}")
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                alone = roots.isdisjoint(p.pid for p in (process, *process.parents()))
+                if alone and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(f"{pid}: {' '.join(process.cmdline())}")
         return found
 
     def stop(self) -> None:
@@ -207,7 +214,9 @@ class NetCluster(Cluster):
         for daemon in self._daemons:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(_STOP_S)
-        left = self.orphans()
+        deadline = time.monotonic() + _STOP_S
+        while (left := self.orphans()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
         self.net.close()
         for daemon in self._daemons:
             daemon.wait()
