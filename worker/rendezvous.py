@@ -7,8 +7,12 @@ A store's client may wait for ever for a host that is stopped, whatever its time
 of that host takes connections and requests, and nobody answers. So every call can be given up.
 """
 
+import errno
 import hmac
+import os
+import select
 import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -72,8 +76,11 @@ class Place:
         self._waits = waits
         self._secret = prefix.encode()
         self._store: Store = own.store
+        #: Where the store is, if it is not this worker's own.
+        self._server: tuple[str, int] | None = None
         if endpoint != own.endpoint:
             host, _, port = endpoint.rpartition(":")
+            self._server = host, int(port)
             # A store's client does not tell whether there is no way or just no answer.
             self._dial(None, host, int(port)).close()
             self._store = self._call(lambda: _connect(host, int(port)))
@@ -84,8 +91,39 @@ class Place:
         return hmac.digest(self._secret, "|".join(said).encode(), "sha256")[:PROOF_BYTES]
 
     def _call(self, call: Callable[[], T]) -> T:
+        limit_s = STORE_TIMEOUT.total_seconds() + STORE_GRACE_S
         with peers_may_fail():
-            return self._waits.run(call, STORE_TIMEOUT.total_seconds() + STORE_GRACE_S)
+            return self._waits.run(call, limit_s, doubt=self._look_for_server)
+
+    def _look_for_server(self) -> None:
+        """Raises TransportError where the way to the store is gone since it was connected to.
+
+        The kernel of its host answers, and is asked in small pieces, so that a release ends this.
+        """
+        if self._server is None:
+            return
+        host, port = self._server
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setblocking(False)
+            problem = probe.connect_ex((host, port))
+            if problem == errno.EINPROGRESS:
+                problem = self._wait_connected(probe)
+        if problem == errno.ECONNREFUSED:
+            raise TransportError(f"{host} does not take a connection any more")
+        if problem:
+            raise Unreached(f"{host} does not answer any more: {os.strerror(problem)}")
+
+    def _wait_connected(self, probe: socket.socket) -> int:
+        """How the connecting ended, as the kernel numbers it; 0 where a release makes it vain."""
+        poll = select.poll()
+        poll.register(probe, select.POLLOUT)
+        until = time.monotonic() + DIAL_LIMIT_S
+        while not self._waits.released:
+            if poll.poll(1000 * ARRIVAL_POLL.total_seconds()):
+                return probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if time.monotonic() > until:
+                return errno.ETIMEDOUT
+        return 0
 
     def set(self, key: str, value: str) -> None:
         self._call(lambda: self._store.set(key, value))

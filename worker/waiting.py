@@ -7,8 +7,10 @@ time-out. A store's client waits for the answer of a host that is stopped, whate
 the waiting is done by a thread that can be given up. Must not know what is waited for.
 """
 
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -17,6 +19,8 @@ from oobleck.worker.errors import TransportError
 
 T = TypeVar("T")
 
+#: A call that takes longer than this is looked into, as often.
+DOUBT_S = 2.0
 #: After an abort, for the operations that gloo does wake: they say what happened.
 ABORT_GRACE_S = 0.25
 
@@ -77,16 +81,20 @@ class Waits:
         limit_s: float | None = None,
         meanwhile: Meanwhile = _NOTHING,
         end: Callable[[], object] = _nothing,
+        doubt: Callable[[], object] = _nothing,
     ) -> T:
-        """Return or raise as `wait` does, or raise TransportError: soon after the release, or
-        after `limit_s`, which is a release for all later calls. `end`, where given, has a `wait`
-        that is to be given up end soon."""
+        """Return or raise as `wait` does, or raise TransportError: soon after the release, after
+        `limit_s`, or as `doubt` does, which is called where it takes long; either is a release for
+        all later calls. `end`, where given, has a `wait` that is to be given up end soon."""
         call = _Call(wait, meanwhile.wake)
         self._calls.put(call)
         meanwhile.run(lambda: call.done)
-        with pulse.WAITING, self._changed:
-            in_time = self._changed.wait_for(lambda: call.done or self._released, limit_s)
-            self._released = self._released or not in_time
+        in_time = False
+        try:
+            in_time = self._await(call, limit_s, doubt)
+        finally:
+            with self._changed:
+                self._released = self._released or not in_time
         if not call.done:
             end()
         with self._changed:
@@ -101,6 +109,20 @@ class Waits:
             finally:
                 del error  # and to this frame: what they all hold is freed with the exception
         return call.results.pop()
+
+    def _await(self, call: _Call[T], limit_s: float | None, doubt: Callable[[], object]) -> bool:
+        """Whether the call was done, or all are released, in time."""
+        end_at = math.inf if limit_s is None else time.monotonic() + limit_s
+        while True:
+            left_s = end_at - time.monotonic()
+            with pulse.WAITING, self._changed:
+                span_s = min(left_s, DOUBT_S)
+                if self._changed.wait_for(lambda: call.done or self._released, span_s):
+                    return True
+            if left_s <= DOUBT_S:
+                return False
+            with pulse.WAITING:
+                doubt()
 
     @property
     def released(self) -> bool:

@@ -44,6 +44,30 @@ def test_limit_of_time_gives_up_this_call_and_those_behind_it() -> None:
     waits.close()
 
 
+def test_a_call_that_takes_long_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oobleck.worker.waiting.DOUBT_S", 0.05)
+    waits, enough, never = Waits(), threading.Event(), threading.Event()
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            enough.set()
+
+    assert waits.run(lambda: enough.wait(60), doubt=look)
+    assert len(looks) >= 3
+
+    def no_way() -> None:
+        raise TransportError("no way")
+
+    with pytest.raises(TransportError, match="no way"):
+        waits.run(never.wait, doubt=no_way)
+    with pytest.raises(TransportError, match="given up"):
+        waits.run(lambda: 7)
+    never.set()
+    waits.close()
+
+
 def test_operation_that_the_abort_does_wake_says_itself_what_happened() -> None:
     waits = Waits()
     waits.release()
