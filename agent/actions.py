@@ -25,6 +25,8 @@ class ForkWorker:
     desired: Desired
     #: Scripted ones that it shall have.
     faults: tuple[FaultRule, ...] = ()
+    #: For so long another worker's host may be silent.
+    silence_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

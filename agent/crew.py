@@ -25,7 +25,7 @@ from oobleck.agent.actions import (
     StopWorker,
 )
 from oobleck.agent.config import AgentConfig
-from oobleck.agent.desired import Desired, PlanPart
+from oobleck.agent.desired import PlanPart
 from oobleck.agent.events import (
     Asked,
     Event,
@@ -41,7 +41,7 @@ from oobleck.agent.events import (
     WorkerKilled,
 )
 from oobleck.agent.processes import Listener, WarmProcess, WorkerProcess
-from oobleck.host.messages import Ask, Assign, FaultRule, Fork, Launch, Save, Stop
+from oobleck.host.messages import Ask, Assign, Fork, Launch, Save, Stop
 from oobleck.host.surroundings import Surroundings
 from oobleck.planner.ids import Incarnation, WorkerId
 from oobleck.proto.types import Hung
@@ -99,8 +99,8 @@ class Crew:
                 assert self.warm is not None
                 self.warm.kill()
                 return WarmKilled()
-            case ForkWorker(slot=slot, desired=desired, faults=faults):
-                return self._fork(slot, desired, faults, tasks)
+            case ForkWorker():
+                return self._fork(action, tasks)
             case SendPlan(incarnation=incarnation, part=part):
                 return self._send_plan(incarnation, part)
             case SendMeasure(incarnation=incarnation, wish=wish):
@@ -130,10 +130,9 @@ class Crew:
                 logger.info("ending", extra={"reason": reason})
                 return ShutDown()
 
-    def _fork(
-        self, slot: int, desired: Desired, faults: tuple[FaultRule, ...], tasks: asyncio.TaskGroup
-    ) -> Event:
+    def _fork(self, fork: ForkWorker, tasks: asyncio.TaskGroup) -> Event:
         assert self.warm is not None
+        slot, desired = fork.slot, fork.desired
         process = self._start_worker(slot, new_incarnation(self._surroundings), self._listener)
         self.processes[process.incarnation] = process
         kind = desired.job.model.kind
@@ -146,7 +145,8 @@ class Crew:
             agent_pid=os.getpid(),
             device_kind=self._config.device_kind,
             device=self._config.device_of(slot),
-            faults=faults,
+            silence_s=fork.silence_s,
+            faults=fork.faults,
         )
         tasks.create_task(process.serve(launch))
         return ForkAsked(slot=slot, incarnation=process.incarnation)

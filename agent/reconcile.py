@@ -80,7 +80,12 @@ def decide(state: NodeState, now: float) -> Decision:
         for slot, record in enumerate(state.slots):
             if state.current(slot) is None and record.failure is None:
                 faults = state.faults_for(slot)
-                fork = ForkWorker(slot=slot, desired=state.desired, faults=faults)
+                fork = ForkWorker(
+                    slot=slot,
+                    desired=state.desired,
+                    faults=faults,
+                    silence_s=state.detection.hang_s,
+                )
                 agenda.add(fork, record.budget.not_before)
     done = state.shutting_down and not state.workers and state.warm.started_at is None
     return Decision(actions=tuple(agenda.actions), wake_at=agenda.wake_at, done=done)

@@ -67,6 +67,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
     device_kind: str
     #: cpu, or cuda:N with the N-th GPU that the worker sees.
     device: str = "cpu"
+    #: After so long without a sign of life its kernel takes another one's host for gone.
+    silence_s: float = 8.0
     faults: tuple[FaultRule, ...] = ()
     #: For drills: copy tensors through buffers as between GPUs without NCCL.
     stage_everything: bool = False

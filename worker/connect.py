@@ -66,6 +66,7 @@ class Connector:
     def __init__(self, launch: Launch) -> None:
         """Raises DeviceError when this host does not have the device."""
         self.address = launch.address
+        self.silence_s = launch.silence_s
         self.device, self._gpu = open_device(launch.device)
         self._wanted = launch.job.resources.transport
         self._stage_everything = launch.stage_everything

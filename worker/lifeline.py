@@ -4,7 +4,9 @@ A worker that computes does not look at its peers' sockets, and one that waits l
 only; a loss would be noticed when somebody next needs the dead one, which in a long step is
 seconds later. So every worker also keeps a connection to the next rank, watched by a thread of its
 own, and its end is the word that the neighbour is gone: the kernel closes the sockets of a killed
-process whatever it was doing.
+process whatever it was doing. Where a host is silent, or the way to it is cut, nobody closes
+anything: the kernels ask each other for a sign of life, which they give whatever their processes
+do, and end a connection without any.
 
 A worker that leaves a generation on purpose says goodbye first.
 """
@@ -16,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from math import ceil
 
 from oobleck.worker import pulse
 from oobleck.worker.errors import TransportError
@@ -31,8 +34,14 @@ _POLL_S = 0.05
 class Lifeline:
     """This worker's two places in the ring."""
 
-    def __init__(self, place: Place, rank: int, size: int, address: str) -> None:
-        """Listen, and leave word in `place` how to be reached; before the arrival is complete."""
+    def __init__(
+        self, place: Place, rank: int, size: int, address: str, *, silence_s: float
+    ) -> None:
+        """Listen, and leave word in `place` how to be reached; before the arrival is complete.
+
+        `silence_s`: without a sign of life for so long a neighbour's host is gone.
+        """
+        self._silence_s = silence_s
         self._place = place
         self._rank = rank
         self._size = size
@@ -61,11 +70,20 @@ class Lifeline:
             expected = self._place.proof("lifeline", str(before), str(self._rank))
             with pulse.WAITING:  # the one before may be stopped, and this one is not to blame
                 self._links.append(self._accept(expected, check_wanted))
+            for link in self._links:
+                self._keep_alive(link)
         except OSError as error:
             raise TransportError(f"lifeline: {error}") from None
         finally:
             self._listener.close()
         threading.Thread(target=self._watch, args=(on_lost,), name="lifeline", daemon=True).start()
+
+    def _keep_alive(self, link: socket.socket) -> None:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # The kernel counts in whole seconds; the first is before the first question.
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, ceil(self._silence_s) - 1))
 
     def _accept(self, expected: bytes, check_wanted: Callable[[], None]) -> socket.socket:
         deadline = time.monotonic() + CONNECT_LIMIT.total_seconds()
@@ -109,11 +127,15 @@ class Lifeline:
             for descriptor in ready:
                 poll.unregister(descriptor)
                 link = watched.pop(descriptor)
-                said = b""
-                with contextlib.suppress(OSError):  # a reset is an end like any other
+                said, how = b"", "a neighbour's lifeline closed"
+                try:
                     said = link.recv(1)
+                except TimeoutError:
+                    how = f"a neighbour's host does not answer for {self._silence_s:.0f} s"
+                except OSError:  # a reset is an end like any other
+                    pass
                 if said != _GOODBYE:
-                    on_lost("a neighbour's lifeline closed")
+                    on_lost(how)
                     return
 
     def close(self, *, goodbye: bool) -> None:

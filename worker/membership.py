@@ -58,7 +58,9 @@ class Membership:
         try:
             control.check_newest(generation)
             place = Place(store, prefix, own=own_store, waits=waits)
-            self._lifeline = Lifeline(place, rank, size, connector.address)
+            self._lifeline = Lifeline(
+                place, rank, size, connector.address, silence_s=connector.silence_s
+            )
             try:
                 connector.announce(place)
                 await_arrival(place, size, lambda: control.check_newest(generation), generation)

@@ -27,7 +27,7 @@ def place() -> Iterator[Place]:
 
 def test_a_worker_waits_for_a_neighbour_that_does_not_come(place: Place) -> None:
     """The kernel takes connections to a process that is stopped, which then never greets."""
-    stopped, here = Lifeline(place, 0, 2, "127.0.0.1"), Lifeline(place, 1, 2, "127.0.0.1")
+    stopped, here = (Lifeline(place, rank, 2, "127.0.0.1", silence_s=8) for rank in range(2))
     seen: list[bool] = []
 
     def look() -> None:
