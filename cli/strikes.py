@@ -14,7 +14,25 @@ KINDS = {
     "stop-worker": "SIGSTOP to a worker, SIGCONT after --stop-for",
     "kill-warm": "SIGKILL to what workers are forked from: all of the node's workers end",
     "stop-agent": "SIGSTOP to an agent, SIGCONT after --stop-for; its workers train on",
+    "stop-node": "SIGSTOP to an agent and all below it: a host that falls silent",
     "kill-agent": "SIGKILL to an agent; needs --restart-command",
+    "kill-node": "SIGKILL to an agent and all below it at once; needs --restart-command",
+    "stop-master": "SIGSTOP to the master, SIGCONT after --stop-for",
+    "kill-master": "SIGKILL to the master; needs --restart-master",
+    "garbage": "what no program understands, sent to the master's port",
+}
+#: What is done to the cluster, and not to a node of it.
+TO_THE_MASTER = ("stop-master", "kill-master", "garbage")
+#: What only root can do, or who owns the network.
+OUT_OF_REACH = {
+    **dict.fromkeys(
+        ("unplug", "deaf", "mute", "no-control", "no-data", "slow"),
+        "links are cut and slowed down by who owns the network",
+    ),
+    **dict.fromkeys(("clock-forward", "clock-back"), "clocks are set by root"),
+    "disk-full": "it would fill a disk that others use",
+    "stop-warm": "it has no effect before a worker ends",
+    "twin": "a second agent needs the credentials of the first",
 }
 DEFAULT_KINDS = ("kill-worker", "stop-worker", "stop-agent")
 
@@ -25,6 +43,7 @@ class Strike:
 
     at_s: float
     kind: str
+    #: Empty: it is not done to a node.
     node: str
 
 
@@ -35,7 +54,8 @@ def schedule(
     draw = random.Random(seed)
     at_s = draw.expovariate(1 / mtbf_s)
     while at_s < for_s:
-        yield Strike(at_s, draw.choice(kinds), draw.choice(nodes))
+        kind, node = draw.choice(kinds), draw.choice(nodes)
+        yield Strike(at_s, kind, "" if kind in TO_THE_MASTER else node)
         at_s += draw.expovariate(1 / mtbf_s)
 
 

@@ -1,4 +1,5 @@
-"""The processes of a node on this machine, as the master and the process table tell of them."""
+"""The processes of a node, and the master's, on this machine, as the master and the process table
+tell of them."""
 
 import contextlib
 import os
@@ -37,17 +38,50 @@ def is_here(node: pb.NodeInfo) -> bool:
     return False
 
 
-def victim(kind: str, node: pb.NodeInfo) -> int | None:
-    """The process that a fault of `kind` strikes; None: the node has none at the moment."""
+def victims(kind: str, node: pb.NodeInfo) -> list[int]:
+    """The processes that a fault of `kind` strikes, in that order; empty: there are none now."""
     match kind:
         case "kill-agent" | "stop-agent":
-            return node.pid
+            return [node.pid]
+        case "kill-node" | "stop-node":
+            return _all_of(node)
         case "kill-warm":
             return _parent_of_worker(node)
         case _:
-            return next(
-                (worker.pid for worker in node.workers if _is_under(worker.pid, node)), None
-            )
+            return [worker.pid for worker in node.workers if _is_under(worker.pid, node)][:1]
+
+
+def master_pid(address: str) -> int | None:
+    """The master's process, as far as it is one of this machine that the user may look into."""
+    port = int(address.rpartition(":")[2])
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if not any("oobleck" in word and "master" in word for word in words):
+                continue
+            sockets = process.net_connections(kind="tcp")
+            if any(s.status == psutil.CONN_LISTEN and s.laddr[1] == port for s in sockets):
+                return process.pid
+    return None
+
+
+def check_master_here(kind: str, address: str) -> None:
+    """Raises CommandFailed unless the master is a process of this machine, and the user's."""
+    if master_pid(address) is None:
+        raise CommandFailed(
+            f"--kinds {kind}: the master at {address} is no process of this machine, or another "
+            "user's; run the drill on its machine as its user, or leave the kind out",
+            options.USAGE,
+        )
+
+
+def _all_of(node: pb.NodeInfo) -> list[int]:
+    """The workers first, the agent last: it must not get to see and tell the end of others."""
+    with contextlib.suppress(psutil.Error):
+        agent = psutil.Process(node.pid)
+        below = [process.pid for process in agent.children(recursive=True)]
+        return [*reversed(below), agent.pid]
+    return []
 
 
 def _is_under(pid: int, node: pb.NodeInfo) -> bool:
@@ -57,12 +91,12 @@ def _is_under(pid: int, node: pb.NodeInfo) -> bool:
     return False
 
 
-def _parent_of_worker(node: pb.NodeInfo) -> int | None:
+def _parent_of_worker(node: pb.NodeInfo) -> list[int]:
     with contextlib.suppress(psutil.Error):
         for worker in node.workers:
             if _is_under(worker.pid, node):
-                return psutil.Process(worker.pid).ppid()
-    return None
+                return [psutil.Process(worker.pid).ppid()]
+    return []
 
 
 def send(pid: int, signum: signal.Signals) -> bool:

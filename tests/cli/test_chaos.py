@@ -1,12 +1,20 @@
 """What a drill would do, what it refuses, and what it makes of what it saw."""
 
+import contextlib
 import os
 import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 
+import psutil
 import pytest
 
-from oobleck.cli.strikes import KINDS, Tally, schedule
-from oobleck.cli.victims import is_here, victim
+from oobleck.cli.striker import Striker
+from oobleck.cli.strikes import KINDS, TO_THE_MASTER, Tally, schedule
+from oobleck.cli.victims import check_master_here, is_here, master_pid, victims
+from oobleck.host.command import CommandFailed
 from oobleck.proto import control_pb2 as pb
 from support.commands import refused, run
 
@@ -25,7 +33,8 @@ def test_faults_come_as_often_as_wanted_everywhere_and_the_same_for_a_seed() -> 
     assert strikes[:3] == drill(1, for_s=strikes[2][0] + 1e-9)
     assert len(strikes) == pytest.approx(100_000 / 30, rel=0.1)
     assert {kind for _, kind, _ in strikes} == set(KINDS)
-    assert {node for _, _, node in strikes} == {"n1", "n2", "n3"}
+    assert {node for _, kind, node in strikes if kind not in TO_THE_MASTER} == {"n1", "n2", "n3"}
+    assert {node for _, kind, node in strikes if kind in TO_THE_MASTER} == {""}
 
 
 def test_time_that_stood_still_or_was_lost_is_not_useful() -> None:
@@ -55,14 +64,18 @@ def test_only_processes_of_this_machine_and_of_that_agent_are_struck() -> None:
     assert not is_here(pb.NodeInfo(node="n1", hostname="elsewhere", pid=os.getpid()))
     assert not is_here(me), "a process that is no agent"
     me.workers.add(slot=0, pid=os.getppid())
-    assert victim("kill-worker", me) is None, "a worker that is not the agent's child"
+    assert victims("kill-worker", me) == [], "a worker that is not the agent's child"
 
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("--kinds", "kill-worker,kill-master"), "no kind 'kill-master'; there are kill-worker"),
+        (("--kinds", "kill-worker,kill-all"), "no kind 'kill-all'; there are kill-worker"),
         (("--kinds", "kill-agent"), "--restart-command"),
+        (("--kinds", "kill-node"), "--restart-command"),
+        (("--kinds", "kill-master"), "--restart-master"),
+        (("--kinds", "unplug"), "links are cut and slowed down by who owns the network; there are"),
+        (("--kinds", "clock-back"), "clocks are set by root"),
         (("--mtbf", "often"), "'often' is not a time; write it like 30s"),
         (("--for", "0s"), "'0s' is not a time"),
     ],
@@ -73,3 +86,82 @@ def test_mistakes(master: str, arguments: tuple[str, ...], part: str) -> None:
 
 def test_no_such_job(master: str) -> None:
     assert "no job 'x-1'" in refused(run("chaos", "x-1", "--master", master), 3)
+
+
+@pytest.fixture
+def node() -> Iterator[pb.NodeInfo]:
+    """Of an agent with a process below it, each of which says that it runs."""
+    child = "import time; time.sleep(600)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen([sys.executable, "-c", parent]) as agent:
+        await_true(lambda: bool(psutil.Process(agent.pid).children()))
+        below = psutil.Process(agent.pid).children()
+        yield pb.NodeInfo(node="n1", state="live", hostname=socket.gethostname(), pid=agent.pid)
+        for process in (*below, psutil.Process(agent.pid)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def await_true(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def striker(address: str = "127.0.0.1:1", stop_for_s: float = 0.2) -> Striker:
+    return Striker(address, stop_for_s=stop_for_s, restart_agent="true {node}", restart_master=None)
+
+
+def states(pids: Sequence[int]) -> set[str]:
+    return {psutil.Process(pid).status() for pid in pids}
+
+
+def test_a_node_that_is_stopped_goes_on_by_itself(node: pb.NodeInfo) -> None:
+    pids, drill = victims("stop-node", node), striker()
+    assert len(pids) == 2
+    assert pids[-1] == node.pid, "the agent last, who would tell"
+    assert drill.strike("stop-node", node) == f"n1 (pid {pids[0]}, {pids[1]})"
+    await_true(lambda: not drill.has_stopped)
+    await_true(lambda: psutil.STATUS_STOPPED not in states(pids))
+
+
+def test_whatever_is_stopped_goes_on_at_the_end(node: pb.NodeInfo) -> None:
+    pids, drill = victims("stop-node", node), striker(stop_for_s=600)
+    drill.strike("stop-node", node)
+    await_true(lambda: states(pids) == {psutil.STATUS_STOPPED})
+    assert drill.has_stopped
+    drill.undo()
+    assert not drill.has_stopped
+    await_true(lambda: psutil.STATUS_STOPPED not in states(pids))
+
+
+def test_a_node_dies_as_a_whole(node: pb.NodeInfo) -> None:
+    pids, drill = victims("kill-node", node), striker()
+    drill.strike("kill-node", node)
+    ends = {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
+    await_true(lambda: all(not psutil.pid_exists(p) or states([p]) <= ends for p in pids))
+    assert drill.restart("kill-node", "n1") == "true n1"
+    assert drill.restart("kill-worker", "n1") is None
+
+
+def test_strangers_come_to_the_masters_port(master: str) -> None:
+    assert striker(master).strike("garbage", None) == f"at {master}"
+    assert run("jobs", "--master", master).returncode == 0, "it serves on"
+    assert striker().strike("garbage", None) is None, "nobody is there"
+
+
+def test_a_master_that_is_stopped_goes_on_by_itself(master: str) -> None:
+    pid = master_pid(master)
+    assert pid is not None
+    drill = striker(master, stop_for_s=600)
+    assert drill.strike("stop-master", None) == f"(pid {pid})"
+    await_true(lambda: states([pid]) == {psutil.STATUS_STOPPED})
+    drill.undo()
+    assert run("jobs", "--master", master).returncode == 0, "it serves on"
+
+
+def test_a_master_of_another_machine_is_not_struck() -> None:
+    assert master_pid("127.0.0.1:1") is None
+    with pytest.raises(CommandFailed, match="--kinds stop-master: the master at 127"):
+        check_master_here("stop-master", "127.0.0.1:1")
