@@ -60,13 +60,9 @@ def last_line(path: Path) -> Record | None:
     return json.loads(line) if line else None
 
 
-def kill_tree(pid: int) -> list[int]:
-    """SIGKILL a process and all its descendants, as when their machine dies; returns their pids."""
-    try:
-        root = psutil.Process(pid)
-        victims = [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
+def kill_trees(*pids: int) -> list[int]:
+    """SIGKILL processes and all their descendants, as when their machines die; returns the pids."""
+    victims = [process for pid in pids for process in _descendants(pid)]
     # The workers first: the agent must not get to see and report their end.
     for victim in reversed(victims):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -233,7 +229,11 @@ class Cluster(ABC):
 
     def kill_node(self, name: str) -> list[int]:
         """SIGKILL the agent of a node together with everything it started."""
-        return kill_tree(self.agents.pop(name))
+        return kill_trees(self.agents.pop(name))
+
+    def kill_nodes(self, *names: str) -> list[int]:
+        """The same of several, at one moment."""
+        return kill_trees(*(self.agents.pop(name) for name in names))
 
     def worker_pids(self) -> dict[str, int]:
         """Process of every worker, by "node/slot"."""

@@ -1,6 +1,7 @@
 """How fast faults are found, and that what is no fault is not.
 
-    python -m bench.detection [--modes balanced] [--exits 20] [--stops 5] [--hosts 10] [--pause 30]
+    python -m bench.detection [--modes fast balanced wan] [--exits 20] [--stops 5] [--hosts 20]
+        [--pause 30]
 
 On real clusters, in each of the modes of `oobleck-master --detection`:
 
@@ -9,9 +10,12 @@ On real clusters, in each of the modes of `oobleck-master --detection`:
 - `stop`: SIGSTOP of one worker process, which nothing tells of. How long until the master has it in
   its journal, and until the next step is committed.
 - `silent`: all packets to and from a host are dropped, in a network of namespaces (this needs
-  root). How long until the master has it in its journal.
+  root), of two hosts in turn. How long until the master has each in its journal.
 - `pause`: SIGSTOP of the master for so many seconds. Reconfigurations that follow: there must be
   none.
+
+In the mode `wan`, where all time-outs are several times as long, a fourth of the stops and hosts.
+A round in which anything else is lost too is told, and made again.
 
 Clocks are of this machine alone. What shares it with the cluster adds to all times.
 """
@@ -29,11 +33,23 @@ from pathlib import Path
 from bench import network
 from bench.cluster import Cluster, ClusterError, LocalCluster, Record
 from bench.netcluster import NetCluster
+from oobleck.agent.backoff import QUICK_S
 from oobleck.host.detection import MODES
 
 _NODES = 4
 #: Steps between two disturbances, so that the next one meets a settled cluster.
 _SETTLE_STEPS = 5
+#: An agent puts the next start off where processes keep ending sooner than this.
+_AGED_S = QUICK_S + 0.5
+#: Silent hosts at a time, and how far apart: the job can do without both.
+_SILENT = 2
+_APART_S = 0.35
+#: In the mode `wan` one of so many.
+_WAN_SHARE = 4
+#: For nodes to come back, also where an agent puts a start off.
+_SETTLE_S = 180.0
+#: Disturbed rounds that are made again.
+_MOST_DISTURBED = 10
 _ASSIGNED = re.compile(r"^(\S+)Z INFO agent\.supervisor assigned .*\bgeneration=(\d+)")
 
 
@@ -56,11 +72,19 @@ class Watched:
         self.job_id = cluster.submit(job())
         cluster.wait_step(self.job_id, _SETTLE_STEPS)
         self._known = 0
+        #: When each node's worker was last hit.
+        self._hit_at: dict[str, float] = {}
 
-    def settle(self) -> None:
-        """All nodes train, and have for some steps."""
+    def settle(self, victim: str | None = None) -> None:
+        """All nodes train, and have for some steps, the worker of `victim` long enough for its
+        agent to replace it at once."""
         cluster, nodes = self.cluster, len(self.cluster.agents)
-        cluster.wait(lambda: len(self._planned()) == nodes, "all nodes to train", poll_s=0.2)
+        cluster.wait(
+            lambda: len(self._planned()) == nodes, "all nodes to train", _SETTLE_S, poll_s=0.2
+        )
+        if victim is not None:
+            time.sleep(max(0.0, self._hit_at.get(victim, 0.0) + _AGED_S - time.time()))
+            self._hit_at[victim] = time.time()
         cluster.wait_step(self.job_id, cluster.last_step(self.job_id) + _SETTLE_STEPS)
         self._known = len(cluster.events(self.job_id))
 
@@ -77,6 +101,25 @@ class Watched:
     def first(self, kind: str, what: str) -> Record:
         self.cluster.wait(lambda: bool(self.since(kind)), what)
         return self.since(kind)[0]
+
+    def lost_at(self, node: str) -> float:
+        """Unix time at which the node was declared lost; waits for that."""
+
+        def losses() -> list[Record]:
+            return [event for event in self.since("node_lost") if event["node"] == node]
+
+        self.cluster.wait(lambda: bool(losses()), f"the loss of {node}")
+        return float(losses()[0]["time"])
+
+    def disturbed(self, *victims: str) -> bool:
+        """Whether anything but the `victims` was lost since; says so."""
+        kinds = ("worker_lost", "worker_late", "node_lost", "node_reset", "node_left_out")
+        lost = [event for kind in kinds for event in self.since(kind)]
+        others = [event for event in lost if event["node"] not in victims]
+        if others or len(lost) > len(victims):
+            print(f"disturbed: {[(event['event'], event['node']) for event in lost]}", flush=True)
+            return True
+        return False
 
     def committed_at(self, generation: int) -> float:
         """Unix time of the first step of that or a later generation."""
@@ -110,32 +153,45 @@ def local(mode: str) -> Iterator[Watched]:
 
 def exits(watched: Watched, count: int) -> dict[str, list[float]]:
     known, told = [], []
-    for number in range(count):
-        watched.settle()
-        victim = f"n{number % _NODES + 1}"
+    for victim in _victims(count):
+        watched.settle(victim)
         pid = watched.cluster.worker_pids()[f"{victim}/0"]
         at = time.time()
         os.kill(pid, signal.SIGKILL)
         lost = watched.first("worker_lost", "the loss")
         made = watched.first("reconfigured", "the recovery")
+        if watched.disturbed(victim):
+            continue
         others = [name for name in watched.cluster.agents if name != victim]
         known.append(float(lost["time"]) - at)
         told.append(watched.told_at(int(made["to_generation"]), others) - at)
+        if len(known) == count:
+            break
     return {"exit: the master knows": known, "exit: the survivors are told": told}
 
 
 def stops(watched: Watched, count: int) -> dict[str, list[float]]:
     flagged, committed = [], []
-    for number in range(count):
-        watched.settle()
-        pid = watched.cluster.worker_pids()[f"n{number % _NODES + 1}/0"]
+    for victim in _victims(count):
+        watched.settle(victim)
+        pid = watched.cluster.worker_pids()[f"{victim}/0"]
         at = time.time()
         os.kill(pid, signal.SIGSTOP)
         lost = watched.first("worker_lost", "the verdict")
         made = watched.first("reconfigured", "the recovery")
+        if watched.disturbed(victim):
+            continue
         flagged.append(float(lost["time"]) - at)
         committed.append(watched.committed_at(int(made["to_generation"])) - at)
+        if len(flagged) == count:
+            break
     return {"stop: the master knows": flagged, "stop: the next step is committed": committed}
+
+
+def _victims(count: int) -> Iterator[str]:
+    """In turn; more than `count`, for those rounds that are made again."""
+    rounds = count + _MOST_DISTURBED if count else 0
+    return (f"n{number % _NODES + 1}" for number in range(rounds))
 
 
 def pause(watched: Watched, seconds: float) -> int:
@@ -152,17 +208,25 @@ def pause(watched: Watched, seconds: float) -> int:
 
 
 def silences(mode: str, count: int) -> dict[str, list[float]]:
-    declared = []
+    declared: list[float] = []
     with NetCluster(_NODES, master_options=["--detection", mode]) as cluster:
         watched = Watched(cluster)
-        for number in range(count):
+        turns = _victims(count)
+        for victims in zip(*[turns] * _SILENT, strict=False):
             watched.settle()
-            victim = f"n{number % _NODES + 1}"
-            at = time.time()
-            cluster.net.unplug(victim)
-            lost = watched.first("node_lost", "the loss")
-            declared.append(float(lost["time"]) - at)
-            cluster.net.plug(victim)
+            silent_at = {}
+            for victim in victims:
+                silent_at[victim] = time.time()
+                cluster.net.unplug(victim)
+                time.sleep(_APART_S)
+            found = [watched.lost_at(victim) - at for victim, at in silent_at.items()]
+            disturbed = watched.disturbed(*victims)
+            for victim in victims:
+                cluster.net.plug(victim)
+            if not disturbed:
+                declared += found
+            if len(declared) >= count:
+                break
     return {"silent host: declared": declared}
 
 
@@ -181,17 +245,18 @@ def quantile(ordered: Sequence[float], q: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=["balanced"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--exits", type=int, default=20)
     parser.add_argument("--stops", type=int, default=5)
-    parser.add_argument("--hosts", type=int, default=10)
+    parser.add_argument("--hosts", type=int, default=20)
     parser.add_argument("--pause", type=float, default=30.0, help="0: none")
     arguments = parser.parse_args()
     print(f"{'mode':<10}{'seconds':<36}{'n':>4}  {'p50':>8}  {'p99':>8}  {'max':>8}")
     for mode in arguments.modes:
+        share = _WAN_SHARE if mode == "wan" else 1
         with local(mode) as watched:
             tell(mode, exits(watched, arguments.exits))
-            tell(mode, stops(watched, arguments.stops))
+            tell(mode, stops(watched, -(-arguments.stops // share)))
             if arguments.pause:
                 found = pause(watched, arguments.pause)
                 print(
@@ -202,7 +267,7 @@ def main() -> None:
         if problem := network.unusable():
             print(f"{mode:<10}silent host: not measured ({problem})")
         else:
-            tell(mode, silences(mode, arguments.hosts))
+            tell(mode, silences(mode, -(-arguments.hosts // share)))
 
 
 if __name__ == "__main__":

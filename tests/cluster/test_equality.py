@@ -115,6 +115,18 @@ def job_text(
     return job if output is None else {**job, "output": str(output)}
 
 
+#: Keeps the job BEYOND where it is until its first plan is no more.
+BEYOND = "beyond"
+HELD: dict[str, object] = {
+    "worker": {"node": "n4", "slot": 0},
+    "point": "before:Forward",
+    "job": BEYOND,
+    "generation": 1,
+    "step": 8,
+    "action": "hold",
+}
+
+
 @functools.cache
 def reference(precision: str, steps: int) -> ReferenceRun:
     return train_reference(parse_job(json.dumps(job_text("reference", precision, steps))))
@@ -131,7 +143,7 @@ def fault_plan() -> list[dict[str, object]]:
         }
         for case in CASES
         for victim, point, step, action in case.faults
-    ]
+    ] + [HELD]
 
 
 @pytest.fixture(scope="module")
@@ -196,3 +208,35 @@ def test_training_is_the_same(
         expected.weights,
         rtol=WEIGHT_TOLERANCE[precision],
     )
+
+
+def test_more_nodes_at_once_than_a_plan_can_lose_cost_steps_and_no_more(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    make_whole(cluster, {"n1", "n2", "n3", "n4"})
+    steps, saved = 12, 5
+    output = tmp_path / "weights"
+    job = job_text(BEYOND, "fp64", steps, output=output)
+    checkpoint = {"path": str(tmp_path / "saved"), "every": saved, "at_end": False}
+    job_id = cluster.submit({**job, "checkpoint": checkpoint})
+    cluster.wait_step(job_id, 7)
+    cluster.wait(lambda: bool(cluster.events(job_id, "checkpoint_saved")), "a checkpoint")
+    status = cluster.status(job_id)
+    assert status["can_lose"] == 1
+    # All that hold the first layers.
+    victims = [pipeline["nodes"][0] for pipeline in status["plan"]["pipelines"]]
+    assert len(victims) == 2
+    assert "n4" not in victims
+    cluster.kill_nodes(*victims)
+    assert cluster.wait_end(job_id) == "succeeded", cluster.end_of(job_id)
+
+    (restored,) = cluster.events(job_id, "restored")
+    assert (restored["step"], restored["lost_steps"]) == (saved, 7 - saved)
+    assert {event["node"] for event in cluster.events(job_id, "node_lost")} == set(victims)
+    expected = reference("fp64", steps)
+    metrics = cluster.metrics(job_id)
+    assert [line["step"] for line in metrics] == list(range(1, steps + 1))
+    assert [line["loss"] for line in metrics] == pytest.approx(
+        [step.loss for step in expected.steps], rel=LOSS_TOLERANCE["fp64"], abs=0
+    )
+    assert_same_weights(read_output(output), expected.weights, rtol=WEIGHT_TOLERANCE["fp64"])

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -140,34 +141,74 @@ def test_two_workers_on_each_node(wide_cluster: LocalCluster, text: str) -> None
     go_on(cluster, job_id)
 
 
-def test_master_killed_and_restarted_adopts_the_job(tmp_path: Path, text: str) -> None:
-    with LocalCluster(2, state_dir=tmp_path / "state") as cluster:
-        job_id = cluster.submit(job(text))
-        cluster.wait_step(job_id, 5)
-        pids = cluster.worker_pids()
-        os.kill(cluster.master_pid, signal.SIGKILL)
-        master = subprocess.Popen(
-            [
-                str(BIN / "oobleck-master"),
-                "--listen",
-                cluster.address,
-                "--state-dir",
-                str(cluster.state_dir),
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            step = cluster.last_step(job_id)
-            cluster.wait_step(job_id, step + 20)
-            cluster.wait(lambda: cluster.worker_pids() == pids, "all agents back", poll_s=0.3)
-            assert cluster.status(job_id)["generation"] == 1
-            assert cluster.events(job_id, "reconfigured") == []
-            steps = [line["step"] for line in cluster.metrics(job_id)]
-            assert steps == list(range(1, len(steps) + 1))
-        finally:
-            master.terminate()
-            master.wait(timeout=PATIENCE_S)
+#: Streams end soon after an agent says nothing more, and leases long after.
+LASTING = [
+    *("--ping-every-s=1", "--ping-timeout-s=1", "--lease-s=100", "--return-s=100"),
+    *("--hang-s=100", "--stall-s=100", "--meeting-s=100"),
+]
+
+
+@pytest.fixture(scope="module")
+def lasting_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    state_dir = tmp_path_factory.mktemp("lasting") / "state"
+    options = [f"--master-flag={flag}" for flag in LASTING]
+    with LocalCluster(2, state_dir=state_dir, options=options) as cluster:
+        yield cluster
+
+
+def test_an_agent_that_is_stopped_for_less_than_the_lease_is_no_loss(
+    lasting_cluster: LocalCluster, text: str
+) -> None:
+    cluster = lasting_cluster
+    job_id = cluster.submit(job(text, fault_tolerance=1))
+    cluster.wait_step(job_id, 5)
+    pids, agent = cluster.worker_pids(), cluster.agents["n2"]
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        away = "the master to miss the agent"
+        cluster.wait(lambda: cluster.live() == {"n1"}, away, poll_s=0.1)
+        go_on(cluster, job_id)
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    cluster.wait(lambda: cluster.live() == {"n1", "n2"}, "the agent back", poll_s=0.1)
+    go_on(cluster, job_id)
+    assert cluster.worker_pids() == pids
+    assert cluster.status(job_id)["generation"] == 1
+    assert cluster.events(job_id, "node_lost") == []
+    cluster.oobleck("cancel", job_id)
+
+
+def test_master_killed_and_restarted_adopts_the_job(
+    lasting_cluster: LocalCluster, text: str
+) -> None:
+    cluster = lasting_cluster
+    job_id = cluster.submit(job(text))
+    cluster.wait_step(job_id, 5)
+    pids = cluster.worker_pids()
+    os.kill(cluster.master_pid, signal.SIGKILL)
+    master = subprocess.Popen(
+        [
+            str(BIN / "oobleck-master"),
+            "--listen",
+            cluster.address,
+            "--state-dir",
+            str(cluster.state_dir),
+            *LASTING,
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        step = cluster.last_step(job_id)
+        cluster.wait_step(job_id, step + 20)
+        cluster.wait(lambda: cluster.worker_pids() == pids, "all agents back", poll_s=0.3)
+        assert cluster.status(job_id)["generation"] == 1
+        assert cluster.events(job_id, "reconfigured") == []
+        steps = [line["step"] for line in cluster.metrics(job_id)]
+        assert steps == list(range(1, len(steps) + 1))
+    finally:
+        master.terminate()
+        master.wait(timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
