@@ -6,7 +6,7 @@ before; then the event itself, by what it is about; then what follows for the no
 
 from dataclasses import replace
 
-from oobleck.master import cordon, jobfold, nodefold, planfold, trust
+from oobleck.master import jobfold, nodefold, planfold, trust
 from oobleck.master.desired import next_version, set_desired
 from oobleck.master.events import Event, JournalCut, Journaled, MasterStarted
 from oobleck.master.incident import LastIncident
@@ -14,7 +14,6 @@ from oobleck.master.incidentrecord import summary_of
 from oobleck.master.investigate import closes, incident_after
 from oobleck.master.job import ENDED
 from oobleck.master.jobseen import JobSeen
-from oobleck.master.node import NodeSeen
 from oobleck.master.nodeevents import NodeEvent
 from oobleck.master.observations import Observed
 from oobleck.master.observe import observe
@@ -69,8 +68,7 @@ def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> Non
 
 def _observe_anew(state: ClusterState, now: float, unix: float) -> None:
     for node in state.nodes.values():
-        node.seen = NodeSeen(last_heard=now, awaited=True)
-        cordon.restarted(node, now, unix)
+        nodefold.restarted(node, now, unix)
     for job in state.jobs.values():
         job.seen = JobSeen(since=now, committed_step=job.resumed_step)
         if job.measuring is not None:

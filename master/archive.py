@@ -76,6 +76,17 @@ class Archive:
         """The job's metrics are complete, but for what may come late."""
         self._ended.add(job_id)
 
+    def forget(self, job_id: JobId) -> None:
+        """The job's files are complete, and stay."""
+        self.write()
+        if self.storage.problem:  # some of it may still wait
+            return
+        self.events.forget(job_id)
+        self._evaluations.pop(job_id, None)
+        self._ended.discard(job_id)
+        if (metrics := self._metrics.pop(job_id, None)) is not None:
+            metrics.close()
+
     def write(self) -> None:
         """Put what waits on disk, unless that failed and nothing has changed since."""
         if self.storage.problem:

@@ -94,6 +94,7 @@ def _host(state: ClusterState, job: Job) -> NodeName | None:
         return None
     store = job.made.rendezvous.store
     for name in job.members:
-        if any(worker.store == store for worker in state.nodes[name].seen.status.workers):
+        node = state.nodes.get(name)  # one of a job that has ended may be forgotten
+        if node and any(worker.store == store for worker in node.seen.status.workers):
             return name
     return None

@@ -130,6 +130,14 @@ class JobCancelled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 JobEnded = JobSucceeded | JobFailed | JobCancelled
+
+
+class JobForgotten(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The job ended long ago: its files alone tell of it from now on."""
+
+    job_id: JobId
+
+
 JobEvent = (
     JobSubmitted
     | JobCancelRequested
@@ -143,4 +151,5 @@ JobEvent = (
     | SaveProblem
     | JobRestored
     | JobEnded
+    | JobForgotten
 )

@@ -11,6 +11,7 @@ from oobleck.master.jobevents import (
     JobCancelRequested,
     JobEvent,
     JobFailed,
+    JobForgotten,
     JobPutBack,
     JobRestored,
     JobStarted,
@@ -30,6 +31,7 @@ def fold(state: ClusterState, event: JobEvent, now: float, unix: float) -> None:
         case JobSubmitted():
             state.jobs[event.job_id] = _submitted(event, unix)
             state.requests[event.request_id] = event.job_id
+            state.submissions += 1
         case JobCancelRequested():
             state.jobs[event.job_id].cancel_requested = True
         case CheckpointRequested():
@@ -42,6 +44,8 @@ def fold(state: ClusterState, event: JobEvent, now: float, unix: float) -> None:
             _measure(state.jobs[event.job_id], event, now)
         case JobSucceeded() | JobFailed() | JobCancelled():
             _end(state, state.jobs[event.job_id], event, unix)
+        case JobForgotten():
+            del state.requests[state.jobs.pop(event.job_id).request_id]
 
 
 def _submitted(event: JobSubmitted, unix: float) -> Job:

@@ -13,7 +13,7 @@ from oobleck.master.apply import apply
 from oobleck.master.archive import Archive
 from oobleck.master.config import MasterConfig
 from oobleck.master.events import JournalCut, Journaled, MasterStarted
-from oobleck.master.jobevents import JobEnded, JobRestored, ProfileChosen
+from oobleck.master.jobevents import JobEnded, JobForgotten, JobRestored, ProfileChosen
 from oobleck.master.journal import Journal, Snapshot
 from oobleck.master.narrate import tell
 from oobleck.master.observations import EvaluationReceived, Observed, RecordsReceived
@@ -128,6 +128,8 @@ class Ledger:
         for job_id, record in records_of(self.state, event, unix):
             self.archive.events.add(job_id, record, unix)
         self.dirty |= apply(self.state, event, now=now, unix=unix)
+        if isinstance(event, JobForgotten):
+            self.archive.forget(event.job_id)
         if isinstance(event, JobRestored) and event.resumed:
             self.archive.metrics(event.job_id).start_after(event.restored.step)
 

@@ -34,6 +34,8 @@ class NodeSeen:
     ready_at: float | None = None
     #: When its quarantine ends, by this master's clock.
     release_at: float | None = None
+    #: Since when it is lost, by this master's clock.
+    lost_at: float | None = None
     #: What its agent had on the way when its newest session began; see `Registration`.
     running: Assignment | None = None
 
@@ -90,8 +92,9 @@ class Node:
     facts: NodeFacts
     #: False: lost.
     registered: bool = True
-    #: Why it is lost.
+    #: Why it is lost, and since when (Unix time).
     reason: str = ""
+    lost_at: float = 0.0
     #: Workers of before its loss must go first.
     stale_workers: bool = False
     #: None: it may get work.

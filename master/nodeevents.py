@@ -148,6 +148,12 @@ class NodeUndrained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_id: str
 
 
+class NodeForgotten(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The node was lost long ago, and nothing that is known of it counts any more."""
+
+    node: NodeName
+
+
 NodeEvent = (
     NodeRegistered
     | NodeCleared
@@ -161,4 +167,5 @@ NodeEvent = (
     | NodeQuarantined
     | NodeReleased
     | NodeUndrained
+    | NodeForgotten
 )

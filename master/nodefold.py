@@ -11,6 +11,7 @@ from oobleck.master.nodeevents import (
     NodeDrained,
     NodeDrainRequested,
     NodeEvent,
+    NodeForgotten,
     NodeKept,
     NodeLeftOut,
     NodeLost,
@@ -50,6 +51,18 @@ def fold(state: ClusterState, event: NodeEvent, now: float, unix: float) -> None
             NodeDrainRequested() | NodeKept() | NodeUndrained() | NodeQuarantined() | NodeReleased()
         ):
             cordon.fold(state, event, now, unix)
+        case NodeForgotten():
+            del state.nodes[event.node]
+            for job in state.jobs.values():
+                cordon.forgive(job, event.node)
+
+
+def restarted(node: Node, now: float, unix: float) -> None:
+    """Another master process goes on, and knows nothing but what is journaled."""
+    node.seen = NodeSeen(last_heard=now, awaited=True)
+    if not node.registered:
+        node.seen.lost_at = now - max(0.0, unix - node.lost_at)
+    cordon.restarted(node, now, unix)
 
 
 def _register(state: ClusterState, event: NodeRegistered, now: float) -> None:
@@ -85,6 +98,7 @@ def _lose_node(state: ClusterState, event: NodeLost, now: float, unix: float) ->
         cordon.note_failure(node, event.reason, unix)
     node.registered = False
     node.reason = event.reason
+    node.lost_at, node.seen.lost_at = unix, now
     node.stale_workers = False
     node.seen.session = None
     job = state.job

@@ -17,6 +17,7 @@ from oobleck.master import (
     plans,
     quarantine,
     replacing,
+    retention,
     saves,
     stalls,
     turns,
@@ -104,4 +105,6 @@ _RULES: tuple[Rule, ...] = (
     stalls.rouse,
     draining.move_off,
     plans.join,
+    retention.forget_nodes,
+    retention.forget_jobs,
 )

@@ -74,7 +74,7 @@ class Requests:
     def _new_job_id(self, spec: JobSpec) -> JobId:
         """One that no folder of an earlier job has either, whatever became of its journal."""
         jobs = self._ledger.state.jobs
-        number = len(jobs) + 1
+        number = self._ledger.state.submissions + 1
         while True:
             job_id = JobId(f"{spec.name[:_NAME_IN_ID]}-{number}")
             if job_id not in jobs and not self._config.job_directory(job_id).exists():

@@ -28,6 +28,8 @@ class ClusterState:
     #: In the order of submission.
     jobs: dict[JobId, Job] = field(default_factory=dict)
     requests: dict[str, JobId] = field(default_factory=dict)
+    #: How many there ever were.
+    submissions: int = 0
     #: The ids of the last requests about nodes.
     node_requests: deque[str] = field(default_factory=lambda: deque(maxlen=_KNOWN_REQUESTS))
     #: Stored measurements by key; observed, since the files are the truth.

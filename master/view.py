@@ -128,11 +128,13 @@ def tokens_per_s(recent: Sequence[StepRecord]) -> float:
 
 
 def _reason(state: ClusterState, job: Job, timing: Detection, now: float) -> str:
+    if job.state in ENDED:
+        return job.reason
     way, silent = job.seen.way, job.unanswered()
     if way is not None and silent and now - way.pushed_at > _SLOW_ANSWER_S:
         return f"{job.reason}; no answer so far from {', '.join(map(str, silent))}"
     here = all(state.nodes[name].connected for name in job.members)
-    if here and job.state not in ENDED and (again := meetings.told_in(job, timing, now)):
+    if here and (again := meetings.told_in(job, timing, now)):
         return again
     return job.reason or _passing_reason(state, job)
 
@@ -150,7 +152,7 @@ def _passing_reason(state: ClusterState, job: Job) -> str:
     if job.state == "starting":
         return _start_reason(state, job)
     away = [name for name in job.members if not state.nodes[name].connected]
-    if away and job.state not in ENDED:
+    if away:
         return f"not connected, and lost if that lasts: {', '.join(away)}"
     return ""
 

@@ -54,6 +54,7 @@ from oobleck.master.nodeevents import (
     NodeCleared,
     NodeDrained,
     NodeDrainRequested,
+    NodeForgotten,
     NodeKept,
     NodeLeftOut,
     NodeLost,
@@ -927,7 +928,7 @@ def told(event: Journaled) -> str:
             return f"{name} {event.node}: {event.reason}{', forced' if event.force else ''}"
         case NodeDrained():
             return f"{name} {event.node}" + (f", {event.job_id} loses it" if event.job_id else "")
-        case NodeCleared():
+        case NodeCleared() | NodeForgotten():
             return f"{name} {event.node}"
         case JobWaiting():
             return f"{name} {event.job_id}: {'; '.join(event.causes)}"
