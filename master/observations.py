@@ -130,20 +130,23 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     cut: bool
 
 
-Observed = (
-    StreamOpened
-    | AgentRefused
-    | StreamClosed
-    | StatusReceived
-    | WorkerExitReported
+WorkerWord = (
+    WorkerExitReported
     | WorkerHungReported
     | PhaseReported
     | PeerLostReported
     | WorkerFailedReported
     | MeasurementReported
     | SaveReported
+)
+Observed = (
+    StreamOpened
+    | AgentRefused
+    | StreamClosed
+    | StatusReceived
     | ProfilesFound
     | RecordsReceived
     | EvaluationReceived
     | Tick
+    | WorkerWord
 )
