@@ -27,6 +27,7 @@ from oobleck.master.state import ClusterState
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.reconfigure import can_lose
 from oobleck.proto.types import NodeFacts, NodeStatus, WorkerStatus
 
 FAULT_TOLERANCE = 2
@@ -79,7 +80,7 @@ class Cluster:
             nodes_lost=(),
             workers_lost=(),
             nodes_joined=(),
-            can_lose=planning.can_lose(plan),
+            can_lose=can_lose(plan),
             worker_slots=workers,
             detect_s=0.0,
         )

@@ -9,13 +9,13 @@ made with those who are there, as after a loss.
 
 from collections.abc import Iterable, Mapping
 
-from oobleck.master import planning
 from oobleck.master.decision import Decision, Look
 from oobleck.master.job import ENDED, Job
 from oobleck.master.node import Node
 from oobleck.master.planevents import PlanFound, PlanMade
 from oobleck.master.state import ClusterState
 from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
+from oobleck.planner.reconfigure import can_lose
 from oobleck.proto.types import Assignment
 
 
@@ -82,7 +82,7 @@ def _adopted(
         nodes_lost=tuple(sorted(before - set(plan.nodes))),
         workers_lost=(),
         nodes_joined=tuple(node for node in plan.nodes if node not in before),
-        can_lose=planning.can_lose(plan),
+        can_lose=can_lose(plan),
         worker_slots=first.facts.worker_slots,
         detect_s=0.0,
         leaving=newest.leaving,

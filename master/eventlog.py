@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from oobleck.master.jsonlines import recover
-from oobleck.master.records import Record
+from oobleck.master.planrecords import Record
 from oobleck.master.storage import append, storing
 from oobleck.planner.codec import decode
 from oobleck.planner.ids import JobId

@@ -11,6 +11,7 @@ from oobleck.master.sightings import carried
 from oobleck.master.state import ClusterState
 from oobleck.planner.ids import Generation, Incarnation, WorkerId
 from oobleck.planner.plan import Plan
+from oobleck.planner.reconfigure import can_lose
 
 
 def next_generation(look: Look, job: Job) -> Generation:
@@ -56,7 +57,7 @@ def plan_made(
         nodes_lost=tuple(loss.node for loss in job.losses if not isinstance(loss, WorkerLost)),
         workers_lost=tuple(loss.worker for loss in job.losses if isinstance(loss, WorkerLost)),
         nodes_joined=tuple(node for node in plan.nodes if node not in before),
-        can_lose=planning.can_lose(plan),
+        can_lose=can_lose(plan),
         worker_slots=_slots(look.state, plan),
         detect_s=detect_s,
         leaving=leaving,

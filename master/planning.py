@@ -20,19 +20,10 @@ from oobleck.planner.errors import LayerLost, ModelTooLarge, PlanInfeasible
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.plan import Plan
 from oobleck.planner.profile import Profile
-from oobleck.planner.reconfigure import Reconfiguration, can_lose
+from oobleck.planner.reconfigure import Reconfiguration
 from oobleck.planner.steptime import worker_peak_bytes
 from oobleck.planner.transfer import Shard, ShardTable, plan_shards, require_holders
 from oobleck.planner.units import count
-
-__all__ = [
-    "can_lose",
-    "check_enough",
-    "first_plan",
-    "idle_slots",
-    "next_plan",
-    "predicted_bytes",
-]
 
 A = TypeVar("A", Made, Changed)
 

@@ -1,145 +1,23 @@
-"""Rules about plans: the first one, and each later one after losses, doubts and joins."""
+"""Rules about later plans: after losses, doubts and joins.
 
-from collections.abc import Iterable
+A job's first plan is `oobleck.master.starting`'s. Must not know how plans are made.
+"""
 
-from oobleck.master import (
-    draining,
-    fitness,
-    isolation,
-    meetings,
-    planning,
-    profiling,
-    replacing,
-)
+from oobleck.master import draining, fitness, isolation, meetings, planning, replacing
 from oobleck.master.decision import Decision, Look
 from oobleck.master.job import Job
-from oobleck.master.jobevents import JobFailed, JobStarted, JobWaiting
 from oobleck.master.losses import lost_workers
 from oobleck.master.making import is_up, next_generation, plan_made
 from oobleck.master.node import Node
 from oobleck.master.nodeevents import NodeDrained, NodeLost, NodeReset, WorkerLost
 from oobleck.master.planevents import Cause
 from oobleck.master.state import ClusterState
+from oobleck.master.waiting import names, wait
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.plan import Plan
-from oobleck.planner.units import count
 
 #: Nodes keep a join waiting for at most so many settle times.
 _MOST_SETTLES = 3
-
-
-def start(look: Look) -> Decision | None:
-    """Plan generation 1 once every node that may still get ready is."""
-    state, job = look.state, look.state.job
-    if job is None or job.made is not None:
-        return None
-    ready, unlike = fitness.like_data(
-        state, [node for node in state.candidates(job) if state.is_ready(node, job)]
-    )
-    timeout_s = look.timing.start_timeout_s
-    pending: list[Node] = []
-    given_up: list[Node] = []
-    for node in state.candidates(job):
-        if not state.is_ready(node, job):
-            (pending if _start_deadline(look, node) > look.now else given_up).append(node)
-    here = [node for node in pending if not _is_away(look, node)]
-    try:
-        if len(here) < len(pending) and _enough(job, [*ready, *here]):
-            pending = here
-        _check_enough(job, [*ready, *pending])
-        if job.state == "waiting for nodes":
-            return Decision(actions=(JobStarted(job_id=job.id),), reason="enough nodes are here")
-        if pending:
-            return Decision(
-                wake_at=min(_look_again(look, node) for node in pending),
-                reason=f"nodes get ready for {job.id}: {_names(pending)}",
-            )
-        if (first := profiling.before_plan(look, job, ready)) is not None:
-            return first
-        plan = planning.first_plan(look, job, ready, next_generation(look, job))
-    except PlanInfeasible as infeasible:
-        if planning.never_fits(job, state.candidates(job)):
-            reason = "; ".join(infeasible.causes)
-            return Decision(actions=(JobFailed(job_id=job.id, reason=reason),), reason=reason)
-        if given_up and (start := _still_starting(look, job, [*ready, *pending], given_up)):
-            return start
-        late = f"not ready after {timeout_s:g} s: {_names(given_up)}"
-        other = f"{_names(unlike)}: {fitness.OTHER_DATA}"
-        more = (*([late] if given_up else []), *([other] if unlike else []))
-        return _wait(state, job, infeasible, *more)
-    reason = f"{count(len(ready), 'node')} {'is' if len(ready) == 1 else 'are'} ready"
-    if idle := planning.idle_slots(plan, ready[0].facts.worker_slots):
-        reason += f"; {idle}"
-    event = plan_made(look, job, plan, boundary=False, cause="start", rule="start", reason=reason)
-    out = [fitness.left_out(job, node, fitness.OTHER_DATA) for node in unlike]
-    return Decision(actions=(*out, event), reason=reason)
-
-
-def _still_starting(look: Look, job: Job, nodes: list[Node], late: list[Node]) -> Decision | None:
-    """Where slow nodes are needed, and do get on, they are waited for."""
-    coming = [
-        node
-        for node in late
-        if node.connected
-        and node.seen.status.job_id == job.id
-        and len(node.seen.status.workers) == node.facts.worker_slots
-    ]
-    if not coming or not _enough(job, [*nodes, *coming]):
-        return None
-    if job.state == "waiting for nodes":
-        return Decision(actions=(JobStarted(job_id=job.id),), reason="enough nodes get ready")
-    return Decision(reason=f"slow, but they get ready: {_names(coming)}")
-
-
-def _start_deadline(look: Look, node: Node) -> float:
-    """Until when the first plan waits for the node."""
-    since = look.now if node.seen.assigned_at is None else node.seen.assigned_at
-    return since + look.timing.start_timeout_s
-
-
-def _look_again(look: Look, node: Node) -> float:
-    """When waiting for the node may come to an end."""
-    closed_at = node.seen.closed_at
-    if closed_at is None or _is_away(look, node):
-        return _start_deadline(look, node)
-    return min(_start_deadline(look, node), closed_at + look.timing.away_s)
-
-
-def _is_away(look: Look, node: Node) -> bool:
-    """Whether its agent's stream has ended for so long that the others need not wait for it."""
-    closed_at = node.seen.closed_at
-    return closed_at is not None and look.now >= closed_at + look.timing.away_s
-
-
-def _check_enough(job: Job, nodes: list[Node]) -> None:
-    """Raises PlanInfeasible. To measure a model, any node is enough."""
-    if job.profile_only and nodes:
-        return
-    planning.check_enough(job, nodes)
-
-
-def _enough(job: Job, nodes: list[Node]) -> bool:
-    try:
-        _check_enough(job, nodes)
-    except PlanInfeasible:
-        return False
-    return True
-
-
-def _names(nodes: Iterable[Node]) -> str:
-    return ", ".join(sorted(node.facts.node for node in nodes))
-
-
-def _wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) -> Decision:
-    out = (f"{node} is left out: {why}" for node, why in sorted(job.left_out.items()))
-    slots = state.worker_slots(job) or 0
-    others = [n for n in state.nodes.values() if n.connected and n.facts.worker_slots != slots]
-    idle = f"kept idle: {_names(others)}, because the job uses nodes with {count(slots, 'worker')}"
-    causes = (*infeasible.causes, *more, *([idle] if others else []), *out)
-    reason = "; ".join(causes)
-    if job.state == "waiting for nodes" and job.reason == reason:
-        return Decision(reason=reason)
-    return Decision(actions=(JobWaiting(job_id=job.id, causes=causes),), reason=reason)
 
 
 def lose_workers(look: Look) -> Decision | None:
@@ -163,7 +41,7 @@ def replan(look: Look) -> Decision | None:
     members = [state.nodes[name] for name in job.members]
     away = [node for node in members if not node.connected]
     if away:
-        return Decision(reason=f"{_names(away)}: back, or lost after the lease, before planning")
+        return Decision(reason=f"{names(away)}: back, or lost after the lease, before planning")
     unready = [node for node in members if not state.is_ready(node, job)]
     coming = replacing.coming(state, job, unready) if job.losses and not again else []
     missing = [node for node in unready if node not in coming]
@@ -174,9 +52,9 @@ def replan(look: Look) -> Decision | None:
     try:
         found = draining.next_plan(look, job, live)
     except PlanInfeasible as infeasible:
-        return patience or _wait(state, job, infeasible)
+        return patience or wait(state, job, infeasible)
     if not any(is_up(state, worker) for worker in found.plan.workers):
-        return Decision(reason=f"{_names(coming)}: to be up before planning")
+        return Decision(reason=f"{names(coming)}: to be up before planning")
     if job.state == "waiting for nodes":
         # Those that come back after the same disturbance come back together.
         due = max(node.seen.ready_at or look.now for node in live) + look.timing.join_settle_s
@@ -189,9 +67,9 @@ def replan(look: Look) -> Decision | None:
     if lost is not None:
         reason += f"; {lost}, so that all go back to the newest checkpoint"
     if coming:
-        reason += f"; a process is being started on {_names(coming)}"
+        reason += f"; a process is being started on {names(coming)}"
     if missing:
-        reason += f"; no replacement was ready in time on {_names(missing)}"
+        reason += f"; no replacement was ready in time on {names(missing)}"
     cause = _cause(job, found.plan)
     if cause == "worker lost" and (end := meetings.enough(look, job, _worker_losses(job))):
         return end
@@ -215,7 +93,7 @@ def _for_replacements(look: Look, job: Job, missing: list[Node]) -> Decision | N
     due = job.seen.declared_at + look.timing.replacement_grace_s
     if look.now >= due:
         return None
-    return Decision(wake_at=due, reason=f"{_names(missing)}: replacement to come")
+    return Decision(wake_at=due, reason=f"{names(missing)}: replacement to come")
 
 
 def _unanswered(job: Job) -> bool:

@@ -20,6 +20,7 @@ from oobleck.master import (
     retention,
     saves,
     stalls,
+    starting,
     turns,
 )
 from oobleck.master.answering import AtOnce
@@ -98,7 +99,7 @@ _RULES: tuple[Rule, ...] = (
     fitness.leave_out,
     plans.lose_workers,
     replacing.give_up_late,
-    plans.start,
+    starting.start,
     plans.replan,
     plans.regroup,
     turns.give_way,

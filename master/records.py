@@ -4,8 +4,6 @@ Pure: the same journal gives the same lines, so that a restarted master can tell
 file lacks. Must not know files; `oobleck.master.eventlog` numbers and writes the lines.
 """
 
-from collections.abc import Mapping
-
 from oobleck.master.cordon import CordonEvent
 from oobleck.master.events import JournalCut, Journaled
 from oobleck.master.incidentrecord import record as incident_record
@@ -38,13 +36,10 @@ from oobleck.master.nodeevents import (
     NodeUndrained,
     WorkerLost,
 )
-from oobleck.master.planevents import FirstStepCommitted, PlanMade, Transition
+from oobleck.master.planevents import FirstStepCommitted, PlanMade
+from oobleck.master.planrecords import Record, end_records, plan_records
 from oobleck.master.state import ClusterState
-from oobleck.planner.ids import Generation, JobId
-from oobleck.planner.plan import Plan
-
-#: `event` and the fields that go with it.
-Record = Mapping[str, object]
+from oobleck.planner.ids import JobId
 
 
 def records_of(state: ClusterState, event: Journaled, unix: float) -> list[tuple[JobId, Record]]:
@@ -103,9 +98,9 @@ def _records_of(state: ClusterState, event: Journaled) -> list[tuple[JobId, Reco
         case JobPutBack():
             return [(event.job_id, {"event": "put_back", "instead": event.instead})]
         case PlanMade():
-            return [(event.job_id, record) for record in _plan_records(state, event)]
+            return [(event.job_id, record) for record in plan_records(state, event)]
         case FirstStepCommitted() | JobSucceeded() | JobFailed() | JobCancelled():
-            return [(event.job_id, record) for record in _end_records(state, event)]
+            return [(event.job_id, record) for record in end_records(state, event)]
         case _:
             return []
 
@@ -208,92 +203,3 @@ def _save_record(event: CheckpointPublished | SaveProblem | JobRestored) -> Reco
                 "lost_steps": event.lost_steps,
                 "generation": restored.generation,
             }
-
-
-def _plan_records(state: ClusterState, event: PlanMade) -> list[Record]:
-    job = state.jobs[event.job_id]
-    if job.made is None:
-        return [
-            {
-                "event": "started",
-                "reason": event.reason,
-                "generation": event.plan.generation,
-                "pipelines": pipelines(event.plan),
-                "can_lose": event.can_lose,
-            }
-        ]
-    return _reconfigured(job, event.overtaken, superseded_by=event.plan.generation)
-
-
-def _end_records(
-    state: ClusterState, event: FirstStepCommitted | JobSucceeded | JobFailed | JobCancelled
-) -> list[Record]:
-    job = state.jobs[event.job_id]
-    records = _reconfigured(job, event.transition)
-    match event:
-        case FirstStepCommitted():
-            pass
-        case JobSucceeded():
-            succeeded: dict[str, object] = {"event": "succeeded", "generation": job.generation}
-            if event.missing_steps:
-                succeeded["missing_steps"] = event.missing_steps
-            records.append(succeeded)
-        case JobFailed():
-            failed = {"event": "failed", "generation": job.generation, "reason": event.reason}
-            records.append(failed)
-        case JobCancelled():
-            records.append({"event": "cancelled", "generation": job.generation})
-    return records
-
-
-def _reconfigured(
-    job: Job, transition: Transition | None, superseded_by: Generation | None = None
-) -> list[Record]:
-    """How the newest generation of `job` came about; nothing for the first one."""
-    made, before = job.made, job.before
-    if transition is None or made is None or before is None:
-        return []
-    record: dict[str, object] = {
-        "event": "reconfigured",
-        "from_generation": before.generation,
-        "to_generation": made.plan.generation,
-        "cause": made.cause,
-        "rule": made.rule,
-        "reason": made.reason,
-        "nodes_lost": made.nodes_lost,
-        "workers_lost": [str(worker) for worker in made.workers_lost],
-        "nodes_joined": made.nodes_joined,
-        "boundary": made.boundary,
-        "phases": transition.phases,
-        "total_s": transition.total_s,
-        "redo_step": transition.redo_step,
-        "rolled_forward": transition.rolled_forward,
-        "salvaged_microbatches": transition.salvaged_microbatches,
-        "received_bytes": transition.received_bytes,
-        "pipelines_before": pipelines(before),
-        "pipelines_after": pipelines(made.plan),
-        "can_lose": made.can_lose,
-    }
-    if superseded_by is not None:
-        record["superseded_by"] = superseded_by
-    if transition.unanswered:
-        record["unanswered"] = [str(worker) for worker in transition.unanswered]
-    if transition.master_restarted:
-        record["master_restarted"] = True
-    return [record]
-
-
-def pipelines(plan: Plan) -> list[list[dict[str, object]]]:
-    """Per pipeline its stages: node, first and last layer, and number of workers."""
-    return [
-        [
-            {
-                "node": stage.workers[0].node,
-                "first_layer": stage.first_layer,
-                "last_layer": stage.last_layer,
-                "workers": len(stage.workers),
-            }
-            for stage in pipeline.stages
-        ]
-        for pipeline in plan.pipelines
-    ]

@@ -20,6 +20,7 @@ from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, ResourceSpec, TrainingSpec
 from oobleck.planner.profile import LayerProfile, Links, Profile
+from oobleck.planner.reconfigure import can_lose
 from oobleck.planner.templates import tied_templates
 from oobleck.proto.types import NodeFacts, NodeStatus, WorkerStatus
 
@@ -95,7 +96,7 @@ def trained_job(
         nodes_lost=(),
         workers_lost=(),
         nodes_joined=(),
-        can_lose=planning.can_lose(plan),
+        can_lose=can_lose(plan),
         worker_slots=nodes[0].facts.worker_slots,
         detect_s=0.0,
     )

@@ -1,0 +1,27 @@
+"""A job that no plan is possible for waits for nodes, and says what for."""
+
+from collections.abc import Iterable
+
+from oobleck.master.decision import Decision
+from oobleck.master.job import Job
+from oobleck.master.jobevents import JobWaiting
+from oobleck.master.node import Node
+from oobleck.master.state import ClusterState
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.units import count
+
+
+def names(nodes: Iterable[Node]) -> str:
+    return ", ".join(sorted(node.facts.node for node in nodes))
+
+
+def wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) -> Decision:
+    out = (f"{node} is left out: {why}" for node, why in sorted(job.left_out.items()))
+    slots = state.worker_slots(job) or 0
+    others = [n for n in state.nodes.values() if n.connected and n.facts.worker_slots != slots]
+    idle = f"kept idle: {names(others)}, because the job uses nodes with {count(slots, 'worker')}"
+    causes = (*infeasible.causes, *more, *([idle] if others else []), *out)
+    reason = "; ".join(causes)
+    if job.state == "waiting for nodes" and job.reason == reason:
+        return Decision(reason=reason)
+    return Decision(actions=(JobWaiting(job_id=job.id, causes=causes),), reason=reason)
