@@ -6,6 +6,10 @@ from pathlib import Path
 from oobleck.host.detection import Detection
 
 
+class Unusable(Exception):
+    """What the settings name cannot be used; the text is one line with the flag and the fix."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MasterConfig:
     #: HOST:PORT that the service binds to; port 0: any free one.

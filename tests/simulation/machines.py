@@ -24,13 +24,13 @@ from oobleck.agent.session import Session
 from oobleck.agent.supervisor import Supervisor
 from oobleck.host.endpoint import Endpoint
 from oobleck.host.messages import Fork, FromWorker, Launch, ToWorker
-from oobleck.master.__main__ import locked
 from oobleck.master.answering import AtOnce
 from oobleck.master.config import MasterConfig
 from oobleck.master.events import Journaled
 from oobleck.master.journal import Journal
 from oobleck.master.loop import Master
 from oobleck.master.questions import Answer, Answers, Question
+from oobleck.master.statelock import locked
 from oobleck.master.storage import StorageFailed
 from oobleck.planner.ids import Incarnation, NodeName
 

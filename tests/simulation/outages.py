@@ -9,7 +9,8 @@ from collections.abc import Callable
 from simulation.world import World
 
 from oobleck.master import crash
-from oobleck.master.__main__ import Unusable, locked
+from oobleck.master.config import Unusable
+from oobleck.master.statelock import locked
 from oobleck.planner.ids import NodeName
 
 
