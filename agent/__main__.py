@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
-import psutil
 
 from oobleck.agent.address import check_own_address
 from oobleck.agent.config import DRAIN_GRACE_S, AgentConfig
 from oobleck.agent.crew import new_incarnation
 from oobleck.agent.enrol import Denied, Holder, choose_way, join, read_join_token
+from oobleck.agent.memory import total_memory
 from oobleck.agent.outbox import Outbox
 from oobleck.agent.session import Session
 from oobleck.agent.supervisor import Supervisor
@@ -109,14 +109,6 @@ def read_faults(path: Path) -> tuple[FaultRule, ...]:
         return decode(tuple[FaultRule, ...], path.read_bytes())
     except ValueError as error:
         raise ValueError(f"--fault-plan {path}: give a JSON list of faults; {error}") from error
-
-
-def total_memory() -> int:
-    """Bytes of RAM that this host (or the control group that it is confined to) has."""
-    total: int = psutil.virtual_memory().total
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    return total if text == "max" else min(total, int(text))
 
 
 def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:

@@ -1,12 +1,30 @@
-"""Whether the kernel has ended processes of this agent for want of memory.
+"""The memory that this agent and its workers share: how much it is, and whether it has run out.
 
-A process that the kernel ends so looks like any other that got SIGKILL; only a counter of the
-control group that the agent and its workers are in, or else of the whole host, tells.
+A control group may have less than the host. A process that the kernel ends for want of memory looks
+like any other that got SIGKILL; only a counter of the control group that the agent and its workers
+are in, or else of the whole host, tells.
 """
 
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import psutil
 
 _ROOT = Path("/")
+
+
+def total_memory(root: Path = _ROOT) -> int:
+    """Bytes that this host has, or the control group that it is confined to, or one above that.
+
+    Sources: memory.max (control groups, version 2) and memory.limit_in_bytes (version 1).
+    """
+    limits = [int(psutil.virtual_memory().total)]
+    for folder, group, files in _groups(root):
+        for above in (group, *group.parents):
+            text = _read(folder / above.relative_to("/") / files["limit"]).strip()
+            if text.isdigit():  # not "max"
+                limits.append(int(text))
+    return min(limits)
 
 
 def kernel_kills(root: Path = _ROOT) -> int:
@@ -16,28 +34,33 @@ def kernel_kills(root: Path = _ROOT) -> int:
     Sources: memory.events (control groups, version 2) and memory.oom_control (version 1), then
     /proc/vmstat.
     """
-    for path in (*_of_group(root), root / "proc/vmstat"):
-        try:
-            lines = path.read_text().splitlines()
-        except OSError:  # another version, or not shown in this container
-            continue
-        for line in lines:
+    counted = [
+        folder / group.relative_to("/") / files["kills"] for folder, group, files in _groups(root)
+    ]
+    for path in (*counted, root / "proc/vmstat"):
+        for line in _read(path).splitlines():
             name, _, value = line.partition(" ")
             if name == "oom_kill" and value.isdigit():
                 return int(value)
     return 0
 
 
-def _of_group(root: Path) -> list[Path]:
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
+def _groups(root: Path) -> Iterator[tuple[Path, PurePosixPath, dict[str, str]]]:
+    """Where the control groups of each version stand, which one is ours, and its files."""
+    lines = _read(root / "proc/self/cgroup").splitlines()
     groups = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
     folder = root / "sys/fs/cgroup"
-    found = []
     if "" in groups:
-        found.append(folder / groups[""].lstrip("/") / "memory.events")
+        files = {"limit": "memory.max", "kills": "memory.events"}
+        yield folder, PurePosixPath(groups[""]), files
     if "memory" in groups:
-        found.append(folder / "memory" / groups["memory"].lstrip("/") / "memory.oom_control")
-    return found
+        files = {"limit": "memory.limit_in_bytes", "kills": "memory.oom_control"}
+        yield folder / "memory", PurePosixPath(groups["memory"]), files
+
+
+def _read(path: Path) -> str:
+    """Empty where the file is of another version, or not shown in this container."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
