@@ -89,10 +89,12 @@ class Tally:
 
     def recovered(self, struck_at: float) -> float:
         """Take note of a fault that is over; the longest time without a commit since."""
-        times = [at for at, _ in self.commits]
-        begin = max((at for at in times if at <= struck_at), default=struck_at)
-        after = [begin, *(at for at in times if at > struck_at)]
-        gap_s = max((b - a for a, b in pairwise(after)), default=0.0)
+        before = [commit for commit in self.commits if commit[0] <= struck_at]
+        after = before[-1:] + [commit for commit in self.commits if commit[0] > struck_at]
+        # While the master is away steps are committed that are seen only later, all at once.
+        step_s = self.step_s
+        gaps_s = (b - a - (to - at - 1) * step_s for (a, at), (b, to) in pairwise(after))
+        gap_s = max(gaps_s, default=0.0)
         self.gaps_s.append(gap_s)
         return gap_s
 

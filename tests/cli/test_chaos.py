@@ -59,6 +59,17 @@ def test_time_that_stood_still_or_was_lost_is_not_useful() -> None:
     assert third == "90.0 % of the time in useful steps"
 
 
+def test_steps_that_were_committed_unseen_are_no_standstill() -> None:
+    tally = Tally(began_at=0.0)
+    for step in range(1, 11):
+        tally.committed(step, float(step))
+    tally.committed(18, 18.5)  # the master was away, and training went on
+    for step in range(19, 30):
+        tally.committed(step, step + 0.5)
+    assert tally.recovered(struck_at=10.2) == pytest.approx(1.5)
+    assert tally.useful(now=30.0) == pytest.approx(1 - 0.5 / 30)
+
+
 def test_only_processes_of_this_machine_and_of_that_agent_are_struck() -> None:
     me = pb.NodeInfo(node="n1", hostname=socket.gethostname(), pid=os.getpid())
     assert not is_here(pb.NodeInfo(node="n1", hostname="elsewhere", pid=os.getpid()))
