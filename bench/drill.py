@@ -17,7 +17,7 @@ from bench.goodput import Cost, Span
 from bench.netcluster import NetCluster
 
 #: For anything that a cluster has to do; far more than it ever takes, also on a loaded machine.
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 #: Steps that a settled job has to commit.
 _STEPS = 3
 

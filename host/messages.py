@@ -68,7 +68,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
     #: cpu, or cuda:N with the N-th GPU that the worker sees.
     device: str = "cpu"
     #: After so long without a sign of life its kernel takes another one's host for gone.
-    silence_s: float = 8.0
+    silence_s: float = 5.0
     faults: tuple[FaultRule, ...] = ()
     #: For drills: copy tensors through buffers as between GPUs without NCCL.
     stage_everything: bool = False
