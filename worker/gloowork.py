@@ -5,10 +5,12 @@ for it waits on, and keeps its tensor. In C++ the operation has an `abort` that 
 (torch/csrc/distributed/c10d/ProcessGroupGloo.hpp, SendWork and RecvWork); it is called here through
 its symbol. What is called is checked first: the object that pybind11 keeps must have the table of
 virtual functions of one of these classes. In a torch that is made otherwise nothing is called, and
-the wait ends with the operation's time-out. Must not know transports.
+the log says so: the wait is given up then (`waiting`), and its thread and its group are there until
+the operation's time-out. Must not know transports.
 """
 
 import ctypes
+import logging
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -16,24 +18,38 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import Work
 
+log = logging.getLogger(__name__)
+
 _KINDS = ("8SendWork", "8RecvWork")
 #: In front of what a table's users refer to: the offset to the top and the type's description.
 _TABLE_START = 2 * ctypes.sizeof(ctypes.c_void_p)
 
 
+#: Where torch has the classes.
+LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+
+
 @cache
-def _aborts() -> Mapping[int, Callable[[int], None]]:
-    """By the address of an operation's table of virtual functions: how it is aborted."""
+def aborts(library: Path) -> Mapping[int, Callable[[int], None]]:
+    """By the address of an operation's table of virtual functions: how it is aborted.
+
+    Nothing where `library` is not there or lacks what is called; the log says so, once.
+    """
     try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        loaded = ctypes.CDLL(str(library))
         found = {}
         for kind in _KINDS:
             name = f"N4c10d16ProcessGroupGloo{kind}"
-            table = ctypes.addressof(ctypes.c_char.in_dll(library, f"_ZTV{name}E"))
-            abort = library[f"_Z{name}5abortEv"]
+            table = ctypes.addressof(ctypes.c_char.in_dll(loaded, f"_ZTV{name}E"))
+            abort = loaded[f"_Z{name}5abortEv"]
             abort.argtypes, abort.restype = [ctypes.c_void_p], None
             found[table + _TABLE_START] = abort
-    except (OSError, AttributeError, ValueError):
+    except (OSError, AttributeError, ValueError) as error:
+        log.warning(
+            "this torch does not let waits for gloo's messages be ended; one that a loss cuts off "
+            "keeps its thread and its group until its time-out",
+            extra={"torch": str(torch.__version__), "reason": error},
+        )
         return {}
     return found
 
@@ -52,7 +68,7 @@ def end_wait(work: Work) -> bool:
     if not isinstance(work, Work) or type(work).__basicsize__ <= object.__basicsize__:
         return False
     address = _address_at(id(work) + object.__basicsize__)
-    abort = _aborts().get(_address_at(address)) if address else None
+    abort = aborts(LIBRARY).get(_address_at(address)) if address else None
     if abort is None:
         return False
     abort(address)

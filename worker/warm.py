@@ -37,6 +37,7 @@ from oobleck.host.messages import (
 from oobleck.host.process import die_with_parent
 from oobleck.worker import process, stacks
 from oobleck.worker.control import Control
+from oobleck.worker.gloowork import LIBRARY, aborts
 from oobleck.worker.heap import keep_freed_memory
 from oobleck.worker.models import registry
 
@@ -159,6 +160,7 @@ def main() -> None:
     # The agent decides when this ends; a Ctrl-C in its terminal is the agent's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     agent = socket.socket(fileno=os.dup(0))
+    aborts(LIBRARY)  # where that is not to be had, one line of the node says so, before any loss
     keep_freed_memory()
     keep_pages()
     with contextlib.suppress(BrokenPipeError):  # the agent ended while it was being told something

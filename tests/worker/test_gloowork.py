@@ -6,11 +6,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, ProcessGroupGloo
 
+from oobleck.worker import gloowork
 from oobleck.worker.errors import TransportError
 from oobleck.worker.gloowork import end_wait
 from oobleck.worker.rendezvous import Place, StoreServer
@@ -108,3 +110,28 @@ def test_messages_that_an_abort_cuts_off_leave_nothing(
     with nothing_left_behind():
         for number in range(1, ROUNDS):
             round_of(number)
+
+
+@pytest.mark.parametrize("library", ["libc10.so", "none.so"])
+def test_with_a_torch_that_is_made_otherwise_the_wait_is_given_up_and_the_log_says_so(
+    servers: list[StoreServer],
+    pool: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    library: str,
+) -> None:
+    monkeypatch.setattr(gloowork, "LIBRARY", gloowork.LIBRARY.with_name(library))
+    first, _second = groups(servers, pool, library)
+    work = first.recv([torch.zeros(1)], 1, 0)  # type: ignore[attr-defined]
+    waits = Waits()
+    waiting = pool.submit(waits.run, partial(work.wait, HOUR), end=partial(end_wait, work))
+    waits.release()
+    with pytest.raises(TransportError, match="given up"):
+        waiting.result(60)
+    assert not end_wait(work)
+    (line,) = caplog.records
+    assert "does not let waits for gloo's messages be ended" in line.getMessage()
+    assert library in str(vars(line)["reason"])
+    monkeypatch.undo()
+    assert end_wait(work)
+    waits.close()

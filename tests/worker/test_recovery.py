@@ -138,15 +138,33 @@ def test_killed_within_a_step_rolls_back_and_redoes_it(
         check(cluster, undisturbed)
 
 
-def test_survivor_without_the_vote_rolls_forward(
-    warm: WarmWorkers, undisturbed: dict[int, float | None]
+@pytest.mark.parametrize(
+    "point", ["before:standings", "after:transfer", "after:Forward", "before:Backward", "reduced"]
+)
+def test_killed_before_any_step_is_committed(
+    warm: WarmWorkers, undisturbed: dict[int, float | None], point: str
 ) -> None:
-    # a has put its share into the vote but never reads the result; the others commit step 3 with
-    # it, and e dies after that. a holds the reduced gradients of step 3 and must apply them.
-    with Director(warm, job(), [fault("a", "voting", action="hold")]) as cluster:
+    with Director(warm, job(), [fault("e", point, step=None)]) as cluster:
         cluster.start("a", "b", "c", "d", "e")
         cluster.assign(FIVE)
-        cluster.wait(lambda: len(cluster.records.get(3, ())) == 4, "step 3 of all but a")
+        cluster.wait(lambda: is_gone(cluster, "e"), "the scripted kill")
+        cluster.assign(WITHOUT_E)
+        cluster.wait_finished(WITHOUT_E)
+        cluster.stop()
+        assert {r.generation for records in cluster.records.values() for r in records} == {2}
+        check(cluster, undisturbed)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_survivor_without_the_vote_rolls_forward(
+    warm: WarmWorkers, undisturbed: dict[int, float | None], step: int
+) -> None:
+    # a has put its share into the vote but never reads the result; the others commit the step with
+    # it, and e dies after that. a holds the step's reduced gradients and must apply them.
+    with Director(warm, job(), [fault("a", "voting", step=step, action="hold")]) as cluster:
+        cluster.start("a", "b", "c", "d", "e")
+        cluster.assign(FIVE)
+        cluster.wait(lambda: len(cluster.records.get(step, ())) == 4, "the step of all but a")
         cluster.kill("e")
         cluster.assign(WITHOUT_E)
         cluster.wait_finished(WITHOUT_E)
@@ -156,7 +174,7 @@ def test_survivor_without_the_vote_rolls_forward(
             for message in cluster.said(worker, PhaseReached, WITHOUT_E.generation)
             if isinstance(message, PhaseReached) and message.phase == "joined"
         }
-        assert {message.committed_step for message in joined.values()} == {3}
+        assert {message.committed_step for message in joined.values()} == {step}
         assert {name for name, m in joined.items() if m.rolled_forward} == {"a/0"}
         cluster.stop()
         check(cluster, undisturbed)

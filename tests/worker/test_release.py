@@ -33,7 +33,11 @@ WAITS = {
     "transfer": "sending",
     "receive and sums": "before:Backward",
     "vote": "reduced",
+    "handover's groups": "before:connect",
+    "handover": "before:transfer",
 }
+#: Where the victim must have come to hold something in a generation before.
+SETTLED = {"transfer", "handover's groups", "handover"}
 #: Of a group of three in use.
 _GROUP_DESCRIPTORS, _GROUP_THREADS = 6, 4
 #: The words of a wait that nothing but its limit of time has ended.
@@ -66,6 +70,20 @@ def far_host() -> Iterator[tuple[Host, WarmWorkers]]:
         yield host, warm
 
 
+def strikes(victims: dict[str, str], action: str) -> Iterator[FaultRule]:
+    """At each victim, where the others are to wait for it, in the generation that `Drill` means."""
+    generation = 1
+    for victim, wait in victims.items():
+        generation += 2 if wait in SETTLED else 1
+        yield FaultRule(
+            worker=WorkerId(NodeName(victim), 0),
+            point=WAITS[wait],
+            generation=Generation(generation),
+            action=action,  # type: ignore[arg-type]
+        )
+        generation += 1  # without it
+
+
 class Drill:
     """A cluster that loses one worker after the other."""
 
@@ -90,9 +108,13 @@ class Drill:
         cluster = self._cluster
         store_of = victim if wait == "victim's store" else None
         cluster.assign(self._plan([("c", 2), (victim, 3)]), store_of=store_of)
-        if wait == "transfer":  # once it holds what the others need
+        if wait in SETTLED:
             self._step_of(self._generation)
-            cluster.assign(self._plan([("c", 4), (victim, 1)]))
+            if wait == "transfer":
+                cluster.assign(self._plan([("c", 4), (victim, 1)]))
+            else:
+                left = self._plan([("c", 5)])
+                cluster.assign(left, boundary=True, leaving=[victim], handover=True)
         cluster.wait(lambda: cluster.has_faulted(f"{victim}/0"), f"{victim} is caught")
         self._lose(victim)
         held_up = Generation(self._generation)
@@ -162,14 +184,7 @@ def test_whoever_waits_for_a_lost_peer_is_released(
 
     action = {"killed": "kill_worker", "stopped": "stop", "cut off": "hold"}[fault]
     with Director(warm, job, address=far[0].near if far else "127.0.0.1") as cluster:
-        cluster.faults = tuple(
-            FaultRule(
-                worker=WorkerId(NodeName(victim), 0),
-                point=WAITS[wait],
-                action=action,  # type: ignore[arg-type]
-            )
-            for victim, wait in victims.items()
-        )
+        cluster.faults = tuple(strikes(victims, action))
         cluster.start(*SURVIVORS)
         cluster.start(*victims, at=(far[1], far[0].far) if far else None)
         drill = Drill(cluster, lose)
