@@ -203,7 +203,7 @@ class Agent:
             environment={},
         )
         surroundings = world.surroundings(name)
-        incarnation = new_incarnation(surroundings)
+        incarnation = self.incarnation = new_incarnation(surroundings)
         endpoint = Endpoint(address="master:1")
         self.outbox = Outbox(incarnation)
         self.supervisor = Supervisor(
@@ -325,6 +325,9 @@ class WatchedJournal(Journal):
             super().commit()
         finally:
             self._world.disk.journal_writes = False
+        other = self._world.live_master
+        if waiting and other is not None and other.journal is not self:
+            self._world.watch.broken("two masters decide")
         for event in waiting:
             self._world.watch.journaled(event)
         if dies:

@@ -9,7 +9,7 @@ from oobleck.host.messages import Assign
 from oobleck.master.events import Journaled
 from oobleck.master.jobevents import JobCancelled, JobFailed, JobSucceeded
 from oobleck.master.planevents import PlanMade
-from oobleck.planner.ids import Generation, JobId, WorkerId
+from oobleck.planner.ids import Generation, Incarnation, JobId, WorkerId
 from oobleck.planner.transfer import LayerLost, Shard, require_holders
 from oobleck.worker.rejoin import Agreement
 
@@ -98,11 +98,13 @@ class Watch:
         self._made_at: dict[tuple[JobId, Generation], float] = {}
         self.ends: dict[JobId, Journaled] = {}
         self._versions: dict[str, int] = {}
+        #: Newest generation that each start of an agent was told of.
+        self._told: dict[tuple[Incarnation, JobId], int] = {}
         #: How many events of each kind were journaled.
         self.facts: Counter[str] = Counter()
         self._look_at = 0.0
         self._looked_at = (0, 0)
-        self._counted: set[tuple[JobId, Generation]] = set()
+        self._counted: set[tuple[JobId, Generation, int]] = set()
 
     def broken(self, text: str) -> None:
         self._world.note(f"BROKEN: {text}")
@@ -110,7 +112,8 @@ class Watch:
             self.problem = Broken(text)
 
     def journaled(self, event: Journaled) -> None:
-        """One plan per generation and one end per job, over all lives of the master."""
+        """One plan per generation and one end per job, over all lives of the master, of which
+        one decides at a time."""
         self.sequence += 1
         self.facts[type(event).__name__] += 1
         self._world.note_decision(event)
@@ -134,9 +137,14 @@ class Watch:
                 pass
 
     def assigned(self, agent: "Agent", desired: Any) -> None:
-        """Agents are told only of what is journaled."""
+        """Agents are told only of what is journaled, and of nothing older than before."""
         part = desired.part if desired is not None else None
         if part is not None:
+            key = agent.incarnation, desired.job_id
+            before = self._told.get(key, 0)
+            self._told[key] = part.plan.generation
+            if part.plan.generation < before:
+                self.broken(f"{agent.name} was told of a plan that {before} had come after")
             made = self.plans.get((desired.job_id, part.plan.generation))
             if made is None or made.plan != part.plan or made.rendezvous != part.rendezvous:
                 self.broken(f"{agent.name} was told of a plan that was not made")
@@ -205,7 +213,7 @@ class Watch:
         if job is None or job.made is None or job.state != "running" or job.losses:
             return
         plan, made = job.made.plan, job.made
-        key = job.id, plan.generation
+        key = job.id, plan.generation, job.seen.furthest_step
         if key in self._counted or job.stepped != plan.generation:
             return
         live = {t.incarnation: t for t in self._world.trainers()}
