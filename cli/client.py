@@ -153,9 +153,12 @@ class Master:
         return self._stream(self._stub.Events, pb.EventsRequest(job_id=job_id, follow=follow))
 
     def logs(
-        self, job_id: str, *, follow: bool, node: str | None, rank: int | None
+        self, job_id: str, *, follow: bool, node: str | None, rank: int | None, since: str = ""
     ) -> Iterator[pb.LogLine]:
-        request = pb.LogsRequest(job_id=job_id, follow=follow, node=node or "", rank=rank)
+        """`since`: the time of a line, from which on they are told."""
+        request = pb.LogsRequest(
+            job_id=job_id, follow=follow, node=node or "", rank=rank, since=since
+        )
         return self._stream(self._stub.Logs, request)
 
     # ---- certificates

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from oobleck.cli import text
+from oobleck.cli.away import AWAY_S
 from oobleck.cli.client import Master, Unreachable
 from oobleck.host.command import CommandFailed
 from oobleck.proto import control_pb2 as pb
 
-#: How long a master may be away before following it ends.
-AWAY_S = 60.0
 #: Between two lines where the output is not a terminal.
 LINE_EVERY_S = 1.0
 

@@ -39,7 +39,8 @@ def drain(name: str, reason: str, wait: bool, force: bool, master: Endpoint) -> 
     No step is lost or done again. Where a job cannot go on without the node, it is kept until it
     can, or the drain is forced. Asked again, nothing changes.
     """
-    from oobleck.cli.client import Master
+    from oobleck.cli.away import Away
+    from oobleck.cli.client import Master, Unreachable
 
     if len(reason) > MOST_REASON:
         raise CommandFailed(f"--reason: is longer than {MOST_REASON} characters", USAGE)
@@ -47,11 +48,19 @@ def drain(name: str, reason: str, wait: bool, force: bool, master: Endpoint) -> 
         raise CommandFailed("--reason: is one line, of characters that can be printed", USAGE)
     with Master(master) as connection:
         told = _tell(connection.drain(name, reason, force=force))
-        while wait and (info := _find(connection, name)).state not in ("drained", "lost"):
+        away = Away()
+        away.answered()
+        while wait:
+            try:
+                info = _find(connection, name)
+            except Unreachable as unreachable:
+                away.wait(unreachable)
+                continue
+            away.answered()
             told = _tell(info, told)
+            if info.state in ("drained", "lost"):
+                break
             time.sleep(_POLL_S)
-        if wait:
-            _tell(_find(connection, name), told)
 
 
 @node.command()

@@ -137,8 +137,8 @@ def profile(
         check_weights(job)
     with interrupts(), _measuring_master(master) as found:
         # gRPC comes after the daemons have been started: a fork beside its threads is not safe.
+        from oobleck.cli.away import AWAY_S
         from oobleck.cli.client import Master
-        from oobleck.cli.follow import AWAY_S
 
         with Master(found) as connection:
             # One that this command has started does not come back.

@@ -88,11 +88,15 @@ def events(job_id: str, follow: bool, incidents: bool, master: Endpoint, as_json
     """Show what happened to a job, oldest first: losses, reconfigurations, the end. A failure that
     is over is told in full: root cause, who saw it first, seconds per phase, what it cost."""
     from oobleck.cli import incident, text
+    from oobleck.cli.away import follow_events
     from oobleck.cli.client import Master
 
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     with Master(master) as connection:
-        for record in connection.events(job_id, follow=follow):
+        records = (
+            follow_events(connection, job_id) if follow else connection.events(job_id, follow=False)
+        )
+        for record in records:
             event = json.loads(record.json)
             of_incident = event["event"] == "incident"
             if incidents and not of_incident:
@@ -116,19 +120,25 @@ def events(job_id: str, follow: bool, incidents: bool, master: Endpoint, as_json
     help="Only rank N of the current plan.",
 )
 @master_option
-@json_option("One JSON object {node, slot, line} per line.")
+@json_option("One JSON object {node, slot, line, time} per line.")
 def logs(
     job_id: str, follow: bool, node: str | None, rank: int | None, master: Endpoint, as_json: bool
 ) -> None:
     """Show what a job's workers print, behind the name of the worker."""
     from oobleck.cli import text
+    from oobleck.cli.away import follow_logs
     from oobleck.cli.client import Master
 
     with Master(master) as connection:
         if node is not None and node not in (known := _nodes_of(connection, job_id)):
             names = ", ".join(known) or "none yet"
             raise CommandFailed(f"no such node in this job: {node}; it has {names}", NO_SUCH_THING)
-        for entry in connection.logs(job_id, follow=follow, node=node, rank=rank):
+        lines = (
+            follow_logs(connection, job_id, node=node, rank=rank)
+            if follow
+            else connection.logs(job_id, follow=False, node=node, rank=rank)
+        )
+        for entry in lines:
             line = f"{entry.node}/{entry.slot}  {entry.line}"
             click.echo(json.dumps(text.plain(entry)) if as_json else line)
 

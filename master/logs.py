@@ -77,8 +77,9 @@ class LogStore:
         finally:
             self._followers.discard(follower)
 
-    def snapshot(self, job_id: JobId, wanted: Wanted) -> Iterator[Line]:
-        """All lines so far, by time. The files are opened now, and read as the result is."""
+    def snapshot(self, job_id: JobId, wanted: Wanted, since: str = "") -> Iterator[Line]:
+        """All lines so far from the time `since` on, by time. The files are opened now, and read
+        as the result is."""
         opened: list[tuple[WorkerId, BufferedReader, int]] = []
         for path in sorted((self._jobs / job_id / "logs").glob("*.log*")):
             match = _NAME.fullmatch(path.name)
@@ -87,7 +88,8 @@ class LogStore:
             worker = WorkerId(NodeName(match[1]), int(match[2]))
             if wanted(worker):
                 opened.append((worker, open(path, "rb"), path.stat().st_size))  # noqa: SIM115
-        return heapq.merge(*(_read(*entry) for entry in opened), key=lambda line: line.time)
+        merged = heapq.merge(*(_read(*entry) for entry in opened), key=lambda line: line.time)
+        return (line for line in merged if line.time >= since)
 
 
 def _read(worker: WorkerId, file: BufferedReader, size: int) -> Iterator[Line]:

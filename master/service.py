@@ -190,7 +190,7 @@ class OperatorService(rpc.OperatorServicer):
             return not request.node or worker.node == request.node
 
         with self._master.archive.logs.follow(job.id, wanted) as follower:
-            past = self._master.archive.logs.snapshot(job.id, wanted)
+            past = self._master.archive.logs.snapshot(job.id, wanted, request.since)
             while lines := await asyncio.to_thread(_take, past):
                 for line in lines:
                     yield _log_line(line)
@@ -256,4 +256,4 @@ def _take(lines: Iterator[Line]) -> list[Line]:
 
 
 def _log_line(line: Line) -> pb.LogLine:
-    return pb.LogLine(node=line.worker.node, slot=line.worker.slot, line=line.text)
+    return pb.LogLine(node=line.worker.node, slot=line.worker.slot, line=line.text, time=line.time)

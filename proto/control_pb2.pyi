@@ -769,26 +769,30 @@ class EventRecord(_message.Message):
     def __init__(self, json: _Optional[str] = ...) -> None: ...
 
 class LogsRequest(_message.Message):
-    __slots__ = ("job_id", "follow", "node", "rank")
+    __slots__ = ("job_id", "follow", "node", "rank", "since")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     follow: bool
     node: str
     rank: int
-    def __init__(self, job_id: _Optional[str] = ..., follow: _Optional[bool] = ..., node: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
+    since: str
+    def __init__(self, job_id: _Optional[str] = ..., follow: _Optional[bool] = ..., node: _Optional[str] = ..., rank: _Optional[int] = ..., since: _Optional[str] = ...) -> None: ...
 
 class LogLine(_message.Message):
-    __slots__ = ("node", "slot", "line")
+    __slots__ = ("node", "slot", "line", "time")
     NODE_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     LINE_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
     node: str
     slot: int
     line: str
-    def __init__(self, node: _Optional[str] = ..., slot: _Optional[int] = ..., line: _Optional[str] = ...) -> None: ...
+    time: str
+    def __init__(self, node: _Optional[str] = ..., slot: _Optional[int] = ..., line: _Optional[str] = ..., time: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("request", "name")

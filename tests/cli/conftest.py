@@ -1,16 +1,11 @@
 """Real masters and the real command for the tests of this folder; workers without torch."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from support.commands import end, start_master
-
-SUPPORT = Path(__file__).parent.parent / "support"
+from support.commands import end, start_agent, start_master
 
 JOB = """\
 name: {name}
@@ -32,17 +27,7 @@ def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def cluster(tmp_path: Path) -> Iterator[str]:
     """The address of a master with two agents, whose workers only pretend to train."""
     process, address = start_master(tmp_path / "state")
-    environment = {**os.environ, "PYTHONPATH": str(SUPPORT.parent)}
-    agents = [
-        subprocess.Popen(
-            [sys.executable, str(SUPPORT / "standin_agent.py"), address, name, "1"],
-            env=environment,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-        for name in ("n1", "n2")
-    ]
+    agents = [start_agent(address, name) for name in ("n1", "n2")]
     yield address
     for child in [*agents, process]:
         end(child)

@@ -1,5 +1,6 @@
 """Starting the real command and master, for tests."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -42,6 +43,18 @@ def start_master(
     line = process.stdout.readline()
     assert line.startswith("listening on "), line
     return process, line.split()[-1]
+
+
+def start_agent(master: str, name: str) -> subprocess.Popen[str]:
+    """The real agent of one worker, which only pretends to train."""
+    here = Path(__file__).parent
+    return subprocess.Popen(
+        [sys.executable, str(here / "standin_agent.py"), master, name, "1"],
+        env={**os.environ, "PYTHONPATH": str(here.parent)},
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def end(process: subprocess.Popen[str]) -> None:

@@ -1,0 +1,84 @@
+"""Going on with a master that is away for a while, as it is when it is started anew: what a command
+follows is asked for again, nothing is left out, and nothing is told twice.
+
+Only a master that has answered once is waited for: a wrong address is told at once.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+
+import click
+
+from oobleck.cli.client import Master, Unreachable
+from oobleck.proto import control_pb2 as pb
+
+#: How long a master may be away before what follows it ends.
+AWAY_S = 60.0
+#: Between two tries.
+_AGAIN_S = 0.5
+
+
+class Away:
+    """Waits for one master, so long and no longer, and says so once on standard error."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._known = False
+
+    def answered(self) -> None:
+        if self._since is not None:
+            click.echo("oobleck: the master is back", err=True)
+        self._since, self._known = None, True
+
+    def wait(self, unreachable: Unreachable) -> None:
+        """Raises `unreachable` where it was never there, or has been away for too long."""
+        now = time.monotonic()
+        if not self._known:
+            raise unreachable
+        if self._since is None:
+            self._since = now
+            click.echo("oobleck: the master is away; training goes on without it", err=True)
+        if now - self._since > AWAY_S:
+            raise unreachable
+        time.sleep(_AGAIN_S)
+
+
+def follow_events(master: Master, job_id: str) -> Iterator[pb.EventRecord]:
+    """All records of the job until it ends. Raises CommandFailed."""
+    away, told = Away(), 0
+    while True:
+        try:
+            for record in master.events(job_id, follow=True):
+                away.answered()
+                number = int(json.loads(record.json)["id"])
+                if number > told:
+                    told = number
+                    yield record
+            return
+        except Unreachable as unreachable:
+            away.wait(unreachable)
+
+
+def follow_logs(
+    master: Master, job_id: str, *, node: str | None, rank: int | None
+) -> Iterator[pb.LogLine]:
+    """What the job's workers have printed and print until it ends. Raises CommandFailed."""
+    away = Away()
+    away.answered()
+    since, at_once = "", 0  # the time of the newest line, and how many of that time were told
+    while True:
+        known = at_once
+        try:
+            for line in master.logs(job_id, follow=True, node=node, rank=rank, since=since):
+                away.answered()
+                if line.time == since and known:
+                    known -= 1
+                    continue
+                if line.time != since:
+                    since, at_once, known = line.time, 0, 0
+                at_once += 1
+                yield line
+            return
+        except Unreachable as unreachable:
+            away.wait(unreachable)
