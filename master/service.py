@@ -6,8 +6,8 @@ changes and send what is new, so a slow reader costs nobody anything.
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator
-from itertools import islice
+from collections.abc import AsyncIterator, Iterable, Iterator
+from itertools import islice, takewhile
 from typing import Any
 
 import grpc
@@ -32,6 +32,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 #: Of a job file; a model's whole configuration fits many times.
 MOST_JOB_CHARACTERS = 256 << 10
 _REQUEST_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
+#: Names of nodes in an answer about one that is not there.
+_NAMES_TOLD = 8
 #: Lines that are read from log files at a time, outside the event loop's thread.
 _LINES_AT_A_TIME = 1000
 
@@ -153,8 +155,7 @@ class OperatorService(rpc.OperatorServicer):
     async def _node(self, request_id: str, name: str, context: Context) -> NodeName:
         await _check_request_id(request_id, context)
         if NodeName(name) not in self._master.state.nodes:
-            known = ", ".join(sorted(self._master.state.nodes)) or "none yet"
-            text = f"no node {name!r}; known nodes: {known}"
+            text = f"no node {name[:80]!r}; known nodes: {_nearest(name, self._master.state.nodes)}"
             await context.abort(grpc.StatusCode.NOT_FOUND, text)
         return NodeName(name)
 
@@ -214,6 +215,19 @@ class OperatorService(rpc.OperatorServicer):
             text = f"no rank {request.rank}: the job's plan has {len(workers)} workers"
             await context.abort(grpc.StatusCode.NOT_FOUND, text)
         return frozenset({workers[request.rank]})
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Those that begin as `name` does come first: a cluster has more than fit into an answer."""
+
+    def alike(one: str) -> int:
+        return sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, name, strict=False))
+        )
+
+    near = sorted(known, key=lambda one: (-alike(one), one))
+    more = len(near) - _NAMES_TOLD
+    return ", ".join(near[:_NAMES_TOLD]) + (f" and {more} more" if more > 0 else "") or "none yet"
 
 
 async def _check_request_id(request_id: str, context: Context) -> None:

@@ -49,6 +49,12 @@ def test_messages_that_are_too_large_are_refused(running: MasterProcess) -> None
     assert found is grpc.StatusCode.INVALID_ARGUMENT
 
 
+def test_a_long_name_of_nobody_is_told_of_in_a_line(running: MasterProcess) -> None:
+    request = pb.DrainNodeRequest(request_id="1", node="n" * 60_000)
+    found = code_of(running, "/oobleck.Operator/DrainNode", request.SerializeToString())
+    assert found is grpc.StatusCode.NOT_FOUND
+
+
 def test_headers_that_are_too_large_are_refused(running: MasterProcess) -> None:
     path, large = "/oobleck.Operator/ListJobs", "x" * (2 * limits.MOST_METADATA_BYTES)
     found = code_of(running, path, b"", metadata=(("note", large),))
