@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from oobleck.host import pki
-from oobleck.host.address import stays_on_host
+from oobleck.host.address import pinned, stays_on_host
 from oobleck.host.credentials import (
     AUTHORITY,
     CERTIFICATE,
@@ -87,9 +87,9 @@ def choose_way(
         if folder is not None or token is not None:
             raise ValueError("--insecure excludes --credentials and a join token; leave one out")
         check_insecure("--insecure", master)
-        return Holder(master=master, folder=None, credentials=None)
+        return Holder(master=pinned(master), folder=None, credentials=None)
     if folder is None and token is None and stays_on_host(master):
-        return Holder(master=master, folder=None, credentials=None)
+        return Holder(master=pinned(master), folder=None, credentials=None)
     folder = folder or Path.home() / ".oobleck" / "nodes" / name
     credentials = stored(folder)
     if credentials is not None and token is not None and _is_newer(token, credentials):

@@ -30,6 +30,16 @@ def stays_on_host(address: str) -> bool:
     return bool(found) and all(map(_is_loopback, found))
 
 
+def pinned(address: str) -> str:
+    """HOST:PORT by number, for an address that stays on this host: who answers for a name may
+    answer something else later. `localhost` is always this host; what does not resolve stays."""
+    host, port = split_address(address)
+    found = sorted(_addresses(address), key=lambda number: ":" in number)
+    if host == "localhost" or not found:
+        return address
+    return f"[{found[0]}]:{port}" if ":" in found[0] else f"{found[0]}:{port}"
+
+
 def _addresses(address: str) -> list[str]:
     host, port = split_address(address)
     try:

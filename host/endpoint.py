@@ -7,7 +7,7 @@ know gRPC.
 from dataclasses import dataclass
 from pathlib import Path
 
-from oobleck.host.address import leaves_host, stays_on_host
+from oobleck.host.address import leaves_host, pinned, stays_on_host
 from oobleck.host.credentials import Credentials, read_credentials
 
 
@@ -36,7 +36,7 @@ def choose_endpoint(address: str, credentials: Path | None, *, insecure: bool) -
     """Raises ValueError with the flag and the fix."""
     if insecure:
         check_insecure("--insecure", address)
-        return Endpoint(address=address)
+        return Endpoint(address=pinned(address))
     if credentials is not None:
         try:
             return Endpoint(address=address, credentials=read_credentials(credentials))
@@ -48,4 +48,4 @@ def choose_endpoint(address: str, credentials: Path | None, *, insecure: bool) -
             "folder with --credentials or OOBLECK_CREDENTIALS ('oobleck pki init' makes the first "
             "operator's, 'oobleck pki join' makes others from a token)"
         )
-    return Endpoint(address=address)
+    return Endpoint(address=pinned(address))

@@ -25,26 +25,43 @@ MASTER_KEY = "master.key"
 MASTER_LIFE_S = 90 * 86_400.0
 _RENEW_PART = 1 / 3
 
+_FIX = (
+    "restore it from a copy, or make a new authority in another folder with 'oobleck pki init', "
+    "after which all hosts need new credentials"
+)
+
+
+def _key(path: Path) -> pki.Key:
+    """Raises ValueError with the file and the fix."""
+    content = read_secret(path)
+    try:
+        return pki.read_key(content)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: is no key that can be read; {_FIX}") from error
+
+
+def _check_pair(folder: Path, name: str, certificate: bytes, key: pki.Key) -> None:
+    """Raises ValueError with the file and the fix."""
+    try:
+        fits = pki.matches(certificate, key)
+    except ValueError as error:
+        raise ValueError(f"{folder / name}: is no certificate that can be read; {_FIX}") from error
+    if not fits:
+        raise ValueError(f"{folder / name}: is not of the key beside it; {_FIX}")
+
 
 class AuthorityFolder:
     def __init__(self, folder: Path) -> None:
         """Raises ValueError with the file and the fix."""
         self._folder = folder
         certificate = read_file(folder / AUTHORITY)
-        try:
-            self.authority = pki.Authority(
-                certificate, pki.read_key(read_secret(folder / AUTHORITY_KEY))
-            )
-            self._key = pki.read_key(read_secret(folder / MASTER_KEY))
-            self._certificate = read_file(folder / MASTER_CERTIFICATE)
-            self._names = pki.server_names(self._certificate)
-            fits = pki.matches(self._certificate, self._key)
-        except ValueError as error:
-            raise ValueError(
-                f"{folder}: {error}; 'oobleck pki init' makes a folder anew"
-            ) from error
-        if not fits:
-            raise ValueError(f"{folder}: {MASTER_KEY} is not the key of {MASTER_CERTIFICATE}")
+        self._certificate = read_file(folder / MASTER_CERTIFICATE)
+        key = _key(folder / AUTHORITY_KEY)
+        self._key = _key(folder / MASTER_KEY)
+        _check_pair(folder, AUTHORITY, certificate, key)
+        _check_pair(folder, MASTER_CERTIFICATE, self._certificate, self._key)
+        self.authority = pki.Authority(certificate, key)
+        self._names = pki.server_names(self._certificate)
         self._lock = threading.Lock()
 
     def server_credentials(self) -> grpc.ServerCredentials:
