@@ -7,7 +7,7 @@ before; then the event itself, by what it is about; then what follows for the no
 from dataclasses import replace
 
 from oobleck.master import jobfold, nodefold, planfold, trust
-from oobleck.master.desired import next_version, set_desired
+from oobleck.master.desired import follow, next_version
 from oobleck.master.events import Event, JournalCut, Journaled, MasterStarted
 from oobleck.master.incident import LastIncident
 from oobleck.master.incidentrecord import summary_of
@@ -31,7 +31,7 @@ def apply(state: ClusterState, event: Event, *, now: float, unix: float) -> bool
     state.sequence += 1
     _follow_incident(state, event, unix)
     _fold(state, event, now, unix)
-    set_desired(state, now, unix)
+    follow(state, event, now, unix)
     return True
 
 

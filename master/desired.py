@@ -1,48 +1,117 @@
 """What is desired of every node, as it follows from the jobs and the nodes.
 
-The only writer of `Node.desired`. Must not know how it gets to the agents.
+The only writer of `Node.desired`. What is desired of one node hangs on the active job and on that
+node alone, so an event that changes nothing of the job is followed for its own node only. Must not
+know how it gets to the agents.
 """
 
 from dataclasses import replace
 
 from oobleck.master import cordon
+from oobleck.master.events import Event, JournalCut, MasterStarted
+from oobleck.master.job import Job
 from oobleck.master.node import Node
-from oobleck.master.state import ClusterState
+from oobleck.master.nodeevents import NodeRegistered, WorkerLost
+from oobleck.master.state import ClusterState, Wanted
+from oobleck.planner.ids import Generation, JobId, NodeName
 
 
-def set_desired(state: ClusterState, now: float, unix: float) -> None:
-    """Bring every node's desired state in line with its job; a change gets a new version.
+def follow(state: ClusterState, event: Event, now: float, unix: float) -> None:
+    """Bring what is desired of the nodes in line after `event`; a change gets a new version.
 
     Versions follow the calendar, so that they grow even where a journal was lost.
     """
     job = state.job
-    chosen = {node.facts.node for node in state.candidates(job)} if job else set()
-    members = {*job.members, *job.leaving} if job else set()
-    chosen |= {name for name in members if cordon.moves_off(state.nodes[name])}
+    wanted = _wanted(state, job) if job is not None else None
+    before, state.wanted = state.wanted, wanted
+    unchanged = wanted is None if before is None else before.same(wanted)
+    name = _node_of(event)
+    if isinstance(event, MasterStarted | JournalCut) or not unchanged:
+        set_desired(state, now, unix)
+    elif name is not None and (node := state.nodes.get(name)) is not None:
+        member = job is not None and name in {*job.members, *job.leaving}
+        _set(state, node, wanted, member=member, now=now, unix=unix)
+
+
+def set_desired(state: ClusterState, now: float, unix: float) -> None:
+    """Bring what is desired of every node in line."""
+    job = state.job
+    members = {*job.members, *job.leaving} if job is not None else set()
+    state.wanted = _wanted(state, job) if job is not None else None
     for name, node in state.nodes.items():
-        job_id = job.id if job and name in chosen else None
-        generation = job.generation if job and job_id and name in members else None
-        attempt = 0
-        if job and job_id and generation is None and job.measuring is not None:
-            attempt = job.measuring.wish.attempt
-        waits = job is not None and job.save_answered < job.save_request
-        save = job.save_request if job and waits and generation is not None else 0
-        desired = replace(
-            node.desired,
+        _set(state, node, state.wanted, member=name in members, now=now, unix=unix)
+
+
+def _wanted(state: ClusterState, job: Job) -> Wanted:
+    return Wanted(
+        job_id=job.id,
+        slots=state.worker_slots(job),
+        made=job.made,
+        losses=job.losses,
+        on_the_way=job.on_the_way,
+        measuring=job.measuring,
+        save=job.save_request if job.save_answered < job.save_request else 0,
+    )
+
+
+def _node_of(event: Event) -> NodeName | None:
+    """The one node that the event is about."""
+    match event:
+        case NodeRegistered():
+            return event.facts.node
+        case WorkerLost():
+            return event.worker.node
+        case _:
+            node: NodeName | None = getattr(event, "node", None)
+            return node
+
+
+def _set(
+    state: ClusterState,
+    node: Node,
+    wanted: Wanted | None,
+    *,
+    member: bool,
+    now: float,
+    unix: float,
+) -> None:
+    """`member`: the job's newest plan has the node, or still needs it."""
+    desired = node.desired
+    job_id: JobId | None = None
+    generation: Generation | None = None
+    attempt = save = 0
+    if wanted is not None:
+        job = state.jobs[wanted.job_id]
+        candidate = state.is_candidate(node, job, wanted.slots)
+        if candidate or (member and cordon.moves_off(node)):
+            job_id = job.id
+            if member:
+                generation, save = job.generation, wanted.save
+            elif job.measuring is not None:
+                attempt = job.measuring.wish.attempt
+    drained = node.drain is not None and node.drain.done
+    if (
+        desired.job_id != job_id
+        or desired.generation != generation
+        or desired.attempt != attempt
+        or desired.save != save
+        or desired.drained != drained
+    ):
+        if desired.job_id != job_id:
+            node.seen.ready_at = None
+        node.desired = replace(
+            desired,
+            version=next_version(node, unix),
             job_id=job_id,
             generation=generation,
             attempt=attempt,
             save=save,
-            drained=node.drain is not None and node.drain.done,
+            drained=drained,
         )
-        if desired != node.desired:
-            if desired.job_id != node.desired.job_id:
-                node.seen.ready_at = None
-            node.desired = replace(desired, version=next_version(node, unix))
-        if job_id is None:
-            node.seen.assigned_at = None
-        elif node.seen.assigned_at is None:
-            node.seen.assigned_at = now
+    if job_id is None:
+        node.seen.assigned_at = None
+    elif node.seen.assigned_at is None:
+        node.seen.assigned_at = now
 
 
 def next_version(node: Node, unix: float) -> int:

@@ -9,8 +9,10 @@ know the clock, files, gRPC or how decisions are made.
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from oobleck.master.job import Job
+from oobleck.master.job import Job, Loss
+from oobleck.master.jobevents import MeasuringStarted
 from oobleck.master.node import Node
+from oobleck.master.planevents import PlanMade
 from oobleck.master.trust import Trust
 from oobleck.planner.ids import JobId, NodeName, WorkerId
 from oobleck.planner.profile import Profile
@@ -18,6 +20,32 @@ from oobleck.proto.types import Assignment
 
 #: So many of the last requests about nodes are known again when they are repeated.
 _KNOWN_REQUESTS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """All of the active job that what is desired of nodes hangs on."""
+
+    job_id: JobId
+    slots: int | None
+    made: PlanMade | None
+    losses: tuple[Loss, ...]
+    on_the_way: bool
+    measuring: MeasuringStarted | None
+    save: int
+
+    def same(self, other: "Wanted | None") -> bool:
+        """Whether it is the other one. Plans are compared as objects, not by what is in them."""
+        return (
+            other is not None
+            and self.job_id == other.job_id
+            and self.slots == other.slots
+            and self.made is other.made
+            and self.losses is other.losses
+            and self.on_the_way == other.on_the_way
+            and self.measuring is other.measuring
+            and self.save == other.save
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +64,8 @@ class ClusterState:
     profiles: dict[str, Profile] = field(default_factory=dict)
     unusable_profiles: dict[str, str] = field(default_factory=dict)
     active: JobId | None = None
+    #: What the nodes' desired states are in line with.
+    wanted: Wanted | None = field(default=None, repr=False, compare=False)
     #: Who may speak to this master.
     trust: Trust = field(default_factory=Trust)
 
@@ -54,15 +84,18 @@ class ClusterState:
     def candidates(self, job: Job) -> list[Node]:
         """Nodes that may get work of the job, by name."""
         slots = self.worker_slots(job)
-        return [
-            node
-            for _, node in sorted(self.nodes.items())
-            if node.registered
+        nodes = (node for _, node in sorted(self.nodes.items()))
+        return [node for node in nodes if self.is_candidate(node, job, slots)]
+
+    def is_candidate(self, node: Node, job: Job, slots: int | None) -> bool:
+        """Whether the node may get work of the job, which has `slots` workers per node."""
+        return (
+            node.registered
             and not node.stale_workers
             and node.drain is None
             and node.facts.worker_slots == slots
             and node.facts.node not in job.left_out
-        ]
+        )
 
     def is_ready(self, node: Node, job: Job) -> bool:
         """Whether a worker of the job is up in every slot of the node.

@@ -34,6 +34,7 @@ from oobleck.host.messages import (
 from oobleck.master import snapshot
 from oobleck.master.admit import Refusal, admit
 from oobleck.master.apply import apply
+from oobleck.master.desired import set_desired
 from oobleck.master.events import JournalCut, Journaled, MasterStarted
 from oobleck.master.jobevents import (
     CheckpointPublished,
@@ -190,6 +191,14 @@ def facts_of(name: str, life: int, slots: int) -> NodeFacts:
     )
 
 
+def check_desired(state: ClusterState, now: float, unix: float) -> None:
+    """An event is followed for the nodes that it changes something for: so no other lacks it."""
+    before = {name: (node.desired, node.seen.assigned_at) for name, node in state.nodes.items()}
+    set_desired(state, now, unix)
+    after = {name: (node.desired, node.seen.assigned_at) for name, node in state.nodes.items()}
+    assert before == after, "what is desired of nodes was not followed"
+
+
 class Agent:
     """What one agent would say of itself."""
 
@@ -303,6 +312,7 @@ class Player:
             self.records.setdefault(job_id, []).append(record)
         self.journal.append((unix, event))
         apply(self.state, event, now=self.now, unix=unix)
+        check_desired(self.state, self.now, unix)
 
     def _observe(self, event: Observed) -> None:
         apply(self.state, event, now=self.now, unix=UNIX + self.now)

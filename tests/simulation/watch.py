@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from oobleck.agent import outbox as outboxes
 from oobleck.agent.records import LIMIT
 from oobleck.host.messages import Assign
+from oobleck.master.desired import set_desired
 from oobleck.master.events import Journaled
 from oobleck.master.jobevents import JobCancelled, JobFailed, JobSucceeded
 from oobleck.master.planevents import PlanMade
@@ -187,6 +188,7 @@ class Watch:
         if at != self._looked_at and not master.journal.is_behind:
             self._looked_at = at
             self.versions_grow()
+            self.desired_follows()
         self.enough_holders()
 
     def bounded_outboxes(self) -> None:
@@ -205,6 +207,15 @@ class Watch:
             if version < self._versions.get(name, 0):
                 self.broken(f"the assignment of {name} went back to version {version}")
             self._versions[name] = version
+
+    def desired_follows(self) -> None:
+        """Events are followed for the nodes that they change something for: no other lacks it."""
+        assert self._world.master is not None
+        state = self._world.master.core.state
+        before = {name: node.desired for name, node in state.nodes.items()}
+        set_desired(state, self._world.loop.clock, unix=0.0)
+        if before != {name: node.desired for name, node in state.nodes.items()}:
+            self.broken("what is desired of nodes was not followed")
 
     def enough_holders(self) -> None:
         """Where all workers of the plan are in it, it can lose as many nodes as it claims."""
