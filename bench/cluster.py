@@ -155,6 +155,13 @@ class Cluster(ABC):
         """Names of the nodes that the master takes for live."""
         return {name for name, node in self.nodes().items() if node["state"] == "live"}
 
+    def planned(self, job_id: str) -> set[str]:
+        """The nodes of the plan that the job trains by; none while it does not."""
+        status = self.status(job_id)
+        if status["state"] != "running":
+            return set()
+        return {node for pipeline in status["plan"]["pipelines"] for node in pipeline["nodes"]}
+
     @property
     def endpoint(self) -> Endpoint:
         return choose_endpoint(self.address, self.credentials, insecure=self.credentials is None)

@@ -78,21 +78,15 @@ class Watched:
     def settle(self, victim: str | None = None) -> None:
         """All nodes train, and have for some steps, the worker of `victim` long enough for its
         agent to replace it at once."""
-        cluster, nodes = self.cluster, len(self.cluster.agents)
+        cluster, nodes = self.cluster, set(self.cluster.agents)
         cluster.wait(
-            lambda: len(self._planned()) == nodes, "all nodes to train", _SETTLE_S, poll_s=0.2
+            lambda: cluster.planned(self.job_id) == nodes, "all to train", _SETTLE_S, poll_s=0.2
         )
         if victim is not None:
             time.sleep(max(0.0, self._hit_at.get(victim, 0.0) + _AGED_S - time.time()))
             self._hit_at[victim] = time.time()
         cluster.wait_step(self.job_id, cluster.last_step(self.job_id) + _SETTLE_STEPS)
         self._known = len(cluster.events(self.job_id))
-
-    def _planned(self) -> set[str]:
-        status = self.cluster.status(self.job_id)
-        if status["state"] != "running":
-            return set()
-        return {node for pipeline in status["plan"]["pipelines"] for node in pipeline["nodes"]}
 
     def since(self, kind: str) -> list[Record]:
         """Events of that kind since the cluster has settled."""

@@ -9,8 +9,9 @@ the signal and the master's first evidence. `rest` is what the sum of all misses
 the way of the step's record from a worker to the master, and clock noise.
 
 With `--second-loss` a second node kills itself in that phase of the recovery from the first one,
-in turns with recoveries from a single loss in the same cluster, and both times are told: from the
-first signal to the commit of the next step that all who are left then have done.
+or, with `all`, in each phase in turn. Each time follows a recovery from a single loss in the same
+cluster, and both times are told: from the first signal to the commit of the next step that all who
+are left then have done.
 """
 
 import argparse
@@ -18,16 +19,20 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from bench.cluster import LocalCluster, Record
+from bench.cluster import ClusterError, LocalCluster, Record
 
 PHASES = ("notice", "detect", "plan", "abort", "rendezvous", "transfer", "first_step")
 COLUMNS = (*PHASES, "rest", "wall", "step", "beyond")
 WARM_UP_STEPS = 10
 #: Steps between two disturbances, so that the next one meets a settled cluster.
 SETTLE_STEPS = 8
+#: For nodes to come back, on a busy machine.
+_RETURN_S = 180.0
+#: To have a node die in the generation that is meant: others may come between.
+_ATTEMPTS = 3
 #: By the phase of the recovery in which a second node dies, the point of the drill that does it.
 SECOND_LOSS: Mapping[str, str] = {
     "abort": "before:rendezvous",
@@ -83,101 +88,106 @@ def one_kill(cluster: LocalCluster, job_id: str, victim: str) -> dict[str, float
     }
 
 
-def first_step_after(cluster: LocalCluster, job_id: str, generation: int) -> float:
-    """The time at which the first step of that generation, or of a newer one, was committed."""
-    return next(
-        float(record["time"])
-        for record in cluster.metrics(job_id)
-        if int(record["generation"]) >= generation
-    )
-
-
 class TwoLosses:
     """A cluster of which two nodes are lost, the second one in the recovery from the first."""
 
-    def __init__(self, cluster: LocalCluster, job_id: str, point: str, scratch: Path) -> None:
+    def __init__(self, cluster: LocalCluster, job_id: str, scratch: Path) -> None:
         self._cluster = cluster
         self._job_id = job_id
-        self._point = point
-        self._faults = scratch
+        self._faults = scratch / "faults.json"
 
-    def _reconfigured(self) -> list[Record]:
-        return self._cluster.events(self._job_id, "reconfigured")
-
-    def _after(self, count: int, what: str) -> int:
-        """The newest generation, once there are so many records of changes."""
-        self._cluster.wait(lambda: len(self._reconfigured()) >= count, what)
-        return int(self._reconfigured()[-1]["to_generation"])
+    def _planned(self, nodes: Iterable[str]) -> int:
+        """The generation, once it trains on just these nodes."""
+        wanted = set(nodes)
+        self._cluster.wait(
+            lambda: self._cluster.planned(self._job_id) == wanted,
+            f"a plan with {', '.join(sorted(wanted))}",
+            timeout_s=_RETURN_S,
+            poll_s=0.1,
+        )
+        return int(self._cluster.status(self._job_id)["generation"])
 
     def _settle(self) -> None:
         step = self._cluster.last_step(self._job_id)
         self._cluster.wait_step(self._job_id, step + SETTLE_STEPS)
 
+    def _stood_still(self, since: float, generation: int) -> float:
+        """Seconds until the first step of that generation, or of a newer one."""
+
+        def steps() -> list[float]:
+            lines = self._cluster.metrics(self._job_id)
+            return [float(r["time"]) for r in lines if int(r["generation"]) >= generation]
+
+        self._cluster.wait(lambda: bool(steps()), f"a step of generation {generation}")
+        return steps()[0] - since
+
     def one(self, victim: str) -> float:
         """Seconds from the loss of `victim` to the next step; it comes back after."""
+        before = self._planned(self._cluster.agents)
         self._settle()
-        before = len(self._reconfigured())
         killed_at = time.time()
         self._cluster.kill_node(victim)
-        generation = self._after(before + 1, f"the recovery from the loss of {victim}")
-        seconds = first_step_after(self._cluster, self._job_id, generation) - killed_at
+        seconds = self._stood_still(killed_at, before + 1)
         self._cluster.start_node(victim)
-        self._after(before + 2, f"the return of {victim}")
         return seconds
 
-    def two(self, victim: str, second: str) -> float:
-        """The same of two nodes, of which `second` dies in the recovery from the first loss."""
-        before = len(self._reconfigured())
-        self._cluster.kill_node(second)
-        left = self._after(before + 1, f"a plan without {second}")
-        # The next generation has it in again, and the one after that recovers from the loss.
-        rule = {
-            "worker": {"node": second, "slot": 0},
-            "point": self._point,
-            "generation": left + 2,
-            "action": "kill_node",
-        }
-        self._faults.write_text(json.dumps([rule]))
-        self._cluster.start_node(second, "--fault-plan", str(self._faults))
-        self._after(before + 2, f"the return of {second}")
+    def two(self, victim: str, second: str, point: str) -> float:
+        """The same of two nodes, of which `second` dies at `point` of the recovery from the first
+        loss."""
+        generation = self._have_it_die(second, point)
         self._settle()
         killed_at = time.time()
         self._cluster.kill_node(victim)
-        self._cluster.wait(
-            lambda: any(
-                int(r["generation"]) >= left + 3 for r in self._cluster.metrics(self._job_id)
-            ),
-            f"a step after the loss of {victim} and {second}",
-        )
-        seconds = first_step_after(self._cluster, self._job_id, left + 3) - killed_at
-        self._cluster.agents.pop(second)
-        lost = len(self._reconfigured())
-        for number, node in enumerate((victim, second), 1):
+        seconds = self._stood_still(killed_at, generation + 2)
+        del self._cluster.agents[second]
+        for node in (victim, second):
             self._cluster.start_node(node)
-            self._after(lost + number, f"the return of {node}")
         return seconds
 
+    def _have_it_die(self, node: str, point: str) -> int:
+        """Start the node anew, to kill itself in the generation after the one that it returns in;
+        the latter's number."""
+        for _ in range(_ATTEMPTS):
+            self._planned(self._cluster.agents)
+            self._cluster.kill_node(node)
+            left = self._planned(self._cluster.agents)
+            rule = {
+                "worker": {"node": node, "slot": 0},
+                "point": point,
+                "generation": left + 2,
+                "action": "kill_node",
+            }
+            self._faults.write_text(json.dumps([rule]))
+            self._cluster.start_node(node, "--fault-plan", str(self._faults))
+            if self._planned(self._cluster.agents) == left + 1:
+                return left + 1
+        raise ClusterError(f"{node} never came back with the next generation")
 
-def compare(phase: str, nodes: int, kills: int) -> None:
-    """Print the times of single and double losses, in turns, and the ratio of their medians."""
-    singles, doubles = [], []
+
+def compare(phases: Sequence[str], nodes: int, kills: int) -> None:
+    """Print the times of single and double losses, one of each in turns, and the ratio of their
+    medians, for each phase of the second loss."""
     with LocalCluster(nodes) as cluster, tempfile.TemporaryDirectory() as folder:
-        job_id = cluster.submit(job(steps=100_000, fault_tolerance=2))
+        job_id = cluster.submit(job(steps=1_000_000, fault_tolerance=2))
         cluster.wait_step(job_id, WARM_UP_STEPS)
-        drill = TwoLosses(cluster, job_id, SECOND_LOSS[phase], Path(folder, "faults.json"))
-        print(f"{'':<12}{'one loss':>10}  {'two losses':>10}   (milliseconds)")
+        drill = TwoLosses(cluster, job_id, Path(folder))
+        found: dict[str, list[tuple[float, float]]] = {phase: [] for phase in phases}
+        print(f"{'second loss':<14}{'one loss':>10}  {'two losses':>10}  {'times':>6}   (ms)")
         for number in range(kills):
-            victim, second = (f"n{(number + i) % nodes + 1}" for i in (0, 1))
-            singles.append(drill.one(victim))
-            doubles.append(drill.two(victim, second))
-            print_two(str(number + 1), singles[-1], doubles[-1])
-    one, two = statistics.median(singles), statistics.median(doubles)
-    print_two("median", one, two)
-    print(f"two losses, the second one in {phase}: {two / one:.2f} times one loss")
+            for phase in phases:
+                victim, second = (f"n{(number + i) % nodes + 1}" for i in (0, 1))
+                one = drill.one(victim)
+                found[phase].append((one, drill.two(victim, second, SECOND_LOSS[phase])))
+                print_two(phase, *found[phase][-1])
+    singles = statistics.median(one for pairs in found.values() for one, _ in pairs)
+    print(f"medians of {kills}; one loss: of all {kills * len(phases)}")
+    for phase, pairs in found.items():
+        print_two(phase, singles, statistics.median(two for _, two in pairs))
 
 
 def print_two(title: str, one: float, two: float) -> None:
-    print(f"{title:<12}{one * 1e3:>10.0f}  {two * 1e3:>10.0f}", flush=True)
+    row = f"{title:<14}{one * 1e3:>10.0f}  {two * 1e3:>10.0f}  {two / one:>6.2f}"
+    print(row, flush=True)
 
 
 def main() -> None:
@@ -185,11 +195,16 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=7)
     parser.add_argument("--nodes", type=int, default=5, help="with --second-loss at least 7")
     parser.add_argument(
-        "--second-loss", choices=SECOND_LOSS, metavar="PHASE", help=", ".join(SECOND_LOSS)
+        "--second-loss",
+        choices=["all", *SECOND_LOSS],
+        metavar="PHASE",
+        help=", ".join(["all", *SECOND_LOSS]),
     )
     arguments = parser.parse_args()
     if arguments.second_loss is not None:
-        compare(arguments.second_loss, max(7, arguments.nodes), arguments.kills)
+        phase = arguments.second_loss
+        phases = list(SECOND_LOSS) if phase == "all" else [phase]
+        compare(phases, max(7, arguments.nodes), arguments.kills)
         return
     single_losses(arguments.nodes, arguments.kills)
 
