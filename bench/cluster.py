@@ -16,21 +16,24 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from oobleck.cli import text
-from oobleck.cli.client import Master
+from oobleck.cli.client import Master, Unreachable
 from oobleck.host.command import CommandFailed
 from oobleck.host.endpoint import Endpoint, choose_endpoint
 
 BIN = Path(sys.executable).parent
 Record = dict[str, Any]
+T = TypeVar("T")
 #: For what workers write to come into the job's logs.
 _STACKS_S = 1.0
 #: Bytes; several times as long as lines of metrics are.
 _LONGEST_LINE = 4096
+#: For an answer that only reads.
+_TRIES = 3
 #: What ends a job.
 ENDED = ("succeeded", "failed", "cancelled")
 
@@ -136,20 +139,20 @@ class Cluster(ABC):
 
     def save(self, job_id: str) -> int:
         """Have a checkpoint taken, without waiting for it; the number of the wish."""
-        with self._asking() as master:
-            return master.save_checkpoint(job_id)
+        try:
+            with Master(self.endpoint) as master:
+                return master.save_checkpoint(job_id)
+        except CommandFailed as failed:
+            raise ClusterError(str(failed)) from failed
 
     def status(self, job_id: str) -> Record:
-        with self._asking() as master:
-            return text.plain(master.job(job_id))
+        return self._read(lambda master: text.plain(master.job(job_id)))
 
     def jobs(self) -> list[Record]:
-        with self._asking() as master:
-            return [text.plain(job) for job in master.jobs()]
+        return self._read(lambda master: [text.plain(job) for job in master.jobs()])
 
     def nodes(self) -> dict[str, Record]:
-        with self._asking() as master:
-            return {node.node: text.plain(node) for node in master.nodes()}
+        return self._read(lambda master: {node.node: text.plain(node) for node in master.nodes()})
 
     def live(self) -> set[str]:
         """Names of the nodes that the master takes for live."""
@@ -166,13 +169,18 @@ class Cluster(ABC):
     def endpoint(self) -> Endpoint:
         return choose_endpoint(self.address, self.credentials, insecure=self.credentials is None)
 
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[Master]:
-        try:
-            with Master(self.endpoint) as master:
-                yield master
-        except CommandFailed as failed:
-            raise ClusterError(str(failed)) from failed
+    def _read(self, question: Callable[[Master], T]) -> T:
+        """The answer; asked again where a stalled machine has broken the connection."""
+        failed: CommandFailed | None = None
+        for _ in range(_TRIES):
+            try:
+                with Master(self.endpoint) as master:
+                    return question(master)
+            except CommandFailed as again:
+                failed = again
+                if not (isinstance(again, Unreachable) and again.reached):
+                    break
+        raise ClusterError(str(failed)) from failed
 
     # ---- what the files say
 

@@ -43,7 +43,7 @@ def small_cluster(standing_cluster: LocalCluster) -> Iterator[LocalCluster]:
 @pytest.fixture(scope="session")
 def standing_wide_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     state_dir = tmp_path_factory.mktemp("wide") / "state"
-    with LocalCluster(2, state_dir=state_dir, workers_per_node=2) as cluster:
+    with LocalCluster(2, state_dir=state_dir, workers_per_node=2, options=PATIENT) as cluster:
         yield cluster
 
 
@@ -58,5 +58,5 @@ def wide_cluster(standing_wide_cluster: LocalCluster) -> Iterator[LocalCluster]:
 @pytest.fixture
 def own_cluster(tmp_path: Path) -> Iterator[LocalCluster]:
     """Two nodes for a test that takes the cluster itself down."""
-    with LocalCluster(2, state_dir=tmp_path / "state") as cluster:
+    with LocalCluster(2, state_dir=tmp_path / "state", options=PATIENT) as cluster:
         yield cluster

@@ -38,7 +38,7 @@ FAULTS = [
 @pytest.fixture(scope="module")
 def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     state_dir = tmp_path_factory.mktemp("hangs") / "state"
-    options = ["--detection", "fast"]
+    options = ["--detection", "fast", "--master-flag=--start-timeout-s=100"]
     with LocalCluster(3, state_dir=state_dir, fault_plan=FAULTS, options=options) as cluster:
         yield cluster
 

@@ -144,7 +144,7 @@ def test_two_workers_on_each_node(wide_cluster: LocalCluster, text: str) -> None
 #: Streams end soon after an agent says nothing more, and leases long after.
 LASTING = [
     *("--ping-every-s=1", "--ping-timeout-s=1", "--lease-s=100", "--return-s=100"),
-    *("--hang-s=100", "--stall-s=100", "--meeting-s=100"),
+    *("--hang-s=100", "--stall-s=100", "--meeting-s=100", "--start-timeout-s=100"),
 ]
 
 

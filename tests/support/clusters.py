@@ -4,8 +4,11 @@ from collections.abc import Set
 
 from bench.cluster import ENDED, Cluster, LocalCluster
 
-#: While training is held up for a node that starts, nobody shall take it for a hang.
-PATIENT = tuple(f"--master-flag=--{name}-s=100" for name in ("hang", "stall", "meeting"))
+#: While training is held up for a node that starts, nobody shall take it for a hang; and no job
+#: shall start without a node that is slow to get ready, and have it join later.
+PATIENT = tuple(
+    f"--master-flag=--{name}-s=100" for name in ("hang", "stall", "meeting", "start-timeout")
+)
 
 
 def end_jobs(cluster: Cluster) -> None:
