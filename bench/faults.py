@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,10 @@ _OVERSIZED = 1 << 17
 _STRANGER_S = 2.0
 #: Through a link that other strangers fill, and where packets are sent again after seconds.
 _LET_IN_S = 10.0
+#: Before the cluster may go on where it is held; strangers may come until later.
+_VISITS_S = 5.0
+#: Within which a second agent has started and was told that it is one, on any machine.
+_TWIN_S = 240.0
 _LOSSES = ("worker_lost", "node_lost", "node_reset", "reconfigured")
 #: In the kernel's tables.
 _LISTENING = "0A"
@@ -256,19 +261,30 @@ def _garbage(cluster: NetCluster, node: str) -> Callable[[], None]:
     """To every port of all hosts: of the master, of stores, and of what is open at a meeting."""
     pids = {HEAD: cluster.master_pid, **cluster.agents}
     places = [(cluster.net.address(host), port) for host in pids for port in ports(pids[host])]
-    with ThreadPoolExecutor(len(places)) as strangers:
-        let_in = list(strangers.map(lambda place: send_garbage(*place), places))
-    if not let_in[0]:  # of the master, whatever else listens
-        raise AssertionError(f"nobody lets strangers in: {places}")
-    return _nothing
+    if not places:
+        raise ClusterError(f"nothing listens on {sorted(pids)}")
+    strangers = ThreadPoolExecutor(len(places))
+    visits = [strangers.submit(send_garbage, *place) for place in places]
+    futures.wait(visits, _VISITS_S)
+
+    def undo() -> None:
+        strangers.shutdown()
+        if not visits[0].result():  # of the master, whatever else listens
+            raise AssertionError(f"nobody lets strangers in: {places}")
+
+    return undo
 
 
 def _twin(cluster: NetCluster, node: str) -> Callable[[], None]:
     """A second agent of the same name, on another host."""
-    code = cluster.run_agent(HEAD, node)
-    if code != 2:
-        raise AssertionError(f"the second {node} ended with {code} instead of being refused")
-    return _nothing
+    twin = cluster.start_twin(HEAD, node)
+
+    def undo() -> None:
+        # Waited for only now: what is held at an exact point until then is held too long else.
+        if (code := twin.wait(_TWIN_S)) != 2:
+            raise AssertionError(f"the second {node} ended with {code} instead of being refused")
+
+    return undo
 
 
 def _disk_full(cluster: NetCluster, node: str) -> Callable[[], None]:

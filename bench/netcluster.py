@@ -133,14 +133,9 @@ class NetCluster(Cluster):
         self.agents[name] = self._start(name, "oobleck-agent", *arguments).pid
         return self.agents[name]
 
-    def run_agent(self, host: str, name: str) -> int:
-        """Exit code of one more agent called `name` on `host`, which has to end by itself."""
-        command = [*self.net.on(host), str(BIN / "oobleck-agent"), *self._identity(name)]
-        with self.log.open("a") as log:
-            done = subprocess.run(
-                command, stdout=log, stderr=log, env=self._environment(host), timeout=60
-            )
-        return done.returncode
+    def start_twin(self, host: str, name: str) -> subprocess.Popen[bytes]:
+        """One more agent called `name`, on `host`, which has to end by itself."""
+        return self._start(host, "oobleck-agent", *self._identity(name))
 
     def _identity(self, name: str) -> list[str]:
         folder = self._pki / "nodes" / name
