@@ -5,8 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import psutil
 import pytest
@@ -17,6 +16,7 @@ from oobleck.cli.victims import check_master_here, is_here, master_pid, victims
 from oobleck.host.command import CommandFailed
 from oobleck.proto import control_pb2 as pb
 from support.commands import refused, run
+from support.waiting import all_gone, until
 
 
 def drill(seed: int, for_s: float = 100_000) -> list[tuple[float, str, str]]:
@@ -105,19 +105,12 @@ def node() -> Iterator[pb.NodeInfo]:
     child = "import time; time.sleep(600)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     with subprocess.Popen([sys.executable, "-c", parent]) as agent:
-        await_true(lambda: bool(psutil.Process(agent.pid).children()))
+        until(psutil.Process(agent.pid).children, "the process below it")
         below = psutil.Process(agent.pid).children()
         yield pb.NodeInfo(node="n1", state="live", hostname=socket.gethostname(), pid=agent.pid)
         for process in (*below, psutil.Process(agent.pid)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-
-
-def await_true(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def striker(address: str = "127.0.0.1:1", stop_for_s: float = 0.2) -> Striker:
@@ -133,25 +126,25 @@ def test_a_node_that_is_stopped_goes_on_by_itself(node: pb.NodeInfo) -> None:
     assert len(pids) == 2
     assert pids[-1] == node.pid, "the agent last, who would tell"
     assert drill.strike("stop-node", node) == f"n1 (pid {pids[0]}, {pids[1]})"
-    await_true(lambda: not drill.has_stopped)
-    await_true(lambda: psutil.STATUS_STOPPED not in states(pids))
+    until(lambda: not drill.has_stopped, "the end of the stop")
+    until(lambda: psutil.STATUS_STOPPED not in states(pids), "both to go on")
 
 
 def test_whatever_is_stopped_goes_on_at_the_end(node: pb.NodeInfo) -> None:
     pids, drill = victims("stop-node", node), striker(stop_for_s=600)
     drill.strike("stop-node", node)
-    await_true(lambda: states(pids) == {psutil.STATUS_STOPPED})
+    until(lambda: states(pids) == {psutil.STATUS_STOPPED}, "both to stop")
     assert drill.has_stopped
     drill.undo()
     assert not drill.has_stopped
-    await_true(lambda: psutil.STATUS_STOPPED not in states(pids))
+    until(lambda: psutil.STATUS_STOPPED not in states(pids), "both to go on")
 
 
 def test_a_node_dies_as_a_whole(node: pb.NodeInfo) -> None:
     pids, drill = victims("kill-node", node), striker()
+    processes = [psutil.Process(pid) for pid in pids]
     drill.strike("kill-node", node)
-    ends = {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
-    await_true(lambda: all(not psutil.pid_exists(p) or states([p]) <= ends for p in pids))
+    all_gone(processes)
     assert drill.restart("kill-node", "n1") == "true n1"
     assert drill.restart("kill-worker", "n1") is None
 
@@ -167,7 +160,7 @@ def test_a_master_that_is_stopped_goes_on_by_itself(master: str) -> None:
     assert pid is not None
     drill = striker(master, stop_for_s=600)
     assert drill.strike("stop-master", None) == f"(pid {pid})"
-    await_true(lambda: states([pid]) == {psutil.STATUS_STOPPED})
+    until(lambda: states([pid]) == {psutil.STATUS_STOPPED}, "the master to stop")
     drill.undo()
     assert run("jobs", "--master", master).returncode == 0, "it serves on"
 

@@ -1,13 +1,14 @@
 """Plans that another process makes: real ones, and what becomes of them when it is killed."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
+import psutil
 import pytest
 from test_planning import look, node, trained_job
 
@@ -70,10 +71,10 @@ def first(nodes: int) -> FirstPlan:
 def children() -> set[int]:
     """Of this process, those that make plans."""
     found = set()
-    for line in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
-        for pid in map(int, line.read_text().split()):
-            if b"planningworker" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.add(pid)
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            if any("planningworker" in word for word in child.cmdline()):
+                found.add(child.pid)
     return found
 
 

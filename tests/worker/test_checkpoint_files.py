@@ -93,7 +93,7 @@ def save(
         if rank not in absent
     ]
     for saving in saves:
-        assert saving.written.wait(20)
+        assert saving.written.wait(60)
     if absent:
         saves[0].abandon(disturbed=True)
     for saving in saves:
@@ -154,7 +154,7 @@ def test_what_another_job_swept_away_is_not_published(job, place):
 
     def before_layer(rank: int) -> None:
         if rank == 1:
-            assert swept.wait(20)
+            assert swept.wait(60)
         elif list_checkpoints(folder).torn and not swept.is_set():
             written.extend(folder.below(list_checkpoints(folder).torn[0]).names())
             sweep(folder, under_way="what the other job saves")
@@ -201,7 +201,7 @@ def test_a_folder_that_not_all_see_fails_the_save_with_the_node(job, monkeypatch
     snapshots = {layer: state.snapshot(layer) for layer in shares[0][1]}
     folder = open_folder(job.checkpoint.path)
     saving = Saving(order, folder, snapshots, report=reports.append, reached=lambda: None)
-    assert saving.written.wait(20)
+    assert saving.written.wait(60)
     saving.others_are_done()
     while saving.busy:
         pass

@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 def gloo_group(store, rank, size):
     options = ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=20)
+    options._timeout = timedelta(seconds=60)
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     return ProcessGroupGloo(store, rank, size, options)
 
@@ -203,7 +203,7 @@ def test_an_abort_releases_those_who_wait_and_refuses_all_later_use(everywhere):
     def wait(transport: Transport):
         # From no link: what ends a wait there is NCCL's own abort, and gloo's ends none.
         pending = transport.receive(torch.zeros(1), {0: 2, 1: 2, 2: 0}[transport.rank], 9)
-        started.wait(20)
+        started.wait(60)
         if transport.rank == 0:
             transport.abort()
         with pytest.raises(TransportError):
@@ -230,7 +230,7 @@ class EndedByAbort:
     def wait(self) -> None:
         if self.connected:
             self.waiting.set()
-            assert self.ended.wait(20)
+            assert self.ended.wait(60)
 
     def abort(self) -> None:
         self.ended.set()
@@ -254,10 +254,10 @@ def test_what_an_abort_leaves_behind_is_no_message():
     pending = transport.receive(torch.zeros(1), 1, 3)
     with ThreadPoolExecutor(1) as pool:
         waited = pool.submit(pending.wait)
-        assert link.waiting.wait(20)
+        assert link.waiting.wait(60)
         transport.abort()
         with pytest.raises(TransportError, match="aborted"):
-            waited.result(20)
+            waited.result(60)
     transport.dispose()
 
 
