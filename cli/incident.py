@@ -60,7 +60,8 @@ def _rows(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _phases(record)
     if cost := _cost(record):
         yield "cost", cost
-    yield "generation", _generations(record)
+    if record["to_generation"]:
+        yield "generation", _generations(record)
     if record["outcome"] == "recovered":
         yield "can lose", f"{count(record['can_lose'], 'more node')}, whichever"
     if tail := record["root_cause"]["log_tail"]:

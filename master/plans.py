@@ -184,6 +184,6 @@ def join(look: Look) -> Decision | None:
         cause="node joined",
         rule=found.rule,
         reason=found.reason,
-        detect_s=look.now - min(since),
+        detect_s=0.0,  # until it has settled, nothing waits for it
     )
     return Decision(actions=(event,), reason=found.reason)

@@ -95,6 +95,11 @@ def test_one_generation_has_one_row_of_phases_and_a_narrow_terminal_wraps() -> N
     assert all(len(line) <= 80 for line in told if "word" in line)
 
 
+def test_a_job_that_never_had_a_plan_has_no_generations() -> None:
+    without = {"from_generation": 0, "to_generation": 0, "attempts": [], "outcome": "failed"}
+    assert "generation" not in incident.block({**RECORD, **without})
+
+
 @pytest.mark.parametrize(("outcome", "code"), [("recovered", "32"), ("failed", "31")])
 def test_colour_is_only_where_it_is_asked_for(outcome: str, code: str) -> None:
     record = {**RECORD, "outcome": outcome}
