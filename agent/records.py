@@ -18,7 +18,7 @@ LIMIT = 65_536
 #: Records per message.
 BATCH = 256
 #: How long the agents without rank 0 hold back.
-HOLD_S = 1.0
+HOLD_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,11 @@ from oobleck.proto.types import Assignment
 
 #: Messages of one agent that may wait for the master's loop; then its stream is not read.
 _MOST_UNREAD = 256
-#: An agent is told at most once in this time what is on disk. Well below the time for which the
-#: agents without rank 0 hold their records back (1 s), so that those are not sent for nothing.
-_ACK_S = 0.5
+#: The agents that send records are told at most once in this time what is on disk.
+SENDERS_S = 0.5
+#: And so are all others, who keep the same records. Well below the time for which they hold theirs
+#: back (4 s), so that those are not sent for nothing.
+OTHERS_S = 2.0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -96,7 +98,8 @@ class PlanSerialiser:
 class Acknowledger:
     """Gathers the jobs whose records have come since the agents were last told of any."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_most_every_s: float) -> None:
+        self._at_most_every_s = at_most_every_s
         self._jobs: set[JobId] = set()
         self._free_at = 0.0
 
@@ -114,7 +117,7 @@ class Acknowledger:
             return []
         jobs = sorted(self._jobs)
         self._jobs.clear()
-        self._free_at = now + _ACK_S
+        self._free_at = now + self._at_most_every_s
         return jobs
 
 

@@ -6,11 +6,17 @@ alone, once all that they tell is on disk. Must not know gRPC.
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from oobleck.master.admit import Refusal, admit
 from oobleck.master.config import MasterConfig
-from oobleck.master.dispatch import Acknowledger, AgentSession, PlanSerialiser
+from oobleck.master.dispatch import (
+    OTHERS_S,
+    SENDERS_S,
+    Acknowledger,
+    AgentSession,
+    PlanSerialiser,
+)
 from oobleck.master.inbox import Changes, Inbox
 from oobleck.master.incoming import Incoming, Output, Records, event_of
 from oobleck.master.ledger import Ledger
@@ -39,7 +45,10 @@ class Sessions:
         self._ledger = ledger
         self._inbox = inbox
         self._changes = changes
-        self._acknowledger = Acknowledger()
+        self._to_senders = Acknowledger(SENDERS_S)
+        self._to_all = Acknowledger(OTHERS_S)
+        #: Sessions that records came from, since those were last acknowledged.
+        self._senders: set[int] = set()
         self._serialise = PlanSerialiser()
         self._job_texts: dict[JobId, str] = {}
         self._open: dict[int, AgentSession] = {}
@@ -76,7 +85,7 @@ class Sessions:
         )
         ledger.observe(opened, arrived_at)
         if ledger.state.active is not None:
-            self._acknowledger.note(ledger.state.active)
+            self._to_all.note(ledger.state.active)
         return session
 
     def close(self, session: AgentSession) -> None:
@@ -120,14 +129,16 @@ class Sessions:
                 archive.take_output(message.job_id, worker, message.lines, ledger.unix())
                 self._changes.happened()
             case Records():
-                self._take_records(message, arrived_at)
+                self._take_records(session, message, arrived_at)
 
-    def _take_records(self, message: Records, arrived_at: float) -> None:
+    def _take_records(self, session: AgentSession, message: Records, arrived_at: float) -> None:
         new = self._ledger.archive.take_records(message.job_id, message.records)
         if new:
             received = RecordsReceived(job_id=message.job_id, records=new)
             self._ledger.observe(received, arrived_at)
-        self._acknowledger.note(message.job_id)
+        self._senders.add(session.number)
+        self._to_senders.note(message.job_id)
+        self._to_all.note(message.job_id)
 
     # ---- what agents are told
 
@@ -159,13 +170,21 @@ class Sessions:
     @property
     def acknowledges_at(self) -> float | None:
         """When `acknowledge` has something to tell; None: it has not."""
-        return self._acknowledger.due_at
+        due = (self._to_senders.due_at, self._to_all.due_at)
+        return min((at for at in due if at is not None), default=None)
 
     def acknowledge(self) -> None:
         """Have the agents told how far the records are on disk."""
-        for job_id in self._acknowledger.take(self._ledger.now()):
+        now = self._ledger.now()
+        if jobs := self._to_senders.take(now):
+            senders, self._senders = self._senders, set()
+            self._tell_stored(jobs, [self._open[n] for n in senders if n in self._open])
+        self._tell_stored(self._to_all.take(now), list(self))
+
+    def _tell_stored(self, jobs: Iterable[JobId], sessions: Iterable[AgentSession]) -> None:
+        for job_id in jobs:
             stored_step = self._ledger.archive.metrics(job_id).stored_step
-            for session in self._open.values():
+            for session in sessions:
                 session.acknowledge(job_id, stored_step)
 
     def ask_again(self) -> None:
@@ -175,7 +194,7 @@ class Sessions:
             for session in self:
                 self._end(session, again)
         for job_id in self._ledger.state.jobs:
-            self._acknowledger.note(job_id)
+            self._to_all.note(job_id)
 
     def end_of(self, node: NodeName, refusal: Refusal) -> None:
         """End what sessions the node has, with this last word."""

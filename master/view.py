@@ -17,7 +17,7 @@ from oobleck.master.job import ENDED, Job
 from oobleck.master.node import Node
 from oobleck.master.state import ClusterState
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.units import count
+from oobleck.planner.units import count, listed
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.convert import (
     evaluation_message,
@@ -167,7 +167,7 @@ def _start_reason(state: ClusterState, job: Job) -> str:
 
 
 def _names(nodes: Iterable[Node]) -> str:
-    return ", ".join(node.facts.node for node in nodes)
+    return listed(node.facts.node for node in nodes)
 
 
 def node_info(state: ClusterState, node: Node, now: float) -> pb.NodeInfo:

@@ -8,11 +8,11 @@ from oobleck.master.jobevents import JobWaiting
 from oobleck.master.node import Node
 from oobleck.master.state import ClusterState
 from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.units import count
+from oobleck.planner.units import count, listed
 
 
 def names(nodes: Iterable[Node]) -> str:
-    return ", ".join(sorted(node.facts.node for node in nodes))
+    return listed(node.facts.node for node in nodes)
 
 
 def wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) -> Decision:

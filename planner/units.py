@@ -1,6 +1,10 @@
 """Numbers as people write and read them."""
 
 import re
+from collections.abc import Iterable
+
+#: A line that people read names no more.
+_MOST_LISTED = 10
 
 _UNITS: dict[str, int] = {"": 1, "b": 1} | {
     f"{prefix}{suffix}": base**power
@@ -15,6 +19,14 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 def count(number: int, noun: str) -> str:
     """`1 node`, `2 nodes`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def listed(names: Iterable[str]) -> str:
+    """`n1, n2`, in order; of many the first few and how many more there are."""
+    ordered = sorted(names)
+    if len(ordered) <= _MOST_LISTED:
+        return ", ".join(ordered)
+    return f"{', '.join(ordered[:_MOST_LISTED])} and {len(ordered) - _MOST_LISTED} more"
 
 
 def are(number: int) -> str:
