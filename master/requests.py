@@ -103,8 +103,8 @@ class Requests:
         """`job_id` is known. Raises StorageFailed."""
 
         def answer(_: float) -> None:
-            job = self._ledger.state.jobs[job_id]
-            if job.state not in ENDED and not job.cancel_requested:
+            job = self._ledger.state.jobs.get(job_id)  # one that has ended may be forgotten
+            if job is not None and job.state not in ENDED and not job.cancel_requested:
                 self._ledger.record(JobCancelRequested(job_id=job_id, request_id=request_id))
 
         await self._ask(answer)
@@ -121,7 +121,9 @@ class Requests:
 
     async def _about_node(self, event: NodeDrainRequested | NodeUndrained) -> None:
         def answer(_: float) -> None:
-            if event.request_id not in self._ledger.state.node_requests:
+            state = self._ledger.state
+            # One that is lost may be forgotten meanwhile.
+            if event.node in state.nodes and event.request_id not in state.node_requests:
                 self._ledger.record(event)
 
         await self._ask(answer)

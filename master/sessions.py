@@ -50,7 +50,8 @@ class Sessions:
         #: Sessions that records came from, since those were last acknowledged.
         self._senders: set[int] = set()
         self._serialise = PlanSerialiser()
-        self._job_texts: dict[JobId, str] = {}
+        #: Of the job that was last told of: all nodes are told of the same one.
+        self._job_text = JobId(""), ""
         self._open: dict[int, AgentSession] = {}
         self._last_number = 0
 
@@ -158,14 +159,14 @@ class Sessions:
             self._end(session, replaced)
         elif session.told_version != node.desired.version:
             job_id = node.desired.job_id
-            text = self._job_text(job_id) if job_id else ""
+            text = self._text_of(job_id) if job_id else ""
             assignment = state.assignment(node, text)
             session.tell(assignment, self._serialise(assignment.plan))
 
-    def _job_text(self, job_id: JobId) -> str:
-        if job_id not in self._job_texts:
-            self._job_texts[job_id] = format_job(self._ledger.state.jobs[job_id].spec)
-        return self._job_texts[job_id]
+    def _text_of(self, job_id: JobId) -> str:
+        if job_id != self._job_text[0]:
+            self._job_text = job_id, format_job(self._ledger.state.jobs[job_id].spec)
+        return self._job_text[1]
 
     @property
     def acknowledges_at(self) -> float | None:
