@@ -17,11 +17,12 @@ from oobleck.planner.job import TransportName
 from oobleck.planner.plan import Plan
 from oobleck.planner.program import Program, SendActivation, SendGradient
 from oobleck.worker.device import open_device
+from oobleck.worker.glootransport import GlooTransport
 from oobleck.worker.mesh import MOST_WORKERS
 from oobleck.worker.nccl import Link, NcclTransport
 from oobleck.worker.rendezvous import Place
 from oobleck.worker.staged import StagedTransport
-from oobleck.worker.transport import GlooTransport, Group, Transport
+from oobleck.worker.transport import Group, Transport
 from oobleck.worker.waiting import Waits
 
 Choice = Literal["gloo", "staged", "nccl"]

@@ -18,6 +18,7 @@ from oobleck.planner.compile import compile_evaluation
 from oobleck.planner.ids import Generation
 from oobleck.planner.job import JobSpec
 from oobleck.planner.program import Action, Instruction, LoadTokens
+from oobleck.worker import pulse
 from oobleck.worker.control import Control
 from oobleck.worker.data import Tokens
 from oobleck.worker.faults import FaultInjector
@@ -161,7 +162,8 @@ class _Evaluation(Purpose):
         )
 
     def load(self, instruction: LoadTokens, rows: range) -> Tokens:
-        return self._held_out.rows(instruction.microbatch)[rows.start : rows.stop]
+        with pulse.FILES:
+            return self._held_out.rows(instruction.microbatch)[rows.start : rows.stop]
 
     def forward(
         self,

@@ -2,10 +2,10 @@
 
 Where a layer's gradient is wanted before those of the layers below it, every layer is a piece of
 its own for autograd; otherwise layers in a row are one piece. With recomputation a layer keeps its
-input alone, and is computed again, with the graph this time, when its backward comes. Owns what a
-micro-batch keeps between its forward and its backward, and notes in the state which micro-batches
-a layer's gradient has. Knows nothing of peers, orders or steps: the executor says which micro-batch
-and hands tensors in and out. Any order of forwards and backwards is right, as long as a
+input alone, and is computed again, with the graph this time, when its backward comes. Owns the
+micro-batches under way, of which `segment` has what each keeps, and notes in the state which ones a
+layer's gradient has. Knows nothing of peers, orders or steps: the interpreter says which and hands
+tensors in and out. Any order of forwards and backwards is right, as long as a
 micro-batch's forward comes first and, where its backward is split, the input's gradient before the
 weights'.
 """
@@ -23,6 +23,7 @@ from oobleck.worker.exchange import Exchange, NoExchange
 from oobleck.worker.linear import DeferredGradients, deferring
 from oobleck.worker.objective import loss
 from oobleck.worker.random import RowKeys
+from oobleck.worker.segment import Segment
 from oobleck.worker.state import ModelState, state_dtype
 from oobleck.worker.timeline import Timeline
 
@@ -35,47 +36,6 @@ class _Every:
 
 
 EVERY_LAYER: Container[int] = _Every()
-
-
-class _Segment:
-    """A layer of a micro-batch, or several in a row, between forward and backward."""
-
-    def __init__(self, *, leaf: Tensor | None, adds: bool, idle: bool) -> None:
-        """`leaf`: what the gradient is wanted of, the input; None where nobody wants it. `adds`:
-        whether the layers' gradients are to get the micro-batch's. `idle`: this worker has no row
-        of it."""
-        self._leaf = leaf
-        self._idle = idle
-        self.adds = adds
-        self.layers: list[int] = []
-        #: Where its backward is split: what collects each layer's weight gradients for later.
-        self.deferred: list[DeferredGradients] = []
-        #: With its graph, or what makes it with its graph.
-        self._output: Tensor | Callable[[], Tensor] | None = None
-
-    def append(
-        self,
-        layer: int,
-        output: Tensor | Callable[[], Tensor],
-        deferred: DeferredGradients | None,
-    ) -> None:
-        self.layers.append(layer)
-        self._output = output
-        if deferred is not None:
-            self.deferred.append(deferred)
-
-    def backward(self, gradient: Tensor | None) -> Tensor | None:
-        """From the gradient of the output to that of the input, adding the weights' or not."""
-        leaf, output = self._leaf, self._output
-        if self._idle or (leaf is None and not self.adds):
-            return None
-        assert output is not None, "a segment has a layer"
-        if not isinstance(output, Tensor):
-            output = output()
-        if self.adds or leaf is None:
-            torch.autograd.backward(output, gradient)
-            return None if leaf is None else leaf.grad
-        return torch.autograd.grad(output, leaf, gradient)[0]
 
 
 class StageRunner:
@@ -103,7 +63,7 @@ class StageRunner:
         self.device = device
         self._on_added = on_added
         #: By micro-batch, lowest layer first.
-        self._in_flight: dict[int, list[_Segment]] = {}
+        self._in_flight: dict[int, list[Segment]] = {}
         #: Micro-batches between the two parts of their backward: layers, highest first.
         self._deferred: dict[int, deque[tuple[int, DeferredGradients]]] = {}
 
@@ -156,7 +116,7 @@ class StageRunner:
             raise ValueError("the last stage needs targets")
         x = x.to(self.device)
         targets = None if targets is None else targets.to(self.device)
-        segments: list[_Segment] = []
+        segments: list[Segment] = []
         recompute = self._job.training.recompute == "layer"
         idle = not rows.positions
         by_layer = by_layer or recompute or not isinstance(self._exchange, NoExchange)
@@ -180,7 +140,7 @@ class StageRunner:
             if not wanted:
                 continue
             if before is None or not joins:
-                segments.append(_Segment(leaf=leaf, adds=adds, idle=idle))
+                segments.append(Segment(leaf=leaf, adds=adds, idle=idle))
             segments[-1].append(layer, run if recompute else x, deferred)
         if segments:
             self._in_flight[microbatch] = segments
@@ -238,7 +198,7 @@ class StageRunner:
                 self._on_added(layer)
         return gradient
 
-    def _span(self, segment: _Segment) -> AbstractContextManager[None]:
+    def _span(self, segment: Segment) -> AbstractContextManager[None]:
         first, last = segment.layers[0], segment.layers[-1]
         name = "layer" if first == last else f"layers {first} to"
         return self._timeline.span(name, last)
@@ -262,7 +222,7 @@ class StageRunner:
                 self._deferred[microbatch].extend(reversed(list(pairs)))
         return gradient
 
-    def _computing(self, segment: _Segment) -> AbstractContextManager[None]:
+    def _computing(self, segment: Segment) -> AbstractContextManager[None]:
         # Where there is an exchange, a segment is one layer.
         return self._exchange.computing(segment.layers[0], gradients=segment.adds)
 

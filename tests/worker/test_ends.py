@@ -15,7 +15,7 @@ import atexit, os
 from concurrent.futures import ThreadPoolExecutor
 
 from oobleck.worker.rendezvous import Place, StoreServer
-from oobleck.worker.transport import GlooTransport
+from oobleck.worker.glootransport import GlooTransport
 from oobleck.worker.waiting import Waits
 
 SIZE, HOST = 3, "127.0.0.1"

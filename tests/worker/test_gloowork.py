@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import AllreduceOptions, ProcessGroupGloo
 
 from oobleck.worker import gloowork
 from oobleck.worker.errors import TransportError
+from oobleck.worker.glootransport import GlooTransport
 from oobleck.worker.gloowork import end_wait
 from oobleck.worker.rendezvous import Place, StoreServer
-from oobleck.worker.transport import GlooTransport
 from oobleck.worker.waiting import Waits
 from support.leftovers import nothing_left_behind
 

@@ -20,10 +20,11 @@ from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGro
 from oobleck.host.device import worker_environment
 from oobleck.worker.connect import choose
 from oobleck.worker.errors import TransportError
+from oobleck.worker.glootransport import GlooTransport
 from oobleck.worker.nccl import NcclTransport, make_nccl_group
 from oobleck.worker.rendezvous import Place, StoreServer
 from oobleck.worker.staged import StagedTransport
-from oobleck.worker.transport import GlooTransport, Transport
+from oobleck.worker.transport import Transport
 from oobleck.worker.waiting import Waits
 from oobleck.worker.wires import MOST_BYTES
 from support.devices import device
