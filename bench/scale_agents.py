@@ -53,7 +53,7 @@ _PHASES: tuple[tuple[Phase, float], ...] = (
 #: News wait for so long for more, to be told in one line.
 _NEWS_S = 0.02
 #: Whoever measures, and the master, go first where there are fewer cores than hosts.
-_NICE = 10
+_NICE = 5
 
 
 def node_name(number: int) -> NodeName:
