@@ -32,12 +32,18 @@ logger = logging.getLogger(__name__)
 #: Longest first wait before a new session, a random part of which is waited.
 FIRST_RETRY_S = 0.1
 
-CHANNEL_OPTIONS = (
+_CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.max_receive_message_length", 64 << 20),
 )
+
+
+def channel_options(detection: Detection) -> tuple[tuple[str, int], ...]:
+    """A connection may take as long as an answer: where a thousand agents come back at once, their
+    handshakes take a master seconds, and those that are given up are done for nothing and anew."""
+    attempt = ("grpc.min_reconnect_backoff_ms", int(1000 * detection.answer_s))
+    return (*_CHANNEL_OPTIONS, attempt, *keepalive_options(detection))
 
 
 def next_retry_s(retry_s: float, detection: Detection) -> float:
@@ -89,7 +95,7 @@ class Session:
         """Until the master refuses for good (the reason) or `close` was called (None)."""
         while not self._closing:
             endpoint = self._endpoint()
-            options = (*CHANNEL_OPTIONS, *keepalive_options(self._detection))
+            options = channel_options(self._detection)
             async with open_aio_channel(endpoint, options) as channel:
                 stub = ControlStub(channel)  # type: ignore[no-untyped-call]  # generated
                 if (refusal := await self.converse(stub)) is not None:

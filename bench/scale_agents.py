@@ -27,7 +27,7 @@ import psutil
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.desired import Desired, PlanPart
 from oobleck.agent.outbox import Outbox
-from oobleck.agent.session import CHANNEL_OPTIONS, Session
+from oobleck.agent.session import Session, channel_options
 from oobleck.host.credentials import Credentials
 from oobleck.host.detection import Detection
 from oobleck.host.endpoint import Endpoint
@@ -37,7 +37,6 @@ from oobleck.host.surroundings import Surroundings
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.planner.plan import Plan
 from oobleck.proto import control_pb2_grpc as rpc
-from oobleck.proto.detection import keepalive_options
 from oobleck.proto.secure import open_aio_channel
 from oobleck.proto.types import NodeStatus, WorkerReport, WorkerStatus
 
@@ -152,7 +151,7 @@ class Agent:
         await asyncio.sleep(after_s)
         refusal = None
         while refusal is None:
-            options = (*CHANNEL_OPTIONS, _OWN_CONNECTION, *keepalive_options(self._detection))
+            options = (*channel_options(self._detection), _OWN_CONNECTION)
             async with open_aio_channel(self._endpoint, options) as channel:
                 stub = rpc.ControlStub(channel)  # type: ignore[no-untyped-call]  # generated
                 refusal = await self._session.converse(stub)

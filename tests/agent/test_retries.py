@@ -2,7 +2,7 @@
 
 import pytest
 
-from oobleck.agent.session import CHANNEL_OPTIONS, FIRST_RETRY_S, next_retry_s
+from oobleck.agent.session import FIRST_RETRY_S, channel_options, next_retry_s
 from oobleck.host.detection import Mode, choose
 
 #: Within this time all agents are back, however long the master was away.
@@ -19,5 +19,5 @@ def test_waits_grow_to_a_bound_that_has_all_agents_back_in_time(mode: Mode) -> N
     assert waits[1] > waits[0]
     assert waits[-1] == detection.longest_retry_s
     # The channel waits as well before it opens a connection again.
-    channel_s = dict(CHANNEL_OPTIONS)["grpc.max_reconnect_backoff_ms"] / 1000
+    channel_s = dict(channel_options(detection))["grpc.max_reconnect_backoff_ms"] / 1000
     assert waits[-1] + channel_s < BACK_S
