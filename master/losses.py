@@ -1,8 +1,10 @@
 """Who is lost: which nodes and workers no longer take part, and on what evidence.
 
 A node is lost when its agent's stream is closed and, close in time, another node's worker
-reports a lost peer (two witnesses); or when nothing is heard of it for a lease. A worker is lost
-when its agent says so. Pure. A master that came to itself late has extended all leases by as much
+reports a lost peer (two witnesses); or when nothing is heard of it for a lease. On the way into a
+generation workers have no connections that could tell of a death: there the other witness is that
+all others wait for a meeting that does not take place. A worker is lost when its agent says so.
+Pure. A master that came to itself late has extended all leases by as much
 (`Tick`), and gives everyone the time to come back that agents of a restarted master have, so its
 own pauses convict nobody; and while more than half of a plan's nodes are cut off, it is the master
 that is cut off, and only leases count.
@@ -17,8 +19,11 @@ from oobleck.master.node import Node
 from oobleck.master.nodeevents import NodeLost, Sighting, WorkerLost
 from oobleck.master.sightings import carried, describe_exit, of_exit, of_hang
 from oobleck.master.state import ClusterState
-from oobleck.planner.ids import WorkerId
+from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.proto.types import Hung, WorkerExited
+
+#: Of a heartbeat: so long all others have waited for a meeting when who is away is missed.
+_MISSED_AFTER = 0.5
 
 
 def lost_nodes(state: ClusterState, now: float, timing: Detection) -> tuple[NodeLost, ...]:
@@ -27,7 +32,7 @@ def lost_nodes(state: ClusterState, now: float, timing: Detection) -> tuple[Node
         if not node.registered:
             continue
         silent_s = now - node.seen.last_heard
-        if (proof := _proof(state, node, timing)) is not None:
+        if (proof := _proof(state, node, now, timing)) is not None:
             at, reason = proof
             lost.append(_loss(state, node, "witnesses", reason, now, at))
         elif now >= _lease_end(node, timing):
@@ -56,9 +61,17 @@ def _loss(
     )
 
 
-def next_lease_end(state: ClusterState, timing: Detection) -> float | None:
+def next_verdict(state: ClusterState, now: float, timing: Detection) -> float | None:
+    """When a node may be lost though nothing has happened by then."""
     ends = [_lease_end(n, timing) for n in state.nodes.values() if n.registered]
-    return min(ends, default=None)
+    missed = [due for name in _away(state) if (due := _missed_at(state, name, timing)) is not None]
+    return min([*ends, *(due for due in missed if due > now)], default=None)
+
+
+def _away(state: ClusterState) -> list[NodeName]:
+    """Members of the newest plan whose agents' streams are closed."""
+    members = state.job.members if state.job is not None else ()
+    return [name for name in members if not state.nodes[name].connected]
 
 
 def lease(node: Node, timing: Detection) -> float:
@@ -70,7 +83,26 @@ def _lease_end(node: Node, timing: Detection) -> float:
     return node.seen.last_heard + lease(node, timing)
 
 
-def _proof(state: ClusterState, node: Node, timing: Detection) -> tuple[float, str] | None:
+def _missed_at(state: ClusterState, name: NodeName, timing: Detection) -> float | None:
+    """From when on the node, whose agent's stream is closed, is missed: all that are there have
+    left the generation before for long enough, and have not met. None: that is not so."""
+    job, closed_at = state.job, state.nodes[name].seen.closed_at
+    if job is None or job.made is None or job.losses or closed_at is None:
+        return None
+    made, way = job.made, job.seen.way
+    if made.boundary or made.handover or made.starting:
+        return None  # they may have to wait for something else
+    if way is None or way.aborted_at is None or way.joined:
+        return None
+    here = {worker for worker in made.plan.workers if state.nodes[worker.node].connected}
+    if not here <= way.answered:
+        return None
+    return max(closed_at, way.aborted_at) + _MISSED_AFTER * timing.heartbeat_s
+
+
+def _proof(
+    state: ClusterState, node: Node, now: float, timing: Detection
+) -> tuple[float, str] | None:
     """When the first of two witnesses came, and what they say."""
     job = state.job
     closed_at = node.seen.closed_at
@@ -91,6 +123,9 @@ def _proof(state: ClusterState, node: Node, timing: Detection) -> tuple[float, s
         ):
             reason = f"its agent's stream closed and {worker} lost a peer: {lost.detail}"
             return min(at, closed_at), reason
+    missed_at = _missed_at(state, name, timing)
+    if missed_at is not None and now >= missed_at:
+        return closed_at, "its agent's stream closed and all others wait for it to meet them"
     return None
 
 

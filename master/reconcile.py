@@ -25,7 +25,7 @@ from oobleck.master import (
 )
 from oobleck.master.answering import AtOnce
 from oobleck.master.decision import Decision, Look, Rule
-from oobleck.master.losses import lost_nodes, next_lease_end
+from oobleck.master.losses import lost_nodes, next_verdict
 from oobleck.master.nodeevents import NodeCleared
 from oobleck.master.questions import Planner, StillPlanning
 from oobleck.master.state import ClusterState
@@ -69,7 +69,7 @@ def _lose_nodes(look: Look) -> Decision | None:
     lost = lost_nodes(look.state, look.now, look.timing)
     if lost:
         return Decision(actions=lost, reason="; ".join(f"{n.node}: {n.reason}" for n in lost))
-    return Decision(wake_at=next_lease_end(look.state, look.timing))
+    return Decision(wake_at=next_verdict(look.state, look.now, look.timing))
 
 
 def _clear_nodes(look: Look) -> Decision | None:
