@@ -116,7 +116,7 @@ class Cluster(ABC):
         return events
 
     def oobleck(
-        self, *arguments: str, check: bool = True, timeout_s: float = 60
+        self, *arguments: str, check: bool = True, timeout_s: float = 180
     ) -> subprocess.CompletedProcess[str]:
         """Run `oobleck VERB ...` against this cluster."""
         shown = {"OOBLECK_CREDENTIALS": str(self.credentials)} if self.credentials else {}
@@ -202,7 +202,7 @@ class Cluster(ABC):
         self,
         condition: Callable[[], bool],
         what: str,
-        timeout_s: float = 120,
+        timeout_s: float = 240,
         *,
         poll_s: float = 0.02,
     ) -> None:
@@ -217,7 +217,7 @@ class Cluster(ABC):
                 raise ClusterError(f"{error}, waiting for {what}\n{self.report()}") from error
             time.sleep(poll_s)
 
-    def wait_step(self, job_id: str, step: int, timeout_s: float = 120) -> None:
+    def wait_step(self, job_id: str, step: int, timeout_s: float = 240) -> None:
         def reached() -> bool:
             end = self.end_of(job_id)
             if self.last_step(job_id) >= step:

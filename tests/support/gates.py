@@ -41,7 +41,7 @@ GATES = {
 }
 _MOST_STOPS = 200
 _POLL_S = 0.005
-_PATIENCE_S = 120.0
+_PATIENCE_S = 240.0
 #: Of looking for a worker that is not there at the moment.
 _GONE = (ClusterError, IndexError, KeyError, ProcessLookupError)
 
