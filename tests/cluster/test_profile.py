@@ -10,6 +10,7 @@ from bench.cluster import LocalCluster
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.jobfile import parse_job
 from oobleck.planner.profilefile import format_profile, parse_profile
+from support.clusters import PATIENT
 from support.reference import train_reference
 
 pytestmark = pytest.mark.cluster
@@ -84,7 +85,7 @@ def test_workers_of_a_node_share_stages_by_a_profile_for_several_gpus(
     (tmp_path / "p.json").write_text(format_profile(replace(alone, layers=layers)))
     fault = {"worker": {"node": "n2", "slot": 0}, "point": "after:Backward", "step": 2}
     with LocalCluster(
-        2, workers_per_node=4, fault_plan=[fault | {"action": "kill_node"}]
+        2, workers_per_node=4, fault_plan=[fault | {"action": "kill_node"}], options=PATIENT
     ) as cluster:
         job_id = cluster.submit(named)
         assert cluster.wait_end(job_id) == "succeeded", cluster.end_of(job_id)
