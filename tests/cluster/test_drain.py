@@ -14,7 +14,7 @@ from support.waiting import all_gone
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 #: Several times as many as are done before the last node has left.
-STEPS = 250
+STEPS = 150
 
 
 def job(text: str) -> dict[str, object]:
