@@ -23,6 +23,7 @@ from oobleck.host.endpoint import check_insecure
 from oobleck.host.process import allow_open_files, die_with_parent
 from oobleck.master import crash
 from oobleck.master.config import MasterConfig, Unusable
+from oobleck.master.heap import share_heaps
 from oobleck.master.journal import Journal, JournalUnusable
 from oobleck.master.server import serve
 from oobleck.master.statelock import locked
@@ -133,6 +134,7 @@ def main(
     if exit_with_parent:
         die_with_parent(os.getppid())
     log.configure()
+    share_heaps()
     if (files := allow_open_files()) < _FEW_FILES:
         logger.warning(
             "few files may be open: each agent takes one, so raise the hard limit (ulimit -Hn)",
