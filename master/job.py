@@ -170,9 +170,11 @@ class Job:
         return process in self.replaced and worker in self.processes()
 
     def knows(self, report: SaveReport) -> bool:
-        """Whether it was told before, by this or, of a restore, by another worker."""
+        """Whether it was told before, by this or, of a restore, by another worker; or it is of a
+        restore that steps of a later generation have followed."""
         if isinstance(report, Restored):
-            return self.restored is not None and self.restored.generation >= report.generation
+            newest = self.restored.generation if self.restored is not None else NO_GENERATION
+            return report.generation <= newest or report.generation < self.stepped
         return report in self.known_reports
 
     def unanswered(self) -> tuple[WorkerId, ...]:

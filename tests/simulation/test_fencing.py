@@ -199,3 +199,18 @@ def test_a_process_that_was_replaced_changes_nothing(what: str, tmp_path: Path) 
         message.incarnation = agent.outbox._incarnation
         requests = made.stream("n1")._requests
         made.world.loop.run_until_complete(made.unchanged_by(lambda: requests.put_nowait(message)))
+
+
+@pytest.mark.parametrize(
+    "what", ["evaluated", "link_measured", "measured", "peer_lost", "phase", "restored"]
+)
+def test_an_older_generation_changes_nothing(what: str, tmp_path: Path) -> None:
+    """A process that still counts told of it in the generation before, and it comes late; what it
+    tells of itself, such as its end, is of no generation."""
+    with cluster(tmp_path) as made:
+        agent = made.world.agents[NodeName("n2")]
+        (trainer,) = agent.trainers.values()
+        (message,) = (m for name, m in reports(trainer.incarnation, 1) if name == what)
+        message.incarnation = agent.outbox._incarnation
+        requests = made.stream("n2")._requests
+        made.world.loop.run_until_complete(made.unchanged_by(lambda: requests.put_nowait(message)))
