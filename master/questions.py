@@ -100,9 +100,11 @@ class Answers:
     """Those that are there, as many as the decisions of now need."""
 
     def __init__(self) -> None:
-        #: Those asked for last come last.
+        #: Those asked for last come last; to compare questions costs milliseconds where plans are
+        #: large.
         self._known: dict[Question, Answer] = {}
-        self._used: set[Question] = set()
+        #: How many were asked for since the last decision.
+        self._used = 0
 
     def __contains__(self, question: Question) -> bool:
         return question in self._known
@@ -113,7 +115,7 @@ class Answers:
         if answer is None:
             raise StillPlanning(question)
         self._known[question] = answer
-        self._used.add(question)
+        self._used += 1
         return answer
 
     def add(self, question: Question, answer: Answer) -> None:
@@ -122,7 +124,7 @@ class Answers:
     def forget_unused(self) -> None:
         """A decision has been made: what it did not ask for, but for the newest, is let go. One
         that asks for many at once finds all of them again."""
-        spare = [question for question in self._known if question not in self._used]
-        for question in spare[:-_KEPT]:
+        spare = len(self._known) - self._used - _KEPT
+        for question in list(self._known)[: max(0, spare)]:
             del self._known[question]
-        self._used.clear()
+        self._used = 0
