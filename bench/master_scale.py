@@ -11,7 +11,7 @@ trains do; only the training is not there. Then it looks at
 - the master's processor time and memory while the job trains, and how soon it answers: to an
   operator's call, and to a step record, which counts as answered when its line is in metrics.jsonl;
 - a node that is lost: from its closed connection to the new plan in the hands of each agent;
-- many connections that are cut at one moment, and a master that is killed and started again: until
+- a master that is killed and started again, and many connections that are cut at one moment: until
   all agents have a session, and whether the plan changes, for which there is no reason.
 
 Agents run at low priority, but on the same cores: what takes time is an upper bound.
@@ -191,19 +191,32 @@ class Bench:
         )
 
     async def cut(self, count: int) -> None:
+        generation = self.crowd.generation
         begun, before_s = time.monotonic(), self.master.processor_s()
         self.crowd.cut(count)
-        await sessions(
-            self.master, self.crowd, begun, before_s, count, f"{count} connections cut at once"
-        )
+        what = f"{count} connections cut at once"
+        await sessions(self.master, self.crowd, begun, before_s, count, what)
+        await self._changes(generation)
 
     async def restart(self) -> None:
+        generation = self.crowd.generation
         begun = time.monotonic()
         self.master.kill()
         await asyncio.to_thread(self.master.start)
         print(f"a new master serves {1e3 * (time.monotonic() - begun):.0f} ms after kill -9")
         count = len(self.crowd.alive)
         await sessions(self.master, self.crowd, begun, 0.0, count, "all agents after that kill")
+        await self._changes(generation)
+
+    async def _changes(self, generation: int) -> None:
+        """How often the plan has changed since that generation, and why: no reason is known."""
+        # Whoever were to be found lost or stuck would be by then.
+        await asyncio.sleep(Detection().return_s + Detection().stall_s)
+        await self.steps(2, "after sessions began again")
+        print(f"  changes of the plan: {self.crowd.generation - generation}", flush=True)
+        events = self.master.state_dir / "jobs" / self.job_id / "events.jsonl"
+        for line in changes(events, generation):
+            print(f"    {line}")
 
 
 def spread(seconds: Sequence[float]) -> str:
@@ -282,15 +295,8 @@ async def run(arguments: argparse.Namespace, scratch: Path) -> None:
         for _ in range(arguments.losses):
             await bench.lose()
             await bench.steps(2, "after the loss")
-        generation = crowd.generation
-        await bench.cut(min(arguments.reconnect, len(crowd.alive)))
         await bench.restart()
-        # Whoever were to be found lost or stuck for it would be by then.
-        await asyncio.sleep(Detection().return_s + Detection().stall_s)
-        await bench.steps(2, "after the restart")
-        print(f"changes of the plan by the cut and the restart: {crowd.generation - generation}")
-        for line in changes(master.state_dir / "jobs" / job_id / "events.jsonl", generation):
-            print(f"  {line}")
+        await bench.cut(min(arguments.reconnect, len(crowd.alive)))
         print(f"master at the end: {master.memory}")
 
 

@@ -49,6 +49,8 @@ _PHASES: tuple[tuple[Phase, float], ...] = (
     ("joined", 0.3),
     ("transferred", 0.5),
 )
+#: Workers come to the end of a step within this time.
+_SPREAD_S = 0.2
 #: News wait for so long for more, to be told in one line.
 _NEWS_S = 0.02
 #: Whoever measures, and the master, go first where there are fewer cores than hosts.
@@ -139,7 +141,7 @@ class Agent:
         self._worker = Incarnation("")
         self._told = self._entered = Generation(0)
         self._step, self._beats = -1, 0
-        self._has_rank_0 = False
+        self.has_rank_0 = False
         #: Told again to each new session until there is a newer plan.
         self._lost: WorkerReport | None = None
 
@@ -173,14 +175,14 @@ class Agent:
             self._step = -1
         if part is None:
             self._told = self._entered = Generation(0)
-            self._has_rank_0 = False
+            self.has_rank_0 = False
         elif part.plan.generation > self._told and self._worker in part.worker_incarnations:
             self._enter(part)
         self._tell()
 
     def _enter(self, part: PlanPart) -> None:
         generation = self._told = part.plan.generation
-        self._has_rank_0 = self._news.plan(part.plan) == node_name(self._number)
+        self.has_rank_0 = self._news.plan(part.plan) == node_name(self._number)
         self._lost = None
         self._news.tell("told", self._number, generation, time.monotonic())
         loop = asyncio.get_running_loop()
@@ -242,7 +244,7 @@ class Agent:
             )
             workers = (worker,)
         status = NodeStatus(job_id=self._job_id, generation=self._told, workers=workers)
-        self._outbox.status(status, has_rank_0=self._has_rank_0)
+        self._outbox.status(status, has_rank_0=self.has_rank_0)
 
 
 class Hosts:
@@ -284,8 +286,12 @@ class Hosts:
             time=time.time(),
             skipped=False,
         )
+        loop = asyncio.get_running_loop()
         for agent in self.agents.values():
-            agent.commit(record)
+            # Here they wait for each other, as agents on hosts of their own do not: so that the
+            # only one whose record is waited for is the first.
+            after_s = 0.0 if agent.has_rank_0 else random.uniform(0.02, _SPREAD_S)
+            loop.call_later(after_s, agent.commit, record)
 
     def cut(self, count: int) -> None:
         """So many connections are cut, as by a switch that starts anew."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
@@ -88,9 +89,10 @@ class Crowd:
         _tell(self._processes[number % len(self._processes)], do, {"number": number})
 
     def cut(self, count: int) -> None:
-        """Cut so many of their connections, whosever."""
+        """Cut so many of their connections, at most all; whosever in each process."""
+        chosen = random.sample(sorted(self.alive), count)
         for index, process in enumerate(self._processes):
-            share = len(range(count)[index :: len(self._processes)])
+            share = sum(1 for number in chosen if number % len(self._processes) == index)
             _tell(process, "cut", {"count": share})
 
     def die(self, number: int) -> None:
