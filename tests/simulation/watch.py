@@ -39,6 +39,8 @@ class Ledger:
         #: The furthest committed step, by the generation in which all went back to a checkpoint.
         self.furthest: dict[int, int] = {0: 0}
         self.checkpoint = 0
+        #: The newest generation that any worker has agreed in.
+        self._agreed = Generation(0)
         self.finishers: set[WorkerId] = set()
         #: Steps that any worker has committed.
         self.steps: set[int] = set()
@@ -54,6 +56,9 @@ class Ledger:
     def agreed(self, generation: Generation, agreement: Agreement, world: "World") -> None:
         """No step that anyone has committed is lost, unless all go back to a checkpoint. One that
         only a worker outside of this plan has seen the vote of is done again, by all."""
+        if generation < self._agreed:
+            return  # one that was stopped meanwhile; nobody goes on with it
+        self._agreed = generation
         if agreement.step == 0 and not self._is_known(world):
             self.furthest, self.steps = {0: 0}, set()
         newest = max(self.furthest)
