@@ -98,6 +98,12 @@ def _next_plan(question: NextPlan) -> Changed:
     return Changed(found=replace(found, plan=made))
 
 
+def forget() -> None:
+    """Begin anew with nothing remembered."""
+    _remembered.cache_clear()
+    _catalogue.cache_clear()
+
+
 def rehearse(question: Question, answer: Answer) -> Iterator[None]:
     """After a first plan, plan for the loss of a node of each size of pipeline, one by one, for
     the judge to have seen what it will be asked about when that happens."""

@@ -63,18 +63,20 @@ def start(look: Look) -> Decision | None:
 
 def _still_starting(look: Look, job: Job, nodes: list[Node], late: list[Node]) -> Decision | None:
     """Where slow nodes are needed, and do get on, they are waited for."""
-    coming = [
-        node
-        for node in late
-        if node.connected
-        and node.seen.status.job_id == job.id
-        and len(node.seen.status.workers) == node.facts.worker_slots
-    ]
+    coming = [node for node in late if node.connected and _has_all(job, node)]
     if not coming or not _enough(job, [*nodes, *coming]):
         return None
     if job.state == "waiting for nodes":
         return Decision(actions=(JobStarted(job_id=job.id),), reason="enough nodes get ready")
     return Decision(reason=f"slow, but they get ready: {names(coming)}")
+
+
+def _has_all(job: Job, node: Node) -> bool:
+    """Whether a process of the job is in every slot, up or not. The last status may still list one
+    that has ended since."""
+    status = node.seen.status
+    here = [worker for worker in status.workers if not job.seen.is_gone(worker.incarnation)]
+    return status.job_id == job.id and len(here) == node.facts.worker_slots
 
 
 def _start_deadline(look: Look, node: Node) -> float:

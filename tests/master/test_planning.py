@@ -7,7 +7,7 @@ import pytest
 
 from oobleck.host.detection import Detection
 from oobleck.host.messages import Rendezvous
-from oobleck.master import planning
+from oobleck.master import answering, planning
 from oobleck.master.answering import AtOnce
 from oobleck.master.decision import Look
 from oobleck.master.job import Job
@@ -112,6 +112,7 @@ def test_templates_outlive_the_weakest_node(monkeypatch: pytest.MonkeyPatch) -> 
         return tied_templates(profile, sizes)
 
     monkeypatch.setattr(catalogue, "tied_templates", generate)
+    answering.forget()  # other tests may have asked the same
     nodes = [node(1, memory=1 << 29), *(node(number) for number in range(2, 7))]
     state, job = trained_job(nodes, hidden=34)
     assert made, "the first plan needs templates"
