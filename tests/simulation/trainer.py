@@ -372,7 +372,6 @@ class Trainer:
         await self._exchange(gathering, "output", None)
         await self._write_output()
         await self._exchange(gathering, "manifest", None)
-        self._ledger.finished(self.worker)
         self.say(Finished(generation=generation, step=progress.committed))
         gathering.leave_in_peace(self)
         self._gathering = None

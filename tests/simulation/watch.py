@@ -10,7 +10,7 @@ from oobleck.master.desired import set_desired
 from oobleck.master.events import Journaled
 from oobleck.master.jobevents import JobCancelled, JobFailed, JobSucceeded
 from oobleck.master.planevents import PlanMade
-from oobleck.planner.ids import Generation, Incarnation, JobId, WorkerId
+from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.planner.transfer import LayerLost, Shard, require_holders
 from oobleck.worker.rejoin import Agreement
 
@@ -41,7 +41,6 @@ class Ledger:
         self.checkpoint = 0
         #: The newest generation that any worker has agreed in.
         self._agreed = Generation(0)
-        self.finishers: set[WorkerId] = set()
         #: Steps that any worker has committed.
         self.steps: set[int] = set()
 
@@ -86,9 +85,6 @@ class Ledger:
 
     def saved(self, step: int) -> None:
         self.checkpoint = max(self.checkpoint, step)
-
-    def finished(self, worker: WorkerId) -> None:
-        self.finishers.add(worker)
 
 
 class Watch:
