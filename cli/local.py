@@ -82,6 +82,16 @@ master too. Each daemon's own output is in STATE/log. Exit codes: 0 ended by Ctr
     show_default=True,
     help="How fast faults are found: sets all time-outs.",
 )
+@click.option(
+    "--keep-jobs",
+    metavar="N",
+    help="Jobs that have ended and are known to 'oobleck jobs'.  [default: the master's]",
+)
+@click.option(
+    "--forget-nodes-after",
+    metavar="TIME",
+    help="A node that is lost for so long is no longer known.  [default: the master's]",
+)
 @click.option("--master-flag", "master_flags", multiple=True, hidden=True)
 @click.option(
     "--oversubscribe", is_flag=True, help="Start more workers than this machine has room for."
@@ -93,6 +103,8 @@ def local(
     listen: str | None,
     fault_plan: Path | None,
     detection: Mode,
+    keep_jobs: str | None,
+    forget_nodes_after: str | None,
     master_flags: tuple[str, ...],
     oversubscribe: bool,
 ) -> int:
@@ -101,7 +113,9 @@ def local(
     check_counts(nodes, workers)
     memory = check_room(nodes, workers, oversubscribe)
     address = choose_address(listen)
-    flags = ("--detection", detection, *master_flags)
+    given = {"--keep-jobs": keep_jobs, "--forget-nodes-after": forget_nodes_after}
+    kept = (part for flag, value in given.items() if value is not None for part in (flag, value))
+    flags = ("--detection", detection, *kept, *master_flags)
     cluster = Cluster(state_dir or fresh_state_dir(), master_flags=flags)
     with interrupts():
         try:

@@ -22,12 +22,13 @@ from oobleck.host.detection import MODES, Detection, Mode, choose
 from oobleck.host.endpoint import check_insecure
 from oobleck.host.process import allow_open_files, die_with_parent
 from oobleck.master import crash
-from oobleck.master.config import MasterConfig, Unusable
+from oobleck.master.config import MasterConfig, Retention, Unusable
 from oobleck.master.heap import share_heaps
 from oobleck.master.journal import Journal, JournalUnusable
 from oobleck.master.server import serve
 from oobleck.master.statelock import locked
 from oobleck.master.storage import StorageFailed
+from oobleck.planner.units import parse_seconds
 
 logger = logging.getLogger(__name__)
 #: Open files; with fewer the master can serve no cluster of a thousand nodes.
@@ -52,6 +53,15 @@ def choose_pki(listen: str, state_dir: Path, pki: str | None, *, insecure: bool)
             f"authority; run 'oobleck pki init --dir {own}', or listen on 127.0.0.1"
         )
     return None
+
+
+def choose_retention(forget_nodes_after: str, keep_jobs: int) -> Retention:
+    """Raises ValueError with the flag and the fix."""
+    try:
+        node_s = parse_seconds(forget_nodes_after)
+    except ValueError as error:
+        raise ValueError(f"--forget-nodes-after: {error}") from error
+    return Retention(node_s=node_s, ended_jobs=keep_jobs)
 
 
 def _fail(text: str, code: int = 2) -> NoReturn:
@@ -112,6 +122,21 @@ def _time_out_flags(command: Callable[..., None]) -> Callable[..., None]:
     help="How fast faults are found, against how much delay is no fault: sets all time-outs of "
     "the cluster (docs/operations.md).",
 )
+@click.option(
+    "--keep-jobs",
+    type=int,
+    default=Retention().ended_jobs,
+    show_default=True,
+    metavar="N",
+    help="Jobs that have ended and are known to 'oobleck jobs'; the files of all stay.",
+)
+@click.option(
+    "--forget-nodes-after",
+    default="24h",
+    show_default=True,
+    metavar="TIME",
+    help="A node that is lost for so long is no longer known to 'oobleck nodes'.",
+)
 @click.option("--certificate-life-s", default=90 * 86_400.0, hidden=True)
 @_time_out_flags
 def main(
@@ -124,6 +149,8 @@ def main(
     salvage_journal: bool,
     crash_at: str | None,
     detection: Mode,
+    keep_jobs: int,
+    forget_nodes_after: str,
     **time_outs: float | None,
 ) -> None:
     """Head of an Oobleck cluster: takes jobs, plans them onto nodes, and plans anew on losses.
@@ -152,6 +179,7 @@ def main(
             timing=timing,
             pki=choose_pki(listen, state, pki, insecure=insecure),
             certificate_life_s=certificate_life_s,
+            retention=choose_retention(forget_nodes_after, keep_jobs),
         )
         if crash_at is not None:
             point, _, times = crash_at.partition(":")

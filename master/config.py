@@ -10,6 +10,32 @@ class Unusable(Exception):
     """What the settings name cannot be used; the text is one line with the flag and the fix."""
 
 
+#: A node that is just lost may be about to come back, seconds.
+_LEAST_NODE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """How long the past is known; what is on disk of a job stays."""
+
+    #: A node that is lost for so long is forgotten, seconds.
+    node_s: float = 86_400.0
+    #: So many jobs that have ended are known.
+    ended_jobs: int = 200
+
+    def __post_init__(self) -> None:
+        if not self.node_s >= _LEAST_NODE_S:
+            raise ValueError(
+                f"--forget-nodes-after: {self.node_s:g} s is too short, since a lost node "
+                f"may be about to come back; give at least {_LEAST_NODE_S:g} s, as in 24h"
+            )
+        if self.ended_jobs < 1:
+            raise ValueError(
+                f"--keep-jobs {self.ended_jobs}: is too few, since whoever follows a job is told "
+                "of its end; give at least 1"
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MasterConfig:
     #: HOST:PORT that the service binds to; port 0: any free one.
@@ -20,6 +46,7 @@ class MasterConfig:
     pki: Path | None = None
     #: Of the certificates that agents, operators and viewers are given.
     certificate_life_s: float = 90 * 86_400.0
+    retention: Retention = Retention()
 
     def __post_init__(self) -> None:
         host, colon, port = self.listen.rpartition(":")

@@ -1,9 +1,10 @@
 """What a rule of `oobleck.master.reconcile` looks at, and what it answers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from oobleck.host.detection import Detection
+from oobleck.master.config import Retention
 from oobleck.master.events import Journaled
 from oobleck.master.questions import Planner, Question
 from oobleck.master.state import ClusterState
@@ -31,6 +32,7 @@ class Look:
     #: Unguessable text for the rendezvous of a plan made now.
     nonce: str
     planner: Planner
+    retention: Retention = field(default_factory=Retention)
 
 
 #: None: the rule does not apply. May raise StillPlanning.

@@ -155,7 +155,12 @@ class Master:
         nonce = self._surroundings.token(16)
         try:
             return reconcile(
-                self.state, now, self.config.timing, nonce=nonce, planner=self._planner
+                self.state,
+                now,
+                self.config.timing,
+                nonce=nonce,
+                planner=self._planner,
+                retain=self.config.retention,
             )
         except Exception as error:
             # One job that cannot be planned must not take the cluster along.

@@ -24,11 +24,14 @@ from oobleck.master import (
     turns,
 )
 from oobleck.master.answering import AtOnce
+from oobleck.master.config import Retention
 from oobleck.master.decision import Decision, Look, Rule
 from oobleck.master.losses import lost_nodes, next_verdict
 from oobleck.master.nodeevents import NodeCleared
 from oobleck.master.questions import Planner, StillPlanning
 from oobleck.master.state import ClusterState
+
+_RETENTION = Retention()
 
 
 def reconcile(
@@ -38,12 +41,20 @@ def reconcile(
     *,
     nonce: str,
     planner: Planner | None = None,
+    retain: Retention = _RETENTION,
 ) -> Decision:
     """What to do next, when to look again, and why. Pure: no clock, no I/O, no randomness.
 
     `planner` gives the plans; None: they are made on the way.
     """
-    look = Look(state=state, now=now, timing=config, nonce=nonce, planner=planner or AtOnce())
+    look = Look(
+        state=state,
+        now=now,
+        timing=config,
+        nonce=nonce,
+        planner=planner or AtOnce(),
+        retention=retain,
+    )
     wake_at: float | None = None
     reasons: list[str] = []
     for rule in _RULES:

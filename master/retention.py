@@ -2,7 +2,7 @@
 
 A cluster whose machines come and go under new names, or that runs thousands of jobs, would have a
 state, a journal and lists that grow for ever. A node that an operator has drained is kept: it is to
-be drained when it comes back. The files of a job stay.
+be drained when it comes back. The files of a job stay. How long and how many `Retention` says.
 """
 
 from collections.abc import Iterator
@@ -13,16 +13,11 @@ from oobleck.master.jobevents import JobForgotten
 from oobleck.master.nodeevents import NodeForgotten
 from oobleck.planner.ids import NodeName
 
-#: A node that is lost for so long is forgotten, seconds.
-NODE_S = 86_400.0
-#: So many jobs that have ended are known.
-MOST_ENDED = 200
-
 
 def forget_nodes(look: Look) -> Decision | None:
     state, now = look.state, look.now
     due = {
-        name: node.seen.lost_at + NODE_S
+        name: node.seen.lost_at + look.retention.node_s
         for name, node in state.nodes.items()
         if not node.registered
         and node.seen.lost_at is not None
@@ -33,7 +28,7 @@ def forget_nodes(look: Look) -> Decision | None:
         needed = {name for job in state.jobs.values() for name in _needed(job)}
         forgotten = tuple(NodeForgotten(node=name) for name in sorted(gone) if name not in needed)
         if forgotten:
-            return Decision(actions=forgotten, reason="lost for a day")
+            return Decision(actions=forgotten, reason=f"lost for {look.retention.node_s:g} s")
     coming = min((at for at in due.values() if now < at), default=None)
     return Decision(wake_at=coming) if coming is not None else None
 
@@ -54,8 +49,9 @@ def _needed(job: Job) -> Iterator[NodeName]:
 
 def forget_jobs(look: Look) -> Decision | None:
     ended = [job for job in look.state.jobs.values() if job.state in ENDED]
-    if len(ended) <= MOST_ENDED:
+    most = look.retention.ended_jobs
+    if len(ended) <= most:
         return None
     ended.sort(key=lambda job: job.finished_at)
-    forgotten = tuple(JobForgotten(job_id=job.id) for job in ended[:-MOST_ENDED])
-    return Decision(actions=forgotten, reason=f"the last {MOST_ENDED} jobs that ended are known")
+    forgotten = tuple(JobForgotten(job_id=job.id) for job in ended[:-most])
+    return Decision(actions=forgotten, reason=f"the last {most} jobs that ended are known")

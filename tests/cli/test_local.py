@@ -163,3 +163,11 @@ def test_a_cluster_that_memory_cannot_hold_is_refused_with_the_limit() -> None:
         assert f"limit: {16 * cores}" in refused(run("local", "--nodes", str(nodes)), 2)
     else:
         assert "MiB are free" in refused(run("local", "--nodes", str(nodes)), 2)
+
+
+def test_what_the_master_keeps_is_the_master_s_to_refuse(tmp_path: Path) -> None:
+    state = ("--state-dir", str(tmp_path), "--listen", "127.0.0.1:0")
+    few = run("local", "--nodes", "1", *state, "--keep-jobs", "0")
+    assert "--keep-jobs 0: is too few" in refused(few, 2)
+    short = run("local", "--nodes", "1", *state, "--forget-nodes-after", "1s")
+    assert "--forget-nodes-after: 1 s is too short" in refused(short, 2)
