@@ -81,7 +81,10 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
     checkpoint = job.checkpoint
     if checkpoint is not None and "://" not in checkpoint.path:
         path = str(base / os.path.expanduser(checkpoint.path))
-        checkpoint = dataclasses.replace(checkpoint, path=path)
+        try:
+            checkpoint = dataclasses.replace(checkpoint, path=path)
+        except ValueError as error:  # of the folder before it
+            raise CommandFailed(f"checkpoint.{error} (it is {path!a})", options.USAGE) from error
     evaluation = job.evaluation
     if evaluation is not None and evaluation.data is not None:
         evaluation = dataclasses.replace(evaluation, data=of_data(evaluation.data))

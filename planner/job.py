@@ -14,6 +14,8 @@ from oobleck.planner.plan import Schedule
 Precision = Literal["fp32", "bf16", "fp64"]
 Recompute = Literal["none", "layer"]
 TransportName = Literal["auto", "gloo"]
+#: Of a checkpoint's place, so that its name behind it still fits into a line of the wire.
+_MOST_PATH = 900
 
 
 def _at_least(owner: object, minimum: float, *fields: str) -> None:
@@ -247,6 +249,10 @@ class CheckpointSpec:
     def __post_init__(self) -> None:
         if not self.path.strip():
             raise ValueError("path: is empty; give a directory or an fsspec URL")
+        if not self.path.isprintable():
+            raise ValueError("path: has characters that cannot be printed; name another place")
+        if len(self.path) > _MOST_PATH:
+            raise ValueError(f"path: is longer than {_MOST_PATH} characters; name another place")
         _at_least(self, 1, "every", "keep")
 
 

@@ -50,7 +50,7 @@ def report_message(report: WorkerReport) -> pb.WorkerReport:
                 )
             )
         case Hung(reason=reason, seconds=seconds):
-            message.hung.CopyFrom(pb.Hung(reason=reason, seconds=seconds))
+            message.hung.CopyFrom(pb.Hung(reason=shortened(reason), seconds=seconds))
         case PhaseReached() as reached:
             message.phase.CopyFrom(
                 pb.PhaseReached(
@@ -112,7 +112,7 @@ def report_message(report: WorkerReport) -> pb.WorkerReport:
                 pb.Restored(
                     step=restored.step,
                     path=restored.path,
-                    passed_over=list(restored.passed_over),
+                    passed_over=[shortened(why) for why in restored.passed_over],
                 )
             )
         case Evaluated(record=record):
@@ -132,7 +132,7 @@ def evaluation_message(record: EvaluationRecord) -> pb.Evaluation:
 
 def _link_message(measured: LinkMeasured) -> pb.LinkMeasured:
     message = pb.LinkMeasured(
-        attempt=measured.attempt, scope=measured.scope, problem=measured.problem
+        attempt=measured.attempt, scope=measured.scope, problem=shortened(measured.problem)
     )
     if measured.link is not None:
         message.latency_s = measured.link.latency_s

@@ -13,6 +13,7 @@ from oobleck.proto.checks import (
     read_incarnation,
     read_job_id,
     read_slot,
+    shortened,
 )
 from oobleck.proto.plans import serialise_plan
 from oobleck.proto.types import Assignment, NodeFacts, NodeStatus, Registration, WorkerStatus
@@ -24,7 +25,7 @@ def status_message(status: NodeStatus) -> pb.NodeStatus:
         generation=status.generation,
         workers=[worker_status_message(worker) for worker in status.workers],
         leaving=status.leaving,
-        trouble=status.trouble,
+        trouble=shortened(status.trouble),
         failed_starts=status.failed_starts,
     )
 

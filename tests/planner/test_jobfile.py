@@ -100,6 +100,16 @@ def refusal(text: str, *overrides: str) -> str:
             "unknown key 'pth' in checkpoint; did you mean 'path'?",
         ),
         ("fault_tolerance: 1", "checkpoint: {path: ' '}", "checkpoint.path: is empty; give a dir"),
+        (
+            "fault_tolerance: 1",
+            'checkpoint: {path: "saved\\u200b"}',
+            "checkpoint.path: has characters that cannot be printed; name another place",
+        ),
+        (
+            "fault_tolerance: 1",
+            f"checkpoint: {{path: {'x' * 901}}}",
+            "checkpoint.path: is longer than 900 characters; name another place",
+        ),
         ("steps: 200", "steps: 0", "job.yaml:5: training.steps: 0 is too small"),
         ("lr: 3e-4", "lr: fast", "job.yaml:8: training.optimizer.lr must be a number, not the"),
         ("lr: 3e-4", "lr: 1e999", "job.yaml:8: 1e999 is too large"),

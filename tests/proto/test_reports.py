@@ -1,0 +1,44 @@
+"""Whatever a worker says, its agent's messages are not refused for it."""
+
+import pytest
+
+from oobleck.host.messages import Failed, LinkMeasured, Measured, PeerLost, Restored, SaveFailed
+from oobleck.planner.ids import Generation, Incarnation, JobId
+from oobleck.proto import convert
+from oobleck.proto.bounds import check_bounds
+from oobleck.proto.types import Happening, Hung, NodeStatus, WorkerExited, WorkerReport
+
+#: Some libraries put a whole batch into the text of an exception.
+LONG = "1.0, " * 100_000 + "the end"
+GENERATION = Generation(1)
+
+SAID: tuple[Happening, ...] = (
+    WorkerExited(pid=1, exit_code=1, signal=None, log_tail=LONG),
+    Hung(reason=LONG, seconds=8.0),
+    PeerLost(generation=GENERATION, step=1, detail=LONG),
+    Failed(kind="user", message=LONG),
+    Measured(attempt=1, measurement=None, problem=LONG),
+    LinkMeasured(attempt=1, scope="inter_node", link=None, problem=LONG),
+    SaveFailed(what="output", step=1, reason=LONG),
+    Restored(generation=GENERATION, step=1, path="saved", passed_over=(LONG,)),
+)
+
+
+@pytest.mark.parametrize("what", SAID, ids=lambda what: type(what).__name__)
+def test_a_report_of_any_length_gets_through(what: Happening) -> None:
+    report = WorkerReport(
+        job_id=JobId("demo-1"),
+        slot=0,
+        incarnation=Incarnation("abcd"),
+        generation=GENERATION,
+        what=what,
+    )
+    message = convert.report_message(report)
+    check_bounds(message)
+    assert "the end" in str(convert.read_report(message).what)
+
+
+def test_so_does_the_trouble_of_a_node() -> None:
+    message = convert.status_message(NodeStatus(trouble=LONG))
+    check_bounds(message)
+    assert convert.read_status(message).trouble.endswith("the end")
