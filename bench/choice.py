@@ -23,11 +23,12 @@ from oobleck.planner.catalogue import Catalogue
 from oobleck.planner.choose import choose_schedule
 from oobleck.planner.cost import StageCosts
 from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.finish import finish_s
 from oobleck.planner.firstplan import make_first_plan
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.instantiate import by_formula, instantiate
 from oobleck.planner.profile import Links, Profile
-from oobleck.planner.replay import StepReplay, Timelines
+from oobleck.planner.replay import StepReplay, template_run
 from oobleck.planner.specification import node_specification
 from oobleck.planner.stagetable import StageTable
 from oobleck.planner.template import PipelineTemplate
@@ -128,8 +129,8 @@ def names(nodes: int) -> list[NodeName]:
 
 
 def spread(group: Sequence[PipelineTemplate], given: Profile) -> float:
-    pipelines = [(template.stages, 4 * len(template.stages)) for template in group]
-    times = [max(line) for line in Timelines.finish_of(pipelines, given)]
+    runs = [template_run(template, 4 * len(template.stages), given) for template in group]
+    times = [max(line) for line in finish_s(runs)]
     return max(times) / min(times)
 
 

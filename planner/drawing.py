@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from oobleck.planner.plan import Plan, Schedule, Stage
 from oobleck.planner.profile import Profile
 from oobleck.planner.program import BackwardInput, BackwardWeight, Forward
-from oobleck.planner.steptime import Event, KindEstimate, StepEstimate, timeline
+from oobleck.planner.steptime import KindEstimate, StepEstimate
+from oobleck.planner.timeline import Event, timeline
 from oobleck.planner.units import count, format_bytes
 
 #: Columns of a drawing.

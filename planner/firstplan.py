@@ -13,14 +13,14 @@ from functools import partial
 from itertools import count, islice
 
 from oobleck.planner.catalogue import Catalogue, Offer
-from oobleck.planner.choose import ScheduleChoice, choose_schedule, with_residents
+from oobleck.planner.choose import SCHEDULES, ScheduleChoice, choose_schedule, with_residents
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.instantiate import Instantiation, instantiate
 from oobleck.planner.plan import Plan, Schedule, place
 from oobleck.planner.profile import Profile
 from oobleck.planner.shares import share_batch
-from oobleck.planner.steptime import Memory
+from oobleck.planner.steptime import Memory, remember
 
 #: Instantiations that are estimated under their schedules, for each set of templates.
 _MOST_ESTIMATED = 6
@@ -93,8 +93,10 @@ class _Maker:
         # The first one is the best by the formula, which the result must not be worse than.
         order = sorted(range(len(candidates)), key=lambda at: (at > 0, quick[at]))
         times = [float("inf")] * len(candidates)
-        for at in order[:_MOST_ESTIMATED]:
-            times[at] = self.step_s(_sketch(offer, candidates[at]))
+        plans = {at: _sketch(offer, candidates[at]) for at in order[:_MOST_ESTIMATED]}
+        remember(plans.values(), self.profile, SCHEDULES, memory=self.memory)
+        for at, plan in plans.items():
+            times[at] = self.step_s(plan)
         return times
 
     def choice(self, plan: Plan) -> ScheduleChoice:

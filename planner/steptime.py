@@ -2,35 +2,26 @@
 
 Pipelines of the same cut and the same number of micro-batches run alike, and most plans have few
 kinds of them. The result is that of `oobleck.planner.simulate` on all programs, in
-O(pipelines + kinds x stages x micro-batches), whatever the number of workers. Owns the recurrence
-of times along a pipeline; must not build programs.
+O(pipelines + kinds x stages x micro-batches), whatever the number of workers. When stages have
+computed their last is `oobleck.planner.finish`'s; must not build programs.
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from oobleck.planner.cost import boundary_s
+from oobleck.planner.finish import Run, finish_s
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.plan import Pipeline, Plan, Schedule
 from oobleck.planner.profile import Profile
-from oobleck.planner.program import Backward, BackwardInput, BackwardWeight, Compute, Forward
-from oobleck.planner.schedule import compute_order, in_flight
-from oobleck.planner.stepcost import (
-    StageCost,
-    extrapolated,
-    replayed_microbatches,
-    stage_cost,
-)
+from oobleck.planner.schedule import in_flight
+from oobleck.planner.stepcost import StageCost, stage_cost
 from oobleck.planner.stepend import ComputedKind, ComputedStage, step_end_s
 
 #: When the stages of pipelines have computed their last, by how the pipeline is cut, its share and
 #: the schedule: kept by who asks about many plans of the same pipelines.
-Memory = dict[object, tuple[float, ...]]
-
-#: (what, micro-batch counted from 0, from when, to when)
-Event = tuple[type[Compute], int, float, float]
+Memory = dict[tuple[Schedule, object], tuple[float, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +75,14 @@ def estimate_step(
 def estimate_schedules(
     plan: Plan,
     profile: Profile,
-    schedules: Iterable[Schedule],
+    schedules: Sequence[Schedule],
     *,
     tied: bool = False,
     memory: Memory | None = None,
 ) -> dict[Schedule, StepEstimate]:
     """`estimate_step` under each of `schedules`; `memory` is of the same profile."""
     alike, known = pipeline_kinds(plan), {} if memory is None else memory
+    remember([plan], profile, schedules, memory=known)
     return {
         schedule: _estimate(plan, alike, profile, schedule, tied=tied, memory=known)
         for schedule in schedules
@@ -108,7 +100,7 @@ def _estimate(
 ) -> StepEstimate:
     kinds = tuple(_kind(plan, numbers, profile, schedule, memory) for numbers in alike)
     workers = sum(kind.count * len(s.workers) for kind in kinds for s in kind.pipeline.stages)
-    costs = [[_cost(kind.pipeline, s, profile) for s in _stages(kind.pipeline)] for kind in kinds]
+    costs = [[cost_of(kind.pipeline, s, profile) for s in _stages(kind.pipeline)] for kind in kinds]
     ended = [_computed(kind, row) for kind, row in zip(kinds, costs, strict=True)]
     step_s = step_end_s(ended, profile, tied=tied)
     busy = sum(
@@ -165,7 +157,7 @@ def _stages(pipeline: Pipeline) -> range:
     return range(len(pipeline.stages))
 
 
-def _cost(pipeline: Pipeline, stage: int, profile: Profile) -> StageCost:
+def cost_of(pipeline: Pipeline, stage: int, profile: Profile) -> StageCost:
     place = pipeline.stages[stage]
     return stage_cost(
         profile,
@@ -179,6 +171,21 @@ def _cost(pipeline: Pipeline, stage: int, profile: Profile) -> StageCost:
 # ---- one pipeline
 
 
+def remember(
+    plans: Iterable[Plan], profile: Profile, schedules: Sequence[Schedule], *, memory: Memory
+) -> None:
+    """Find for `memory` what estimates of `plans` will ask of it: for all at once is faster."""
+    unknown = {
+        (schedule, _cut_and_share(pipeline)): pipeline
+        for plan in plans
+        for pipeline in (plan.pipelines[numbers[0]] for numbers in pipeline_kinds(plan))
+        for schedule in schedules
+    }
+    unknown = {key: pipeline for key, pipeline in unknown.items() if key not in memory}
+    runs = [_run(pipeline, profile, schedule) for (schedule, _), pipeline in unknown.items()]
+    memory.update(zip(unknown, finish_s(runs), strict=True))
+
+
 def _kind(
     plan: Plan,
     numbers: tuple[int, ...],
@@ -187,16 +194,13 @@ def _kind(
     memory: Memory,
 ) -> KindEstimate:
     pipeline = plan.pipelines[numbers[0]]
-    key = schedule, _cut_and_share(pipeline)
-    if key not in memory:
-        memory[key] = _computed_s(pipeline, profile, schedule)
-    costs = [_cost(pipeline, stage, profile) for stage in _stages(pipeline)]
+    costs = [cost_of(pipeline, stage, profile) for stage in _stages(pipeline)]
     microbatches = pipeline.microbatches
     return KindEstimate(
         numbers=numbers,
         pipeline=pipeline,
         busy_s=tuple(microbatches * (cost.forward_s + cost.backward_s) for cost in costs),
-        computed_s=memory[key],
+        computed_s=memory[schedule, _cut_and_share(pipeline)],
         peak_bytes=_peak_bytes(costs, schedule, microbatches, replicas=len(plan.pipelines)),
     )
 
@@ -234,35 +238,37 @@ def _peaks(plan: Plan, profile: Profile) -> Iterator[tuple[tuple[int, ...], tupl
     """Of each kind of pipeline its positions in the plan, and the bytes per stage."""
     for numbers in pipeline_kinds(plan):
         pipeline = plan.pipelines[numbers[0]]
-        costs = [_cost(pipeline, stage, profile) for stage in _stages(pipeline)]
+        costs = [cost_of(pipeline, stage, profile) for stage in _stages(pipeline)]
         yield (
             numbers,
             _peak_bytes(costs, plan.schedule, pipeline.microbatches, replicas=len(plan.pipelines)),
         )
 
 
-def _computed_s(pipeline: Pipeline, profile: Profile, schedule: Schedule) -> tuple[float, ...]:
-    """When each stage has computed its last, by the whole timeline or from its steady state."""
-    counts = replayed_microbatches(pipeline.microbatches, stages=len(pipeline.stages))
-    ends = [
-        _ends(timeline(replace(pipeline, microbatches=count), profile, schedule))
-        for count in counts
-    ]
-    return extrapolated(counts, ends, pipeline.microbatches)
+def _run(pipeline: Pipeline, profile: Profile, schedule: Schedule) -> Run:
+    costs = [cost_of(pipeline, stage, profile) for stage in _stages(pipeline)]
+    whole = Run(
+        microbatches=pipeline.microbatches,
+        forward_s=tuple(cost.forward_s for cost in costs),
+        backward_s=tuple(cost.backward_s for cost in costs),
+        message_s=messages_s(pipeline, profile),
+        all_forward_first=schedule == "gpipe",
+    )
+    if schedule != "zb-h1":
+        return whole
+    # Nobody waits for the first stage's input gradient: its backward stays in one piece.
+    first, *later = costs
+    return replace(
+        whole,
+        backward_s=(first.backward_s, *(cost.backward_input_s for cost in later)),
+        weight_s=(0.0, *(cost.backward_weight_s for cost in later)),
+    )
 
 
-def _ends(rows: Sequence[Sequence[Event]]) -> tuple[float, ...]:
-    return tuple(row[-1][3] for row in rows)
-
-
-def timeline(pipeline: Pipeline, profile: Profile, schedule: Schedule) -> list[list[Event]]:
-    """What each stage computes from when to when; its workers run in step.
-
-    Sends are asynchronous. Between stages of different numbers of workers, the largest of the
-    shares that travel side by side counts.
-    """
-    count = len(pipeline.stages)
-    ways = [
+def messages_s(pipeline: Pipeline, profile: Profile) -> tuple[float, ...]:
+    """Between a stage and the next one. Where their numbers of workers differ, the largest of the
+    shares that travel side by side counts."""
+    return tuple(
         boundary_s(
             profile.layers[before.last_layer].output_bytes,
             before=len(before.workers),
@@ -271,47 +277,4 @@ def timeline(pipeline: Pipeline, profile: Profile, schedule: Schedule) -> list[l
             links=profile.links,
         )
         for before, after in pairwise(pipeline.stages)
-    ]
-    times = [_times(_cost(pipeline, stage, profile)) for stage in range(count)]
-    orders = [
-        list(compute_order(schedule, stages=count, stage=stage, microbatches=pipeline.microbatches))
-        for stage in range(count)
-    ]
-    rows: list[list[Event]] = [[] for _ in range(count)]
-    # By stage and micro-batch: when the activation, or the gradient, has arrived.
-    activations: list[dict[int, float]] = [{} for _ in range(count)]
-    gradients: list[dict[int, float]] = [{} for _ in range(count)]
-    clocks = [0.0] * count
-    runnable = deque(range(count))
-    while runnable:
-        stage = runnable.popleft()
-        row, order, clock = rows[stage], orders[stage], clocks[stage]
-        while len(row) < len(order):
-            kind, microbatch = order[len(row)]
-            arrived: float | None = 0.0
-            if kind is Forward and stage > 0:
-                arrived = activations[stage].pop(microbatch, None)
-            elif (kind is Backward or kind is BackwardInput) and stage < count - 1:
-                arrived = gradients[stage].pop(microbatch, None)
-            if arrived is None:
-                break
-            begun = max(clock, arrived)
-            clock = begun + times[stage][kind]
-            row.append((kind, microbatch, begun, clock))
-            if kind is Forward and stage < count - 1:
-                activations[stage + 1][microbatch] = clock + ways[stage]
-                runnable.append(stage + 1)
-            elif (kind is Backward or kind is BackwardInput) and stage > 0:
-                gradients[stage - 1][microbatch] = clock + ways[stage - 1]
-                runnable.append(stage - 1)
-        clocks[stage] = clock
-    return rows
-
-
-def _times(cost: StageCost) -> Mapping[type[Compute], float]:
-    return {
-        Forward: cost.forward_s,
-        Backward: cost.backward_s,
-        BackwardInput: cost.backward_input_s,
-        BackwardWeight: cost.backward_weight_s,
-    }
+    )

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from oobleck.planner.finish import finish_s
 from oobleck.planner.partition import Bounds, Sweep, swept_together
 from oobleck.planner.profile import Profile
-from oobleck.planner.replay import Timelines
+from oobleck.planner.replay import template_run
 from oobleck.planner.stagetable import Floats, Integers, StageTable
 from oobleck.planner.template import PipelineTemplate
 from oobleck.planner.trace import Stages, trace
@@ -84,13 +85,13 @@ def shortlists(
 
     Which one suits a plan hangs on its shares of the batch and on the other pipelines, too.
     """
-    pipelines = [
-        (template.stages, _MICROBATCHES * len(template.stages))
+    runs = [
+        template_run(template, _MICROBATCHES * len(template.stages), profile)
         for group in candidates
         if len(group) > 1
         for template in group
     ]
-    times = iter(Timelines.finish_of(pipelines, profile))
+    times = iter(finish_s(runs))
     chosen = []
     for group in candidates:
         done = [max(next(times)) if len(group) > 1 else 0.0 for _ in group]

@@ -9,9 +9,8 @@ from oobleck.planner.compile import compile_programs
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.plan import Plan, place
 from oobleck.planner.profile import Links
-from oobleck.planner.replay import StepReplay, Timelines
+from oobleck.planner.replay import StepReplay
 from oobleck.planner.simulate import simulate
-from oobleck.planner.stagetable import Floats
 from oobleck.planner.steptime import estimate_step
 from oobleck.planner.templates import feasible_sizes, generate_templates
 from support.profiles import random_profile
@@ -65,19 +64,3 @@ def test_many_microbatches_are_extrapolated_as_in_the_estimate(microbatches: int
     (time,) = replay.step_s([tuple(zip(*kinds, strict=True))])
     expected = estimate_step(plan_of(templates, kinds), profile, tied=True)
     assert time == pytest.approx(expected.step_s, rel=1e-9)
-
-
-def test_the_work_of_a_replay_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    replayed: list[int] = []
-    finish_s = Timelines.finish_s
-
-    def counted(lines: Timelines) -> Floats:
-        replayed.extend(lines.microbatches.tolist())
-        return finish_s(lines)
-
-    profile = random_profile(random.Random(1), layers=9)
-    stages = generate_templates(profile, range(5, 6))[5].stages
-    monkeypatch.setattr(Timelines, "finish_s", counted)
-    found = Timelines.finish_of([(stages, 10**6), (stages, 10**7), (stages, 60)], profile)
-    assert sorted(replayed) == [60, 64, 128]
-    assert found[0][0] < found[1][0]

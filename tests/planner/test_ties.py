@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from oobleck.planner.cost import StageCosts
+from oobleck.planner.finish import finish_s
 from oobleck.planner.profile import Links, Profile
-from oobleck.planner.replay import Timelines
+from oobleck.planner.replay import template_run
 from oobleck.planner.stagetable import StageTable
 from oobleck.planner.template import PipelineTemplate
 from oobleck.planner.templates import (
@@ -49,7 +50,7 @@ def tied_groups(profile: Profile, sizes: Sequence[int]) -> list[list[PipelineTem
 
 
 def replay_s(template: PipelineTemplate, profile: Profile) -> float:
-    (finish,) = Timelines.finish_of([(template.stages, 2 * len(template.stages))], profile)
+    (finish,) = finish_s([template_run(template, 2 * len(template.stages), profile)])
     return max(finish)
 
 
