@@ -76,7 +76,7 @@ def _name_in_use(
             f"{old.hostname}); choose another --name",
             temporary=not _both_live(known, newer, timing),
         )
-    if known.seen.closed_at is None and state.job is not None and name in state.job.members:
+    if known.seen.closed_at is None and state.job is not None and state.job.has_member(name):
         # This master has just started, and the agent with the job's workers may still come back.
         wait_s = known.seen.last_heard + lease(known, timing) - now
         return Refusal(

@@ -29,7 +29,7 @@ def follow(state: ClusterState, event: Event, now: float, unix: float) -> None:
     if isinstance(event, MasterStarted | JournalCut) or not unchanged:
         set_desired(state, now, unix)
     elif name is not None and (node := state.nodes.get(name)) is not None:
-        member = job is not None and name in {*job.members, *job.leaving}
+        member = job is not None and (job.has_member(name) or name in job.leaving)
         _set(state, node, wanted, member=member, now=now, unix=unix)
 
 

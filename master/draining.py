@@ -123,7 +123,8 @@ def move_off(look: Look) -> Decision | None:
     found, events = _find(look, job, moving)
     if found is None or job.made.plan.nodes == found.plan.nodes:
         return Decision(actions=tuple(events)) if events else None
-    gone = ", ".join(node for node in job.members if node not in found.plan.nodes)
+    staying = frozenset(found.plan.nodes)
+    gone = ", ".join(node for node in job.members if node not in staying)
     reason = f"{gone} is drained: {found.reason}"
     event = plan_made(
         look,

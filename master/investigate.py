@@ -37,7 +37,7 @@ def incident_after(
     incident: Incident | None
     match event:
         case NodeLost():
-            if (active := state.job) is None or event.node not in active.members:
+            if (active := state.job) is None or not active.has_member(event.node):
                 return None
             job = active
             incident = _with_setback(job, _node_lost(job, event, unix))
@@ -54,7 +54,7 @@ def incident_after(
             incident = _with_setback(job, _drained(job, event, unix))
         case NodeLeftOut() | NodeReset():
             job = state.jobs[event.job_id]
-            if event.node not in job.members:
+            if not job.has_member(event.node):
                 return None
             incident = _with_setback(job, _put_out(job, event, unix))
         case JobRestored():

@@ -113,6 +113,11 @@ class Job:
     #: `processes`, and the plan that they were gathered from: every report asks for them.
     _processes: dict[WorkerId, Incarnation] = field(default_factory=dict, repr=False, compare=False)
     _of_processes: PlanMade | None = field(default=None, repr=False, compare=False)
+    #: The same of `members`, which change with losses too.
+    _members: dict[NodeName, None] = field(default_factory=dict, repr=False, compare=False)
+    _of_members: tuple[PlanMade | None, tuple[Loss, ...]] = field(
+        default=(None, ()), repr=False, compare=False
+    )
 
     @property
     def generation(self) -> Generation:
@@ -140,11 +145,21 @@ class Job:
 
     @property
     def members(self) -> tuple[NodeName, ...]:
-        """Nodes of the newest plan, without those lost since."""
+        """Nodes of the newest plan, without those lost since, in the order of their names."""
+        return tuple(self._member_names())
+
+    def has_member(self, node: NodeName) -> bool:
+        return node in self._member_names()
+
+    def _member_names(self) -> dict[NodeName, None]:
         if self.made is None:
-            return ()
-        lost = self.lost_nodes
-        return tuple(node for node in self.made.plan.nodes if node not in lost)
+            return {}
+        if self.made is not self._of_members[0] or self.losses is not self._of_members[1]:
+            self._of_members = self.made, self.losses
+            lost = self.lost_nodes
+            here = (node for node in self.made.plan.nodes if node not in lost)
+            self._members = dict.fromkeys(here)
+        return self._members
 
     @property
     def leaving(self) -> tuple[NodeName, ...]:
@@ -208,7 +223,8 @@ class Job:
         """Members that had no part in the last step."""
         if self.trained is None:
             return ()
-        return tuple(node for node in self.members if node not in self.trained.plan.nodes)
+        before = frozenset(self.trained.plan.nodes)
+        return tuple(node for node in self.members if node not in before)
 
     def processes(self) -> Mapping[WorkerId, Incarnation]:
         """The processes that the newest plan counts on, by rank."""

@@ -57,7 +57,7 @@ def _loss(
         cause=cause,
         reason=reason,
         detect_s=now - evidence_at,
-        sightings=carried(job, now) if job is not None and name in job.members else (),
+        sightings=carried(job, now) if job is not None and job.has_member(name) else (),
     )
 
 
@@ -107,7 +107,7 @@ def _proof(
     job = state.job
     closed_at = node.seen.closed_at
     name = node.facts.node
-    if job is None or closed_at is None or name not in (*job.members, *job.leaving):
+    if job is None or closed_at is None or not (job.has_member(name) or name in job.leaving):
         return None
     resumed_at = node.seen.resumed_at
     if resumed_at is not None and closed_at <= resumed_at + timing.answer_s:

@@ -102,12 +102,12 @@ def _lose_node(state: ClusterState, event: NodeLost, now: float, unix: float) ->
     node.stale_workers = False
     node.seen.session = None
     job = state.job
-    if job is not None and event.node in (*job.members, *job.leaving):
+    if job is not None and (job.has_member(event.node) or event.node in job.leaving):
         lose(job, event, now, detect_s=event.detect_s)
 
 
 def _leave_out(job: Job, event: NodeLeftOut, now: float) -> None:
-    if event.node in job.members:
+    if job.has_member(event.node):
         lose(job, event, now)
     else:
         sightings.forget_node(job, event.node)

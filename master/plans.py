@@ -161,7 +161,7 @@ def join(look: Look) -> Decision | None:
     if job.seen.furthest_step >= job.spec.training.steps:
         return None
     ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
-    since = [n.seen.ready_at or look.now for n in ready if n.facts.node not in job.members]
+    since = [n.seen.ready_at or look.now for n in ready if not job.has_member(n.facts.node)]
     if draining.on_the_move(state, job):
         return None  # their place is not free yet
     if not since or not all(state.nodes[name].connected for name in job.members):

@@ -120,7 +120,7 @@ def _node_record(job: Job, event: NodeRegistered | NodeLost) -> Record:
         "cause": event.cause,
         "reason": event.reason,
         "detect_s": event.detect_s,
-        "in_plan": event.node in job.members,
+        "in_plan": job.has_member(event.node),
     }
 
 

@@ -39,7 +39,7 @@ def note(
 ) -> None:
     match event:
         case StreamClosed():
-            if state.job is not None and event.node in state.job.members:
+            if state.job is not None and state.job.has_member(event.node):
                 saw = "its agent's stream closed"
                 _keep(state.job, now, "stream", "master", event.node, saw)
         case WorkerExitReported():

@@ -228,7 +228,7 @@ def _node_reason(state: ClusterState, node: Node, now: float) -> str:
         )
     if job.made is None:
         return ""
-    if facts.node not in job.members:
+    if not job.has_member(facts.node):
         if state.is_ready(node, job):
             return "ready to join the job"
         return "its workers start, to join the job"

@@ -81,8 +81,20 @@ def place(
     )
 
 
+class _Derived:
+    """What follows from a plan and is asked for again and again: worked out once, when it first is.
+
+    No fields of the plan, so neither compared nor written anywhere.
+    """
+
+    __slots__ = ("_hash", "_nodes", "_workers")
+    _hash: int
+    _nodes: tuple[NodeName, ...]
+    _workers: tuple[WorkerId, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(_Derived):
     """Who holds which layer and computes which micro-batches in one generation.
 
     The order of `pipelines` is the order of their micro-batch shares, which cover
@@ -115,19 +127,32 @@ class Plan:
 
     @property
     def nodes(self) -> tuple[NodeName, ...]:
-        return tuple(sorted(node for pipeline in self.pipelines for node in pipeline.nodes))
+        try:
+            return self._nodes
+        except AttributeError:
+            found = tuple(sorted(node for pipeline in self.pipelines for node in pipeline.nodes))
+            object.__setattr__(self, "_nodes", found)
+            return found
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:
         """All workers of the plan in rank order (sorted)."""
-        return tuple(
-            sorted(
-                worker
-                for pipeline in self.pipelines
-                for stage in pipeline.stages
-                for worker in stage.workers
-            )
-        )
+        try:
+            return self._workers
+        except AttributeError:
+            stages = (stage for pipeline in self.pipelines for stage in pipeline.stages)
+            found = tuple(sorted(worker for stage in stages for worker in stage.workers))
+            object.__setattr__(self, "_workers", found)
+            return found
+
+    def __hash__(self) -> int:
+        """Of a thousand nodes it takes milliseconds, and whatever is remembered asks for it."""
+        try:
+            return self._hash
+        except AttributeError:
+            found = hash((self.generation, self.pipelines, self.schedule))
+            object.__setattr__(self, "_hash", found)
+            return found
 
     def holdings(self) -> Mapping[WorkerId, range]:
         """The layers that each worker holds."""
