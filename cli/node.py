@@ -1,13 +1,15 @@
 """The commands that change nodes: drain and undrain."""
 
+import math
 import time
 from typing import TYPE_CHECKING
 
 import click
 
-from oobleck.cli.options import USAGE, master_option
+from oobleck.cli.options import FAILED, USAGE, master_option
 from oobleck.host.command import CommandFailed
 from oobleck.host.endpoint import Endpoint
+from oobleck.planner.units import parse_seconds
 
 if TYPE_CHECKING:
     from oobleck.cli.client import Master
@@ -27,17 +29,27 @@ def node() -> None:
 @click.option("--reason", default="", metavar="TEXT", help="Shown by 'oobleck nodes'.")
 @click.option("--wait", is_flag=True, help="Return when nothing is on the node any more.")
 @click.option(
+    "--timeout",
+    metavar="TIME",
+    help="How long to wait, as in 10m; then it ends with exit code 1, and the drain goes on.  "
+    "[default: for ever]",
+)
+@click.option(
     "--force",
     is_flag=True,
     help="Also where a job cannot go on without the node: it waits for nodes then, and what the "
     "node alone held is lost, but for the checkpoint that is taken first if the job takes any.",
 )
 @master_option
-def drain(name: str, reason: str, wait: bool, force: bool, master: Endpoint) -> None:
+def drain(
+    name: str, reason: str, wait: bool, timeout: str | None, force: bool, master: Endpoint
+) -> None:
     """Move the work off NODE at the next step boundary, and give it none until it is undrained.
 
     No step is lost or done again. Where a job cannot go on without the node, it is kept until it
-    can, or the drain is forced. Asked again, nothing changes.
+    can, or the drain is forced; the answer says so, and why. Asked again, nothing changes.
+
+    Exit codes: 0 the node is drained, or without --wait asked to be; 1 it is not within --timeout.
     """
     from oobleck.cli.away import Away
     from oobleck.cli.client import Master, Unreachable
@@ -46,6 +58,7 @@ def drain(name: str, reason: str, wait: bool, force: bool, master: Endpoint) -> 
         raise CommandFailed(f"--reason: is longer than {MOST_REASON} characters", USAGE)
     if not reason.isprintable():
         raise CommandFailed("--reason: is one line, of characters that can be printed", USAGE)
+    until = _deadline(timeout, wait)
     with Master(master) as connection:
         told = _tell(connection.drain(name, reason, force=force))
         away = Away()
@@ -60,6 +73,8 @@ def drain(name: str, reason: str, wait: bool, force: bool, master: Endpoint) -> 
             told = _tell(info, told)
             if info.state in ("drained", "lost"):
                 break
+            if time.monotonic() >= until:
+                raise CommandFailed(f"--timeout {timeout}: {told}", FAILED)
             time.sleep(_POLL_S)
 
 
@@ -73,6 +88,18 @@ def undrain(name: str, master: Endpoint) -> None:
 
     with Master(master) as connection:
         _tell(connection.undrain(name))
+
+
+def _deadline(timeout: str | None, wait: bool) -> float:
+    """Of the monotonic clock."""
+    if timeout is None:
+        return math.inf
+    if not wait:
+        raise CommandFailed("--timeout: is of --wait; give that too, or leave both out", USAGE)
+    try:
+        return time.monotonic() + parse_seconds(timeout)
+    except ValueError as error:
+        raise CommandFailed(f"--timeout: {error}", USAGE) from error
 
 
 def _find(connection: "Master", name: str) -> "pb.NodeInfo":

@@ -79,6 +79,15 @@ def on_the_move(state: ClusterState, job: Job) -> list[Node]:
     return [state.nodes[name] for name in job.members if moves_off(state.nodes[name])]
 
 
+def is_undecided(state: ClusterState, node: Node) -> bool:
+    """Whether it will soon be known if the node's work can move off it: the planner is asked."""
+    job, drain = state.job, node.drain
+    if job is None or drain is None or job.state != "running":
+        return False
+    known = drain.save if drain.force else drain.kept
+    return moves_off(node) and node.facts.node in job.members and not known
+
+
 def _still_there(state: ClusterState, job: Job) -> list[Node]:
     """Also those that the newest plan is without, and that are needed until it trains."""
     held = (state.nodes[name] for name in {*job.members, *job.leaving})

@@ -5,6 +5,7 @@ changes and send what is new, so a slow reader costs nobody anything.
 """
 
 import asyncio
+import contextlib
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator
 from itertools import islice, takewhile
@@ -12,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from oobleck.master.draining import is_undecided
 from oobleck.master.job import ENDED, Job
 from oobleck.master.limits import MOST_DETAILS
 from oobleck.master.logs import Line
@@ -34,6 +36,8 @@ MOST_JOB_CHARACTERS = 256 << 10
 _REQUEST_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
 #: Names of nodes in an answer about one that is not there.
 _NAMES_TOLD = 8
+#: How long an answer waits for a plan without a node; shorter than operators wait for an answer.
+_FATE_S = 3.0
 #: Lines that are read from log files at a time, outside the event loop's thread.
 _LINES_AT_A_TIME = 1000
 
@@ -145,7 +149,16 @@ class OperatorService(rpc.OperatorServicer):
         await self._master.requests.drain(
             request.request_id, node, request.reason, force=request.force
         )
+        await self._fate_of(node)
         return self._node_info(node)
+
+    async def _fate_of(self, name: NodeName) -> None:
+        """Until it is known whether the node's work can move off it, or that takes long."""
+        nodes = self._master.state.nodes
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FATE_S):
+                while name in nodes and is_undecided(self._master.state, nodes[name]):
+                    await self._master.changes.next.wait()
 
     async def UndrainNode(self, request: pb.UndrainNodeRequest, context: Context) -> pb.NodeInfo:
         node = await self._node(request.request_id, request.node, context)

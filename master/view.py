@@ -14,7 +14,7 @@ from oobleck.master.config import MasterConfig
 from oobleck.master.cordon import is_quarantined
 from oobleck.master.incidentrecord import headline
 from oobleck.master.job import ENDED, Job
-from oobleck.master.node import Node
+from oobleck.master.node import Drain, Node
 from oobleck.master.state import ClusterState
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.units import count, listed
@@ -210,7 +210,8 @@ def _node_reason(state: ClusterState, node: Node, now: float) -> str:
         return f"back in {left_s:.0f} s at the latest: {node.drain.reason}"
     if node.drain is not None:
         why = node.drain.reason or "an operator wants it so"
-        return f"{why}; kept so far: {node.drain.kept}" if node.drain.kept else why
+        progress = _drain_progress(state, node, node.drain)
+        return f"{why}; {progress}" if progress else why
     if node.seen.status.trouble:
         return node.seen.status.trouble
     if node.stale_workers:
@@ -233,3 +234,16 @@ def _node_reason(state: ClusterState, node: Node, now: float) -> str:
             return "ready to join the job"
         return "its workers start, to join the job"
     return planning.idle_slots(job.made.plan, facts.worker_slots)
+
+
+def _drain_progress(state: ClusterState, node: Node, drain: Drain) -> str:
+    job, name = state.job, node.facts.node
+    if drain.done or job is None:
+        return ""
+    if name in job.leaving:
+        return f"work of job {job.id} moves off it at a step boundary"
+    if drain.kept:
+        return f"kept so far: {drain.kept}"
+    if name in job.members and job.state != "running":
+        return f"job {job.id} is {job.state}, and goes on without it after that if it can"
+    return ""

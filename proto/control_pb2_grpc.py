@@ -241,7 +241,8 @@ class OperatorServicer:
 
     def DrainNode(self, request, context):
         """Move the work off a node and keep it out until it is undrained; NOT_FOUND for an unknown node.
-        The reply comes once that is on disk, which is before the work has moved.
+        The reply comes once that is on disk, which is before the work has moved; it tells whether the
+        work can move, and if not why, but for plans that take seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

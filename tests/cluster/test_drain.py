@@ -61,7 +61,11 @@ def test_nodes_are_drained_and_agents_told_to_end(small_cluster: LocalCluster, t
     cluster.wait(lambda: cluster.nodes()["n3"]["workers"] == [], "n3 idle", poll_s=0.1)
 
     # One node is too few: the next one is kept, and goes when n3 is back.
-    assert cluster.oobleck("node", "drain", "n2").stdout.startswith("n2 draining: ")
+    short = ("--wait", "--timeout", "1s")
+    refused = cluster.oobleck("node", "drain", "n2", *short, check=False)
+    assert refused.stdout.startswith("n2 draining: ")
+    assert refused.stderr.startswith("oobleck: --timeout 1s: n2 draining: ")
+    assert refused.returncode == 1
     kept = f"kept so far: job {job_id} needs it"
     cluster.wait(lambda: kept in cluster.nodes()["n2"]["reason"], "n2 kept", poll_s=0.1)
     put_back(cluster, job_id, "n3")
