@@ -15,6 +15,8 @@ Options = Sequence[tuple[str, int | str]]
 
 #: A certificate is tied to the master's name, not to the address that it is called by.
 _TARGET: Options = (("grpc.ssl_target_name_override", MASTER_NAME),)
+#: Hosts have http_proxy for downloads, and gRPC would take it for every address, loopback too.
+_DIRECT: Options = (("grpc.enable_http_proxy", 0),)
 
 
 def channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
@@ -25,15 +27,19 @@ def channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
 
 def open_channel(endpoint: Endpoint, options: Options) -> grpc.Channel:
     if endpoint.credentials is None:
-        return grpc.insecure_channel(endpoint.address, options=options)
+        return grpc.insecure_channel(endpoint.address, options=(*options, *_DIRECT))
     return grpc.secure_channel(
-        endpoint.address, channel_credentials(endpoint.credentials), options=(*options, *_TARGET)
+        endpoint.address,
+        channel_credentials(endpoint.credentials),
+        options=(*options, *_DIRECT, *_TARGET),
     )
 
 
 def open_aio_channel(endpoint: Endpoint, options: Options) -> grpc.aio.Channel:
     if endpoint.credentials is None:
-        return grpc.aio.insecure_channel(endpoint.address, options=options)
+        return grpc.aio.insecure_channel(endpoint.address, options=(*options, *_DIRECT))
     return grpc.aio.secure_channel(
-        endpoint.address, channel_credentials(endpoint.credentials), options=(*options, *_TARGET)
+        endpoint.address,
+        channel_credentials(endpoint.credentials),
+        options=(*options, *_DIRECT, *_TARGET),
     )

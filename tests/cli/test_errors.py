@@ -43,6 +43,15 @@ def test_a_master_that_hangs_is_given_up_long_before_grpc_would(verb: tuple[str,
     assert "does not answer like an Oobleck master" in line
 
 
+def test_a_proxy_for_downloads_is_not_on_the_way_to_a_master(master: str) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        proxy = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        names = ("http_proxy", "https_proxy", "grpc_proxy")
+        result = run("jobs", "--master", master, environment=dict.fromkeys(names, proxy))
+    assert result.returncode == 0, result
+
+
 def test_a_port_that_speaks_something_else() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
 

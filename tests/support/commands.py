@@ -4,15 +4,24 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from support.waiting import PATIENCE_S
 
 
-def run(*arguments: str, timeout_s: float = 2 * PATIENCE_S) -> subprocess.CompletedProcess[str]:
-    """`oobleck ARGUMENTS`, as a process."""
-    command = [sys.executable, "-m", "oobleck.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+def run(
+    *arguments: str, timeout_s: float = 2 * PATIENCE_S, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`oobleck ARGUMENTS`, as a process; `environment` comes on top of this one's."""
+    return subprocess.run(
+        [sys.executable, "-m", "oobleck.cli.main", *arguments],
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
 
 
 def refused(result: subprocess.CompletedProcess[str], code: int) -> str:
