@@ -104,6 +104,13 @@ def check_master(address: str) -> None:
         raise ValueError(f"--master {address}: port 0 is nobody's; write it as HOST:PORT")
 
 
+def _parse_memory(size: str) -> int:
+    try:
+        return parse_bytes(size)
+    except ValueError as error:
+        raise ValueError(f"--memory-per-worker: {error}") from error
+
+
 def read_faults(path: Path) -> tuple[FaultRule, ...]:
     try:
         return decode(tuple[FaultRule, ...], path.read_bytes())
@@ -211,7 +218,7 @@ def agent(
             gpus=gpus,
             address=address,
             memory_per_worker_bytes=(
-                parse_bytes(memory_per_worker)
+                _parse_memory(memory_per_worker)
                 if memory_per_worker
                 else default_memory(workers, gpus)
             ),

@@ -17,7 +17,7 @@ from typing import NoReturn
 import click
 
 from oobleck.host import log
-from oobleck.host.address import leaves_host
+from oobleck.host.address import leaves_host, split_address
 from oobleck.host.detection import MODES, Detection, Mode, choose
 from oobleck.host.endpoint import check_insecure
 from oobleck.host.process import allow_open_files, die_with_parent
@@ -62,6 +62,13 @@ def choose_retention(forget_nodes_after: str, keep_jobs: int) -> Retention:
     except ValueError as error:
         raise ValueError(f"--forget-nodes-after: {error}") from error
     return Retention(node_s=node_s, ended_jobs=keep_jobs)
+
+
+def _check_listen(listen: str) -> None:
+    try:
+        split_address(listen)
+    except ValueError as error:
+        raise ValueError(f"--listen: {error}") from error
 
 
 def _fail(text: str, code: int = 2) -> NoReturn:
@@ -172,6 +179,7 @@ def main(
         _fail("--state-dir: is empty; name a directory, as in --state-dir oobleck-state")
     try:
         timing = choose(detection, time_outs)
+        _check_listen(listen)
         state = Path(state_dir).absolute()
         config = MasterConfig(
             listen=listen,
@@ -186,6 +194,8 @@ def main(
             crash.arm(point, int(times or 1))
     except ValueError as error:
         _fail(str(error))
+    except OSError as error:  # a folder above it may not be looked into, or the path is too long
+        _fail(f"--state-dir {state_dir}: {error.strerror}; choose another one")
     try:
         with (
             locked(config.state_dir),

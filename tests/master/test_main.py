@@ -54,6 +54,11 @@ def test_a_state_directory_that_is_a_file(tmp_path: Path) -> None:
     assert "cannot be written" in line
 
 
+def test_a_state_directory_that_no_file_system_takes(tmp_path: Path) -> None:
+    line = refused("--listen", "127.0.0.1:0", "--state-dir", str(tmp_path / ("x" * 300)))
+    assert line.endswith("File name too long; choose another one")
+
+
 def test_a_journal_of_another_program_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "journal.log"
     path.write_text("no journal " * 100)
@@ -70,7 +75,7 @@ def test_no_state_directory() -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "wanted"),
     [
-        ("--listen", "nowhere", "is not HOST:PORT"),
+        ("--listen", "nowhere", "--listen: 'nowhere' is not HOST:PORT"),
         ("--listen", "127.0.0.1:99999", "is not HOST:PORT"),
         ("--lease-s", "0.1", "lease_s: 0.1 must be at least 2 times heartbeat_s (1)"),
         (
