@@ -18,7 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.cluster import LocalCluster, Record
+from bench.client import Record
+from bench.cluster import LocalCluster
 
 NODES = 5
 STEPS = 80

@@ -31,7 +31,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bench import network
-from bench.cluster import Cluster, ClusterError, LocalCluster, Record
+from bench.client import ClusterError, Record
+from bench.cluster import Cluster, LocalCluster
 from bench.netcluster import NetCluster
 from oobleck.agent.backoff import QUICK_S
 from oobleck.host.detection import MODES

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from bench.cluster import ClusterError, Record
+from bench.client import ClusterError, Record
 from bench.faults import Fault, Strike, working_s
 from bench.goodput import Cost, Span
 from bench.netcluster import NetCluster

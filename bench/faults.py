@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.cluster import ClusterError, Record
+from bench.client import ClusterError, Record
 from bench.netcluster import HEAD, NetCluster
 
 #: Bytes of one message to a port; more than any greeting, and some are a gRPC server's limit.

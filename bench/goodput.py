@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from bench.cluster import Cluster, Record
+from bench.client import Client, Record
 
 #: Nobody knew yet; on the way into a new plan; the same where a node joins; all else: attempts
 #: that were cut off, pauses between steps and steps that stood still.
@@ -44,7 +44,7 @@ class Cost:
 class Span:
     """A span of time from now on."""
 
-    def __init__(self, cluster: Cluster, job_id: str) -> None:
+    def __init__(self, cluster: Client, job_id: str) -> None:
         self._cluster, self._job_id = cluster, job_id
         self._began_at = time.monotonic()
         self._step = cluster.last_step(job_id)

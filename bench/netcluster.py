@@ -10,15 +10,18 @@ import os
 import signal
 import struct
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 
-from bench.cluster import BIN, Cluster, ClusterError
+from bench.client import ClusterError
+from bench.cluster import Cluster
+from bench.daemons import tied
 from bench.network import Network
+from bench.scratch import mount_memory, run_folder, undisturbed, unmount
 from oobleck.cli.authority import OPERATOR, issue, make_authority
 
 HEAD = "head"
@@ -53,11 +56,17 @@ class NetCluster(Cluster):
     ) -> None:
         """`bytes_per_s`: of every host's link; `state_mb`: of the disk that the state directory is
         on, so that it can be filled."""
-        self._folder = tempfile.TemporaryDirectory(prefix="oobleck-")
-        scratch = Path(self._folder.name)
-        super().__init__(state_dir or scratch / "state", scratch)
+        with ExitStack() as run:
+            folder = run.enter_context(run_folder())
+            super().__init__(state_dir or folder / "state", folder)
+            mount_memory(self.state_dir, state_mb)
+            # Workers that were just killed may still have files open there.
+            run.callback(unmount, self.state_dir)
+            names = [f"n{number}" for number in range(1, nodes + 1)]
+            self.net = run.enter_context(Network([HEAD, *names], bytes_per_s))
+            self._run = run.pop_all()
         self._master_options = tuple(master_options)
-        self._fault_plan = scratch / "faults.json"
+        self._fault_plan = folder / "faults.json"
         self._fault_plan.write_text(json.dumps(list(fault_plan)))
         memory = psutil.virtual_memory().total // (nodes * workers_per_node)
         self._agent_options = (
@@ -66,14 +75,11 @@ class NetCluster(Cluster):
             "--memory-per-worker",
             f"{memory}",
         )
-        names = [f"n{number}" for number in range(1, nodes + 1)]
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._master: subprocess.Popen[bytes] | None = None
         self._pki = self.state_dir / "pki"
         self.credentials = self._pki / OPERATOR
-        self.net = Network([HEAD, *names], bytes_per_s)
         try:
-            self._mount(state_mb)
             # Off loopback nobody talks in the clear.
             make_authority(self._pki, ())
             self.address = f"{self.net.address(HEAD)}:{PORT}"
@@ -84,11 +90,6 @@ class NetCluster(Cluster):
         except BaseException:
             self.stop()
             raise
-
-    def _mount(self, state_mb: int) -> None:
-        self.state_dir.mkdir(parents=True, exist_ok=True)
-        disk = ["mount", "-t", "tmpfs", "-o", f"size={state_mb}m", "oobleck", str(self.state_dir)]
-        subprocess.run(disk, check=True)
 
     def __enter__(self) -> "NetCluster":
         return self
@@ -118,7 +119,7 @@ class NetCluster(Cluster):
         # Drills fail nodes on purpose, and sooner than any that is to be put aside.
         arguments = ["--listen", self.address, "--state-dir", str(self.state_dir)]
         arguments += ["--quarantine-s", "0"]
-        master = self._start(HEAD, "oobleck-master", *arguments, *self._master_options, piped=True)
+        master = self._start(HEAD, "oobleck.master", *arguments, *self._master_options, piped=True)
         assert master.stdout is not None, "opened as a pipe"
         line = master.stdout.readline().decode()
         master.stdout.close()
@@ -130,12 +131,12 @@ class NetCluster(Cluster):
     def start_node(self, name: str, *options: str) -> int:
         arguments = [*self._identity(name), *self._agent_options, *options]
         arguments += ["--fault-plan", str(self._fault_plan)]
-        self.agents[name] = self._start(name, "oobleck-agent", *arguments).pid
+        self.agents[name] = self._start(name, "oobleck.agent", *arguments).pid
         return self.agents[name]
 
     def start_twin(self, host: str, name: str) -> subprocess.Popen[bytes]:
         """One more agent called `name`, on `host`, which has to end by itself."""
-        return self._start(host, "oobleck-agent", *self._identity(name))
+        return self._start(host, "oobleck.agent", *self._identity(name))
 
     def _identity(self, name: str) -> list[str]:
         folder = self._pki / "nodes" / name
@@ -144,9 +145,9 @@ class NetCluster(Cluster):
         return ["--master", self.address, "--name", name, "--credentials", str(folder)]
 
     def _start(
-        self, host: str, program: str, *arguments: str, piped: bool = False
+        self, host: str, module: str, *arguments: str, piped: bool = False
     ) -> subprocess.Popen[bytes]:
-        command = [*self.net.on(host), str(BIN / program), *arguments, "--exit-with-parent"]
+        command = [*self.net.on(host), *tied(module), *arguments]
         with self.log.open("a") as log:
             daemon = subprocess.Popen(
                 command,
@@ -201,22 +202,19 @@ class NetCluster(Cluster):
 
     def stop(self) -> None:
         """Agents first, as an operator would; then whatever is left by force."""
-        self.net.heal()
-        for daemon in reversed(self._daemons):
-            if daemon.poll() is None:
-                daemon.send_signal(signal.SIGCONT)
-                daemon.send_signal(signal.SIGINT)  # SIGTERM would drain the nodes first
-        for daemon in self._daemons:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                daemon.wait(_STOP_S)
-        deadline = time.monotonic() + _STOP_S
-        while (left := self.orphans()) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        self.net.close()
+        with undisturbed(), self._run:
+            self.net.heal()
+            for daemon in reversed(self._daemons):
+                if daemon.poll() is None:
+                    daemon.send_signal(signal.SIGCONT)
+                    daemon.send_signal(signal.SIGINT)  # SIGTERM would drain the nodes first
+            for daemon in self._daemons:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    daemon.wait(_STOP_S)
+            deadline = time.monotonic() + _STOP_S
+            while (left := self.orphans()) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
         for daemon in self._daemons:
             daemon.wait()
-        # Workers that were just killed may still have files open there.
-        subprocess.run(["umount", "--lazy", str(self.state_dir)], check=False)
-        self._folder.cleanup()
         if left:
             raise ClusterError(f"left behind after the daemons' ends: {left}")

@@ -12,13 +12,17 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from itertools import product
+from itertools import count, product
+
+from bench.scratch import is_over, own_name
 
 #: Set aside for tests of networks (RFC 2544): nobody's addresses.
 _ADDRESSES = "198.18.{net}.{host}"
 _NETS = 250
 _OPERATOR = 250
 _END_S = 10.0
+#: Of the networks of this process.
+_COUNT = count(1)
 
 
 class NetworkError(RuntimeError):
@@ -32,7 +36,7 @@ def unusable() -> str:
     for tool in ("ip", "tc", "nsenter"):
         if shutil.which(tool) is None:
             return f"there is no {tool!r} command"
-    name = f"obprobe{os.getpid()}"
+    name = f"{own_name()}-probe"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     if made.returncode != 0:
         return f"no network namespaces: {made.stderr.strip()}"
@@ -52,9 +56,11 @@ class Network:
         self._bytes_per_s = bytes_per_s
         self._hosts: list[str] = []
         self._blocked: set[tuple[str, str]] = set()
-        self._net = self._claim()
-        self._router = f"ob{self._net}r"
+        remove_left_behind()
+        self._spaces = f"{own_name()}-net{next(_COUNT)}"
+        self._router = f"{self._spaces}-router"
         try:
+            self._net = self._claim()
             self._build()
             for host in hosts:
                 self.add(host)
@@ -69,16 +75,18 @@ class Network:
         self.close()
 
     def _claim(self) -> int:
-        """The number of a network that nobody else on this machine has."""
+        """The number of a network that nobody else on this machine has: whose link to this machine
+        can be made. Makes the router."""
+        _run("ip", "netns", "add", self._router)
         for net in range(1, _NETS):
-            if _run("ip", "netns", "add", f"ob{net}r", check=False):
+            link = ("ip", "link", "add", f"ob{net}op", "type", "veth", "peer", f"ob{net}far")
+            if _run(*link, "netns", self._router, check=False):
                 return net
-        raise NetworkError("no free network: see 'ip netns list'")
+        raise NetworkError("no free network: see 'ip link'")
 
     def _build(self) -> None:
         link = f"ob{self._net}op"
         far = f"ob{self._net}far"
-        _run("ip", "link", "add", link, "type", "veth", "peer", far, "netns", self._router)
         _run("ip", "addr", "add", f"{self.operator}/24", "dev", link)
         _run("ip", "link", "set", link, "up")
         self._in_router("link", "set", "lo", "up")
@@ -122,7 +130,7 @@ class Network:
         return self._inside(self._space(host))
 
     def _space(self, host: str) -> str:
-        return f"ob{self._net}h{self._hosts.index(host) + 1}"
+        return f"{self._spaces}-{host}"
 
     def _port(self, host: str) -> str:
         return f"ob{self._net}p{self._hosts.index(host) + 1}"
@@ -187,25 +195,33 @@ class Network:
 
     def processes(self) -> list[int]:
         """All that runs on a host."""
-        found = []
-        for host in self._hosts:
-            pids = subprocess.run(
-                ["ip", "netns", "pids", self._space(host)], capture_output=True, text=True
-            )
-            found += [int(pid) for pid in pids.stdout.split()]
-        return found
+        return [pid for host in self._hosts for pid in _processes(self._space(host))]
 
     def close(self) -> None:
-        """Kill what still runs on the hosts, and remove them."""
-        deadline = time.monotonic() + _END_S
-        while (left := self.processes()) and time.monotonic() < deadline:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
-        for space in (*map(self._space, self._hosts), self._router):
-            _run("ip", "netns", "del", space, check=False)
-        _run("ip", "link", "del", f"ob{self._net}op", check=False)
+        """Kill what still runs on the hosts, and remove them; the links go with them."""
+        _remove([*map(self._space, self._hosts), self._router])
+
+
+def remove_left_behind() -> None:
+    """The hosts of runs that are no more."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    _remove([name for name, *_ in map(str.split, listed.splitlines()) if is_over(name)])
+
+
+def _remove(spaces: Sequence[str]) -> None:
+    deadline = time.monotonic() + _END_S
+    while (left := [p for s in spaces for p in _processes(s)]) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    for space in spaces:
+        _run("ip", "netns", "del", space, check=False)
+
+
+def _processes(space: str) -> list[int]:
+    pids = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True)
+    return [int(pid) for pid in pids.stdout.split()]
 
 
 def _run(*command: str, check: bool = True) -> bool:

@@ -25,7 +25,8 @@ from typing import Any
 
 import psutil
 
-from bench.cluster import LocalCluster, Record
+from bench.client import Record
+from bench.cluster import LocalCluster
 from oobleck.planner.compile import compile_programs
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.plan import Pipeline, Plan, Stage

@@ -22,7 +22,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from bench.cluster import ClusterError, LocalCluster, Record
+from bench.client import ClusterError, Record
+from bench.cluster import LocalCluster
 
 PHASES = ("notice", "detect", "plan", "abort", "rendezvous", "transfer", "first_step")
 COLUMNS = (*PHASES, "rest", "wall", "step", "beyond")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import BIN, LocalCluster
+from bench.client import BIN
+from bench.cluster import LocalCluster
 
 # Longer than any wait in vain, which ends with a report.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]

@@ -6,7 +6,8 @@ import signal
 import psutil
 import pytest
 
-from bench.cluster import LocalCluster, Record
+from bench.client import Record
+from bench.cluster import LocalCluster
 from oobleck.planner.jobfile import parse_job
 from support.reference import train_reference
 from support.waiting import all_gone

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import LocalCluster, read_lines
+from bench.client import read_lines
+from bench.cluster import LocalCluster
 from oobleck.planner.jobfile import parse_job
 from oobleck.worker.output import read_output
 from support.clusters import PATIENT, bring_into, make_whole

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from bench.cluster import LocalCluster, Record
+from bench.client import Record
+from bench.cluster import LocalCluster
 from oobleck.host.detection import DETECTIONS
 from support.clusters import end_jobs, make_whole
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.cluster import BIN, LocalCluster
+from bench.client import BIN
+from bench.cluster import LocalCluster
 from support.clusters import bring_into
 from support.waiting import PATIENCE_S, all_gone
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.cluster import Record
+from bench.client import Record
 from bench.goodput import cost, usual_s
 
 USUAL = {1: 1.0}

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.cluster import ClusterError
+from bench.client import ClusterError
 from bench.netcluster import NetCluster
 from support.faulty import JOB_NAME
 from support.waiting import is_stopped
