@@ -24,6 +24,8 @@ from bench.netcluster import HEAD, NetCluster
 
 #: Bytes of one message to a port; more than any greeting, and some are a gRPC server's limit.
 _GARBAGE = 1 << 16
+#: Strangers at each port of a node that stay and say nothing.
+_CROWD = 64
 #: Far below what it claims to be, so that a slow link is free again within a lease.
 _OVERSIZED = 1 << 17
 _STRANGER_S = 2.0
@@ -258,16 +260,24 @@ def send_garbage(address: str, port: int) -> bool:
 
 
 def _garbage(cluster: NetCluster, node: str) -> Callable[[], None]:
-    """To every port of all hosts: of the master, of stores, and of what is open at a meeting."""
+    """To every port of all hosts: of the master, of stores, and of what is open at a meeting. At
+    those of the node a crowd that says nothing stays, too."""
     pids = {HEAD: cluster.master_pid, **cluster.agents}
     places = [(cluster.net.address(host), port) for host in pids for port in ports(pids[host])]
     if not places:
         raise ClusterError(f"nothing listens on {sorted(pids)}")
+    crowd = contextlib.ExitStack()
+    for port in ports(cluster.agents[node]):
+        with contextlib.suppress(OSError):  # it is closed, or the way to it is
+            for _ in range(_CROWD):
+                place = cluster.net.address(node), port
+                crowd.enter_context(socket.create_connection(place, _LET_IN_S))
     strangers = ThreadPoolExecutor(len(places))
     visits = [strangers.submit(send_garbage, *place) for place in places]
     futures.wait(visits, _VISITS_S)
 
     def undo() -> None:
+        crowd.close()
         strangers.shutdown()
         if not visits[0].result():  # of the master, whatever else listens
             raise AssertionError(f"nobody lets strangers in: {places}")

@@ -21,12 +21,11 @@ from collections.abc import Callable
 from math import ceil
 
 from oobleck.worker import pulse
+from oobleck.worker.callers import Callers
 from oobleck.worker.errors import TransportError
 from oobleck.worker.rendezvous import CONNECT_LIMIT, PROOF_BYTES, Place
 
 _GOODBYE = b"\x00"
-#: The greeting comes with the connection; a silent stranger must not keep the neighbour waiting.
-_GREETING_LIMIT_S = 10.0
 #: How long a wait for the neighbour may last before it looks whether it is still wanted.
 _POLL_S = 0.05
 
@@ -45,12 +44,11 @@ class Lifeline:
         self._place = place
         self._rank = rank
         self._size = size
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family)
-        self._listener.settimeout(_POLL_S)
+        self._poll = select.poll()
+        self._callers = Callers(address, PROOF_BYTES, self._poll)
         self._links: list[socket.socket] = []
         self._wake_read, self._wake_write = socket.socketpair()
-        place.set(f"lifeline/{rank}", f"{address}:{self._listener.getsockname()[1]}")
+        place.set(f"lifeline/{rank}", f"{address}:{self._callers.port}")
 
     def connect(self, on_lost: Callable[[str], None], check_wanted: Callable[[], None]) -> None:
         """Close the ring, once all have arrived, and watch it.
@@ -75,7 +73,7 @@ class Lifeline:
         except OSError as error:
             raise TransportError(f"lifeline: {error}") from None
         finally:
-            self._listener.close()
+            self._callers.close()
         threading.Thread(target=self._watch, args=(on_lost,), name="lifeline", daemon=True).start()
 
     def _keep_alive(self, link: socket.socket) -> None:
@@ -89,30 +87,15 @@ class Lifeline:
         deadline = time.monotonic() + CONNECT_LIMIT.total_seconds()
         while time.monotonic() < deadline:
             check_wanted()
-            with contextlib.suppress(TimeoutError):
-                link, _ = self._listener.accept()
-                if self._greets(link, expected, check_wanted):
-                    return link
-                link.close()
+            for descriptor, _ in self._poll.poll(1000 * _POLL_S):
+                heard = self._callers.hear(descriptor) if descriptor in self._callers else None
+                if heard is not None:
+                    link, said = heard
+                    if hmac.compare_digest(said, expected):
+                        link.settimeout(_POLL_S)
+                        return link
+                    link.close()
         raise TimeoutError("the neighbour did not connect")
-
-    @staticmethod
-    def _greets(link: socket.socket, expected: bytes, check_wanted: Callable[[], None]) -> bool:
-        link.settimeout(_POLL_S)
-        deadline = time.monotonic() + _GREETING_LIMIT_S
-        said = b""
-        while len(said) < PROOF_BYTES and time.monotonic() < deadline:
-            check_wanted()
-            try:
-                part = link.recv(PROOF_BYTES - len(said))
-            except TimeoutError:
-                continue
-            except OSError:  # a stranger's end says nothing about the neighbour
-                return False
-            if not part:
-                return False
-            said += part
-        return hmac.compare_digest(said, expected)
 
     def _watch(self, on_lost: Callable[[str], None]) -> None:
         # Not select: a worker of a large cluster has descriptors beyond its limit of 1024.
@@ -141,7 +124,7 @@ class Lifeline:
     def close(self, *, goodbye: bool) -> None:
         """Leave the ring; without goodbye the neighbours take it for a death. May be repeated."""
         self._wake_write.close()
-        self._listener.close()
+        self._callers.close()
         links, self._links = self._links, []
         for link in links:
             with contextlib.suppress(OSError):

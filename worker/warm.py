@@ -34,7 +34,7 @@ from oobleck.host.messages import (
     ToWorker,
     Warm,
 )
-from oobleck.host.process import die_with_parent
+from oobleck.host.process import allow_open_files, die_with_parent
 from oobleck.worker import process, stacks
 from oobleck.worker.control import Control
 from oobleck.worker.gloowork import LIBRARY, aborts
@@ -156,6 +156,7 @@ class WarmProcess:
 
 def main() -> None:
     die_with_parent(os.getppid())
+    allow_open_files()
     host_log.configure()
     # The agent decides when this ends; a Ctrl-C in its terminal is the agent's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

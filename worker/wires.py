@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 
 from oobleck.worker import pulse
+from oobleck.worker.callers import Callers
 from oobleck.worker.errors import TransportError
 from oobleck.worker.rendezvous import PROOF_BYTES, Place
 from oobleck.worker.wire import Arrival, Wire, bytes_of
@@ -91,16 +92,12 @@ class Wires:
         self._poll = select.poll()
         self._poll.register(self._wake_read, select.POLLIN)
         self._by_descriptor: dict[int, Wire] = {}
-        #: Who has called and what they have said so far: peers and strangers.
-        self._callers: dict[int, tuple[socket.socket, bytearray]] = {}
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family)
-        self._listener.setblocking(False)
-        self._poll.register(self._listener, select.POLLIN)
+        self._callers = Callers(address, _GREETING.size, self._poll)
         try:
             if self._expected:
-                port = self._listener.getsockname()[1]
-                place.set(f"wire/{rank}", f"{address}|{port}|{token}")
+                place.set(f"wire/{rank}", f"{address}|{self._callers.port}|{token}")
+            else:
+                self._callers.close()
             for peer in sorted(self.peers - self._expected):
                 self._call(place, peer)
         except BaseException:
@@ -120,38 +117,22 @@ class Wires:
         self._by_descriptor[connection.fileno()] = wire
         self._poll.register(connection, select.POLLIN)
 
-    def _let_in(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            self._callers[connection.fileno()] = connection, bytearray()
-            self._poll.register(connection, select.POLLIN)
-
     def _listen_to(self, descriptor: int) -> None:
-        """Take in what a caller says; nobody waits for one that is silent."""
-        connection, greeting = self._callers[descriptor]
-        part = b""
-        try:
-            part = connection.recv(_GREETING.size - len(greeting))
-        except BlockingIOError:
+        """Take in what a caller says, or that there is one."""
+        heard = self._callers.hear(descriptor)
+        if heard is None:
             return
-        except OSError:  # a stranger's end says nothing about a peer
-            greeting.clear()
-        greeting += part
-        if part and len(greeting) < _GREETING.size:
-            return
-        del self._callers[descriptor]
-        self._poll.unregister(connection)
+        connection, greeting = heard
         peer = self._peer_of(greeting)
         if peer is None:
             connection.close()
             return
         self._expected.discard(peer)
         self._add(peer, connection)
+        if not self._expected:
+            self._callers.close()
 
-    def _peer_of(self, greeting: bytearray) -> int | None:
-        if len(greeting) != _GREETING.size:
-            return None
+    def _peer_of(self, greeting: bytes) -> int | None:
         proof: bytes
         peer: int
         proof, peer = _GREETING.unpack(greeting)
@@ -208,20 +189,18 @@ class Wires:
         `done`. Raises TransportError."""
         while not done():
             self._check()
-            for wire in self._by_descriptor.values():
-                write = select.POLLOUT if wire.blocked else 0
-                self._poll.modify(wire.socket, select.POLLIN | write)
+            for each in self._by_descriptor.values():
+                write = select.POLLOUT if each.blocked else 0
+                self._poll.modify(each.socket, select.POLLIN | write)
             with pulse.WAITING:
                 ready = self._poll.poll()
             for descriptor, events in ready:
                 if descriptor == self._wake_read:
                     os.read(self._wake_read, _WAKES)
-                elif descriptor == self._listener.fileno():
-                    self._let_in()
-                elif descriptor in self._callers:
+                elif (wire := self._by_descriptor.get(descriptor)) is not None:
+                    self._advance(wire, events)
+                elif descriptor in self._callers:  # else it was closed just before
                     self._listen_to(descriptor)
-                else:
-                    self._advance(self._by_descriptor[descriptor], events)
 
     def _advance(self, wire: Wire, events: int) -> None:
         with _peers_may_fail():
@@ -255,9 +234,7 @@ class Wires:
             if self._closed:
                 return
             self._closed = self._released = True
-            self._listener.close()
-            for caller, _ in self._callers.values():
-                caller.close()
+            self._callers.close()
             for wire in self._wires.values():
                 wire.socket.close()
             os.close(self._wake_read)

@@ -37,6 +37,7 @@ class Case:
 
 CASES = [
     Case("garbage", "n4"),
+    Case("garbage", "n4", "rendezvous"),
     Case("kill-worker", "n4", "rendezvous"),
     Case("kill-master", "n4", "transfer"),
     Case("unplug", "n4", "first step"),

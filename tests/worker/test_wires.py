@@ -1,6 +1,7 @@
 """Wires: what comes early, what does not fit, what ends a wait, and who is let in."""
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -10,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from oobleck.worker.callers import MOST
 from oobleck.worker.errors import TransportError
 from oobleck.worker.rendezvous import Place, StoreServer
 from oobleck.worker.waiting import Waits
@@ -142,6 +144,32 @@ def test_silent_stranger_keeps_nobody_waiting(place: Place) -> None:
         with contextlib.suppress(ConnectionResetError):  # as where it was not even listened to
             assert stranger.recv(1) == b""
     there.close()
+
+
+def test_a_crowd_of_silent_strangers_takes_no_more_than_its_part(place: Place) -> None:
+    here = Wires(place, 0, {1}, "127.0.0.1")
+    host, port, _ = place.get("wire/0").split("|")
+    before = len(os.listdir("/proc/self/fd"))
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        tensor = torch.zeros(1)
+        received = pool.submit(lambda: here.receive(tensor, 1, 5).wait())
+        crowd = [
+            stack.enter_context(socket.create_connection((host, int(port))))
+            for _ in range(2 * MOST)
+        ]
+        # As long as it waits it lets callers in, so the first ones go.
+        for stranger in crowd[:MOST]:
+            stranger.settimeout(60)
+            assert stranger.recv(1) == b""
+        assert len(os.listdir("/proc/self/fd")) <= before + len(crowd) + MOST
+        there = Wires(place, 1, {0}, "127.0.0.1")
+        there.send(torch.tensor([4.0]), 0, 5).wait()
+        received.result(60)
+        assert tensor.item() == 4.0
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, int(port)))
+        here.close()
+        there.close()
 
 
 @pytest.mark.parametrize("knows", ["nothing", "what is in the store", "another meeting"])
