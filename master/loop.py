@@ -77,29 +77,28 @@ class Master:
 
     async def run(self) -> None:
         """Never returns; ends by cancellation or a broken invariant."""
+        looked_at, late_s = self.now(), 0.0
         while True:
-            looked_at = self.now()
-            await self._turn()
+            await self._turn(looked_at, late_s)
             wake_at = looked_at + _TICK_S
             for at in (self._wake_at, self.sessions.acknowledges_at):
                 wake_at = wake_at if at is None else min(wake_at, at)
             await self._inbox.wait(wake_at - self.now())
-            late_s = self.now() - looked_at - _TICK_S
-            if late_s > self.config.timing.lag_limit_s:
-                log.warning(
-                    "the master was late; leases last as much longer", extra={"late_s": late_s}
-                )
-                cut = late_s >= self.config.timing.ping_timeout_s
-                self._ledger.observe(Tick(late_s=late_s, cut=cut), self.now())
+            before, looked_at = looked_at, self.now()
+            late_s = looked_at - before - _TICK_S
 
-    async def _turn(self) -> None:
+    async def _turn(self, now: float, late_s: float) -> None:
+        """`now`: when it began; a pause in the middle of it counts for the next one. `late_s`: how
+        much later than it should have."""
         ledger = self._ledger
         self._inbox.handle_all()
+        # After what was stamped before a pause, and before anything is decided.
+        self._excuse(now, late_s)
         if self.archive.storage.look(self.now()):
             ledger.dirty = True
             self.sessions.ask_again()
-        if ledger.dirty or self._wake_at is None or self.now() >= self._wake_at:
-            self._decide()
+        if ledger.dirty or self._wake_at is None or now >= self._wake_at:
+            self._decide(now)
         changed, ledger.dirty = ledger.dirty, False
         if changed:
             crash.reach("applied")
@@ -125,8 +124,15 @@ class Master:
                 await asyncio.sleep(_STUCK_S)
         self._ledger.stuck = False
 
-    def _decide(self) -> None:
-        now = self.now()
+    def _excuse(self, now: float, late_s: float) -> None:
+        """Nobody is to blame for what did not come while this process had no processor."""
+        timing = self.config.timing
+        if late_s > timing.lag_limit_s:
+            log.warning("the master was late; leases last as much longer", extra={"late_s": late_s})
+            cut = late_s >= timing.ping_timeout_s
+            self._ledger.observe(Tick(late_s=late_s, cut=cut), now)
+
+    def _decide(self, now: float) -> None:
         decision = Decision()
         for _ in range(_MOST_DECISIONS):
             decision = self._reconcile(now)

@@ -14,7 +14,7 @@ from oobleck.proto.types import NodeStatus, WorkerStatus
 
 def take_status(state: ClusterState, node: Node, status: NodeStatus, now: float) -> bool:
     seen = node.seen
-    seen.last_heard, seen.awaited = now, False
+    seen.last_heard, seen.awaited = max(seen.last_heard, now), False
     changed = _without_progress(status) != _without_progress(seen.status)
     before, seen.status = seen.status, status
     job = state.job

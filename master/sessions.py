@@ -61,7 +61,24 @@ class Sessions:
     # ---- what agents tell
 
     async def open(self, registration: Registration) -> AgentSession | Refusal:
-        return await self._inbox.ask(lambda arrived_at: self._register(registration, arrived_at))
+        opened: list[AgentSession] = []
+
+        def register(arrived_at: float) -> AgentSession | Refusal:
+            verdict = self._register(registration, arrived_at)
+            if isinstance(verdict, AgentSession):
+                opened.append(verdict)
+            return verdict
+
+        def closed(_: float) -> None:
+            for session in opened:
+                self.close(session)
+
+        try:
+            return await self._inbox.ask(register)
+        except BaseException:
+            # The agent is gone, and nobody else closes what is opened for it, maybe only later.
+            self._inbox.post(closed)
+            raise
 
     def _register(self, registration: Registration, arrived_at: float) -> AgentSession | Refusal:
         facts, ledger = registration.facts, self._ledger

@@ -42,7 +42,7 @@ def hear(state: ClusterState, event: WorkerWord, now: float) -> bool:
             _take_measurement(job, event)
     if counts:
         seen = state.nodes[event.worker.node].seen
-        seen.last_heard, seen.awaited = now, False
+        seen.last_heard, seen.awaited = max(seen.last_heard, now), False
     return counts
 
 

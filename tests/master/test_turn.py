@@ -1,0 +1,120 @@
+"""The turn of a real master: what stops in the middle of it, and who is gone before it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from scenario import facts_of
+
+from oobleck.host.detection import DETECTIONS
+from oobleck.host.surroundings import Surroundings
+from oobleck.master.config import MasterConfig
+from oobleck.master.dispatch import AgentSession
+from oobleck.master.journal import Journal
+from oobleck.master.loop import Master
+from oobleck.master.trust import Denied, Trust
+from oobleck.planner.ids import NodeName
+from oobleck.proto.types import PROTOCOL, NodeStatus, Registration
+
+LIMIT_S = 60.0
+#: Of leases that a busy machine does not use up, and far longer than these.
+TIMING = DETECTIONS["wan"]
+PAUSE_S = 600.0
+N1 = NodeName("n1")
+
+
+class Clock:
+    """Goes on by itself, and jumps ahead as the clock of a process does that was stopped."""
+
+    def __init__(self) -> None:
+        self._ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self._ahead_s
+
+    def jump(self) -> None:
+        self._ahead_s += PAUSE_S
+
+
+@asynccontextmanager
+async def running(state_dir: Path, clock: Clock) -> AsyncIterator[Master]:
+    config = MasterConfig(listen="127.0.0.1:0", state_dir=state_dir, timing=TIMING)
+    surroundings = replace(Surroundings(), now=clock)
+    master = Master(config, Journal(state_dir / "journal.log"), surroundings)
+    turns = asyncio.create_task(master.run())
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            yield master
+    finally:
+        turns.cancel()
+        master.close()
+
+
+def registration() -> Registration:
+    return Registration(protocol=PROTOCOL, facts=facts_of("n1", 1, 1), status=NodeStatus())
+
+
+async def turned(master: Master) -> None:
+    """All that was asked before has been decided on."""
+    for _ in range(2):
+        await master.requests.undrain("r", NodeName("nobody"))
+
+
+async def opened(master: Master) -> AgentSession:
+    session = await master.sessions.open(registration())
+    assert isinstance(session, AgentSession)
+    return session
+
+
+async def is_there(master: Master) -> None:
+    """What a pause may have led to is decided, and the node is not lost."""
+    await turned(master)
+    node = master.state.nodes[N1]
+    assert node.connected, node.reason
+
+
+def test_a_master_that_is_stopped_in_its_turn_convicts_nobody(tmp_path: Path) -> None:
+    async def play() -> None:
+        clock = Clock()
+
+        def stop(trust: Trust, unix: float) -> NoReturn:
+            clock.jump()
+            raise Denied("nothing is to be changed")
+
+        async with running(tmp_path, clock) as master:
+            await opened(master)
+            with pytest.raises(Denied):
+                await master.requests.change_trust(stop)
+            await is_there(master)
+
+    asyncio.run(play())
+
+
+def test_what_came_just_before_a_pause_says_nothing_about_it(tmp_path: Path) -> None:
+    async def play() -> None:
+        clock = Clock()
+        async with running(tmp_path, clock) as master:
+            session = await opened(master)
+            await master.sessions.receive(session, NodeStatus())
+            clock.jump()
+            await is_there(master)
+
+    asyncio.run(play())
+
+
+def test_an_agent_that_is_gone_before_its_turn_has_no_session(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with running(tmp_path, Clock()) as master:
+            asking = asyncio.create_task(master.sessions.open(registration()))
+            await asyncio.sleep(0)  # its registration waits for the turn
+            asking.cancel()
+            await turned(master)
+            assert not master.state.nodes[N1].connected
+            assert not list(master.sessions)
+
+    asyncio.run(play())
