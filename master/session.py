@@ -25,8 +25,6 @@ from oobleck.proto.types import NodeStatus, WorkerReport
 
 log = logging.getLogger(__name__)
 
-#: An agent registers at once; a stream that does not is not an agent's.
-_REGISTER_TIMEOUT_S = 10.0
 #: For a message that is being written when its stream ends; an agent that does not read gets none.
 _WRITE_END_S = 2.0
 
@@ -38,11 +36,17 @@ class ControlService(rpc.ControlServicer):
         self._master = master
 
     async def Session(self, requests: AsyncIterator[pb.AgentMessage], context: Context) -> None:
+        timing = self._master.config.timing
         try:
-            async with asyncio.timeout(_REGISTER_TIMEOUT_S):
+            # In this time the agent has given up: what it says later nobody would answer.
+            async with asyncio.timeout(timing.answer_s):
                 first = await anext(requests)
-        except (TimeoutError, StopAsyncIteration):
+        except StopAsyncIteration:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "register: did not come")
+        except TimeoutError:
+            # It may be on its way, and this master may have been stopped: to be tried again.
+            text = f"register: did not come within {timing.answer_s:g} s"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_DETAILS])
         try:
@@ -60,7 +64,7 @@ class ControlService(rpc.ControlServicer):
         if isinstance(session, Refusal):
             await context.write(refused_message(session))
             return
-        welcome = welcome_message(self._master.config.timing)
+        welcome = welcome_message(timing)
         try:
             await context.write(pb.MasterMessage(welcome=welcome))
             await self._serve(session, requests, context)

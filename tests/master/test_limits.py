@@ -55,6 +55,22 @@ def test_a_long_name_of_nobody_is_told_of_in_a_line(running: MasterProcess) -> N
     assert found is grpc.StatusCode.NOT_FOUND
 
 
+def test_a_registration_that_is_late_may_be_tried_again(tmp_path: Path) -> None:
+    """Agents end for good where a registration is refused as malformed."""
+
+    async def wait(address: str) -> tuple[grpc.StatusCode, str]:
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = rpc.ControlStub(channel).Session(timeout=DEADLINE_S)
+            return await call.code(), await call.details()
+
+    with master(tmp_path / "state", "--answer-s", "0.2") as impatient:
+        code, details = asyncio.run(wait(impatient.address))
+    assert (code, details) == (
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "register: did not come within 0.2 s",
+    )
+
+
 def test_headers_that_are_too_large_are_refused(running: MasterProcess) -> None:
     path, large = "/oobleck.Operator/ListJobs", "x" * (2 * limits.MOST_METADATA_BYTES)
     found = code_of(running, path, b"", metadata=(("note", large),))
