@@ -78,6 +78,8 @@ class Ledger:
         if not self._journal.wants_compaction or self.problem:
             return
         self.archive.write()
+        if self.problem:  # records that are in no file yet are made of these events alone
+            return
         try:
             self.archive.events.sync()  # records of before are not made again
             self._journal.compact(take(self.state, self.archive.events.given), self.unix())

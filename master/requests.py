@@ -82,13 +82,16 @@ class Requests:
             number += 1
 
     async def save(self, request_id: str, job_id: JobId) -> int:
-        """The number of the request for a checkpoint of the job, which is known.
+        """The number of the request for a checkpoint of the job, which is known; 0: it has ended
+        and was just forgotten.
 
         Raises StorageFailed.
         """
 
         def answer(_: float) -> int:
-            job = self._ledger.state.jobs[job_id]
+            job = self._ledger.state.jobs.get(job_id)
+            if job is None:
+                return 0
             if (known := job.save_numbers.get(request_id)) is not None:
                 return known
             number = job.save_request + 1

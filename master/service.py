@@ -150,7 +150,7 @@ class OperatorService(rpc.OperatorServicer):
             request.request_id, node, request.reason, force=request.force
         )
         await self._fate_of(node)
-        return self._node_info(node)
+        return await self._node_info(node, context)
 
     async def _fate_of(self, name: NodeName) -> None:
         """Until it is known whether the node's work can move off it, or that takes long."""
@@ -163,7 +163,7 @@ class OperatorService(rpc.OperatorServicer):
     async def UndrainNode(self, request: pb.UndrainNodeRequest, context: Context) -> pb.NodeInfo:
         node = await self._node(request.request_id, request.node, context)
         await self._master.requests.undrain(request.request_id, node)
-        return self._node_info(node)
+        return await self._node_info(node, context)
 
     async def _node(self, request_id: str, name: str, context: Context) -> NodeName:
         await _check_request_id(request_id, context)
@@ -172,9 +172,12 @@ class OperatorService(rpc.OperatorServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, text)
         return NodeName(name)
 
-    def _node_info(self, name: NodeName) -> pb.NodeInfo:
+    async def _node_info(self, name: NodeName, context: Context) -> pb.NodeInfo:
         state = self._master.state
-        return node_info(state, state.nodes[name], self._master.now())
+        node = state.nodes.get(name)
+        if node is None:  # it was lost, and is forgotten meanwhile
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"node {name} has just been forgotten")
+        return node_info(state, node, self._master.now())
 
     async def Events(
         self, request: pb.EventsRequest, context: Context

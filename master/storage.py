@@ -79,11 +79,17 @@ class Storage:
             return False
         self._looked_at = now
         if not self.problem:
-            if self._free_bytes() < LOW_BYTES:
-                self._say("less than 1 MiB is free")
+            try:
+                if self._free_bytes() < LOW_BYTES:
+                    self._say("less than 1 MiB is free")
+            except OSError as error:
+                self._say(f"{self._directory} cannot be looked at ({error.strerror})")
             return False
         wanted = LOW_BYTES + (0 if self._reserve.exists() else RESERVE_BYTES)
-        if self._free_bytes() < wanted or not self._hold_back():
+        try:
+            if self._free_bytes() < wanted or not self._hold_back():
+                return False
+        except OSError:
             return False
         log.warning("the state directory can be written again")
         self.problem = ""
@@ -97,7 +103,7 @@ class Storage:
         """Free what is held back, for the journal; returns whether there was anything."""
         try:
             self._reserve.unlink()
-        except FileNotFoundError:
+        except OSError:  # it is not there, or nothing can be changed here any more
             return False
         log.warning("the room held back for the journal is used")
         return True

@@ -4,18 +4,26 @@ import itertools
 import json
 import random
 import resource
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from scenario import record
+from scenario import job_spec, record
 
+from oobleck.host.detection import Detection
 from oobleck.host.messages import EvaluationRecord, StepRecord
+from oobleck.host.surroundings import Surroundings
+from oobleck.master.config import MasterConfig
 from oobleck.master.evaluations import EvaluationLog
 from oobleck.master.eventlog import EventLog
+from oobleck.master.jobevents import JobCancelRequested, JobSubmitted
+from oobleck.master.journal import Journal
+from oobleck.master.ledger import Ledger
 from oobleck.master.logs import LogStore
 from oobleck.master.metrics import MetricsLog
+from oobleck.master.storage import Storage
 from oobleck.planner.ids import Generation, JobId, NodeName, WorkerId
 
 JOB = JobId("demo-1")
@@ -296,3 +304,47 @@ def test_evaluations_come_once_each_and_survive_an_end_that_is_no_line(
     ]
     assert first["perplexity"] == pytest.approx(7.389056098930650)
     assert (last["loss"], last["perplexity"]) == (None, None)
+
+
+def test_a_disk_that_takes_and_gives_nothing_is_a_problem_and_no_end(tmp_path: Path) -> None:
+    """As a file system that has become read-only, or is gone."""
+    state = tmp_path / "state"
+    (state / "reserve").mkdir(parents=True)  # nor can it be removed as a file
+    storage = Storage(state)
+    assert "new jobs are refused" in storage.problem
+    assert not storage.give_way()
+    shutil.rmtree(state)
+    assert not storage.look(10.0)
+    storage.problem = ""
+    assert not storage.look(20.0)
+    assert "cannot be looked at" in storage.problem
+
+
+def test_records_that_are_in_no_file_keep_the_events_that_they_are_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oobleck.master.journal._COMPACT_BYTES", 0)
+    config = MasterConfig(listen="127.0.0.1:0", state_dir=tmp_path, timing=Detection())
+
+    def opened_ledger() -> tuple[Ledger, Journal]:
+        journal = Journal(tmp_path / "journal.log")
+        return Ledger(config, journal, Surroundings()), journal
+
+    in_the_way = tmp_path / "jobs"
+    in_the_way.touch()
+    ledger, journal = opened_ledger()
+    submitted = JobSubmitted(job_id=JOB, request_id="r1", spec=job_spec("demo"))
+    ledger.record(submitted)
+    for _ in range(3):
+        ledger.record(JobCancelRequested(job_id=JOB, request_id="r2"))
+    assert ledger.commit()
+    assert journal.wants_compaction
+    ledger.compact()
+    assert ledger.problem
+    journal.close()
+
+    in_the_way.unlink()
+    journal = opened_ledger()[1]
+    journal.close()
+    events = (tmp_path / "jobs" / JOB / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"] for line in events][:1] == [1]

@@ -1,4 +1,4 @@
-"""The turn of a real master: what stops in the middle of it, and who is gone before it."""
+"""The turn of a real master: what stops in the middle of it, and who or what is gone before it."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ from oobleck.master.dispatch import AgentSession
 from oobleck.master.journal import Journal
 from oobleck.master.loop import Master
 from oobleck.master.trust import Denied, Trust
-from oobleck.planner.ids import NodeName
+from oobleck.planner.ids import JobId, NodeName
 from oobleck.proto.types import PROTOCOL, NodeStatus, Registration
 
 LIMIT_S = 60.0
@@ -116,5 +116,14 @@ def test_an_agent_that_is_gone_before_its_turn_has_no_session(tmp_path: Path) ->
             await turned(master)
             assert not master.state.nodes[N1].connected
             assert not list(master.sessions)
+
+    asyncio.run(play())
+
+
+def test_a_checkpoint_of_a_job_that_was_just_forgotten_is_none(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with running(tmp_path, Clock()) as master:
+            assert await master.requests.save("r1", JobId("gone-1")) == 0
+            await turned(master)  # and the master goes on
 
     asyncio.run(play())
