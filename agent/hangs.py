@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from oobleck.agent.state import NodeState
-from oobleck.agent.worker import Worker
+from oobleck.agent.worker import NO_GENERATION, Worker
 from oobleck.host.detection import Detection, patience_s
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import WorkerId
@@ -84,6 +84,8 @@ def _silence(worker: Worker) -> str:
 def _is_irreplaceable(state: NodeState, worker: Worker) -> bool:
     """Whether the training would end with it: it alone has a part of the model, on disk too."""
     desired = state.desired
+    if worker.entered == NO_GENERATION:
+        return False  # it has nothing yet
     if desired is None or desired.part is None or desired.job.checkpoint is not None:
         return False
     return _alone_has(desired.part.plan, WorkerId(state.node, worker.slot))

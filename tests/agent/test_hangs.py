@@ -36,6 +36,7 @@ class Trainer(Node):
         self.after(PlanSent(incarnation=A, generation=Generation(1), boundary=False))
         self.say(PhaseReached(generation=Generation(1), phase="aborted"))
         if stepped:
+            self.say(PhaseReached(generation=Generation(1), phase="transferred"))
             for step in (1, 2, 3):
                 self.say(Committed(record=record(step, step_seconds=step_seconds)))
 
@@ -180,6 +181,12 @@ def test_the_only_holder_of_a_layer_has_as_long_as_its_job() -> None:
     node = Trainer(others=0)
     assert node.live(Detection().fruitless_s - 1.0) is None
     assert node.live(10_000.0) is not None
+
+
+def test_a_worker_that_has_nothing_yet_is_replaced_though_a_layer_is_to_be_with_it_alone() -> None:
+    node = Trainer(others=0, stepped=False)
+    verdict = node.live(Detection().fruitless_s - 1.0)
+    assert verdict is not None
 
 
 def test_a_verdict_is_carried_out_once() -> None:
