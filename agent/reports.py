@@ -73,6 +73,7 @@ def _worker_status(worker: Worker) -> types.WorkerStatus:
         data=worker.data,
         generation=worker.entered,
         committed_step=-1 if worker.committed_step is None else worker.committed_step,
+        stepped=worker.stepped,
         finished=worker.finished,
         peak_memory_bytes=worker.memory.peak_bytes if worker.memory else 0,
         base_memory_bytes=worker.memory.base_bytes if worker.memory else 0,

@@ -93,8 +93,8 @@ class Worker:
     told_at: float | None = None
     #: What it was last made to write its stacks for.
     stacks_since: float | None = None
-    #: It has committed a step.
-    stepped: bool = False
+    #: Newest generation that it has committed a step in.
+    stepped: Generation = NO_GENERATION
     #: Why it was taken for one that hangs.
     hung: Hung | None = None
     stop_sent_at: float | None = None
@@ -147,7 +147,8 @@ class Worker:
             case PhaseReached(committed_step=int(step)):
                 self.committed_step = step
             case Committed(record=record, memory=memory):
-                self.committed_step, self.stepped = record.step, True
+                self.committed_step = record.step
+                self.stepped = max(self.stepped, record.generation)
                 self.memory = memory or self.memory
             case Evaluated():
                 self.evaluated.append(message)

@@ -10,14 +10,14 @@ from typing import TypeVar
 
 from oobleck.master.cordon import moves_off
 from oobleck.master.decision import Look
-from oobleck.master.job import Job
+from oobleck.master.job import NO_GENERATION, Job
 from oobleck.master.machines import Machines, profile_on, template_sizes
 from oobleck.master.node import Node
 from oobleck.master.nodeevents import NodeDrained, NodeLeftOut
 from oobleck.master.questions import Answer, Changed, FirstPlan, Made, NextPlan, NoPlan
 from oobleck.master.state import ClusterState
 from oobleck.planner.errors import LayerLost, ModelTooLarge, PlanInfeasible
-from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.plan import Plan
 from oobleck.planner.profile import Profile
 from oobleck.planner.reconfigure import Reconfiguration
@@ -109,12 +109,19 @@ def next_plan(
     )
     found = _expect(Changed, look.planner.answer(question)).found
     if not job.has_checkpoint and (lost := lost_layers(look.state, job, found.plan)) is not None:
-        gone = {loss.node for loss in job.losses if isinstance(loss, NodeDrained)}
-        away = ", ".join(sorted(job.lost_nodes - gone))
+        away = ", ".join(sorted(_may_bring_back(look.state, job)))
         hope = f"only {away} with the workers of before can bring it back; or " if away else ""
         fix = "cancel the job and submit it again, since there is no checkpoint"
         raise PlanInfeasible(*lost.causes, hope + fix) from lost
     return found
+
+
+def _may_bring_back(state: ClusterState, job: Job) -> frozenset[NodeName]:
+    """Nodes that are away, and had a part in the plans since the last step that is known of."""
+    drained = {loss.node for loss in job.losses if isinstance(loss, NodeDrained)}
+    trained = {node for plan in job.plans.values() for node in plan.nodes}
+    away = {node for node in trained if node in state.nodes and not state.nodes[node].connected}
+    return (job.lost_nodes | away) - drained
 
 
 def _base(job: Job, newest: Plan) -> Plan:
@@ -171,18 +178,30 @@ def _committed_step(state: ClusterState, job: Job) -> int:
     return max(job.seen.committed_step, agreed, *told, 0)
 
 
+def _is_behind(worker: WorkerId, generation: Generation, stepped: Plan) -> bool:
+    """Whether a step that some of the others have committed, in `stepped`, has made what the worker
+    holds since `generation` worthless. Whoever has a part in that plan has entered it."""
+    return generation < stepped.generation and worker not in stepped.workers
+
+
 def _held_layers(
     state: ClusterState, job: Job, workers: Iterable[WorkerId]
 ) -> dict[WorkerId, frozenset[Shard]]:
     """What the workers bring along from the generations that they have entered."""
     shards: dict[Generation, ShardTable] = {}
     held = {}
-    for worker in workers:
-        process = state.nodes[worker.node].seen.status.worker(worker.slot)
-        if process is None:
-            continue
+    processes = {
+        worker: process
+        for worker in workers
+        if (process := state.nodes[worker.node].seen.status.worker(worker.slot)) is not None
+    }
+    newest = max((process.stepped for process in processes.values()), default=NO_GENERATION)
+    stepped = job.plans.get(newest)
+    for worker, process in processes.items():
         reported = job.seen.entered.get(process.incarnation, process.generation)
         generation = max(reported, process.generation)
+        if stepped is not None and _is_behind(worker, generation, stepped):
+            continue
         entered = job.plans.get(generation)
         if entered is not None:
             if generation not in shards:

@@ -102,9 +102,9 @@ def _unanswered(job: Job) -> bool:
 
 
 def _forsaken(state: ClusterState, job: Job) -> bool:
-    """The workers of the first plans have met and found that nobody has some layer any more: when
-    these were made, nobody had told yet of the first step."""
-    if job.made is None or not job.seen.peers_lost or job.trained is not None or job.has_checkpoint:
+    """The workers have met and found that nobody has some layer any more: when the plan was made,
+    nobody had told yet of a step that those who are lost committed with them."""
+    if job.made is None or not job.seen.peers_lost:
         return False
     return planning.lost_layers(state, job, job.made.plan) is not None
 

@@ -27,6 +27,8 @@ def take_status(state: ClusterState, node: Node, status: NodeStatus, now: float)
             last = before.worker(worker.slot)
             if last is not None and last.incarnation == worker.incarnation:
                 _take_beats(job, last, worker, now)
+                # Who has lost a peer may have what nobody else has any more.
+                changed |= worker.stepped != last.stepped and bool(job.seen.peers_lost)
             changed |= _take_progress(job, worker, now)
     return changed
 

@@ -119,13 +119,14 @@ class NodeStatus(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., leaving: _Optional[bool] = ..., trouble: _Optional[str] = ..., failed_starts: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("slot", "incarnation", "pid", "store", "generation", "committed_step", "finished", "data", "peak_memory_bytes", "base_memory_bytes", "beats", "doing", "waiting")
+    __slots__ = ("slot", "incarnation", "pid", "store", "generation", "committed_step", "stepped", "finished", "data", "peak_memory_bytes", "base_memory_bytes", "beats", "doing", "waiting")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    STEPPED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +140,7 @@ class WorkerStatus(_message.Message):
     store: str
     generation: int
     committed_step: int
+    stepped: int
     finished: bool
     data: str
     peak_memory_bytes: int
@@ -146,7 +148,7 @@ class WorkerStatus(_message.Message):
     beats: int
     doing: str
     waiting: bool
-    def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., store: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., finished: _Optional[bool] = ..., data: _Optional[str] = ..., peak_memory_bytes: _Optional[int] = ..., base_memory_bytes: _Optional[int] = ..., beats: _Optional[int] = ..., doing: _Optional[str] = ..., waiting: _Optional[bool] = ...) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., store: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., stepped: _Optional[int] = ..., finished: _Optional[bool] = ..., data: _Optional[str] = ..., peak_memory_bytes: _Optional[int] = ..., base_memory_bytes: _Optional[int] = ..., beats: _Optional[int] = ..., doing: _Optional[str] = ..., waiting: _Optional[bool] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
     __slots__ = ("job_id", "slot", "incarnation", "generation", "exited", "phase", "peer_lost", "failed", "measured", "link_measured", "checkpoint_saved", "save_failed", "restored", "evaluated", "hung")

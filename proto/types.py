@@ -55,6 +55,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     generation: Generation = Generation(0)
     #: -1: none.
     committed_step: int = -1
+    #: Newest generation that it has committed a step in; 0: none.
+    stepped: Generation = Generation(0)
     finished: bool = False
     #: Most memory of its device since its generation began, and what of it was there before it
     #: held any layer; 0: not known.

@@ -85,8 +85,8 @@ class Entry:
         Returns what there is of the next step already, if anything. `received`: bytes that were
         handed over before. Raises TransportError when a
         peer is lost on the way, DataError when nodes read different data, CheckpointError when
-        there is no fit checkpoint though one is needed, and LayersGone when nobody holds a layer of
-        the plan and the job has no checkpoints.
+        there is no fit checkpoint though the plan is to go on from one, and LayersGone when nobody
+        holds a layer of the plan and there is no checkpoint.
         """
         plan, progress = assign.plan, self._progress
         self._state.drop_partial()
@@ -147,7 +147,9 @@ class Entry:
         if not (assign.restore or fresh or lost):
             return False
         with self._timeline.phase("restore"), pulse.FILES:
-            found = self._restorer.run(assign, transport, resume=fresh and not assign.restore)
+            found = self._restorer.run(
+                assign, transport, resume=fresh and not assign.restore, needed=assign.restore
+            )
         if found is None:
             return False
         generation = assign.plan.generation

@@ -29,8 +29,8 @@ class Unreached(TransportError):
 
 
 class LayersGone(TransportError):
-    """Nobody in the generation has some layer at the step that they have agreed on. The master did
-    not know of that step, the first one; with this news it waits, or finds who has them."""
+    """Nobody in the generation has some layer at the step that they have agreed on. When it was
+    planned, the master did not know of that step; now it waits, or finds who has them."""
 
 
 class Superseded(Exception):

@@ -93,13 +93,15 @@ class Restorer:
         self._known: dict[int, Found] = {}
         self._damaged: tuple[str, ...] = ()
 
-    def run(self, assign: Assign, transport: Transport, *, resume: bool) -> Restored | None:
-        """Hold the plan's layers as the newest checkpoint that is whole for all workers has them.
+    def run(
+        self, assign: Assign, transport: Transport, *, resume: bool, needed: bool
+    ) -> Restored | None:
+        """Hold the plan's layers as the newest checkpoint that is whole for all workers has them;
+        None where there is none.
 
-        `resume`: for a job that has not trained yet, by its `checkpoint.resume`; None: it begins
-        with its initial weights. Otherwise there must be one. Raises CheckpointError where what
-        is there is of another training or damaged, or lacks though it must not, TransportError,
-        Superseded.
+        `resume`: for a job that has not trained yet, by its `checkpoint.resume`. `needed`: there
+        must be one. Raises CheckpointError where what is there is of another training or damaged,
+        or lacks though it must not, TransportError, Superseded.
         """
         folder = open_folder(self._spec.path)
         probe = f".shared.{hashlib.sha256(assign.rendezvous.prefix.encode()).hexdigest()[:8]}"
@@ -110,7 +112,7 @@ class Restorer:
         try:
             if resume and self._worker == first:
                 folder.write(probe, [b"\n"])
-            candidates = self._candidates(folder, assign, transport, resume=resume)
+            candidates = self._candidates(folder, assign, transport, resume=resume, needed=needed)
             if resume and self._worker != first:  # what is refused is not written to by many
                 self._check_shared(folder, probe, first)
             shards = sorted(plan_shards(assign.plan)[self._worker])
@@ -144,7 +146,7 @@ class Restorer:
         _check_writable(folder)
 
     def _candidates(
-        self, folder: Folder, assign: Assign, transport: Transport, *, resume: bool
+        self, folder: Folder, assign: Assign, transport: Transport, *, resume: bool, needed: bool
     ) -> list[tuple[int, int]]:
         """Step and identity of each checkpoint, newest first, as rank 0 sees them."""
         listing = self._listing(folder, assign.plan.generation, patient=not resume)
@@ -152,7 +154,7 @@ class Restorer:
         self._damaged = tuple(listing.damaged.values())
         table = torch.zeros(1 + _MOST_TRIED, 2, dtype=torch.int64)
         if self._worker == assign.plan.workers[0]:
-            found = self._fitting(listing.checkpoints, resume=resume)
+            found = self._fitting(listing.checkpoints, resume=resume, needed=needed)
             table[0, 0] = len(found)
             for row, checkpoint in enumerate(found, start=1):
                 table[row] = torch.tensor([checkpoint.manifest.step, checkpoint.identity])
@@ -178,7 +180,9 @@ class Restorer:
             log.warning("checkpoints cannot be read; trying again", extra={"reason": reason})
             self._control.pause(generation, _RETRY_S)
 
-    def _fitting(self, found: tuple[Found, ...], *, resume: bool) -> tuple[Found, ...]:
+    def _fitting(
+        self, found: tuple[Found, ...], *, resume: bool, needed: bool
+    ) -> tuple[Found, ...]:
         """What may be tried; raises CheckpointError where that is nothing, or not to be."""
         job, data, path = self._job, self._data, self._spec.path
         if resume:
@@ -187,7 +191,7 @@ class Restorer:
             if refusal:
                 raise CheckpointError(refusal)
         fitting = [item for item in found if not misfit(item.manifest, job, data)]
-        if not fitting and not resume:
+        if not fitting and (needed or (self._damaged and not resume)):
             what = "; ".join(self._damaged) or "none of this training is there"
             raise CheckpointError(f"checkpoint.path: no checkpoint in {path} can be used: {what}")
         return tuple(fitting[:_MOST_TRIED])

@@ -437,6 +437,7 @@ class Player:
             data=agent.data,
             generation=Generation(0),
             committed_step=-1,
+            stepped=Generation(0),
             finished=False,
         )
 
@@ -485,6 +486,14 @@ class Player:
             for step in range(int(first), int(last) + 1)
         )
         self._observe(RecordsReceived(job_id=job.id, records=records))
+
+    def do_stepped(self, generation: str, *names: str) -> None:
+        """Statuses say that their workers have committed a step in the generation."""
+        for name in names:
+            agent = self.agents[name]
+            for worker in agent.status.workers:
+                agent.worker(worker.slot, stepped=Generation(int(generation)))
+            self._tell(agent)
 
     def do_evaluated(self, step: str, generation: str) -> None:
         job = self.state.job

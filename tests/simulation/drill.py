@@ -30,6 +30,8 @@ from oobleck.master.job import ENDED, Job
 from oobleck.planner.ids import NodeName
 from oobleck.planner.job import JobSpec
 from oobleck.planner.jobfile import parse_job
+from oobleck.planner.transfer import LayerLost, require_holders
+from oobleck.worker.rejoin import agree
 
 #: Faults strike in this span; by the end of it all is mended.
 TROUBLE_S = (1.0, 25.0)
@@ -174,9 +176,23 @@ class Drill:
             elif lost_since is None:
                 lost_since = self.world.loop.clock
             elif self.world.loop.clock > lost_since + 40.0:
+                self._check_wait(waits[0])
                 self.operator.cancel_now(waits[0].id)
                 lost_since = None
         raise Broken(f"not settled after {PEACE_S} s of peace: {self._told()}")
+
+    def _check_wait(self, job: Job) -> None:
+        """What it waits for is really gone, and it has not failed by its own fault."""
+        if self.world.tells_of_an_exception(job.id):
+            raise Broken(f"the model of {job.id} has raised an exception, and it waits")
+        workers = [t for t in self.world.trainers() if t.job_id == job.id and t.entered]
+        layers = job.spec.model.layer_count
+        held = agree({t.worker: t.standing(layers) for t in workers}).held if workers else {}
+        try:
+            require_holders(held, layers)
+        except LayerLost:
+            return
+        raise Broken(f"{job.id} waits for what its workers have: {job.reason}")
 
     def _jobs(self) -> list[Job]:
         assert self.world.master is not None

@@ -7,6 +7,7 @@ other slots than the job's plan. A drain redoes no step.
 from typing import TYPE_CHECKING
 
 from oobleck.master.job import Job
+from oobleck.master.node import Node
 from oobleck.master.state import ClusterState
 
 if TYPE_CHECKING:
@@ -56,12 +57,28 @@ def _trains(state: ClusterState, job: Job) -> bool:
     )
 
 
+def _usable(job: Job, fit: list[Node]) -> int:
+    """So many of the nodes have a place in pipelines. Where a layer was measured on one worker
+    alone, no pipeline has more workers than layers."""
+    least = job.spec.resources.min_nodes_per_pipeline or 1
+    most = job.spec.model.layer_count
+    profile = job.profile.profile if job.profile is not None else None
+    if profile is not None and all(set(layer.forward_s) == {1} for layer in profile.layers):
+        most //= max(node.facts.worker_slots for node in fit)
+    sizes = {0}
+    for _ in fit:
+        longer = {size + more for size in sizes for more in range(least, most + 1)}
+        sizes |= {size for size in longer if size <= len(fit)}
+    return max(sizes)
+
+
 def _wrong(state: ClusterState, job: Job) -> list[tuple[str, float]]:
     found = []
     fit = [node for node in state.candidates(job) if node.connected]
+    most = _usable(job, fit)
     for node in fit:
         name = node.facts.node
-        if name not in job.members:
+        if name not in job.members and len(job.members) < most:
             longest_s = SETTLED_S if state.is_ready(node, job) else UP_S
             found.append((f"{name} is idle, generation {job.generation}", longest_s))
     least = (job.spec.fault_tolerance + 1) * (job.spec.resources.min_nodes_per_pipeline or 1)

@@ -233,7 +233,7 @@ class Trainer:
 
     async def _settle_in(self, assign: Assign, gathering: Gathering) -> None:
         plan, progress = assign.plan, self.progress
-        standings = await self._exchange(gathering, "standings", self._standing(plan))
+        standings = await self._exchange(gathering, "standings", self.standing(plan.layer_count))
         agreement = agree(standings)
         if await self._restore(assign, agreement, gathering):
             return
@@ -258,7 +258,9 @@ class Trainer:
 
     async def _hand_over(self, plan: Plan, gathering: Gathering) -> None:
         """As `oobleck.worker.entry` does it: those who leave are among the sources."""
-        agreement = agree(await self._exchange(gathering, "standings", self._standing(plan)))
+        agreement = agree(
+            await self._exchange(gathering, "standings", self.standing(plan.layer_count))
+        )
         try:
             require_holders(agreement.held, plan.layer_count)
         except LayerLost:
@@ -279,10 +281,10 @@ class Trainer:
                 self._commit(agreement.step, progress.voted_generation)
         return rolled
 
-    def _standing(self, plan: Plan) -> Standing:
+    def standing(self, layer_count: int) -> Standing:
         progress = self.progress
         told = [
-            tuple(held.get(layer, Held()) for layer in range(plan.layer_count))
+            tuple(held.get(layer, Held()) for layer in range(layer_count))
             for held in (progress.layers, progress.former)
         ]
         return Standing(
@@ -315,7 +317,7 @@ class Trainer:
         found = await self._exchange(gathering, "checkpoint", self._ledger.checkpoint)
         step = found[plan.workers[0]]
         if step == 0:
-            if not fresh or assign.restore:
+            if assign.restore:
                 self.fail("user", "checkpoint.path: there is no checkpoint though one is needed")
             return False
         shards = gathering.shards[self.worker]
@@ -340,11 +342,8 @@ class Trainer:
             try:
                 plan_transfers(agreement.held, plan, state_bytes=[1 << 20] * plan.layer_count)
             except LayerLost as lost:
-                words = f"generation {plan.generation} was planned, but at step {step} {lost}"
-                if step > 1:
-                    self.world.watch.broken(words)
-                # Of the first step nobody may have told the master yet.
-                raise TransportError(words) from lost
+                self._ledger.forsaken(plan.generation, self.world)
+                raise TransportError(f"at step {step} {lost}") from lost
         if needed:
             await self._work("transfer", self.world.draw.uniform(0.01, 1.5))
         await self._exchange(gathering, "layers", None)
@@ -382,6 +381,8 @@ class Trainer:
         progress.begun, progress.reduced = step, 0
         await self._work("forward", self.world.step_s * self.world.draw.uniform(0.8, 1.3))
         if self.world.fails_at.get(self.job_id) == step:
+            if self._trained:
+                self.world.raised(self)
             self.fail("user", "the model raised an exception")
         if self.node in self.world.sick:
             self.fail("node", DISK_ERROR)

@@ -40,7 +40,9 @@ _EXPLAINS = {
 }
 #: Those that strike no node in particular.
 _EVERYWHERE = {"fail_forks", "fail_job"}
-#: So long after the last fault all is found.
+#: Those that show when a step comes, whenever that is.
+_DORMANT = {"fail_job", "hang_worker"}
+#: So long after the last fault all else is found.
 _AFTER_S = 90.0
 
 
@@ -81,7 +83,8 @@ class Truth:
         if node is not None and struck.kind not in _EVERYWHERE and node not in struck.nodes:
             return False
         found_s = root["declared_at"] - root["time"]
+        last = max(self._world.peace_at, struck.at) + _AFTER_S
         return any(
-            at + found_s >= struck.at and at <= max(self._world.peace_at, struck.at) + _AFTER_S
+            at + found_s >= struck.at and (at <= last or struck.kind in _DORMANT)
             for at in self._world.moments(root["time"])
         )

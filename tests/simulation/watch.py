@@ -43,6 +43,8 @@ class Ledger:
         self._agreed = Generation(0)
         #: Steps that any worker has committed.
         self.steps: set[int] = set()
+        #: Generations since the last of them whose workers found a layer to be with nobody.
+        self._forsaken: set[Generation] = set()
 
     def committed(self, step: int, lineage: int, world: "World") -> None:
         """Committed steps follow each other, and none is left out."""
@@ -51,6 +53,14 @@ class Ledger:
             world.watch.broken(f"step {step} of {self.job_id} follows step {before}")
         self.furthest[lineage] = max(before, step)
         self.steps.add(step)
+        self._forsaken.clear()
+
+    def forsaken(self, generation: Generation, world: "World") -> None:
+        """The master may not have been told yet what those who are lost have committed with the
+        others; once these say so it must not count on what has become out of date again."""
+        self._forsaken.add(generation)
+        if len(self._forsaken) > 1:
+            world.watch.broken(f"{self.job_id}: in generations {sorted(self._forsaken)} no layer")
 
     def agreed(self, generation: Generation, agreement: Agreement, world: "World") -> None:
         """No step that anyone has committed is lost, unless all go back to a checkpoint. One that

@@ -67,6 +67,8 @@ class World:
         self.save_every = 8
         #: Step at which a job's model raises an exception.
         self.fails_at: dict[JobId, int] = {}
+        #: The starts of agents that a worker told of that, which had trained before.
+        self._raised: dict[JobId, list[Process]] = {}
         #: Nodes whose workers fail by their host's fault, and where none can be started.
         self.sick: set[NodeName] = set()
         self.unstartable: set[NodeName] = set()
@@ -166,6 +168,14 @@ class World:
     def all_agents(self) -> Iterator[Agent]:
         yield from self.agents.values()
         yield from self.twins.values()
+
+    def raised(self, trainer: Trainer) -> None:
+        agent = next(a for a in self.all_agents() if trainer.incarnation in a.trainers)
+        self._raised.setdefault(trainer.job_id, []).append(agent.process)
+
+    def tells_of_an_exception(self, job_id: JobId) -> bool:
+        """Whether an agent is there whose worker's model has raised one."""
+        return any(process.alive for process in self._raised.get(job_id, ()))
 
     def trainers(self) -> Iterator[Trainer]:
         for agent in self.all_agents():

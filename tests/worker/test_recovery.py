@@ -8,13 +8,14 @@ import functools
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from oobleck.host.messages import FaultRule, Finished, PeerLost, PhaseReached
 from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job import CheckpointSpec, DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.optimization import OptimizerSpec
 from oobleck.planner.plan import Plan
 from support.director import Director, WarmWorkers, make_plan
@@ -368,14 +369,16 @@ def test_replaced_worker_fetches_its_layers_with_moments(
 
 
 def test_layers_that_nobody_has_any_more_are_told_of_and_come_back_with_who_has_them(
-    warm: WarmWorkers, undisturbed: dict[int, float | None]
+    warm: WarmWorkers, undisturbed: dict[int, float | None], tmp_path: Path
 ) -> None:
-    """A plan may be made before its maker knows that a step was committed."""
+    """A plan may be made before its maker knows that a step was committed; so it may where the job
+    takes checkpoints, and has taken none yet."""
+    saved = CheckpointSpec(path=str(tmp_path), at_end=False)
     alone = make_plan(1, [[("a", 2), ("b", 3)]], [8])
     without = make_plan(2, [[("a", 2), ("d", 3)]], [8])
     again = make_plan(3, [[("a", 2), ("b", 3)]], [8])
     held = fault("b", "before:Forward", generation=1, action="hold")
-    with Director(warm, job(), [held]) as cluster:
+    with Director(warm, replace(job(), checkpoint=saved, fault_tolerance=0), [held]) as cluster:
         cluster.start("a", "b", "d")
         cluster.assign(alone)
         cluster.wait(lambda: 2 in cluster.records, "step 2")
