@@ -254,8 +254,8 @@ class PeerLost(msgspec.Struct, frozen=True, kw_only=True, tag="peer_lost"):
     generation: Generation
     step: int
     detail: str
-    #: To whom there is no way from here; None: not known, or that all peers are reached.
-    unreached: WorkerId | None = None
+    #: To whom there is no way from here; none: not known, or that all peers are reached.
+    unreached: tuple[WorkerId, ...] = ()
     #: There is no way to the store of the meeting.
     store_unreached: bool = False
 

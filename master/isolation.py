@@ -4,7 +4,9 @@ Workers meet anew where they lost each other, and say to whom there is no way: t
 meeting, or to a member of it. Each such pair of nodes cannot both take part. The nodes to go on
 without are the fewest that leave no such pair, and they are told only when two meetings at
 different nodes' stores say the same: with one meeting alone, whoever hosts it looks cut off in any
-partition. A node that is given up is put aside as any that fails again and again, each time for
+partition. Workers that are cut off in the middle of training say so of their neighbours in the ring
+of lifelines: where all others have told, and each pair has the same one node in it, that is proof
+enough. A node that is given up is put aside as any that fails again and again, each time for
 longer, and joins again when its time is over. Where the others cannot go on without, all meet
 again, as they do where nobody knows who is to blame. Owns what is known of such pairs and what
 follows; `note` keeps, all else is pure.
@@ -30,12 +32,30 @@ def note(state: ClusterState, job: Job, worker: WorkerId, lost: PeerLost) -> Non
     """Keep to whom `worker` says that there is no way, if it does."""
     if lost.generation != job.generation or not (lost.store_unreached or lost.unreached):
         return
-    host = _host(state, job)
-    other = lost.unreached.node if lost.unreached is not None else host
-    if host is None or other is None or other == worker.node:
+    if (host := _host(state, job)) is None:
         return
-    pair = (min(worker.node, other), max(worker.node, other))
-    job.seen.no_way.setdefault(host, set()).add(pair)
+    others = {peer.node for peer in lost.unreached} | ({host} if lost.store_unreached else set())
+    pairs = {_pair(worker.node, other) for other in others - {worker.node}}
+    if pairs:
+        job.seen.no_way.setdefault(host, set()).update(pairs)
+
+
+def _pair(a: NodeName, b: NodeName) -> Pair:
+    return (min(a, b), max(a, b))
+
+
+def give_up_at_once(look: Look, job: Job) -> Decision | None:
+    """Have the others go on without the one node that, as all others have told, its neighbours do
+    not reach any more; None: who is cut off is not that clear, or the node is needed."""
+    told = {w: {p.node for p in lost.unreached} for w, (_, lost) in job.seen.peers_lost.items()}
+    blamed = {(other, w.node) for w, others in told.items() for other in others - {w.node}}
+    for node in sorted({other for other, _ in blamed}):
+        witnesses = [by for other, by in blamed if other == node]
+        rest = {worker for worker in job.processes() if worker.node != node}
+        clear = len(witnesses) > 1 and all(node in pair for pair in blamed) and rest <= told.keys()
+        if clear and can_spare(look, job, {node}):
+            return _go_on_without(look, job, {node})
+    return None
 
 
 def give_up(look: Look, job: Job) -> Decision | None:
@@ -54,8 +74,10 @@ def give_up(look: Look, job: Job) -> Decision | None:
             return None
     elif nodes != _fewest(job, (p for at, pairs in no_way.items() if at != host for p in pairs)):
         return None
-    if not can_spare(look, job, nodes):
-        return None
+    return _go_on_without(look, job, nodes) if can_spare(look, job, nodes) else None
+
+
+def _go_on_without(look: Look, job: Job, nodes: set[NodeName]) -> Decision:
     actions = [event for node in sorted(nodes) for event in _events(look, job, node)]
     reason = "; ".join(event.reason for event in actions if isinstance(event, NodeReset))
     return Decision(actions=tuple(actions), reason=reason)

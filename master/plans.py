@@ -139,6 +139,8 @@ def regroup(look: Look) -> Decision | None:
         return None
     if not all(state.nodes[name].connected for name in job.members):
         return None
+    if (without := isolation.give_up_at_once(look, job)) is not None:
+        return without
     first, worker, detail = report
     due = first + meetings.interval_s(job, look.timing)
     if look.now < due:

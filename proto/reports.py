@@ -63,12 +63,11 @@ def report_message(report: WorkerReport) -> pb.WorkerReport:
                 )
             )
         case PeerLost() as lost:
-            unreached = worker_message(lost.unreached) if lost.unreached is not None else None
             message.peer_lost.CopyFrom(
                 pb.PeerLost(
                     step=lost.step,
                     detail=shortened(lost.detail),
-                    unreached=unreached,
+                    unreached=map(worker_message, lost.unreached),
                     store_unreached=lost.store_unreached,
                 )
             )
@@ -219,7 +218,7 @@ def _read_what(message: pb.WorkerReport) -> Happening:
                 generation=generation,
                 step=lost.step,
                 detail=lost.detail,
-                unreached=read_worker(lost.unreached) if lost.HasField("unreached") else None,
+                unreached=tuple(map(read_worker, lost.unreached)),
                 store_unreached=lost.store_unreached,
             )
         case "failed":

@@ -15,6 +15,7 @@ import contextlib
 import hmac
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +29,11 @@ from oobleck.worker.rendezvous import CONNECT_LIMIT, PROOF_BYTES, Place
 _GOODBYE = b"\x00"
 #: How long a wait for the neighbour may last before it looks whether it is still wanted.
 _POLL_S = 0.05
+#: By how much the signs of life of two hosts that fall silent together may be apart: the kernel
+#: asks every second.
+_APART_S = 1.1
+#: Where struct tcp_info of Linux has the milliseconds since the last data and the last answer.
+_TCP_INFO = struct.Struct("=52x2I")
 
 
 class Lifeline:
@@ -46,7 +52,8 @@ class Lifeline:
         self._size = size
         self._poll = select.poll()
         self._callers = Callers(address, PROOF_BYTES, self._poll)
-        self._links: list[socket.socket] = []
+        #: By the neighbour's rank, and in a ring of two both to the same one.
+        self._links: list[tuple[int, socket.socket]] = []
         self._wake_read, self._wake_write = socket.socketpair()
         place.set(f"lifeline/{rank}", f"{address}:{self._callers.port}")
 
@@ -62,13 +69,13 @@ class Lifeline:
         try:
             host, _, port = self._place.get(f"lifeline/{after}").rpartition(":")
             link = self._place.dial(after, host, int(port))
-            self._links.append(link)
+            self._links.append((after, link))
             # So that no stranger closes the ring.
             link.sendall(self._place.proof("lifeline", str(self._rank), str(after)))
             expected = self._place.proof("lifeline", str(before), str(self._rank))
             with pulse.WAITING:  # the one before may be stopped, and this one is not to blame
-                self._links.append(self._accept(expected, check_wanted))
-            for link in self._links:
+                self._links.append((before, self._accept(expected, check_wanted)))
+            for _, link in self._links:
                 self._keep_alive(link)
         except OSError as error:
             raise TransportError(f"lifeline: {error}") from None
@@ -99,7 +106,7 @@ class Lifeline:
 
     def _watch(self, on_lost: Callable[[str], None]) -> None:
         # Not select: a worker of a large cluster has descriptors beyond its limit of 1024.
-        watched = {link.fileno(): link for link in self._links}
+        watched = {link.fileno(): link for _, link in self._links}
         poll = select.poll()
         for descriptor in (*watched, self._wake_read.fileno()):
             poll.register(descriptor, select.POLLIN)
@@ -121,13 +128,29 @@ class Lifeline:
                     on_lost(how)
                     return
 
+    def silent(self) -> list[int]:
+        """Ranks of neighbours whose hosts give no sign of life, about as long as makes one lost:
+        of a host that is cut off both neighbours know, whoever of them leaves first."""
+        limit_s = self._silence_s - _APART_S
+        return sorted({rank for rank, link in self._links if _silent_s(link) >= limit_s})
+
     def close(self, *, goodbye: bool) -> None:
         """Leave the ring; without goodbye the neighbours take it for a death. May be repeated."""
         self._wake_write.close()
         self._callers.close()
         links, self._links = self._links, []
-        for link in links:
+        for _, link in links:
             with contextlib.suppress(OSError):
                 if goodbye:
                     link.sendall(_GOODBYE)
                 link.shutdown(socket.SHUT_RDWR)
+
+
+def _silent_s(link: socket.socket) -> float:
+    """Since the host at the other end gave a sign of life; 0 where the system does not tell."""
+    try:
+        told = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    except (AttributeError, OSError):
+        return 0.0
+    data_ms, answer_ms = _TCP_INFO.unpack(told)
+    return float(min(data_ms, answer_ms)) / 1e3

@@ -65,16 +65,22 @@ class Meetings:
             links=links_of(programs, plan),
         )
 
-    def lost(self, generation: Generation, error: TransportError) -> None:
-        """Tell the agent that a peer is gone; from any thread, more than once if need be."""
+    def lost(
+        self, generation: Generation, error: TransportError, silent: Sequence[WorkerId] = ()
+    ) -> None:
+        """Tell the agent that a peer is gone; from any thread, more than once if need be. `silent`:
+        neighbours whose hosts do not answer."""
         log.warning("peer lost", extra={"generation": generation, "detail": str(error)})
         way_gone = error if isinstance(error, Unreached) else None
+        unreached = set(silent)
+        if way_gone and way_gone.worker:
+            unreached.add(way_gone.worker)
         self._control.report(
             PeerLost(
                 generation=generation,
                 step=self._progress.begun,
                 detail=str(error),
-                unreached=way_gone.worker if way_gone else None,
+                unreached=tuple(sorted(unreached)),
                 store_unreached=way_gone is not None and way_gone.worker is None,
             )
         )
@@ -98,7 +104,9 @@ class Meetings:
                 groups=groups,
                 links=links,
                 control=self._control,
-                on_lost=lambda detail: self.lost(assign.plan.generation, TransportError(detail)),
+                on_lost=lambda detail, silent: self.lost(
+                    assign.plan.generation, TransportError(detail), silent
+                ),
                 on_arrival=lambda: self._probe("before:connect", assign),
                 meeting=meeting,
             )

@@ -32,7 +32,7 @@ class Membership:
         groups: Sequence[Group],
         links: Sequence[Link],
         control: Control,
-        on_lost: Callable[[str], None],
+        on_lost: Callable[[str, Sequence[WorkerId]], None],
         on_arrival: Callable[[], None],
         meeting: str = "",
     ) -> None:
@@ -41,12 +41,14 @@ class Membership:
 
         Raises TransportError when one is lost on the way, Superseded when a newer generation is
         wanted; nothing is left open then. `on_lost` is told, from another thread and at any time
-        once all have arrived, that a neighbour is gone; whatever waits for others is released then.
+        once all have arrived, that a neighbour is gone, and which ones' hosts do not answer;
+        whatever waits for others is released then.
         `on_arrival` is called in between.
         """
         generation = assign.plan.generation
         self._control = control
         self._on_lost = on_lost
+        self._members = members
         rank, size = members.index(worker), len(members)
         store, prefix = assign.rendezvous.store, assign.rendezvous.prefix + meeting
         waits = Waits()
@@ -91,9 +93,13 @@ class Membership:
             raise
 
     def _neighbour_lost(self, detail: str) -> None:
-        self._on_lost(detail)
+        self._on_lost(detail, self.silent())
         self._lost = True
         self._release()
+
+    def silent(self) -> Sequence[WorkerId]:
+        """Neighbours whose hosts have not answered for about as long as makes a lost peer."""
+        return [self._members[rank] for rank in self._lifeline.silent()]
 
     def stand_down(self) -> None:
         """Training is over: the end of a neighbour is no loss any more."""

@@ -184,7 +184,7 @@ class Session:
             salvage = self._entry.run(assign, membership.transport, received=received)
             following = self._train(assign, membership, programs, salvage)
         except TransportError as error:
-            self._meetings.lost(generation, error)
+            self._meetings.lost(generation, error, membership.silent() if membership else ())
             self._leave(membership, orderly=False)
         except Superseded as superseded:
             log.info("leaving generation", extra={"generation": generation, "why": str(superseded)})

@@ -509,7 +509,7 @@ class Player:
         self._observe(EvaluationReceived(job_id=job.id, record=found))
 
     def do_unreached(self, generation: str, peer: str, *workers: str) -> None:
-        """None of the workers finds a way to the peer, or to the store: STORE."""
+        """None of the workers finds a way to the peers (a/0,b/0), or to the store: STORE."""
         for worker in workers:
             self._peer_lost(worker, generation, peer)
 
@@ -523,7 +523,7 @@ class Player:
             generation=Generation(int(generation)),
             step=1,
             detail="no answer" if unreached else "socket closed",
-            unreached=worker_id(unreached) if "/" in unreached else None,
+            unreached=tuple(map(worker_id, unreached.split(","))) if "/" in unreached else (),
             store_unreached=unreached == "STORE",
         )
         process = self._process(worker_id(worker))
