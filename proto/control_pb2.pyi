@@ -304,9 +304,9 @@ class PeerLost(_message.Message):
     STORE_UNREACHED_FIELD_NUMBER: _ClassVar[int]
     step: int
     detail: str
-    unreached: WorkerId
+    unreached: _containers.RepeatedCompositeFieldContainer[WorkerId]
     store_unreached: bool
-    def __init__(self, step: _Optional[int] = ..., detail: _Optional[str] = ..., unreached: _Optional[_Union[WorkerId, _Mapping]] = ..., store_unreached: _Optional[bool] = ...) -> None: ...
+    def __init__(self, step: _Optional[int] = ..., detail: _Optional[str] = ..., unreached: _Optional[_Iterable[_Union[WorkerId, _Mapping]]] = ..., store_unreached: _Optional[bool] = ...) -> None: ...
 
 class WorkerFailed(_message.Message):
     __slots__ = ("kind", "message")
