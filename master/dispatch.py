@@ -6,6 +6,8 @@ an agent that reads slowly, and nobody waits for it.
 """
 
 import asyncio
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from oobleck.master.admit import Refusal
@@ -22,6 +24,9 @@ SENDERS_S = 0.5
 #: And so are all others, who keep the same records. Well below the time for which they hold theirs
 #: back (4 s), so that those are not sent for nothing.
 OTHERS_S = 2.0
+#: So many of the others are told at once, and the next so much later.
+_TOLD_AT_ONCE = 50
+_TELLING_S = 0.05
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -119,6 +124,39 @@ class Acknowledger:
         self._jobs.clear()
         self._free_at = now + self._at_most_every_s
         return jobs
+
+
+class Rounds:
+    """Tells all sessions in turn of the jobs whose records have come, a few at a time: to write
+    to a thousand of them at once would keep everybody else waiting."""
+
+    def __init__(self) -> None:
+        self._acknowledger = Acknowledger(OTHERS_S)
+        self._jobs: list[JobId] = []
+        #: Numbers of the sessions that this round has not come to.
+        self._left: deque[int] = deque()
+        self._free_at = 0.0
+
+    def note(self, job_id: JobId) -> None:
+        self._acknowledger.note(job_id)
+
+    @property
+    def due_at(self) -> float | None:
+        """When `take` gives something; None: nothing is to be told."""
+        return self._free_at if self._left else self._acknowledger.due_at
+
+    def take(self, now: float, sessions: Iterable[int]) -> tuple[list[JobId], list[int]]:
+        """What is to be told now, and to whom of all `sessions`."""
+        if self._left and now < self._free_at:
+            return [], []
+        if not self._left:
+            self._jobs = self._acknowledger.take(now)
+            if not self._jobs:
+                return [], []
+            self._left.extend(sessions)
+        told = [self._left.popleft() for _ in range(min(len(self._left), _TOLD_AT_ONCE))]
+        self._free_at = now + _TELLING_S
+        return self._jobs, told
 
 
 def refused_message(refusal: Refusal) -> pb.MasterMessage:

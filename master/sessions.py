@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator
 from oobleck.master.admit import Refusal, admit
 from oobleck.master.config import MasterConfig
 from oobleck.master.dispatch import (
-    OTHERS_S,
     SENDERS_S,
     Acknowledger,
     AgentSession,
     PlanSerialiser,
+    Rounds,
 )
 from oobleck.master.inbox import Changes, Inbox
 from oobleck.master.incoming import Incoming, Output, Records, event_of
@@ -46,7 +46,7 @@ class Sessions:
         self._inbox = inbox
         self._changes = changes
         self._to_senders = Acknowledger(SENDERS_S)
-        self._to_all = Acknowledger(OTHERS_S)
+        self._to_all = Rounds()
         #: Sessions that records came from, since those were last acknowledged.
         self._senders: set[int] = set()
         self._serialise = PlanSerialiser()
@@ -196,13 +196,15 @@ class Sessions:
         now = self._ledger.now()
         if jobs := self._to_senders.take(now):
             senders, self._senders = self._senders, set()
-            self._tell_stored(jobs, [self._open[n] for n in senders if n in self._open])
-        self._tell_stored(self._to_all.take(now), list(self))
+            self._tell_stored(jobs, senders)
+        self._tell_stored(*self._to_all.take(now, self._open))
 
-    def _tell_stored(self, jobs: Iterable[JobId], sessions: Iterable[AgentSession]) -> None:
+    def _tell_stored(self, jobs: Iterable[JobId], sessions: Iterable[int]) -> None:
+        """`sessions`: the numbers of some that are open, or were."""
+        there = [self._open[number] for number in sessions if number in self._open]
         for job_id in jobs:
             stored_step = self._ledger.archive.metrics(job_id).stored_step
-            for session in sessions:
+            for session in there:
                 session.acknowledge(job_id, stored_step)
 
     def ask_again(self) -> None:

@@ -305,6 +305,33 @@ async def test_a_loss_is_told_again_to_a_master_that_came_back() -> None:
 
 
 @scenario
+async def test_how_a_worker_ended_is_told_again_until_one_after_it_has_committed() -> None:
+    """What went into a stream that was dead by then is lost."""
+    async with cluster() as (master, _, stream):
+        await stream.assign("demo-1", job("demo"))
+        (first,) = await stream.ready()
+        os.kill(first.pid, signal.SIGKILL)
+        await stream.until(lambda m: len(stream.reports("exited")) == 1)
+        await master.stop()
+        await master.start(int(master.address.rpartition(":")[2]))
+        again = await master.next_session()
+        await again.welcome()
+        await again.until(lambda m: len(again.reports("exited")) == 1)
+        assert again.reports("exited") == stream.reports("exited")
+        (second,) = await again.ready()
+        await again.assign(
+            "demo-1", job("demo"), placement=plan(1, "n1"), incarnations=(second.incarnation,)
+        )
+        await again.until(lambda m: again.steps())
+        await master.stop()
+        await master.start(int(master.address.rpartition(":")[2]))
+        last = await master.next_session()
+        await last.welcome()
+        await last.until(lambda m: last.steps())
+        assert not last.reports("exited")
+
+
+@scenario
 async def test_output_beyond_the_bound_is_counted_not_lost_silently() -> None:
     async with cluster() as (_, _, stream):
         await stream.assign("chatty-1", job("chatty"))
