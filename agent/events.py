@@ -11,7 +11,7 @@ from oobleck.agent.desired import Desired
 from oobleck.host.detection import Detection
 from oobleck.host.messages import FromWorker
 from oobleck.planner.ids import Generation, Incarnation
-from oobleck.proto.types import Hung
+from oobleck.proto import types
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class WorkerKilled:
 
     incarnation: Incarnation
     #: Where it was killed because of that.
-    hung: Hung | None = None
+    hung: types.Hung | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +149,8 @@ class ChannelClosed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerExited:
     incarnation: Incarnation
+    #: How; None: there never was a process.
+    end: types.WorkerExited | None = None
 
 
 WorkerEvent = (

@@ -25,17 +25,24 @@ def report_of(worker: Worker, what: types.Happening) -> types.WorkerReport:
 
 
 def standing_reports(state: NodeState) -> list[types.WorkerReport]:
-    """What a new session must hear again: failures (also why a slot stays empty), losses and
-    measurements not yet answered by a plan, and the last words on checkpoints and
-    evaluations."""
-    ended = [
+    """What a new session must hear again, since the one before may have lost it: ends that no plan
+    has answered yet, failures (also why a slot stays empty), losses and measurements, and the last
+    words on checkpoints and evaluations."""
+    failed = [
         slot.failed
         for slot in state.slots
         if slot.failed is not None and slot.failed.incarnation not in state.workers
     ]
-    return [
+    ends = [
         report_of(worker, what)
-        for worker in (*ended, *state.workers.values())
+        for slot in state.slots
+        for worker, end in slot.ends
+        for what in (worker.hung, end)
+        if what is not None
+    ]
+    words = [
+        report_of(worker, what)
+        for worker in (*failed, *state.workers.values())
         for what in (
             worker.failure,
             worker.hung,
@@ -46,6 +53,7 @@ def standing_reports(state: NodeState) -> list[types.WorkerReport]:
         )
         if what is not None
     ]
+    return [*words, *ends]
 
 
 def status_of(state: NodeState) -> types.NodeStatus:

@@ -32,9 +32,12 @@ from oobleck.agent.worker import Worker
 from oobleck.host.detection import Detection
 from oobleck.host.messages import Committed, Failed, FaultRule
 from oobleck.planner.ids import Incarnation, NodeName, WorkerId
+from oobleck.proto import types
 
 #: For an agent without workers: from SIGTERM to its end, if the master does not answer.
 IDLE_GRACE_S = 2.0
+#: Ends of a slot's processes that a new session of the master is told of.
+KEPT_ENDS = 2
 #: Steps that tell how long one takes: of so many the longest is the 99th percentile.
 KNOWN_STEPS = 100
 
@@ -43,6 +46,11 @@ KNOWN_STEPS = 100
 class Slot:
     """What outlives the worker processes of one slot, for the current job."""
 
+    #: The last processes that ended by themselves, and how, until one of the slot commits a step:
+    #: by then a plan has answered that.
+    ends: deque[tuple[Worker, types.WorkerExited]] = field(
+        default_factory=lambda: deque(maxlen=KEPT_ENDS)
+    )
     budget: StartBudget = field(default_factory=StartBudget)
     #: The worker that said that no retry helps; the slot stays empty until the job changes.
     failed: Worker | None = None
@@ -174,16 +182,20 @@ class NodeState:
     def _about_worker(self, worker: Worker, event: WorkerEvent, now: float) -> None:
         match event:
             case WorkerSaid(message=Committed(record=record)):
+                self.slots[worker.slot].ends.clear()
                 # A process's first step says nothing of the others.
                 if worker.stepped and record.step > self.timed_step:
                     self.timed_step = record.step
                     self.step_seconds.append(record.step_seconds)
             case WorkerSaid(message=Failed(kind="user" | "node")) if self._is_current_job(worker):
                 self.slots[worker.slot].failed = worker
-            case WorkerExited():
+            case WorkerExited(end=end):
                 del self.workers[worker.incarnation]
                 if worker.stop_sent_at is None and self._is_current_job(worker):
-                    self.slots[worker.slot].budget.ended(started_at=worker.asked_at, now=now)
+                    slot = self.slots[worker.slot]
+                    slot.budget.ended(started_at=worker.asked_at, now=now)
+                    if end is not None:
+                        slot.ends.append((worker, end))
             case _:
                 pass  # of nothing but the worker
         worker.note(event, now)

@@ -250,7 +250,7 @@ class Supervisor:
             out_of_memory=signum == signal.SIGKILL and self._memory_ran_out(),
         )
         self._outbox.report(report_of(worker, exited))
-        self._handle(WorkerExited(incarnation=worker.incarnation))
+        self._handle(WorkerExited(incarnation=worker.incarnation, end=exited))
         wait_s = self._state.slots[worker.slot].budget.not_before - self._now()
         if wait_s > 0 and self._state.desired is not None:
             extra = {"slot": worker.slot, "next_start_in_s": round(wait_s, 1)}
