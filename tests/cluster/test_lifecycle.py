@@ -179,7 +179,7 @@ def test_an_agent_that_is_stopped_for_less_than_the_lease_is_no_loss(
     cluster.oobleck("cancel", job_id)
 
 
-def test_master_killed_and_restarted_adopts_the_job(
+def test_master_killed_and_restarted_adopts_the_job_that_a_killed_local_takes_along(
     lasting_cluster: LocalCluster, text: str
 ) -> None:
     cluster = lasting_cluster
@@ -207,22 +207,24 @@ def test_master_killed_and_restarted_adopts_the_job(
         assert cluster.events(job_id, "reconfigured") == []
         steps = [line["step"] for line in cluster.metrics(job_id)]
         assert steps == list(range(1, len(steps) + 1))
+        processes = cluster.processes()
+        assert len(processes) >= 1 + 3 * 2, "local, and agent + warm + worker per node"
+        cluster.process.kill()
+        cluster.process.wait(timeout=PATIENCE_S)
+        all_gone(processes)
     finally:
         master.terminate()
         master.wait(timeout=PATIENCE_S)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_end_of_local_leaves_nothing_behind(
-    own_cluster: LocalCluster, text: str, signum: signal.Signals
-) -> None:
+def test_end_of_local_leaves_nothing_behind(own_cluster: LocalCluster, text: str) -> None:
     cluster = own_cluster
     job_id = cluster.submit(job(text))
     cluster.wait_step(job_id, 3)
     processes = cluster.processes()
     assert len(processes) >= 1 + 1 + 2 * 3, "local, master, and agent + warm + worker per node"
     port = int(cluster.address.rpartition(":")[2])
-    os.kill(cluster.process.pid, signum)
+    cluster.process.send_signal(signal.SIGINT)
     cluster.process.wait(timeout=PATIENCE_S)
     all_gone(processes)
     listening = {c.laddr[1] for c in psutil.net_connections("tcp") if c.status == "LISTEN"}
