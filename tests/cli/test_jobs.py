@@ -85,8 +85,8 @@ def test_ctrl_c_leaves_the_job_and_says_how_to_end_it(
         env={**os.environ, "OOBLECK_MASTER": cluster},
     )
     assert process.stdout is not None
-    while "running" not in process.stdout.readline():
-        pass
+    told = iter(process.stdout.readline, "")
+    assert any("running" in line for line in told), process.communicate()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130

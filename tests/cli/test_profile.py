@@ -92,8 +92,8 @@ def test_ctrl_c_calls_it_off_and_leaves_nothing(job_file: JobFile) -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stderr is not None
-    while "starting:" not in process.stderr.readline():
-        pass
+    told = iter(process.stderr.readline, "")
+    assert any("starting:" in line for line in told), process.communicate()
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 3, "a master and two agents"
     os.kill(process.pid, signal.SIGINT)
