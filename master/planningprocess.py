@@ -24,18 +24,26 @@ log = logging.getLogger(__name__)
 #: A question over which so many processes have ended is not asked again.
 _MOST_ENDS = 3
 _RESTART_S = 0.5
+#: The largest first plan takes a slow machine a minute; a process that takes this long hangs.
+_LONGEST_S = 600.0
 
 _answer: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 
 
 class PlanningProcess:
     def __init__(self) -> None:
+        #: An answer takes no longer.
+        self.longest_s = _LONGEST_S
         self._answers = Answers()
         self._wanted: Question | None = None
         #: What the process works at, and how often one has ended over it.
         self._at_work: Question | None = None
         self._ends = 0
         self._writer: asyncio.StreamWriter | None = None
+        #: To kill it by: asyncio's own way may reap it too, and then its exit code is lost.
+        self._handle: int | None = None
+        #: Ends a process that has been at work for too long.
+        self._limit: asyncio.TimerHandle | None = None
         self._tell: Callable[[], None] = lambda: None
         self._needed = asyncio.Event()
 
@@ -74,8 +82,26 @@ class PlanningProcess:
             writer.write(frame(question))
         except ValueError as error:  # beyond all bounds
             self._take(Broken(error=str(error)))
+            return
+        loop = asyncio.get_running_loop()
+        self._limit = loop.call_later(self.longest_s, self._give_up, self.longest_s)
+
+    def _give_up(self, after_s: float) -> None:
+        log.error("the planning process hangs", extra={"after_s": after_s})
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._handle is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    def _stop_limit(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
 
     def _take(self, answer: Answer) -> None:
+        self._stop_limit()
         question, self._at_work = self._at_work, None
         if question is not None:
             self._answers.add(question, answer)
@@ -106,7 +132,6 @@ class PlanningProcess:
         own, theirs = socket.socketpair()
         reader, writer = await asyncio.open_unix_connection(sock=own)
         process: asyncio.subprocess.Process | None = None
-        handle: int | None = None
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
@@ -117,8 +142,7 @@ class PlanningProcess:
                     start_new_session=True,
                 )
             with suppress(ProcessLookupError):  # it ended already and was reaped
-                # To kill it by: asyncio's own way may reap it too, and then its exit code is lost.
-                handle = os.pidfd_open(process.pid)
+                self._handle = os.pidfd_open(process.pid)
             self._writer = writer
             if self._at_work is not None and self._at_work == self._wanted:
                 self._put(writer, self._at_work)
@@ -131,10 +155,11 @@ class PlanningProcess:
         finally:
             self._writer = None
             writer.close()
-            if handle is not None:
-                with suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(handle, signal.SIGKILL)
-                os.close(handle)
+            self._stop_limit()
+            self._kill()
+            if self._handle is not None:
+                os.close(self._handle)
+                self._handle = None
             if process is not None:
                 await process.wait()
         if self._at_work is not None:

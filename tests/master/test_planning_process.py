@@ -109,6 +109,21 @@ def test_answers_are_those_of_the_planner_and_a_killed_process_is_replaced() -> 
     asyncio.run(play())
 
 
+def test_a_process_that_does_not_answer_is_replaced() -> None:
+    async def play() -> None:
+        async with planner() as process:
+            assert await answer(process, first(1)) == work_out(first(1))
+            (stuck,) = children()
+            os.kill(stuck, signal.SIGSTOP)
+            process.longest_s = 0.1
+            process.want(first(6))
+            process.longest_s = LIMIT_S  # of the next one, which has to start first
+            assert await answer(process, first(6)) == work_out(first(6))
+            assert stuck not in children()
+
+    asyncio.run(play())
+
+
 def test_a_question_that_no_process_survives_is_answered_as_broken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
