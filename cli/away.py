@@ -44,9 +44,14 @@ class Away:
         time.sleep(_AGAIN_S)
 
 
-def follow_events(master: Master, job_id: str) -> Iterator[pb.EventRecord]:
-    """All records of the job until it ends. Raises CommandFailed."""
+def follow_events(
+    master: Master, job_id: str, *, answered: bool = False
+) -> Iterator[pb.EventRecord]:
+    """All records of the job until it ends. `answered`: this master was heard before. Raises
+    CommandFailed."""
     away, told = Away(), 0
+    if answered:
+        away.answered()
     while True:
         try:
             for record in master.events(job_id, follow=True):

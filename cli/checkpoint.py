@@ -66,7 +66,9 @@ def save(job_id: str, no_wait: bool, master: Endpoint) -> None:
 
 
 def _await_answer(connection: "Master", job_id: str, number: int) -> dict[str, Any]:
-    for line in connection.events(job_id, follow=True):
+    from oobleck.cli.away import follow_events
+
+    for line in follow_events(connection, job_id, answered=True):
         record: dict[str, Any] = json.loads(line.json)
         answers = record["event"] in ("checkpoint_saved", "checkpoint_failed")
         if answers and int(record["request"]) >= number:

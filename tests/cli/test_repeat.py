@@ -81,7 +81,8 @@ def test_followers_go_on_with_a_master_that_is_started_anew(
     master, address = start_master(state)
     agent = start_agent(address, "n1")
     path = str(job_file(extra="fault_tolerance: 0\n"))
-    run("submit", path, "--set", "training.steps=100000", "--master", address)
+    sets = ("--set", "training.steps=100000", "--set", f"checkpoint.path={tmp_path / 'saved'}")
+    run("submit", path, *sets, "--master", address)
     events = Follower(tmp_path, address, "events", "-f", "--json", "demo-1")
     logs = Follower(tmp_path, address, "logs", "-f", "--json", "demo-1")
     followers = [events, logs]
@@ -89,8 +90,14 @@ def test_followers_go_on_with_a_master_that_is_started_anew(
         until(lambda: events.has_said('"started"'), "the first plan among the events")
         drain = Follower(tmp_path, address, "node", "drain", "n1", "--wait")
         followers.append(drain)
+        saver = Follower(tmp_path, address, "checkpoint", "demo-1")
+        followers.append(saver)
         until(lambda: logs.has_said("worker n1/0"), "the worker's output")
         until(lambda: drain.has_said("kept so far"), "why the node is kept")
+        journal = state / "journal.log"
+        until(lambda: "CheckpointRequested" in journal.read_text(), "a checkpoint is asked for")
+        with client.Master(address) as asking:
+            assert asking.jobs()  # by now that it was asked for is answered
         master.kill()
         master.wait()
         with (state / "jobs/demo-1/logs/n1-0.log").open("a") as file:
@@ -108,6 +115,8 @@ def test_followers_go_on_with_a_master_that_is_started_anew(
         lines = [json.loads(line)["line"] for line in logs.end()]
         assert lines == ["worker n1/0 faults=2", "told while nobody heard it"]
         assert drain.end()[-1].startswith("n1 drained")
+        assert saver.process.wait(120) == 1
+        assert saver.has_warned("demo-1 has cancelled without taking the checkpoint")
     finally:
         for follower in followers:
             follower.process.kill()
