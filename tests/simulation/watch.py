@@ -68,8 +68,11 @@ class Ledger:
         if generation < self._agreed:
             return  # one that was stopped meanwhile; nobody goes on with it
         self._agreed = generation
-        if agreement.step == 0 and not self._is_known(world):
-            self.furthest, self.steps = {0: 0}, set()
+        if not self._is_known(agreement.step + 1, world):
+            self.furthest = {
+                lineage: min(step, agreement.step) for lineage, step in self.furthest.items()
+            }
+            self.steps = {step for step in self.steps if step <= agreement.step}
         newest = max(self.furthest)
         furthest = self.furthest[newest] - 1
         if agreement.lineage == newest and agreement.step < furthest:
@@ -80,15 +83,15 @@ class Ledger:
         if agreement.lineage < newest and agreement.step < furthest:
             world.watch.broken(f"{self.job_id} forgot that it went back in generation {newest}")
 
-    def _is_known(self, world: "World") -> bool:
-        """Whether anyone who is left has ever been told of a step. With can_lose nodes gone and one
+    def _is_known(self, step: int, world: "World") -> bool:
+        """Whether anyone who is left has been told of the step. With can_lose nodes gone and one
         more, and no word of it to the master, there is nothing to go by."""
         master = world.master
         assert master is not None
         job = master.core.state.jobs[self.job_id]
         told = [job.seen.committed_step, job.seen.furthest_step]
         own = [t.progress.committed for t in world.trainers() if t.job_id == self.job_id]
-        return max(*told, *own) > 0
+        return max(*told, *own) >= step
 
     def went_back(self, step: int, lineage: int) -> None:
         self.furthest.setdefault(lineage, step)
