@@ -344,15 +344,14 @@ def _restored(record: dict[str, Any]) -> str:
 
 
 def _reconfigured(record: dict[str, Any]) -> str:
-    who = [
-        *record.get("nodes_lost", []),
-        *record.get("workers_lost", []),
-        *record.get("nodes_joined", []),
-    ]
+    lost = [*record.get("nodes_lost", []), *record.get("workers_lost", [])]
+    joined = record.get("nodes_joined", [])
+    cause = " ".join([str(record["cause"]), *(lost or joined)])
+    if lost and joined:
+        cause += f"; joined: {' '.join(joined)}"
     phases = ", ".join(f"{name} {span:.3f}" for name, span in record.get("phases", {}).items())
     parts = [
-        f"reconfigured to generation {record['to_generation']} by {record['rule']} "
-        f"({' '.join([str(record['cause']), *who])})",
+        f"reconfigured to generation {record['to_generation']} by {record['rule']} ({cause})",
         f"in {seconds(record['total_s'])} ({phases})",
     ]
     if record.get("redo_step") is not None:

@@ -36,8 +36,10 @@ def lost_nodes(state: ClusterState, now: float, timing: Detection) -> tuple[Node
             at, reason = proof
             lost.append(_loss(state, node, "witnesses", reason, now, at))
         elif now >= _lease_end(node, timing):
-            lease_s = lease(node, timing)
-            reason = f"not heard of for {silent_s:.1f} s (the lease is {lease_s:g} s)"
+            away = " once the master was away" if node.seen.awaited else ""
+            reason = (
+                f"not heard of for {silent_s:.1f} s (the lease is {lease(node, timing):g} s{away})"
+            )
             lost.append(_loss(state, node, "lease", reason, now, node.seen.last_heard))
     return tuple(lost)
 

@@ -222,6 +222,20 @@ def test_elsewhere_a_line_comes_each_second_or_with_a_change_of_state() -> None:
         ),
         (
             {
+                "event": "reconfigured",
+                "to_generation": 3,
+                "rule": "join",
+                "cause": "node lost",
+                "nodes_lost": ["n2"],
+                "nodes_joined": ["n1"],
+                "total_s": 0.25,
+                "phases": {"detect": 0.25},
+            },
+            "reconfigured to generation 3 by join (node lost n2; joined: n1), in 0.250 s "
+            "(detect 0.250)",
+        ),
+        (
+            {
                 "event": "checkpoint_saved",
                 "step": 100,
                 "path": "/saved/step-100",
