@@ -24,7 +24,7 @@ from oobleck.host.address import split_address
 from oobleck.host.credentials import Credentials
 from oobleck.host.device import Gpu, find_gpus, worker_environment
 from oobleck.host.messages import FaultRule
-from oobleck.host.process import die_with_parent
+from oobleck.host.process import die_with_parent, end_signals
 from oobleck.host.surroundings import Surroundings
 from oobleck.planner.codec import decode
 from oobleck.planner.ids import NodeName, nearest_name
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 #: For the last reports, when everything has ended.
 FAREWELL_S = 1.0
 
-EPILOG = """SIGTERM drains the node: its work moves to others, then the agent ends. SIGINT, or
-a second SIGTERM, ends it at once. Exit codes: 0 stopped by a signal, 2 wrong usage or refused by
-the master for good (the line says why)."""
+EPILOG = """SIGTERM drains the node: its work moves to others, then the agent ends. SIGINT,
+SIGHUP, or a second SIGTERM, ends it at once. Exit codes: 0 stopped by a signal, 2 wrong usage or
+refused by the master for good (the line says why)."""
 
 
 async def serve(config: AgentConfig, holder: Holder, token: Credentials | None = None) -> int:
-    """Run until SIGTERM, SIGINT or a refusal; the exit code. Without credentials the agent joins
-    by the token first."""
+    """Run until a signal or a refusal; the exit code. Without credentials the agent joins by the
+    token first."""
     if holder.folder is not None and holder.credentials is None and token is not None:
         try:
             holder.credentials = await join(config.master, holder.folder, token, config.name)
@@ -70,7 +70,8 @@ async def serve(config: AgentConfig, holder: Holder, token: Credentials | None =
     )
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, supervisor.leave)
-    loop.add_signal_handler(signal.SIGINT, supervisor.shut_down)
+    for signum in end_signals():
+        loop.add_signal_handler(signum, supervisor.shut_down)
     logger.info("agent starts", extra={"node": config.name, "master": config.master})
     async with asyncio.TaskGroup() as tasks:
         supervising = tasks.create_task(supervisor.run())

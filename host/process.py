@@ -1,4 +1,5 @@
-"""What a process asks of the kernel: to end with its parent, and to open many files."""
+"""What a process asks of the kernel: to end with its parent, to open many files, and which signals
+are to end it."""
 
 import ctypes
 import os
@@ -19,6 +20,14 @@ def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) ->
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signum)
+
+
+def end_signals() -> tuple[signal.Signals, ...]:
+    """What tells a daemon to end at once, besides SIGTERM: Ctrl-C, and the end of its terminal
+    unless whoever started it has that ignored, as nohup does."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return (signal.SIGINT,)
+    return (signal.SIGINT, signal.SIGHUP)
 
 
 def allow_open_files() -> int:

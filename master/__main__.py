@@ -162,7 +162,7 @@ def main(
 ) -> None:
     """Head of an Oobleck cluster: takes jobs, plans them onto nodes, and plans anew on losses.
 
-    Prints `listening on HOST:PORT` when it is ready. Exit codes: 0 ended by SIGTERM or SIGINT,
+    Prints `listening on HOST:PORT` when it is ready. Exit codes: 0 ended by a signal,
     1 the state directory can no longer be written, 2 a flag, or what it names, cannot be used.
     """
     if exit_with_parent:

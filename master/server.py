@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from oobleck.host.process import end_signals
 from oobleck.master import limits
 from oobleck.master.access import Access, AccessGuard
 from oobleck.master.config import MasterConfig, Unusable
@@ -58,7 +59,7 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
         raise Unusable(f"--listen {config.listen} cannot be bound; choose another one") from error
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in (signal.SIGTERM, *end_signals()):
         loop.add_signal_handler(signum, stopped.set)
     await server.start()
     running = asyncio.create_task(master.run())

@@ -404,7 +404,7 @@ async def test_refused_for_now_tries_again() -> None:
         await stream.say(refused=pb.Refused(reason="replaying the journal", temporary=True))
         again = await master.next_session()
         await again.welcome()
-        agent.process.send_signal(signal.SIGINT)
+        agent.process.send_signal(signal.SIGHUP)
         assert await agent.ended() == 0
         assert agent.process.stderr is not None
         agent.process.stderr.close()
