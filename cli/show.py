@@ -92,6 +92,7 @@ def events(job_id: str, follow: bool, incidents: bool, master: Endpoint, as_json
     from oobleck.cli.client import Master
 
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    told = 0
     with Master(master) as connection:
         records = (
             follow_events(connection, job_id) if follow else connection.events(job_id, follow=False)
@@ -101,12 +102,18 @@ def events(job_id: str, follow: bool, incidents: bool, master: Endpoint, as_json
             of_incident = event["event"] == "incident"
             if incidents and not of_incident:
                 continue
+            told += 1
             if as_json:
                 click.echo(record.json)
             elif of_incident:
                 click.echo(incident.block(event, colour=colour, width=_width()), color=colour)
             else:
                 click.echo(text.event_line(event))
+    if incidents and told == 0:
+        click.echo(
+            f"no failure of {job_id} is over; 'oobleck status {job_id}' names one that is not",
+            err=True,
+        )
 
 
 @click.command()

@@ -104,7 +104,7 @@ class PkiService(rpc.PkiServicer):
             role = _read_role(request.role)
             name = check_name(request.name, role) if request.name else ""
             if not SHORTEST_TTL_S <= request.ttl_s <= LONGEST_TTL_S:  # not a number: neither
-                raise ValueError(f"ttl_s: {request.ttl_s} is not from 1 s to 7 days")
+                raise ValueError(f"--ttl: {request.ttl_s:g} s is not from 1 s to 7 days")
         except ValueError as error:
             await _refuse(context, str(error))
 

@@ -204,7 +204,8 @@ def _node_state(node: Node) -> str:
 
 def _node_reason(state: ClusterState, node: Node, now: float) -> str:
     if not node.registered:
-        return node.reason
+        drained = node.drain is not None and node.drain.by == "operator"
+        return f"{node.reason}; drained, also when it is back" if drained else node.reason
     if is_quarantined(node) and node.drain is not None and node.seen.release_at is not None:
         left_s = max(0.0, node.seen.release_at - now)
         return f"back in {left_s:.0f} s at the latest: {node.drain.reason}"

@@ -18,9 +18,18 @@ def names(nodes: Iterable[Node]) -> str:
 def wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) -> Decision:
     out = (f"{node} is left out: {why}" for node, why in sorted(job.left_out.items()))
     slots = state.worker_slots(job) or 0
-    others = [n for n in state.nodes.values() if n.connected and n.facts.worker_slots != slots]
+    connected = [node for node in state.nodes.values() if node.connected]
+    others = [node for node in connected if node.facts.worker_slots != slots]
+    drained = [n for n in connected if n.drain is not None and n.drain.by == "operator"]
+    undrain = f"drained: {names(drained)} ('oobleck node undrain NODE' takes one back)"
     idle = f"kept idle: {names(others)}, because the job uses nodes with {count(slots, 'worker')}"
-    causes = (*infeasible.causes, *more, *([idle] if others else []), *out)
+    causes = (
+        *infeasible.causes,
+        *more,
+        *([idle] if others else []),
+        *([undrain] if drained else []),
+        *out,
+    )
     reason = "; ".join(causes)
     if job.state == "waiting for nodes" and job.reason == reason:
         return Decision(reason=reason)

@@ -31,6 +31,14 @@ def test_a_job_that_does_not_move_has_no_speed() -> None:
     assert (status.tokens_per_s, status.eta_s) == (0.0, 0.0)
 
 
+def test_a_drain_is_told_of_a_node_that_is_lost() -> None:
+    player = Player()
+    player.play(START + "1.0 close n4\n7.0 drain n4\n")
+    info = node_info(player.state, player.state.nodes[NodeName("n4")], 8.0)
+    assert info.state == "lost"
+    assert info.reason.endswith("; drained, also when it is back")
+
+
 def test_a_job_tells_that_the_journal_lost_its_end_in_its_life() -> None:
     player = Player()
     player.play(START + "1.0 steps 1 1 1\n")
