@@ -24,7 +24,7 @@ test: setup
 # Hours of what 'make test' has minutes of.
 soak: setup
 	SIMULATION_SEEDS=5000 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/simulation
-	$(BIN)/python -m pytest -m soak tests/fault
+	$(BIN)/python -m pytest --numprocesses 3 --dist load --maxschedchunk 1 -m soak tests/fault
 	$(BIN)/python -m pytest -m soak tests/fuzz
 	$(BIN)/python -m bench.soak
 
