@@ -270,6 +270,11 @@ class Director:
         """Whether a scripted fault has struck the worker, which logs it."""
         return "scripted fault" in self.workers[worker_named(worker)].written()
 
+    def has_stopped_at(self, node: str, point: str) -> bool:
+        """Whether a scripted fault has struck the worker at just that point."""
+        written = self.workers[worker_named(node)].written()
+        return any("scripted fault" in line and point in line for line in written.splitlines())
+
     def stop(self) -> None:
         for live in self.workers.values():
             if not live.gone:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.host.messages import FaultRule, PeerLost, PhaseReached
+from oobleck.planner.ids import Generation
 from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.plan import Plan
 from support.director import Director, WarmWorkers, make_plan, worker_named
@@ -52,17 +53,37 @@ def said(cluster: Director, plan: Plan, phase: str) -> list[PhaseReached]:
     ]
 
 
-@pytest.mark.parametrize("boundary", [True, False])
+@pytest.mark.parametrize(
+    ("boundary", "stopped"),
+    [
+        pytest.param(True, "", id="at a boundary"),
+        pytest.param(False, "", id="at once"),
+        pytest.param(True, "c", id="the giver stops for a while"),
+        pytest.param(True, "b", id="the taker stops for a while"),
+    ],
+)
 def test_what_only_the_leaving_hold_is_handed_over(
-    warm: WarmWorkers, undisturbed: dict[int, float | None], boundary: bool
+    warm: WarmWorkers, undisturbed: dict[int, float | None], boundary: bool, stopped: str
 ) -> None:
     without = make_plan(2, [[("a", 3), ("b", 2)]], [4])
-    with Director(warm, JOB, [stop("b", 5)]) as cluster:
+    rules = [stop("b", 5)]
+    if stopped:  # in the handover, which comes before the new plan's own meeting
+        within = FaultRule(
+            worker=worker_named(stopped),
+            point="before:transfer",
+            generation=Generation(2),
+            action="stop",
+        )
+        rules.append(within)
+    with Director(warm, JOB, rules) as cluster:
         cluster.start("a", "b", "c")
         cluster.assign(WHOLE)
         cluster.wait(lambda: cluster.has_faulted("b/0"), "step 5")
         cluster.assign(without, boundary=boundary, leaving=["c"], handover=True)
         cluster.let_go("b")
+        if stopped:
+            cluster.wait(lambda: cluster.has_stopped_at(stopped, "before:transfer"), "the handover")
+            cluster.let_go(stopped)
         entered(cluster, without)
         cluster.kill("c")  # as an agent that ends does: nobody may miss it
         cluster.wait_finished(without)
