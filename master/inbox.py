@@ -12,8 +12,6 @@ T = TypeVar("T")
 
 #: Called by the owner with the time of its arrival.
 Handler = Callable[[float], None]
-#: Handlers of one turn; the rest waits for the next.
-_MOST_PER_TURN = 1000
 
 
 class MasterEnded(Exception):
@@ -78,9 +76,16 @@ class Inbox:
         except TimeoutError:
             return
 
-    def handle_all(self) -> None:
+    @property
+    def waiting(self) -> int:
+        """How many handlers are to be called."""
+        return len(self._handlers)
+
+    def handle(self, most: int | None) -> None:
+        """Call so many of them, the oldest first; None: all."""
         self._arrived.clear()
-        for _ in range(min(len(self._handlers), _MOST_PER_TURN)):
+        there = len(self._handlers)
+        for _ in range(there if most is None else min(there, most)):
             arrived_at, handle = self._handlers.popleft()
             handle(arrived_at)
         if self._handlers:

@@ -30,6 +30,14 @@ log = logging.getLogger(__name__)
 
 #: The loop looks at least this often, so that it notices when it is late.
 _TICK_S = 0.25
+#: After a turn that took longer than the first, what comes in gathers for so many times as long,
+#: at most the last: a thousand nodes that enter a plan send thousands of messages within a second,
+#: and a turn for every few of them would leave no time for anything else.
+_SHORT_TURN_S = 2e-3
+_REST_TURNS = 2.0
+_LONGEST_REST_S = 20e-3
+#: Messages and questions of one turn; the rest waits for the next, and others come in between.
+_MOST_HANDLED = 200
 #: Decisions of one turn; more would never end.
 _MOST_DECISIONS = 1000
 _MAY_BE_DONE = "what was asked may still be done once it can be written"
@@ -80,6 +88,7 @@ class Master:
         looked_at, late_s = self.now(), 0.0
         while True:
             await self._turn(looked_at, late_s)
+            await self._rest(self.now() - looked_at)
             wake_at = looked_at + _TICK_S
             for at in (self._wake_at, self.sessions.acknowledges_at):
                 wake_at = wake_at if at is None else min(wake_at, at)
@@ -87,11 +96,18 @@ class Master:
             before, looked_at = looked_at, self.now()
             late_s = looked_at - before - _TICK_S
 
+    async def _rest(self, took_s: float) -> None:
+        """Between two turns, all other tasks of the loop have theirs."""
+        if self._inbox.waiting:
+            await asyncio.sleep(0)
+        elif took_s > _SHORT_TURN_S:
+            await asyncio.sleep(min(_REST_TURNS * took_s, _LONGEST_REST_S))
+
     async def _turn(self, now: float, late_s: float) -> None:
         """`now`: when it began; a pause in the middle of it counts for the next one. `late_s`: how
         much later than it should have."""
         ledger = self._ledger
-        self._inbox.handle_all()
+        self._inbox.handle(most=None if self._is_late(late_s) else _MOST_HANDLED)
         # After what was stamped before a pause, and before anything is decided.
         self._excuse(now, late_s)
         if self.archive.storage.look(self.now()):
@@ -127,10 +143,13 @@ class Master:
     def _excuse(self, now: float, late_s: float) -> None:
         """Nobody is to blame for what did not come while this process had no processor."""
         timing = self.config.timing
-        if late_s > timing.lag_limit_s:
+        if self._is_late(late_s):
             log.warning("the master was late; leases last as much longer", extra={"late_s": late_s})
             cut = late_s >= timing.ping_timeout_s
             self._ledger.observe(Tick(late_s=late_s, cut=cut), now)
+
+    def _is_late(self, late_s: float) -> bool:
+        return late_s > self.config.timing.lag_limit_s
 
     def _decide(self, now: float) -> None:
         decision = Decision()
