@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from oobleck.master import cordon
 from oobleck.master.events import Event, JournalCut, MasterStarted
-from oobleck.master.job import Job
+from oobleck.master.job import Job, nodes_of
 from oobleck.master.node import Node
 from oobleck.master.nodeevents import NodeRegistered, WorkerLost
 from oobleck.master.state import ClusterState, Wanted
@@ -24,13 +24,21 @@ def follow(state: ClusterState, event: Event, now: float, unix: float) -> None:
     job = state.job
     wanted = _wanted(state, job) if job is not None else None
     before, state.wanted = state.wanted, wanted
-    unchanged = wanted is None if before is None else before.same(wanted)
-    name = _node_of(event)
+    unchanged = wanted is None if before is None else before.same_but_for_losses(wanted)
     if isinstance(event, MasterStarted | JournalCut) or not unchanged:
         set_desired(state, now, unix)
-    elif name is not None and (node := state.nodes.get(name)) is not None:
-        member = job is not None and (job.has_member(name) or name in job.leaving)
-        _set(state, node, wanted, member=member, now=now, unix=unix)
+        return
+    names = _gone(before) ^ _gone(wanted)
+    if (about := _node_of(event)) is not None:
+        names |= {about}
+    for name in sorted(names):
+        if (node := state.nodes.get(name)) is not None:
+            member = job is not None and (job.has_member(name) or name in job.leaving)
+            _set(state, node, wanted, member=member, now=now, unix=unix)
+
+
+def _gone(wanted: Wanted | None) -> frozenset[NodeName]:
+    return nodes_of(wanted.losses) if wanted is not None else frozenset()
 
 
 def set_desired(state: ClusterState, now: float, unix: float) -> None:

@@ -4,6 +4,7 @@ A fold over journaled events, so that a restarted master knows as much. It looks
 an event finds, before the event has changed it. Must not know how a record of an incident looks.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 
 import msgspec
@@ -264,10 +265,12 @@ def _key(sighting: Sighting) -> tuple[str, str, str, str]:
 
 
 def _ranks(job: Job, node: str, worker: WorkerId | None = None) -> tuple[int, ...]:
-    """In the newest plan."""
+    """In the newest plan, whose workers stand in order, those of a node side by side."""
     workers = job.made.plan.workers if job.made is not None else ()
-    return tuple(
-        rank
-        for rank, member in enumerate(workers)
-        if (member == worker if worker is not None else member.node == node)
-    )
+    first = bisect_left(workers, node, key=_node)
+    end = bisect_right(workers, node, key=_node)
+    return tuple(r for r in range(first, end) if worker is None or workers[r] == worker)
+
+
+def _node(worker: WorkerId) -> str:
+    return worker.node

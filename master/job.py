@@ -6,7 +6,7 @@ Only `oobleck.master.apply` and what it calls change it. What depends on the nod
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -42,6 +42,10 @@ JobState = Literal[
 #: What takes away something that the newest plan counts on.
 Loss = NodeLost | WorkerLost | NodeLeftOut | NodeReset | NodeDrained
 ENDED: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
+
+
+def nodes_of(losses: Iterable[Loss]) -> frozenset[NodeName]:
+    return frozenset(loss.node for loss in losses if not isinstance(loss, WorkerLost))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,7 +145,7 @@ class Job:
     @property
     def lost_nodes(self) -> frozenset[NodeName]:
         """Also those that are there and left out."""
-        return frozenset(loss.node for loss in self.losses if not isinstance(loss, WorkerLost))
+        return nodes_of(self.losses)
 
     @property
     def members(self) -> tuple[NodeName, ...]:

@@ -34,14 +34,14 @@ class Wanted:
     measuring: MeasuringStarted | None
     save: int
 
-    def same(self, other: "Wanted | None") -> bool:
-        """Whether it is the other one. Plans are compared as objects, not by what is in them."""
+    def same_but_for_losses(self, other: "Wanted | None") -> bool:
+        """Whether it is the other one, or differs in what the plan has lost, which is no other
+        node's matter. Plans are compared as objects, not by what is in them."""
         return (
             other is not None
             and self.job_id == other.job_id
             and self.slots == other.slots
             and self.made is other.made
-            and self.losses is other.losses
             and self.on_the_way == other.on_the_way
             and self.measuring is other.measuring
             and self.save == other.save
