@@ -24,6 +24,14 @@ def descendants(pid: int) -> Iterator[psutil.Process]:
         return
 
 
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended and is not waited for does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def kill_trees(*pids: int) -> list[int]:
     """SIGKILL processes and all their descendants, as when their machines die; returns the pids."""
     victims = [process for pid in pids for process in descendants(pid)]

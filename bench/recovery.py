@@ -24,6 +24,7 @@ from pathlib import Path
 
 from bench.client import ClusterError, Record
 from bench.cluster import LocalCluster
+from bench.daemons import alive
 
 PHASES = ("notice", "detect", "plan", "abort", "rendezvous", "transfer", "first_step")
 COLUMNS = (*PHASES, "rest", "wall", "step", "beyond")
@@ -135,15 +136,20 @@ class TwoLosses:
     def two(self, victim: str, second: str, point: str) -> float:
         """The same of two nodes, of which `second` dies at `point` of the recovery from the first
         loss."""
-        generation = self._have_it_die(second, point)
-        self._settle()
-        killed_at = time.time()
-        self._cluster.kill_node(victim)
-        seconds = self._stood_still(killed_at, generation + 2)
-        del self._cluster.agents[second]
-        for node in (victim, second):
-            self._cluster.start_node(node)
-        return seconds
+        for _ in range(_ATTEMPTS):
+            generation = self._have_it_die(second, point)
+            self._settle()
+            killed_at = time.time()
+            self._cluster.kill_node(victim)
+            seconds = self._stood_still(killed_at, generation + 2)
+            died = not alive(self._cluster.agents[second])
+            if died:
+                del self._cluster.agents[second]
+                self._cluster.start_node(second)
+            self._cluster.start_node(victim)
+            if died:
+                return seconds
+        raise ClusterError(f"{second} never came to {point} in the generation after the loss")
 
     def _have_it_die(self, node: str, point: str) -> int:
         """Start the node anew, to kill itself in the generation after the one that it returns in;
