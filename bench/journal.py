@@ -11,10 +11,10 @@ import argparse
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
+from bench.scratch import run_folder
 from oobleck.host.detection import Detection
 from oobleck.host.surroundings import Surroundings
 from oobleck.master.config import MasterConfig
@@ -97,9 +97,9 @@ def main() -> None:
     if arguments.start is not None:
         start(arguments.start)
         return
-    with tempfile.TemporaryDirectory(prefix="oobleck-") as folder:
-        live(Path(folder), arguments.events, arguments.nodes)
-        command = [sys.executable, "-m", "bench.journal", "--start", folder]
+    with run_folder() as folder:
+        live(folder, arguments.events, arguments.nodes)
+        command = [sys.executable, "-m", "bench.journal", "--start", str(folder)]
         subprocess.run(command, check=True)
 
 

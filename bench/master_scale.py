@@ -27,7 +27,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,8 +34,10 @@ from pathlib import Path
 
 import psutil
 
+from bench.daemons import tied
 from bench.replan import job_spec, memory_per_worker
 from bench.scale_crowd import Crowd, neighbours, processor_s
+from bench.scratch import run_folder
 from oobleck.host.credentials import read_credentials
 from oobleck.host.detection import Detection
 from oobleck.host.endpoint import Endpoint
@@ -67,7 +68,7 @@ class Master:
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "oobleck.master", "--listen", self.address]
+        command = [*tied("oobleck.master"), "--listen", self.address]
         with self._log.open("a") as log:
             self._process = subprocess.Popen(
                 [*command, "--state-dir", str(self.state_dir), "--pki", str(self.keys)],
@@ -311,11 +312,11 @@ def main() -> None:
         "--start-within", type=float, default=5.0, help="seconds in which all agents are started"
     )
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="oobleck-") as scratch:
+    with run_folder() as scratch:
         try:
-            asyncio.run(run(arguments, Path(scratch)))
+            asyncio.run(run(arguments, scratch))
         except BaseException:
-            for log in sorted(Path(scratch).glob("*.log")):
+            for log in sorted(scratch.glob("*.log")):
                 print(f"{log.name}:\n{log.read_text()[-20_000:]}", file=sys.stderr)
             raise
 

@@ -4,13 +4,14 @@ import asyncio
 import json
 import os
 import random
-import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
+
+from bench.daemons import tied
 
 #: How often what is waited for is looked at. Moments are taken where things happen, not by this.
 _LOOK_S = 0.02
@@ -45,7 +46,7 @@ class Crowd:
                 "step": share.step,
                 "end": share.stop,
             }
-            command = (sys.executable, "-m", "bench.scale_agents", json.dumps(told))
+            command = (*tied("bench.scale_agents"), json.dumps(told))
             with (logs / f"agents{share.start}.log").open("a") as log:
                 process = await asyncio.create_subprocess_exec(
                     *command,
