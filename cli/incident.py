@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from oobleck.host.command import inline
 from oobleck.planner.units import count, format_bytes
 
 #: Longest list of witnesses; the others are counted.
@@ -34,7 +35,7 @@ def _wrap(value: str, width: int | None) -> list[str]:
 def _headline(record: dict[str, Any], colour: bool) -> str:
     ended, total = record["outcome"], f"{record['total_s']:.3f} s"
     how = f"recovered in {total}" if ended == "recovered" else f"{ended} after {total}"
-    number, cause = f"incident {record['incident']}", record["root_cause"]["summary"]
+    number, cause = f"incident {record['incident']}", inline(record["root_cause"]["summary"])
     if colour:
         number = f"{_BOLD}{number}{_PLAIN}"
         how = f"{_COLOURS.get(ended, '')}{how}{_PLAIN}"
@@ -56,7 +57,7 @@ def _rows(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for number, other in enumerate(record["also_lost"]):
         why = "came of it" if other["consequence"] else "by itself"
         label = "also" if number == 0 else ""
-        yield label, f"{_after(other['time'] - began)} {other['summary']} ({why})"
+        yield label, f"{_after(other['time'] - began)} {inline(other['summary'])} ({why})"
     yield from _phases(record)
     if cost := _cost(record):
         yield "cost", cost
@@ -65,7 +66,7 @@ def _rows(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if record["outcome"] == "recovered":
         yield "can lose", f"{count(record['can_lose'], 'more node')}, whichever"
     if tail := record["root_cause"]["log_tail"]:
-        yield "last words", "\n".join(f"| {line}" for line in tail)
+        yield "last words", "\n".join(f"| {inline(line)}" for line in tail)
 
 
 def _witness(seen: dict[str, Any]) -> str:
@@ -83,7 +84,7 @@ def _witness(seen: dict[str, Any]) -> str:
 
 def _one_line(text: str) -> str:
     first, _, rest = text.partition("\n")
-    return f"{first} ..." if rest else first
+    return inline(f"{first} ..." if rest else first)
 
 
 def _after(span_s: float) -> str:

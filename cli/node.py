@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from oobleck.cli.options import FAILED, USAGE, master_option
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import CommandFailed, inline
 from oobleck.host.endpoint import Endpoint
 from oobleck.planner.units import parse_seconds
 
@@ -108,7 +108,7 @@ def _find(connection: "Master", name: str) -> "pb.NodeInfo":
 
 def _tell(info: "pb.NodeInfo", told: str = "") -> str:
     """Print how the node is, where that is news; the line."""
-    line = f"{info.node} {info.state}" + (f": {info.reason}" if info.reason else "")
+    line = f"{info.node} {info.state}" + (f": {inline(info.reason)}" if info.reason else "")
     if line != told:
         click.echo(line)
     return line

@@ -10,6 +10,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from oobleck.cli import incident
+from oobleck.host.command import inline
 from oobleck.planner.units import format_bytes
 from oobleck.proto import control_pb2 as pb
 
@@ -50,7 +51,7 @@ def table(
     Where that is wider than `width`, the last column is wrapped: under its head if there is room,
     else below its row.
     """
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[inline(str(cell)) for cell in row] for row in rows]
     lines = _lines(heads, cells)
     if width is None or max(map(len, lines)) <= width:
         return "\n".join(lines)
@@ -169,7 +170,7 @@ def job_text(job: pb.JobStatus) -> str:
     """All about one job, plan included."""
     lines = [
         f"job         {job.job_id}",
-        f"state       {job.state}" + (f": {job.reason}" if job.reason else ""),
+        f"state       {job.state}" + (f": {inline(job.reason)}" if job.reason else ""),
         f"step        {job.committed_step} of {job.steps}",
     ]
     if job.HasField("loss"):
@@ -191,9 +192,9 @@ def job_text(job: pb.JobStatus) -> str:
         lines.append(f"finished    {moment(job.finished_at)}{span}")
     if job.checkpoint_path:
         newest = f"step {job.checkpoint_step}, {job.checkpoint}" if job.checkpoint else "none yet"
-        lines.append(f"checkpoint  {newest}")
+        lines.append(f"checkpoint  {inline(newest)}")
     if job.save_failure:
-        lines.append(f"not saved   {job.save_failure}")
+        lines.append(f"not saved   {inline(job.save_failure)}")
     if job.profile:
         lines.append(f"profile     {job.profile}")
     if job.directory:
@@ -201,7 +202,7 @@ def job_text(job: pb.JobStatus) -> str:
     if job.last_incident:
         at = moment(job.last_incident_at) if job.last_incident_at else "not over"
         first, _, _ = job.last_incident.partition("\n")
-        lines.append(f"incident    {job.incidents}, {at}: {first}")
+        lines.append(f"incident    {job.incidents}, {at}: {inline(first)}")
     if job.journal_cut_at:
         when = moment(job.journal_cut_at)
         lines.append(f"journal     {when}: the master found it without its end; see the events")
@@ -260,7 +261,7 @@ def _holders(stage: pb.Stage) -> str:
 
 def event_line(record: dict[str, Any]) -> str:
     """One record of events.jsonl as one readable line."""
-    return f"{incident.clock(float(record.get('time', 0.0)))}  {_sentence(record)}"
+    return f"{incident.clock(float(record.get('time', 0.0)))}  {inline(_sentence(record))}"
 
 
 def _sentence(record: dict[str, Any]) -> str:

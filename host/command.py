@@ -49,5 +49,14 @@ def run(command: click.Command, name: str, arguments: Sequence[str] | None = Non
     return result if isinstance(result, int) else 0
 
 
+def inline(text: str) -> str:
+    """`text` as a part of one line: what would end it, move a cursor or hide is shown instead."""
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() else " " if one.isspace() else ascii(one)[1:-1] for one in text
+    )
+
+
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return inline(" ".join(text.split()))

@@ -267,3 +267,28 @@ def test_event_lines(record: dict[str, object], sentence: str) -> None:
     line = text.event_line({"time": 1.25, **record})
     assert line.split("  ", 1)[1] == sentence
     assert line.split("  ", 1)[0].endswith(".250")
+
+
+#: What an exception or a worker's output may hold: a second line, and words to the terminal.
+WILD = "boom\nat line 2\x1b[2J\u202e"
+TAME = r"boom at line 2\x1b[2J\u202e"
+
+
+def test_what_workers_say_stays_in_its_line_and_moves_no_cursor() -> None:
+    job = pb.JobStatus(
+        job_id="demo-1", state="failed", reason=WILD, save_failure=WILD, last_incident=f"x{WILD}"
+    )
+    node = pb.NodeInfo(node="n1", state="live", reason=WILD)
+    event = {"event": "failed", "time": 1.0, "id": 1, "reason": WILD}
+    shown = [
+        text.jobs_table([job]),
+        text.nodes_table([node]),
+        text.job_text(job),
+        text.event_line(event),
+        progress_line(job),
+    ]
+    for one in shown:
+        assert TAME in one
+        assert "\x1b" not in one
+    assert len(shown[0].splitlines()) == 2
+    assert len(shown[3].splitlines()) == 1
