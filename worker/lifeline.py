@@ -29,9 +29,11 @@ from oobleck.worker.rendezvous import CONNECT_LIMIT, PROOF_BYTES, Place
 _GOODBYE = b"\x00"
 #: How long a wait for the neighbour may last before it looks whether it is still wanted.
 _POLL_S = 0.05
-#: By how much the signs of life of two hosts that fall silent together may be apart: the kernel
-#: asks every second.
-_APART_S = 1.1
+#: The kernel takes no more than 127.
+_MOST_QUESTIONS = 100
+#: By how many of the intervals at which the kernel asks the last signs of life of a host that falls
+#: silent may be apart, to one neighbour and the other.
+_APART = 1.1
 #: Where struct tcp_info of Linux has the milliseconds since the last data and the last answer.
 _TCP_INFO = struct.Struct("=52x2I")
 
@@ -47,6 +49,8 @@ class Lifeline:
         `silence_s`: without a sign of life for so long a neighbour's host is gone.
         """
         self._silence_s = silence_s
+        #: How often the kernels ask, in whole seconds.
+        self._every_s = max(1, ceil(silence_s / _MOST_QUESTIONS))
         self._place = place
         self._rank = rank
         self._size = size
@@ -86,9 +90,10 @@ class Lifeline:
     def _keep_alive(self, link: socket.socket) -> None:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         # The kernel counts in whole seconds; the first is before the first question.
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, ceil(self._silence_s) - 1))
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self._every_s)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, self._every_s)
+        questions = ceil(self._silence_s / self._every_s) - 1
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, questions))
 
     def _accept(self, expected: bytes, check_wanted: Callable[[], None]) -> socket.socket:
         deadline = time.monotonic() + CONNECT_LIMIT.total_seconds()
@@ -131,7 +136,7 @@ class Lifeline:
     def silent(self) -> list[int]:
         """Ranks of neighbours whose hosts give no sign of life, about as long as makes one lost:
         of a host that is cut off both neighbours know, whoever of them leaves first."""
-        limit_s = self._silence_s - _APART_S
+        limit_s = self._silence_s - _APART * self._every_s
         return sorted({rank for rank, link in self._links if _silent_s(link) >= limit_s})
 
     def close(self, *, goodbye: bool) -> None:

@@ -1,7 +1,9 @@
 """The ring of lifelines: who waits for the neighbour to close it is not taken for hung."""
 
 import contextlib
+import gc
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,6 +15,7 @@ from oobleck.worker.errors import Superseded
 from oobleck.worker.lifeline import Lifeline
 from oobleck.worker.rendezvous import PROOF_BYTES, Place, StoreServer
 from oobleck.worker.waiting import Waits
+from support.waiting import until
 
 # The ring's connections are shut down at its end, and closed by the collector once nobody watches.
 pytestmark = pytest.mark.filterwarnings(
@@ -62,3 +65,32 @@ def test_silent_strangers_keep_no_neighbours_waiting(place: Place) -> None:
         for each in ring:
             each.close(goodbye=True)
         assert lost == []
+
+
+def test_neighbours_that_give_no_sign_of_life_are_known_by_rank(place: Place) -> None:
+    """Kernels ask each other every second: these are silent in between, for the shortest limit."""
+    ring = [
+        Lifeline(place, rank, 3, "127.0.0.1", silence_s=silence_s)
+        for rank, silence_s in enumerate((1.2, 3600.0, 1.2))
+    ]
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            for closed in [pool.submit(each.connect, _nothing_lost, _wanted) for each in ring]:
+                closed.result()
+        until(lambda: ring[0].silent() == [1, 2], "silence of both neighbours")
+        until(lambda: ring[2].silent() == [0, 1], "silence of both neighbours")
+        assert ring[1].silent() == []
+    finally:
+        for each in ring:
+            each.close(goodbye=True)
+        until(lambda: not any(t.name == "lifeline" for t in threading.enumerate()), "their threads")
+        ring.clear()
+        gc.collect()
+
+
+def _nothing_lost(how: str) -> None:
+    raise AssertionError(how)
+
+
+def _wanted() -> None:
+    """Nothing newer is."""
