@@ -123,52 +123,44 @@ class TwoLosses:
         self._cluster.wait(lambda: bool(steps()), f"a step of generation {generation}")
         return steps()[0] - since
 
-    def one(self, victim: str) -> float:
-        """Seconds from the loss of `victim` to the next step; it comes back after."""
-        before = self._planned(self._cluster.agents)
-        self._settle()
-        killed_at = time.time()
-        self._cluster.kill_node(victim)
-        seconds = self._stood_still(killed_at, before + 1)
-        self._cluster.start_node(victim)
-        return seconds
-
-    def two(self, victim: str, second: str, point: str) -> float:
-        """The same of two nodes, of which `second` dies at `point` of the recovery from the first
-        loss."""
+    def one_and_two(self, victim: str, second: str, point: str) -> tuple[float, float]:
+        """Seconds from the loss of `second` to the next step, and the same of two nodes: of
+        `victim`, and of `second`, which dies at `point` of the recovery. All come back after."""
         for _ in range(_ATTEMPTS):
-            generation = self._have_it_die(second, point)
+            one, generation = self._one(second, dies_at=point)
+            if self._planned(self._cluster.agents) != generation - 1:
+                continue  # it came back with another generation than the next
             self._settle()
             killed_at = time.time()
             self._cluster.kill_node(victim)
-            seconds = self._stood_still(killed_at, generation + 2)
+            two = self._stood_still(killed_at, generation + 1)
             died = not alive(self._cluster.agents[second])
             if died:
                 del self._cluster.agents[second]
                 self._cluster.start_node(second)
             self._cluster.start_node(victim)
             if died:
-                return seconds
-        raise ClusterError(f"{second} never came to {point} in the generation after the loss")
+                return one, two
+        raise ClusterError(f"{second} never came to {point} in the generation after a loss")
 
-    def _have_it_die(self, node: str, point: str) -> int:
-        """Start the node anew, to kill itself in the generation after the one that it returns in;
-        the latter's number."""
-        for _ in range(_ATTEMPTS):
-            self._planned(self._cluster.agents)
-            self._cluster.kill_node(node)
-            left = self._planned(self._cluster.agents)
-            rule = {
-                "worker": {"node": node, "slot": 0},
-                "point": point,
-                "generation": left + 2,
-                "action": "kill_node",
-            }
-            self._faults.write_text(json.dumps([rule]))
-            self._cluster.start_node(node, "--fault-plan", str(self._faults))
-            if self._planned(self._cluster.agents) == left + 1:
-                return left + 1
-        raise ClusterError(f"{node} never came back with the next generation")
+    def _one(self, node: str, dies_at: str) -> tuple[float, int]:
+        """Seconds from the loss of the node to the next step; it comes back after, to kill itself
+        at a point of the generation after the one that it returns in; the number of that."""
+        before = self._planned(self._cluster.agents)
+        self._settle()
+        killed_at = time.time()
+        self._cluster.kill_node(node)
+        seconds = self._stood_still(killed_at, before + 1)
+        generation = self._planned(self._cluster.agents) + 2
+        rule = {
+            "worker": {"node": node, "slot": 0},
+            "point": dies_at,
+            "generation": generation,
+            "action": "kill_node",
+        }
+        self._faults.write_text(json.dumps([rule]))
+        self._cluster.start_node(node, "--fault-plan", str(self._faults))
+        return seconds, generation
 
 
 def compare(phases: Sequence[str], nodes: int, kills: int) -> None:
@@ -183,8 +175,7 @@ def compare(phases: Sequence[str], nodes: int, kills: int) -> None:
         for number in range(kills):
             for phase in phases:
                 victim, second = (f"n{(number + i) % nodes + 1}" for i in (0, 1))
-                one = drill.one(victim)
-                found[phase].append((one, drill.two(victim, second, SECOND_LOSS[phase])))
+                found[phase].append(drill.one_and_two(victim, second, SECOND_LOSS[phase]))
                 print_two(phase, *found[phase][-1])
     singles = statistics.median(one for pairs in found.values() for one, _ in pairs)
     print(f"medians of {kills}; one loss: of all {kills * len(phases)}")
