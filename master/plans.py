@@ -104,7 +104,7 @@ def _unanswered(job: Job) -> bool:
 def _forsaken(state: ClusterState, job: Job) -> bool:
     """The workers have met and found that nobody has some layer any more, nor a checkpoint. When
     the plan was made, nobody had told yet of a step that those who are lost committed with them."""
-    if job.made is None or not job.seen.peers_lost or job.has_checkpoint:
+    if job.made is None or not job.on_the_way or not job.seen.peers_lost or job.has_checkpoint:
         return False
     return planning.lost_layers(state, job, job.made.plan) is not None
 

@@ -186,10 +186,14 @@ class Drill:
         if self.world.tells_of_an_exception(job.id):
             raise Broken(f"the model of {job.id} has raised an exception, and it waits")
         workers = [t for t in self.world.trainers() if t.job_id == job.id and t.entered]
+        if not workers:
+            return
         layers = job.spec.model.layer_count
-        held = agree({t.worker: t.standing(layers) for t in workers}).held if workers else {}
+        agreement = agree({t.worker: t.standing(layers) for t in workers})
+        if agreement.step < max(self.world.ledger(job.id).steps):
+            return  # what they have is out of date
         try:
-            require_holders(held, layers)
+            require_holders(agreement.held, layers)
         except LayerLost:
             return
         raise Broken(f"{job.id} waits for what its workers have: {job.reason}")
