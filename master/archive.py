@@ -19,6 +19,9 @@ from oobleck.planner.ids import JobId, WorkerId
 
 log = logging.getLogger(__name__)
 
+#: So long records wait for those of steps before: longer than any node is waited for.
+_GAP_S = 60.0
+
 
 class Archive:
     def __init__(self, config: MasterConfig) -> None:
@@ -30,6 +33,8 @@ class Archive:
         self._evaluations: dict[JobId, EvaluationLog] = {}
         #: What has something to be written.
         self._unwritten: dict[Path, MetricsLog | EvaluationLog] = {}
+        #: Since when records of a job wait for others, and for which.
+        self._gaps: dict[JobId, tuple[range, float]] = {}
         #: Jobs whose metrics file is not needed open.
         self._ended: set[JobId] = set()
 
@@ -55,7 +60,30 @@ class Archive:
         """Those that are new, in step order."""
         metrics = self.metrics(job_id)
         self._unwritten[self._path(job_id, "metrics.jsonl")] = metrics
-        return metrics.append(records)
+        new = metrics.append(records)
+        if metrics.missing:
+            self._gaps.setdefault(job_id, (range(0), 0.0))
+        return new
+
+    def pass_over_lost(self, now: float, late_s: float) -> dict[JobId, tuple[StepRecord, ...]]:
+        """Go on behind records that nobody has sent for long: all that had them are gone, or the
+        file has lost them. `late_s`: of that the master itself was away. Returns what is new."""
+        found = {}
+        for job_id, (before, since) in list(self._gaps.items()):
+            missing = self.metrics(job_id).missing
+            if not missing:
+                del self._gaps[job_id]
+            elif missing != before or self.storage.problem:
+                self._gaps[job_id] = missing, now
+            elif now - (since + max(0.0, late_s)) < _GAP_S:
+                self._gaps[job_id] = missing, since + max(0.0, late_s)
+            else:
+                extra = {"job": job_id, "first": missing.start, "last": missing.stop - 1}
+                log.warning("the records of some steps are lost, and left out", extra=extra)
+                del self._gaps[job_id]
+                found[job_id] = self.metrics(job_id).pass_over()
+                self._unwritten[self._path(job_id, "metrics.jsonl")] = self.metrics(job_id)
+        return found
 
     def take_evaluation(self, job_id: JobId, record: EvaluationRecord) -> bool:
         """Whether it is a new one."""
@@ -83,6 +111,7 @@ class Archive:
             return
         self.events.forget(job_id)
         self._evaluations.pop(job_id, None)
+        self._gaps.pop(job_id, None)
         self._ended.discard(job_id)
         if (metrics := self._metrics.pop(job_id, None)) is not None:
             metrics.close()

@@ -113,6 +113,7 @@ class Master:
         if self.archive.storage.look(self.now()):
             ledger.dirty = True
             self.sessions.ask_again()
+        self.sessions.pass_over_lost(now, late_s)
         if ledger.dirty or self._wake_at is None or now >= self._wake_at:
             self._decide(now)
         changed, ledger.dirty = ledger.dirty, False

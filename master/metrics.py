@@ -69,6 +69,18 @@ class MetricsLog:
             new.append(record)
         return tuple(new)
 
+    @property
+    def missing(self) -> range:
+        """Steps whose records others wait for, once all before them are on disk."""
+        if not self._waiting or self._unwritten:
+            return range(0)
+        return range(self.through_step + 1, min(self._waiting))
+
+    def pass_over(self) -> tuple[StepRecord, ...]:
+        """The missing records never come; returns those that waited for them, as new ones."""
+        self.start_after(self.missing.stop - 1)
+        return self.append(())
+
     def write(self) -> None:
         """Put all that was taken on disk. Raises OSError; then nothing of it is."""
         if not self._unwritten:

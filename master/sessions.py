@@ -158,6 +158,12 @@ class Sessions:
         self._to_senders.note(message.job_id)
         self._to_all.note(message.job_id)
 
+    def pass_over_lost(self, now: float, late_s: float) -> None:
+        """Records that waited in vain for those of steps before wait no more."""
+        for job_id, records in self._ledger.archive.pass_over_lost(now, late_s).items():
+            self._ledger.observe(RecordsReceived(job_id=job_id, records=records), now)
+            self._to_all.note(job_id)
+
     # ---- what agents are told
 
     def brief(self) -> None:

@@ -15,6 +15,7 @@ from scenario import job_spec, record
 from oobleck.host.detection import Detection
 from oobleck.host.messages import EvaluationRecord, StepRecord
 from oobleck.host.surroundings import Surroundings
+from oobleck.master.archive import Archive
 from oobleck.master.config import MasterConfig
 from oobleck.master.evaluations import EvaluationLog
 from oobleck.master.eventlog import EventLog
@@ -174,6 +175,33 @@ def test_any_number_of_jobs_needs_no_more_files(tmp_path: Path, opened: Opener) 
         log.close()
     names = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     assert not [name for name in names if name.startswith(str(tmp_path))]
+
+
+def test_records_wait_for_those_before_them_and_not_for_ever(tmp_path: Path) -> None:
+    archive = Archive(MasterConfig(listen="127.0.0.1:0", state_dir=tmp_path, timing=Detection()))
+
+    def take(*steps: int) -> None:
+        archive.take_records(JOB, tuple(record(step, 1, float(step)) for step in steps))
+        archive.write()
+
+    def passed(now: float, late_s: float = 0.0) -> list[int]:
+        new = archive.pass_over_lost(now, late_s).get(JOB, ())
+        archive.write()
+        return [record.step for record in new]
+
+    take(1)
+    assert passed(0.0) == []
+    take(4, 5)
+    assert passed(10.0) == []
+    assert passed(69.0) == []
+    take(3)
+    assert passed(69.5) == [], "the first of them may come as well"
+    assert passed(629.0, 500.0) == [], "the master was away itself"
+    assert passed(630.0) == [3, 4, 5]
+    take(2, 6)
+    assert passed(800.0) == []
+    archive.close()
+    assert steps_in(tmp_path / "jobs" / JOB / "metrics.jsonl") == [1, 3, 4, 5, 6]
 
 
 def test_a_long_file_is_known_from_its_end(tmp_path: Path, opened: Opener) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from scenario import facts_of
+from scenario import facts_of, job_spec, record
 
 from oobleck.host.detection import DETECTIONS
 from oobleck.host.surroundings import Surroundings
 from oobleck.master.config import MasterConfig
 from oobleck.master.dispatch import AgentSession
+from oobleck.master.incoming import Records
 from oobleck.master.journal import Journal
 from oobleck.master.loop import Master
 from oobleck.master.trust import Denied, Trust
@@ -125,5 +126,23 @@ def test_a_checkpoint_of_a_job_that_was_just_forgotten_is_none(tmp_path: Path) -
         async with running(tmp_path, Clock()) as master:
             assert await master.requests.save("r1", JobId("gone-1")) == 0
             await turned(master)  # and the master goes on
+
+    asyncio.run(play())
+
+
+def test_records_behind_lost_ones_count_and_are_acknowledged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oobleck.master.archive._GAP_S", 0.0)
+
+    async def play() -> None:
+        async with running(tmp_path, Clock()) as master:
+            session = await opened(master)
+            job_id = await master.requests.submit("r1", job_spec("demo"))
+            found = (record(4, 1, 4.0), record(5, 1, 5.0))
+            await master.sessions.receive(session, Records(job_id=job_id, records=found))
+            while master.archive.metrics(job_id).stored_step < 5:
+                await turned(master)
+            assert master.state.jobs[job_id].seen.committed_step == 5
 
     asyncio.run(play())
