@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from oobleck.cli.options import FAILED, USAGE, master_option
+from oobleck.cli.options import FAILED, NO_SUCH_THING, USAGE, master_option
 from oobleck.host.command import CommandFailed, inline
 from oobleck.host.endpoint import Endpoint
 from oobleck.planner.units import parse_seconds
@@ -103,7 +103,10 @@ def _deadline(timeout: str | None, wait: bool) -> float:
 
 
 def _find(connection: "Master", name: str) -> "pb.NodeInfo":
-    return next(info for info in connection.nodes() if info.node == name)
+    found = next((info for info in connection.nodes() if info.node == name), None)
+    if found is None:
+        raise CommandFailed(f"node {name} was lost, and is forgotten by now", NO_SUCH_THING)
+    return found
 
 
 def _tell(info: "pb.NodeInfo", told: str = "") -> str:

@@ -101,6 +101,8 @@ def _postpone(state: ClusterState, event: Tick, now: float) -> None:
 
 
 def _postpone_job(seen: JobSeen, late_s: float, now: float) -> None:
+    if seen.declared_at is not None:
+        seen.declared_at = min(seen.declared_at + late_s, now)
     if seen.planned_at is not None:
         seen.planned_at = min(seen.planned_at + late_s, now)
     if seen.progressed_at is not None:

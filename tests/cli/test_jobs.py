@@ -8,6 +8,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from oobleck.cli import node, options
+from oobleck.host.command import CommandFailed
 from support.commands import refused, run
 from support.waiting import until
 
@@ -117,3 +121,13 @@ def test_paths_of_a_job_file_are_relative_to_it(
     result = run("submit", str(path), "--master", cluster)
     assert result.stdout == "demo-1\n"
     refused(run("submit", str(path), "--master", cluster, "--set", "data.text=[absent.txt]"), 2)
+
+
+def test_a_node_that_is_forgotten_while_its_drain_is_waited_for_is_told_of() -> None:
+    class Cluster:
+        def nodes(self) -> list[object]:
+            return []
+
+    with pytest.raises(CommandFailed, match="n1 was lost, and is forgotten") as told:
+        node._find(Cluster(), "n1")  # type: ignore[arg-type]
+    assert told.value.exit_code == options.NO_SUCH_THING
