@@ -193,20 +193,20 @@ class Bench:
 
     async def cut(self, count: int) -> None:
         generation = self.crowd.generation
-        begun, before_s = time.monotonic(), self.master.processor_s()
+        begun, before = time.monotonic(), (self.master.processor_s(), self.crowd.processor_s())
         self.crowd.cut(count)
         what = f"{count} connections cut at once"
-        await sessions(self.master, self.crowd, begun, before_s, count, what)
+        await sessions(self.master, self.crowd, begun, before, count, what)
         await self._changes(generation)
 
     async def restart(self) -> None:
         generation = self.crowd.generation
-        begun = time.monotonic()
+        begun, before = time.monotonic(), (0.0, self.crowd.processor_s())
         self.master.kill()
         await asyncio.to_thread(self.master.start)
         print(f"a new master serves {1e3 * (time.monotonic() - begun):.0f} ms after kill -9")
         count = len(self.crowd.alive)
-        await sessions(self.master, self.crowd, begun, 0.0, count, "all agents after that kill")
+        await sessions(self.master, self.crowd, begun, before, count, "all agents after that kill")
         await self._changes(generation)
 
     async def _changes(self, generation: int) -> None:
@@ -233,13 +233,15 @@ def spread(seconds: Sequence[float]) -> str:
 
 
 async def sessions(
-    master: Master, crowd: Crowd, begun: float, before_s: float, count: int, what: str
+    master: Master, crowd: Crowd, begun: float, before: tuple[float, float], count: int, what: str
 ) -> None:
-    """Until so many are new since `begun`, when the master had taken `before_s` of a core."""
+    """Until so many are new since `begun`. `before`: what the master and the agents had taken of
+    a core by then."""
     await crowd.until(lambda: len(crowd.welcomed_since(begun)) >= count, f"sessions: {what}")
     print(
         f"{what}: sessions after {spread(crowd.welcomed_since(begun))}; "
-        f"the master took {master.processor_s() - before_s:.1f} s of a core",
+        f"the master took {master.processor_s() - before[0]:.1f} s of a core, all agents "
+        f"{crowd.processor_s() - before[1]:.1f} s",
         flush=True,
     )
 
@@ -280,10 +282,10 @@ async def run(arguments: argparse.Namespace, scratch: Path) -> None:
         ends.push_async_callback(crowd.end)
         await crowd.start(master.address, memory_per_worker(spec, 1), master.keys, scratch)
         print(f"{count} agents in {arguments.processes} processes, on {os.cpu_count()} cores")
-        begun, before_s = time.monotonic(), master.processor_s()
+        begun, before = time.monotonic(), (master.processor_s(), crowd.processor_s())
         crowd.tell("start", within_s=arguments.start_within)
         what = f"all agents start within {arguments.start_within:g} s"
-        await sessions(master, crowd, begun, before_s, count, what)
+        await sessions(master, crowd, begun, before, count, what)
         channel = await ends.enter_async_context(open_aio_channel(operators, ()))
         operator = rpc.OperatorStub(channel)  # type: ignore[no-untyped-call]  # generated
         job_id = await start_job(master, operator, crowd, format_job(spec))
