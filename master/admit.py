@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from oobleck.host.detection import Detection
 from oobleck.master.adoption import runs_unknown
 from oobleck.master.events import Journaled
-from oobleck.master.losses import lease
+from oobleck.master.losses import reconnect_s
 from oobleck.master.node import Node
 from oobleck.master.nodeevents import NodeLost, NodeRegistered
 from oobleck.master.state import ClusterState
@@ -78,7 +78,7 @@ def _name_in_use(
         )
     if known.seen.closed_at is None and state.job is not None and state.job.has_member(name):
         # This master has just started, and the agent with the job's workers may still come back.
-        wait_s = known.seen.last_heard + lease(known, timing) - now
+        wait_s = reconnect_s(state, known, now, timing)
         return Refusal(
             reason=f"node name {name} belongs to another agent (pid {old.pid}, host "
             f"{old.hostname}) that has {wait_s:.1f} s left to reconnect",

@@ -7,10 +7,15 @@ all others wait for a meeting that does not take place. A worker is lost when it
 Pure. A master that came to itself late has extended all leases by as much
 (`Tick`), and gives everyone the time to come back that agents of a restarted master have, so its
 own pauses convict nobody; and while more than half of a plan's nodes are cut off, it is the master
-that is cut off, and only leases count.
+that is cut off, and only leases count. Many streams that end at once were cut together, and come
+back together: those nodes, too, have the time of a master's restart. Where so many come back that
+it takes longer, for the handshakes of all need processors, each has an answer's time after the
+last one that came.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from oobleck.host.detection import Detection
@@ -24,24 +29,36 @@ from oobleck.proto.types import Hung, WorkerExited
 
 #: Of a heartbeat: so long all others have waited for a meeting when who is away is missed.
 _MISSED_AFTER = 0.5
+#: So many streams that end within the witness window are cut together.
+_MANY = 8
+#: Of heartbeats: a stream whose node was silent for longer before its end was not cut.
+_SILENT = 2
+#: Who is waited for has at most so many times the time to return, however many come back.
+_MOST_RETURNS = 3
 
 
 def lost_nodes(state: ClusterState, now: float, timing: Detection) -> tuple[NodeLost, ...]:
     lost = []
+    leases = _Leases.of(state, timing)
+    cut_off = _cut_off(state)
     for _, node in sorted(state.nodes.items()):
         if not node.registered:
             continue
         silent_s = now - node.seen.last_heard
-        if (proof := _proof(state, node, now, timing)) is not None:
+        proof = None if cut_off else _proof(state, node, now, timing)
+        if proof is not None:
             at, reason = proof
             lost.append(_loss(state, node, "witnesses", reason, now, at))
-        elif now >= _lease_end(node, timing):
-            away = " once the master was away" if node.seen.awaited else ""
-            reason = (
-                f"not heard of for {silent_s:.1f} s (the lease is {lease(node, timing):g} s{away})"
-            )
+        elif now >= leases.end(node):
+            reason = f"not heard of for {silent_s:.1f} s (the lease is {leases.said(node)})"
             lost.append(_loss(state, node, "lease", reason, now, node.seen.last_heard))
     return tuple(lost)
+
+
+def _cut_off(state: ClusterState) -> bool:
+    """Whether it is the master that is cut off, since most of the plan's nodes are."""
+    members = state.job.members if state.job is not None else ()
+    return 2 * len(_away(state)) > len(members)
 
 
 def _loss(
@@ -65,7 +82,8 @@ def _loss(
 
 def next_verdict(state: ClusterState, now: float, timing: Detection) -> float | None:
     """When a node may be lost though nothing has happened by then."""
-    ends = [_lease_end(n, timing) for n in state.nodes.values() if n.registered]
+    leases = _Leases.of(state, timing)
+    ends = [leases.end(node) for node in state.nodes.values() if node.registered]
     missed = [due for name in _away(state) if (due := _missed_at(state, name, timing)) is not None]
     return min([*ends, *(due for due in missed if due > now)], default=None)
 
@@ -76,13 +94,66 @@ def _away(state: ClusterState) -> list[NodeName]:
     return [name for name in members if not state.nodes[name].connected]
 
 
-def lease(node: Node, timing: Detection) -> float:
-    """For how long the node may be silent."""
-    return timing.return_s if node.seen.awaited else timing.lease_s
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Leases:
+    """For how long nodes may be silent, by what is seen of all of them."""
+
+    timing: Detection
+    #: When streams were cut, in order; empty: no node is away.
+    cuts: list[float]
+    #: When the last node came; None: none has, or no node is away.
+    opened_at: float | None
+
+    @classmethod
+    def of(cls, state: ClusterState, timing: Detection) -> "_Leases":
+        seen = [node.seen for node in state.nodes.values() if node.registered]
+        if all(one.session is not None for one in seen):
+            return cls(timing=timing, cuts=[], opened_at=None)
+        return cls(
+            timing=timing,
+            cuts=sorted(one.cut_at for one in seen if one.cut_at is not None),
+            opened_at=max(
+                (one.opened_at for one in seen if one.opened_at is not None), default=None
+            ),
+        )
+
+    def lease_s(self, node: Node) -> float:
+        """While nobody comes back."""
+        back = node.seen.awaited or self._cut_with_many(node)
+        return self.timing.return_s if back else self.timing.lease_s
+
+    def said(self, node: Node) -> str:
+        why = ""
+        if node.seen.awaited:
+            why = " once the master was away"
+        elif self._cut_with_many(node):
+            why = " where many streams are cut"
+        return f"{self.lease_s(node):g} s{why}"
+
+    def _cut_with_many(self, node: Node) -> bool:
+        closed_at, window_s = node.seen.closed_at, self.timing.witness_window_s
+        if closed_at is None:
+            return False
+        if closed_at - node.seen.last_heard > _SILENT * self.timing.heartbeat_s:
+            return False
+        return (
+            bisect_right(self.cuts, closed_at + window_s)
+            - bisect_left(self.cuts, closed_at - window_s)
+            >= _MANY
+        )
+
+    def end(self, node: Node) -> float:
+        heard_at, lease_s = node.seen.last_heard, self.lease_s(node)
+        end = heard_at + lease_s
+        if lease_s == self.timing.return_s and self.opened_at is not None:
+            most = heard_at + _MOST_RETURNS * self.timing.return_s
+            end = max(end, min(self.opened_at + self.timing.answer_s, most))
+        return end
 
 
-def _lease_end(node: Node, timing: Detection) -> float:
-    return node.seen.last_heard + lease(node, timing)
+def reconnect_s(state: ClusterState, node: Node, now: float, timing: Detection) -> float:
+    """How long the node still has to come back, unless something proves its loss."""
+    return _Leases.of(state, timing).end(node) - now
 
 
 def _missed_at(state: ClusterState, name: NodeName, timing: Detection) -> float | None:
@@ -105,7 +176,7 @@ def _missed_at(state: ClusterState, name: NodeName, timing: Detection) -> float 
 def _proof(
     state: ClusterState, node: Node, now: float, timing: Detection
 ) -> tuple[float, str] | None:
-    """When the first of two witnesses came, and what they say."""
+    """When the first of two witnesses came, and what they say, while most others are here."""
     job = state.job
     closed_at = node.seen.closed_at
     name = node.facts.node
@@ -114,9 +185,6 @@ def _proof(
     resumed_at = node.seen.resumed_at
     if resumed_at is not None and closed_at <= resumed_at + timing.answer_s:
         return None  # the agent has given up on this master, and comes back
-    away = sum(1 for member in job.members if not state.nodes[member].connected)
-    if 2 * away > len(job.members):
-        return None
     for worker, (at, lost) in sorted(job.seen.peers_lost.items()):
         if (
             worker.node != name

@@ -28,6 +28,9 @@ class NodeSeen:
     rival: tuple[Incarnation, float] | None = None
     #: When its last stream ended; None while one is open, and before the first one.
     closed_at: float | None = None
+    #: When its newest stream began, and when the last one ended that has; None: never.
+    opened_at: float | None = None
+    cut_at: float | None = None
     status: NodeStatus = field(default_factory=NodeStatus)
     #: Since when it could prepare for the active job, and since when it is ready for it.
     assigned_at: float | None = None

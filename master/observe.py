@@ -66,6 +66,7 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
 def _open(state: ClusterState, event: StreamOpened, now: float) -> None:
     node = state.nodes[event.node]
     node.seen.session, node.seen.running = event.session, event.running
+    node.seen.opened_at = now
     if state.job is not None:
         sightings.forget_stream(state.job, event.node)
     node.seen.closed_at = None
@@ -78,7 +79,7 @@ def _close(state: ClusterState, event: StreamClosed, now: float) -> bool:
     if node.seen.session != event.session:
         return False  # a newer stream has replaced it
     node.seen.session = None
-    node.seen.closed_at = now
+    node.seen.closed_at = node.seen.cut_at = now
     sightings.note(state, event, now)
     return True
 
