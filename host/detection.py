@@ -47,7 +47,8 @@ class Detection:
     heartbeat_s: float = 1.0
     #: A node that is not heard of for this long is lost.
     lease_s: float = 4.0
-    #: The same for one that was not heard of since the master started or was paused itself.
+    #: The same for one that was not heard of since the master started or was paused itself, and for
+    #: those whose streams were cut together with many others.
     return_s: float = 10.0
     #: Both ends of a connection ask each other this often, and close it without an answer.
     ping_every_s: float = 2.0
