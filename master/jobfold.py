@@ -135,6 +135,18 @@ def _measure(job: Job, event: MeasuringStarted | ProfileChosen, now: float) -> N
             job.seen.measuring_since = None
 
 
+def _forget_what_led_there(job: Job) -> None:
+    """Only the last plan and what came of the job is asked for later; of a thousand nodes all else
+    would take more than a megabyte for each job that is known."""
+    job.before, job.plans = None, {}
+    seen = job.seen
+    seen.way = None
+    seen.entered.clear()
+    seen.finished.clear()
+    seen.measured.clear()
+    seen.peers_lost.clear()
+
+
 def _end(
     state: ClusterState, job: Job, event: JobSucceeded | JobFailed | JobCancelled, unix: float
 ) -> None:
@@ -143,7 +155,7 @@ def _end(
     job.finished_at = unix
     job.measuring = None
     job.losses = ()
-    job.seen.way = None
+    _forget_what_led_there(job)
     if state.active == job.id:
         state.active = None
     for other in state.jobs.values():
