@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := planner proto host master agent worker cli
+# One more than the cores of a small machine, since tests of clusters wait much of their time.
+TEST_PROCESSES ?= 3
 GENERATED := proto/control_pb2.py proto/control_pb2.pyi proto/control_pb2_grpc.py
 
 .PHONY: setup demo test soak replay bench lint proto proto-check clean
@@ -19,7 +21,7 @@ demo: setup
 	$(BIN)/python -m bench.demo
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # Hours of what 'make test' has minutes of.
 soak: setup

@@ -1,4 +1,4 @@
-"""What tests compute on, and their order: those of whole clusters first, so that two processes end
+"""What tests compute on, and their order: those of whole clusters first, so that all processes end
 together."""
 
 import pytest
