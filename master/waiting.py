@@ -20,7 +20,9 @@ def wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) 
     slots = state.worker_slots(job) or 0
     connected = [node for node in state.nodes.values() if node.connected]
     others = [node for node in connected if node.facts.worker_slots != slots]
-    drained = [n for n in connected if n.drain is not None and n.drain.by == "operator"]
+    drained = [
+        n for n in connected if n.drain is not None and n.drain.by == "operator" and n.drain.done
+    ]
     undrain = f"drained: {names(drained)} ('oobleck node undrain NODE' takes one back)"
     idle = f"kept idle: {names(others)}, because the job uses nodes with {count(slots, 'worker')}"
     causes = (
