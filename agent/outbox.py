@@ -15,7 +15,7 @@ from oobleck.agent.output import LogQueue
 from oobleck.agent.records import RecordBuffer
 from oobleck.host.messages import StepRecord
 from oobleck.host.timeline import Recording, boot_id
-from oobleck.planner.ids import Incarnation, JobId
+from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import convert
 from oobleck.proto.types import NodeStatus, WorkerReport
@@ -39,6 +39,8 @@ class Outbox:
         self._logs = LogQueue()
         self._log_job = JobId("")
         self._has_rank_0 = False
+        #: Newest plan that has rank 0 elsewhere, and none of whose steps is known here yet.
+        self._rank_0_until: Generation | None = None
         #: Set whenever something new may be due.
         self.wake = asyncio.Event()
 
@@ -51,9 +53,14 @@ class Outbox:
         if _without_progress(status) != _without_progress(self._status):
             self.want_status()
         self._status = status
-        if has_rank_0 != self._has_rank_0:
-            self._has_rank_0 = has_rank_0
-            self.wake.set()
+        if has_rank_0:
+            self._rank_0_until = None
+            if not self._has_rank_0:
+                self._has_rank_0 = True
+                self.wake.set()
+        elif self._has_rank_0 and self._rank_0_until is None:
+            # Steps before a boundary may be known to nobody who is in the plan after it.
+            self._rank_0_until = status.generation
 
     def want_status(self) -> None:
         self._status_due = True
@@ -67,6 +74,8 @@ class Outbox:
         self.wake.set()
 
     def record(self, job_id: JobId, record: StepRecord, now: float) -> None:
+        if self._rank_0_until is not None and record.generation >= self._rank_0_until:
+            self._has_rank_0, self._rank_0_until = False, None
         lost = self._records.lost
         self._records.add(job_id, record, now)
         if self._records.lost != lost:

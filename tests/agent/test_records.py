@@ -1,8 +1,12 @@
 """Step records until the master has them, and lines of output: nothing twice, nothing unbounded."""
 
+import pytest
+
+from oobleck.agent.outbox import Outbox
 from oobleck.agent.output import LINE_BYTES, TAIL_LINES, LogQueue, Tail
 from oobleck.agent.records import BATCH, HOLD_S, RecordBuffer
-from oobleck.planner.ids import Generation, JobId
+from oobleck.planner.ids import Generation, Incarnation, JobId
+from oobleck.proto.types import NodeStatus
 from support.standin_warm import record
 
 JOB = JobId("demo-1")
@@ -89,3 +93,19 @@ def test_lines_that_nobody_takes_are_dropped_oldest_first_and_counted() -> None:
     assert queue.take(2) == (0, ["4"], 0)
     assert queue.take(2) == (1, ["other"], 0)
     assert queue.take(2) is None
+
+
+def test_steps_before_a_boundary_are_sent_at_once_by_who_had_rank_0_then() -> None:
+    outbox = Outbox(Incarnation("0001"))
+    outbox.status(NodeStatus(generation=FIRST), has_rank_0=True)
+    outbox.status(NodeStatus(generation=Generation(2)), has_rank_0=False)
+    outbox.record(JOB, record(7, FIRST), 0.0)
+    assert sent(outbox) == [7]
+    outbox.record(JOB, record(8, Generation(2)), 0.1)
+    assert sent(outbox) == []
+    assert outbox.next_due(0.1) == pytest.approx(0.1 + HOLD_S)
+
+
+def sent(outbox: Outbox) -> list[int]:
+    messages = [m for m in outbox.take(0.1) if m.WhichOneof("body") == "records"]
+    return [told.step for message in messages for told in message.records.records]
