@@ -2,7 +2,7 @@
 
 Every worker of a job makes the same record at each commit, so every agent has all of them and
 keeps each until the master acknowledges it. The agent of rank 0 sends at once; the others send
-only what stays unacknowledged for a second, so that a record gets through whoever dies.
+only what stays unacknowledged for `HOLD_S`, so that a record gets through whoever dies.
 
 The bound: while the master is away for more than `LIMIT` steps, the *oldest* records are kept,
 since the master writes them in step order; later ones are lost and counted.

@@ -6,7 +6,6 @@ session; what the master must learn waits in the outbox. Must not know processes
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable
 
 from oobleck.agent.address import local_address
@@ -190,7 +189,7 @@ class Session:
             incarnation=self._incarnation,
             hostname=self._config.hostname,
             address=address,
-            pid=os.getpid(),
+            pid=self._surroundings.pid(),
             worker_slots=self._config.worker_slots,
             device=self._config.device,
             memory_per_worker_bytes=self._config.memory_per_worker_bytes,

@@ -4,6 +4,7 @@ Built once and passed down; the same surroundings again give the same run of a d
 how whole clusters are played again from a seed. Must not know what they are used for.
 """
 
+import os
 import random
 import secrets
 import time
@@ -19,5 +20,7 @@ class Surroundings:
     unix: Callable[[], float] = time.time
     #: Unguessable hexadecimal text of so many bytes, never the same twice.
     token: Callable[[int], str] = secrets.token_hex
+    #: Of this process.
+    pid: Callable[[], int] = os.getpid
     #: A number from the first to the second one.
     uniform: Callable[[float, float], float] = random.uniform

@@ -38,6 +38,8 @@ TROUBLE_S = (1.0, 25.0)
 #: In peace, everything must have ended in this time. A thread that hangs and alone has a part of
 #: the model is given `Detection.fruitless_s`.
 PEACE_S = 1500.0
+#: Longer than it takes until files are written for which there was no room before.
+_WRITTEN_S = 3.0
 #: From one fault to the next, on average.
 BETWEEN_S = 3.0
 #: Shorter than by default where a run would only be longer by it.
@@ -161,6 +163,8 @@ class Drill:
             self.faults.revive_all()
             jobs = self._jobs()
             if self.operator.idle and all(job.state in ENDED for job in jobs):
+                # What was written on disks that were full until peace is tried again.
+                await asyncio.sleep(_WRITTEN_S)
                 return
             peace.look()
             if not any(job.state == "waiting for nodes" for job in jobs):

@@ -86,10 +86,12 @@ class World:
     def surroundings(self, host: str) -> Surroundings:
         """Chance of its own for each start of a daemon, so that others do not shift it."""
         self._starts += 1
-        own = random.Random(f"{self._seed} {host} {self._starts}")
+        number = self._starts
+        own = random.Random(f"{self._seed} {host} {number}")
         return Surroundings(
             now=lambda: self.loop.clock,
             unix=lambda: self.unix(host),
+            pid=lambda: number,
             token=lambda size: own.randbytes(size).hex(),
             uniform=own.uniform,
         )
