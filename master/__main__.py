@@ -23,7 +23,7 @@ from oobleck.host.endpoint import check_insecure
 from oobleck.host.process import allow_open_files, die_with_parent
 from oobleck.master import crash
 from oobleck.master.config import MasterConfig, Retention, Unusable
-from oobleck.master.heap import share_heaps
+from oobleck.master.heap import share_heaps, short_collections
 from oobleck.master.journal import Journal, JournalUnusable
 from oobleck.master.server import serve
 from oobleck.master.statelock import locked
@@ -202,6 +202,7 @@ def main(
             contextlib.closing(
                 Journal(config.state_dir / "journal.log", salvage=salvage_journal)
             ) as journal,
+            short_collections(),
         ):
             asyncio.run(serve(config, journal))
     except (Unusable, JournalUnusable) as error:
