@@ -111,7 +111,10 @@ class _Leases:
             return cls(timing=timing, cuts=[], opened_at=None)
         return cls(
             timing=timing,
-            cuts=sorted(one.cut_at for one in seen if one.cut_at is not None),
+            # Of those that are lost by now too, so that the others' time does not change with that.
+            cuts=sorted(
+                node.seen.cut_at for node in state.nodes.values() if node.seen.cut_at is not None
+            ),
             opened_at=max(
                 (one.opened_at for one in seen if one.opened_at is not None), default=None
             ),
