@@ -61,7 +61,7 @@ class Archive:
         metrics = self.metrics(job_id)
         self._unwritten[self._path(job_id, "metrics.jsonl")] = metrics
         new = metrics.append(records)
-        if metrics.missing:
+        if metrics.waits:
             self._gaps.setdefault(job_id, (range(0), 0.0))
         return new
 
@@ -70,10 +70,11 @@ class Archive:
         file has lost them. `late_s`: of that the master itself was away. Returns what is new."""
         found = {}
         for job_id, (before, since) in list(self._gaps.items()):
-            missing = self.metrics(job_id).missing
-            if not missing:
+            metrics = self.metrics(job_id)
+            missing = metrics.missing
+            if not metrics.waits:
                 del self._gaps[job_id]
-            elif missing != before or self.storage.problem:
+            elif not missing or missing != before or self.storage.problem:
                 self._gaps[job_id] = missing, now
             elif now - (since + max(0.0, late_s)) < _GAP_S:
                 self._gaps[job_id] = missing, since + max(0.0, late_s)
@@ -81,8 +82,10 @@ class Archive:
                 extra = {"job": job_id, "first": missing.start, "last": missing.stop - 1}
                 log.warning("the records of some steps are lost, and left out", extra=extra)
                 del self._gaps[job_id]
-                found[job_id] = self.metrics(job_id).pass_over()
-                self._unwritten[self._path(job_id, "metrics.jsonl")] = self.metrics(job_id)
+                found[job_id] = metrics.pass_over()
+                if metrics.waits:  # for others yet
+                    self._gaps[job_id] = range(0), 0.0
+                self._unwritten[self._path(job_id, "metrics.jsonl")] = metrics
         return found
 
     def take_evaluation(self, job_id: JobId, record: EvaluationRecord) -> bool:

@@ -47,6 +47,8 @@ class MetricsLog:
     def start_after(self, step: int) -> None:
         """The job began at a checkpoint: records of steps up to this one never come."""
         self.through_step = max(self.through_step, step)
+        for early in [early for early in self._waiting if early <= self.through_step]:
+            del self._waiting[early]
 
     def append(self, records: tuple[StepRecord, ...]) -> tuple[StepRecord, ...]:
         """Take `records`; returns those that are new, in step order; `write` has them on disk."""
@@ -68,6 +70,11 @@ class MetricsLog:
             self.through_step = record.step
             new.append(record)
         return tuple(new)
+
+    @property
+    def waits(self) -> bool:
+        """Whether records wait for those of steps before."""
+        return bool(self._waiting)
 
     @property
     def missing(self) -> range:

@@ -204,6 +204,21 @@ def test_records_wait_for_those_before_them_and_not_for_ever(tmp_path: Path) -> 
     assert steps_in(tmp_path / "jobs" / JOB / "metrics.jsonl") == [1, 3, 4, 5, 6]
 
 
+def test_records_that_come_behind_a_gap_in_the_last_message_are_written_too(tmp_path: Path) -> None:
+    """What comes with them is not on disk yet when they are looked at first."""
+    archive = Archive(MasterConfig(listen="127.0.0.1:0", state_dir=tmp_path, timing=Detection()))
+    records = tuple(record(step, 1, float(step)) for step in (1, 3, 5))
+    assert [new.step for new in archive.take_records(JOB, records)] == [1]
+    found = []
+    for now in (0.0, 1.0, 61.0, 62.0, 63.0, 123.0, 124.0):
+        new = archive.pass_over_lost(now, 0.0).get(JOB, ())
+        found += [(now, record.step) for record in new]
+        archive.write()
+    assert found == [(61.0, 3), (123.0, 5)]
+    archive.close()
+    assert steps_in(tmp_path / "jobs" / JOB / "metrics.jsonl") == [1, 3, 5]
+
+
 def test_a_long_file_is_known_from_its_end(tmp_path: Path, opened: Opener) -> None:
     records = tuple(record(step, 1, float(step)) for step in range(1, 2001))
     written(opened(tmp_path / "m"), *records)
