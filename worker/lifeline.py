@@ -68,6 +68,7 @@ class Lifeline:
         what `check_wanted` raises while it waits.
         """
         if self._size == 1:
+            self._callers.close()
             return
         after, before = (self._rank + 1) % self._size, (self._rank - 1) % self._size
         try:

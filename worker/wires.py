@@ -119,7 +119,8 @@ class Wires:
 
     def _listen_to(self, descriptor: int) -> None:
         """Take in what a caller says, or that there is one."""
-        heard = self._callers.hear(descriptor)
+        with _peers_may_fail():
+            heard = self._callers.hear(descriptor)
         if heard is None:
             return
         connection, greeting = heard
