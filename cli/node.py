@@ -67,6 +67,8 @@ def drain(
             try:
                 info = _find(connection, name)
             except Unreachable as unreachable:
+                if time.monotonic() >= until:
+                    raise CommandFailed(f"--timeout {timeout}: {told}", FAILED) from unreachable
                 away.wait(unreachable)
                 continue
             away.answered()

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from oobleck.cli import node, options
+from oobleck.cli import client, node, options
 from oobleck.host.command import CommandFailed
+from oobleck.proto import control_pb2 as pb
 from support.commands import refused, run
 from support.waiting import until
 
@@ -131,3 +133,30 @@ def test_a_node_that_is_forgotten_while_its_drain_is_waited_for_is_told_of() -> 
     with pytest.raises(CommandFailed, match="n1 was lost, and is forgotten") as told:
         node._find(Cluster(), "n1")  # type: ignore[arg-type]
     assert told.value.exit_code == options.NO_SUCH_THING
+
+
+def test_a_drain_is_not_waited_for_beyond_its_time_while_the_master_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Away:
+        def __init__(self, endpoint: object) -> None:
+            self._address = str(endpoint)
+
+        def __enter__(self) -> "Away":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            """Nothing is open."""
+
+        def drain(self, name: str, reason: str, *, force: bool) -> pb.NodeInfo:
+            return pb.NodeInfo(node=name, state="draining")
+
+        def nodes(self) -> list[pb.NodeInfo]:
+            raise client.Unreachable(self._address, "nobody is there")
+
+    monkeypatch.setattr(client, "Master", Away)
+    asked = ["n1", "--wait", "--timeout", "1ms"]
+    done = CliRunner().invoke(node.drain, asked, standalone_mode=False)
+    assert isinstance(done.exception, CommandFailed)
+    assert done.exception.exit_code == options.FAILED
+    assert str(done.exception) == "--timeout 1ms: n1 draining"
