@@ -19,13 +19,14 @@ from types import FrameType
 
 import psutil
 
-_NAME = re.compile(r"oobleck-(\d+)(-|$)")
+_NAME = re.compile(r"oobleck-run-(\d+)(-|$)")
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def own_name() -> str:
-    """What the names of all that this process makes begin with."""
-    return f"oobleck-{os.getpid()}"
+    """What the names of all that this process makes begin with; nobody else names things so, since
+    what is left is removed unasked."""
+    return f"oobleck-run-{os.getpid()}"
 
 
 def is_over(name: str) -> bool:

@@ -64,7 +64,7 @@ def test_a_run_that_is_ended_leaves_nothing(kind: str, signum: signal.Signals) -
     if kind == "networked" and (reason := unusable()):
         pytest.skip(reason)
     run = started(kind)
-    name = f"oobleck-{run.pid}"
+    name = f"oobleck-run-{run.pid}"
     processes = list(descendants(run.pid))
     assert len(processes) >= 4
     assert things_of(name) != []

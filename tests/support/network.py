@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from bench.scratch import own_name
+
 
 def _ip(*arguments: str) -> str:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True)
@@ -22,7 +24,7 @@ class Host:
     """A context manager; skips the test where this user may make no namespaces."""
 
     def __init__(self) -> None:
-        self.name = f"oobleck-{os.getpid()}"
+        self.name = f"{own_name()}-host"
         self._near, self._far = f"obl{os.getpid()}a", f"obl{os.getpid()}b"
         net = f"10.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
         #: Of this side, as the host sees it, and of the host.
