@@ -1,8 +1,8 @@
 """What a run has on this machine besides processes: folders, file systems, network namespaces.
 
 They carry the process in their names. Whoever ends with an exception removes them, and SIGTERM and
-SIGHUP become one; of those that were killed the next run that makes such things removes what is
-left.
+SIGHUP (unless it is ignored, as under nohup) become one; of those that were killed the next run
+that makes such things removes what is left.
 """
 
 import contextlib
@@ -19,8 +19,9 @@ from types import FrameType
 
 import psutil
 
+from oobleck.host.process import end_signals
+
 _NAME = re.compile(r"oobleck-run-(\d+)(-|$)")
-_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def own_name() -> str:
@@ -46,7 +47,8 @@ class _Ends:
         if threading.current_thread() is not threading.main_thread():
             yield  # Python allows it nowhere else, and signals come nowhere else
             return
-        before = {signum: signal.signal(signum, self._handle) for signum in _ENDS}
+        ends = (signal.SIGTERM, *end_signals())
+        before = {signum: signal.signal(signum, self._handle) for signum in ends}
         try:
             yield
         finally:

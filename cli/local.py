@@ -21,6 +21,7 @@ from oobleck.host.address import leaves_host, split_address
 from oobleck.host.command import CommandFailed
 from oobleck.host.detection import MODES, Mode
 from oobleck.host.endpoint import Endpoint, choose_endpoint
+from oobleck.host.process import end_signals
 
 #: More than this is a mistake on any machine; --oversubscribe says that it is none.
 WORKERS_PER_CORE = 16
@@ -207,8 +208,9 @@ def fresh_state_dir() -> Path:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[None]:
-    """SIGTERM and SIGHUP act like Ctrl-C. A second one kills at once, unless it comes so early
-    that it is the same one, sent to the whole process group and passed on as well."""
+    """SIGTERM and SIGHUP, unless that is ignored, act like Ctrl-C. A second one kills at once,
+    unless it comes so early that it is the same one, sent to the whole process group and passed on
+    as well."""
     first_at: float | None = None
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
@@ -218,7 +220,7 @@ def interrupts() -> Iterator[None]:
         if first_at == now or now - first_at > SAME_SIGNAL_S:
             raise KeyboardInterrupt
 
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    signals = (signal.SIGTERM, *end_signals())
     before = {signum: signal.signal(signum, interrupt) for signum in signals}
     try:
         yield

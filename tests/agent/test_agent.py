@@ -21,6 +21,7 @@ import pytest
 
 from oobleck.host.detection import Detection
 from oobleck.host.messages import LinkMeasured, Measure, Meeting, Rendezvous
+from oobleck.host.process import end_signals
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.measurement import LinkMeasurement
 from oobleck.proto import control_pb2 as pb
@@ -404,7 +405,7 @@ async def test_refused_for_now_tries_again() -> None:
         await stream.say(refused=pb.Refused(reason="replaying the journal", temporary=True))
         again = await master.next_session()
         await again.welcome()
-        agent.process.send_signal(signal.SIGHUP)
+        agent.process.send_signal(end_signals()[-1])
         assert await agent.ended() == 0
         assert agent.process.stderr is not None
         agent.process.stderr.close()

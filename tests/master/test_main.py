@@ -10,6 +10,7 @@ import psutil
 import pytest
 from fake_agent import MasterProcess, master
 
+from oobleck.host.process import end_signals
 from support.waiting import PATIENCE_S, all_gone
 
 
@@ -91,7 +92,7 @@ def test_a_flag_that_makes_no_sense(tmp_path: Path, flag: str, value: str, wante
     assert wanted in refused("--state-dir", str(tmp_path), flag, value)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, *end_signals()])
 def test_a_signal_ends_it_quickly_and_without_a_traceback(
     tmp_path: Path, signum: signal.Signals
 ) -> None:
