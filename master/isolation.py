@@ -54,7 +54,8 @@ def give_up_at_once(look: Look, job: Job) -> Decision | None:
         rest = {worker for worker in job.processes() if worker.node != node}
         clear = len(witnesses) > 1 and all(node in pair for pair in blamed) and rest <= told.keys()
         if clear and can_spare(look, job, {node}):
-            return _go_on_without(look, job, {node})
+            pairs = {_pair(other, by) for other, by in blamed}
+            return _go_on_without(look, job, {node}, pairs)
     return None
 
 
@@ -65,7 +66,8 @@ def give_up(look: Look, job: Job) -> Decision | None:
     no_way = job.seen.no_way
     if host is None or host not in no_way:
         return None
-    nodes = _fewest(job, (pair for pairs in no_way.values() for pair in pairs))
+    known = {pair for pairs in no_way.values() for pair in pairs}
+    nodes = _fewest(job, known)
     if not nodes:
         return None
     if nodes <= set(job.newcomers):
@@ -74,18 +76,20 @@ def give_up(look: Look, job: Job) -> Decision | None:
             return None
     elif nodes != _fewest(job, (p for at, pairs in no_way.items() if at != host for p in pairs)):
         return None
-    return _go_on_without(look, job, nodes) if can_spare(look, job, nodes) else None
+    return _go_on_without(look, job, nodes, known) if can_spare(look, job, nodes) else None
 
 
-def _go_on_without(look: Look, job: Job, nodes: set[NodeName]) -> Decision:
-    actions = [event for node in sorted(nodes) for event in _events(look, job, node)]
+def _go_on_without(look: Look, job: Job, nodes: set[NodeName], pairs: set[Pair]) -> Decision:
+    actions = [event for node in sorted(nodes) for event in _events(look, job, node, pairs)]
     reason = "; ".join(event.reason for event in actions if isinstance(event, NodeReset))
     return Decision(actions=tuple(actions), reason=reason)
 
 
-def _events(look: Look, job: Job, name: NodeName) -> Iterable[NodeReset | NodeQuarantined]:
-    pairs = {pair for pairs in job.seen.no_way.values() for pair in pairs if name in pair}
-    others = sorted({node for pair in pairs for node in pair} & set(job.members) - {name})
+def _events(
+    look: Look, job: Job, name: NodeName, pairs: set[Pair]
+) -> Iterable[NodeReset | NodeQuarantined]:
+    told = {node for pair in pairs if name in pair for node in pair}
+    others = sorted(told & set(job.members) - {name})
     do = "does" if len(others) == 1 else "do"
     reason = f"data network of {name} is cut: {', '.join(others)} {do} not reach it"
     yield NodeReset(job_id=job.id, node=name, reason=reason, cut_off=True)
