@@ -187,8 +187,17 @@ def _is_behind(worker: WorkerId, generation: Generation, stepped: Plan) -> bool:
 def _held_layers(
     state: ClusterState, job: Job, workers: Iterable[WorkerId]
 ) -> dict[WorkerId, frozenset[Shard]]:
-    """What the workers bring along from the generations that they have entered."""
+    """What the workers bring along from the generations that they have entered, and from the last
+    one that a step was committed in: what the next plans took away is kept until another is."""
     shards: dict[Generation, ShardTable] = {}
+
+    def planned(generation: Generation, worker: WorkerId) -> frozenset[Shard]:
+        if generation not in job.plans:
+            return frozenset()
+        if generation not in shards:
+            shards[generation] = plan_shards(job.plans[generation])
+        return shards[generation].get(worker, frozenset())
+
     held = {}
     processes = {
         worker: process
@@ -202,9 +211,7 @@ def _held_layers(
         generation = max(reported, process.generation)
         if stepped is not None and _is_behind(worker, generation, stepped):
             continue
-        entered = job.plans.get(generation)
-        if entered is not None:
-            if generation not in shards:
-                shards[generation] = plan_shards(entered)
-            held[worker] = shards[generation].get(worker, frozenset())
+        held[worker] = planned(generation, worker)
+        if (known := max(newest, job.stepped)) < generation:
+            held[worker] |= planned(known, worker)
     return held

@@ -186,7 +186,8 @@ class Operator:
         lines = path.read_bytes().splitlines() if path.exists() else []
         found = [msgspec.json.decode(line)["step"] for line in lines]
         first = job.resumed_step + 1
-        if found != list(range(first, first + len(found))):
-            raise Broken(f"metrics.jsonl of {job.id} has steps {found}")
-        if job.state == "succeeded" and job.resumed_step + len(found) != job.spec.training.steps:
+        last = job.spec.training.steps if job.state == "succeeded" else max(found, default=0)
+        died = set(range(first, self._world.watch.restored.get(job.id, 0) + 1))
+        wanted = set(range(first, last + 1))
+        if found != sorted(set(found)) or set(found) - wanted or wanted - set(found) - died:
             raise Broken(f"metrics.jsonl of {job.id} has steps {found}")

@@ -167,14 +167,15 @@ class Drill:
                 await asyncio.sleep(_WRITTEN_S)
                 return
             peace.look()
-            if not any(job.state == "waiting for nodes" for job in jobs):
+            waiting = [job for job in jobs if job.state == "waiting for nodes"]
+            if not waiting:
                 stuck_since = self.world.loop.clock
             elif self.world.loop.clock > stuck_since + 30.0:
                 # An operator looks why, and gives it what was taken from it.
                 stuck_since = self.world.loop.clock
                 for name in self._nodes:
                     self.operator.undrain_later(0.0, name)
-            waits = [job for job in jobs if "no live worker holds" in job.reason]
+            waits = [job for job in waiting if "no live worker holds" in job.reason]
             if not waits:
                 lost_since = None
             elif lost_since is None:

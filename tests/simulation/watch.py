@@ -8,7 +8,7 @@ from oobleck.agent.records import LIMIT
 from oobleck.host.messages import Assign
 from oobleck.master.desired import set_desired
 from oobleck.master.events import Journaled
-from oobleck.master.jobevents import JobCancelled, JobFailed, JobSucceeded
+from oobleck.master.jobevents import JobCancelled, JobFailed, JobRestored, JobSucceeded
 from oobleck.master.planevents import PlanMade
 from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.planner.transfer import LayerLost, Shard, require_holders
@@ -115,6 +115,8 @@ class Watch:
         self._versions: dict[str, int] = {}
         #: Newest generation that each start of an agent was told of.
         self._told: dict[tuple[Incarnation, JobId], int] = {}
+        #: The newest checkpoint that each job went back to.
+        self.restored: dict[JobId, int] = {}
         #: How many events of each kind were journaled.
         self.facts: Counter[str] = Counter()
         self._look_at = 0.0
@@ -148,6 +150,8 @@ class Watch:
                 if event.job_id in self.ends:
                     self.broken(f"{event.job_id} ends again")
                 self.ends[event.job_id] = event
+            case JobRestored(job_id=job_id, restored=restored):
+                self.restored[job_id] = max(restored.step, self.restored.get(job_id, 0))
             case _:
                 pass
 
