@@ -65,6 +65,11 @@ class Archive:
             self._gaps.setdefault(job_id, (range(0), 0.0))
         return new
 
+    def has_waiting(self, job_id: JobId) -> bool:
+        """Whether records wait for others, and are written without them if these do not come; for
+        that the disk must have room."""
+        return job_id in self._gaps and not self.storage.problem and self.metrics(job_id).waits
+
     def pass_over_lost(self, now: float, late_s: float) -> dict[JobId, tuple[StepRecord, ...]]:
         """Go on behind records that nobody has sent for long: all that had them are gone, or the
         file has lost them. `late_s`: of that the master itself was away. Returns what is new."""

@@ -70,6 +70,8 @@ def _succeed(look: Look, job: Job) -> Decision | None:
         missing = f"all workers have finished; the records of steps {through + 1} to {steps} lack"
         if not all(look.state.nodes[name].connected for name in job.members):
             return Decision(reason=missing)
+        if job.seen.records_wait:
+            return Decision(reason=missing)
         # The agents send what they have as soon as they are connected.
         last = max(job.seen.progressed_at or look.now, job.seen.recorded_at or 0.0)
         if look.now < (due := last + look.timing.meeting_s):

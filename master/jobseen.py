@@ -93,6 +93,8 @@ class JobSeen:
     recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=RECENT_RECORDS))
     #: When the last of them came.
     recorded_at: float | None = None
+    #: Others have come and wait for those of steps before.
+    records_wait: bool = False
     #: The newest one.
     evaluation: EvaluationRecord | None = None
     #: The last committed step that a record or an agent's status has told of.

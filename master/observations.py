@@ -115,6 +115,13 @@ class RecordsReceived(msgspec.Struct, frozen=True, kw_only=True):
     records: tuple[StepRecord, ...]
 
 
+class RecordsWait(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether records wait for those of steps before, and go on without them within some time."""
+
+    job_id: JobId
+    waiting: bool
+
+
 class EvaluationReceived(msgspec.Struct, frozen=True, kw_only=True):
     """A new line of evaluations.jsonl, now on disk."""
 
@@ -146,6 +153,7 @@ Observed = (
     | StatusReceived
     | ProfilesFound
     | RecordsReceived
+    | RecordsWait
     | EvaluationReceived
     | Tick
     | WorkerWord

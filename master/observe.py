@@ -11,6 +11,7 @@ from oobleck.master.observations import (
     PhaseReported,
     ProfilesFound,
     RecordsReceived,
+    RecordsWait,
     SaveReported,
     StatusReceived,
     StreamClosed,
@@ -43,6 +44,8 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
             state.unusable_profiles = dict(event.unusable)
         case RecordsReceived():
             progress.take_records(state.jobs[event.job_id], event.records, now)
+        case RecordsWait():
+            state.jobs[event.job_id].seen.records_wait = event.waiting
         case EvaluationReceived():
             job = state.jobs[event.job_id]
             job.seen.evaluation = event.record

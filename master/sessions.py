@@ -24,6 +24,7 @@ from oobleck.master.observations import (
     AgentRefused,
     EvaluationReceived,
     RecordsReceived,
+    RecordsWait,
     StatusReceived,
     StreamClosed,
     StreamOpened,
@@ -163,6 +164,14 @@ class Sessions:
         for job_id, records in self._ledger.archive.pass_over_lost(now, late_s).items():
             self._ledger.observe(RecordsReceived(job_id=job_id, records=records), now)
             self._to_all.note(job_id)
+        self._note_waiting(now)
+
+    def _note_waiting(self, now: float) -> None:
+        if (job := self._ledger.state.job) is None:
+            return
+        waiting = self._ledger.archive.has_waiting(job.id)
+        if waiting != job.seen.records_wait:
+            self._ledger.observe(RecordsWait(job_id=job.id, waiting=waiting), now)
 
     # ---- what agents are told
 

@@ -75,6 +75,7 @@ from oobleck.master.observations import (
     PhaseReported,
     ProfilesFound,
     RecordsReceived,
+    RecordsWait,
     SaveReported,
     StatusReceived,
     StreamClosed,
@@ -486,6 +487,12 @@ class Player:
             for step in range(int(first), int(last) + 1)
         )
         self._observe(RecordsReceived(job_id=job.id, records=records))
+
+    def do_behind_gap(self, waiting: str) -> None:
+        """Records wait for those of steps before: `yes`, or `no` longer."""
+        job = self.state.job
+        assert job is not None
+        self._observe(RecordsWait(job_id=job.id, waiting=waiting == "yes"))
 
     def do_stepped(self, generation: str, *names: str) -> None:
         """Statuses say that their workers have committed a step in the generation."""

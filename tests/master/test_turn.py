@@ -130,6 +130,20 @@ def test_a_checkpoint_of_a_job_that_was_just_forgotten_is_none(tmp_path: Path) -
     asyncio.run(play())
 
 
+def test_a_job_is_known_to_have_records_that_wait_for_others(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with running(tmp_path, Clock()) as master:
+            session = await opened(master)
+            job_id = await master.requests.submit("r1", job_spec("demo"))
+            for step, waits in ((2, True), (1, False)):
+                found = Records(job_id=job_id, records=(record(step, 1, float(step)),))
+                await master.sessions.receive(session, found)
+                await turned(master)
+                assert master.state.jobs[job_id].seen.records_wait == waits
+
+    asyncio.run(play())
+
+
 def test_records_behind_lost_ones_count_and_are_acknowledged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

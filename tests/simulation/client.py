@@ -181,13 +181,18 @@ class Operator:
 
     def _check_metrics(self, job: Job) -> None:
         """metrics.jsonl: each committed step once, in order, none left out but for those before a
-        checkpoint that everybody who knew of them died with, before the master was told."""
+        checkpoint that everybody who knew of them died with, before the master was told, and
+        those whose records everybody who had them died with."""
         path = self._world.config.job_directory(job.id) / "metrics.jsonl"
         lines = path.read_bytes().splitlines() if path.exists() else []
         found = [msgspec.json.decode(line)["step"] for line in lines]
-        first = job.resumed_step + 1
+        first, ledger = job.resumed_step + 1, self._world.ledger(job.id)
         last = job.spec.training.steps if job.state == "succeeded" else max(found, default=0)
-        died = set(range(first, self._world.watch.restored.get(job.id, 0) + 1))
-        wanted = set(range(first, last + 1))
-        if found != sorted(set(found)) or set(found) - wanted or wanted - set(found) - died:
+        restored = self._world.watch.restored.get(job.id, 0)
+        whole = [
+            step
+            for step in range(first, last + 1)
+            if step in found or (step > restored and not ledger.may_lack(step))
+        ]
+        if found != whole:
             raise Broken(f"metrics.jsonl of {job.id} has steps {found}")

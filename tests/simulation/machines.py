@@ -32,7 +32,7 @@ from oobleck.master.loop import Master
 from oobleck.master.questions import Answer, Answers, Question
 from oobleck.master.statelock import locked
 from oobleck.master.storage import StorageFailed
-from oobleck.planner.ids import Incarnation, NodeName
+from oobleck.planner.ids import Incarnation, JobId, NodeName
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -178,6 +178,16 @@ class WarmHandle:
             self._ended.set()
 
 
+class WatchedOutbox(Outbox):
+    def __init__(self, world: "World", incarnation: Incarnation) -> None:
+        super().__init__(incarnation)
+        self._world = world
+
+    def acknowledge(self, job_id: JobId, through_step: int) -> None:
+        self._world.ledger(job_id).acknowledged(through_step)
+        super().acknowledge(job_id, through_step)
+
+
 class Agent:
     """One start of an agent on a node."""
 
@@ -205,7 +215,7 @@ class Agent:
         surroundings = world.surroundings(name)
         incarnation = self.incarnation = new_incarnation(surroundings)
         endpoint = Endpoint(address="master:1")
-        self.outbox = Outbox(incarnation)
+        self.outbox = WatchedOutbox(world, incarnation)
         self.supervisor = Supervisor(
             config,
             self.outbox,

@@ -420,6 +420,7 @@ class Trainer:
             time=self.world.unix(self.node),
         )
         self.say(Committed(record=record))
+        self._ledger.recorded(step, self.world.agent_of(self))
 
     def _tell_evaluation(self, step: int, generation: Generation) -> None:
         record = EvaluationRecord(

@@ -15,6 +15,7 @@ from oobleck.planner.transfer import LayerLost, Shard, require_holders
 from oobleck.worker.rejoin import Agreement
 
 if TYPE_CHECKING:
+    from simulation.clockwork import Process
     from simulation.machines import Agent
     from simulation.trainer import Trainer
     from simulation.world import World
@@ -45,6 +46,27 @@ class Ledger:
         self.steps: set[int] = set()
         #: Generations since the last of them whose workers found a layer to be with nobody.
         self._forsaken: set[Generation] = set()
+        #: The agents whose workers have made the record of each step.
+        self._keepers: dict[int, list[Process]] = {}
+        #: Agents were told that records up to this step are on disk, and these steps' had to be.
+        self._stored_step = 0
+        self._stored: set[int] = set()
+
+    def recorded(self, step: int, keeper: "Process") -> None:
+        self._keepers.setdefault(step, []).append(keeper)
+
+    def acknowledged(self, step: int) -> None:
+        """The records up to this step are on disk, or nobody has them."""
+        steps = range(self._stored_step + 1, step + 1)
+        self._stored |= {each for each in steps if self._is_kept(each)}
+        self._stored_step = max(self._stored_step, step)
+
+    def may_lack(self, step: int) -> bool:
+        """Whether everybody who had its record was gone before it was on disk."""
+        return step not in self._stored and not self._is_kept(step)
+
+    def _is_kept(self, step: int) -> bool:
+        return any(keeper.alive for keeper in self._keepers.get(step, ()))
 
     def committed(self, step: int, lineage: int, world: "World") -> None:
         """Committed steps follow each other, and none is left out."""

@@ -171,9 +171,11 @@ class World:
         yield from self.agents.values()
         yield from self.twins.values()
 
+    def agent_of(self, trainer: Trainer) -> Process:
+        return next(a.process for a in self.all_agents() if trainer.incarnation in a.trainers)
+
     def raised(self, trainer: Trainer) -> None:
-        agent = next(a for a in self.all_agents() if trainer.incarnation in a.trainers)
-        self._raised.setdefault(trainer.job_id, []).append(agent.process)
+        self._raised.setdefault(trainer.job_id, []).append(self.agent_of(trainer))
 
     def tells_of_an_exception(self, job_id: JobId) -> bool:
         """Whether an agent is there whose worker's model has raised one."""
