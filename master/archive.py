@@ -76,6 +76,9 @@ class Archive:
         found = {}
         for job_id, (before, since) in list(self._gaps.items()):
             metrics = self.metrics(job_id)
+            if held_up := metrics.append(()):  # by too many before them, which the disk now has
+                found[job_id] = held_up
+                self._unwritten[self._path(job_id, "metrics.jsonl")] = metrics
             missing = metrics.missing
             if not metrics.waits:
                 del self._gaps[job_id]

@@ -219,6 +219,28 @@ def test_records_that_come_behind_a_gap_in_the_last_message_are_written_too(tmp_
     assert steps_in(tmp_path / "jobs" / JOB / "metrics.jsonl") == [1, 3, 5]
 
 
+def test_what_too_many_records_on_a_full_disk_held_up_is_written_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agents send it again only if it was left with them."""
+    monkeypatch.setattr("oobleck.master.metrics._MOST_WAITING", 3)
+    archive = Archive(MasterConfig(listen="127.0.0.1:0", state_dir=tmp_path, timing=Detection()))
+    archive.storage.problem = "full"
+    for first in (1, 4):
+        steps = range(first, first + 3)
+        archive.take_records(JOB, tuple(record(step, 1, float(step)) for step in steps))
+    archive.write()
+    assert archive.pass_over_lost(0.0, 0.0) == {}
+    assert not archive.asks_again()
+    archive.storage.problem = ""
+    archive.write()
+    assert [new.step for new in archive.pass_over_lost(1.0, 0.0)[JOB]] == [4, 5, 6]
+    assert archive.pass_over_lost(2.0, 0.0) == {}
+    archive.write()
+    archive.close()
+    assert steps_in(tmp_path / "jobs" / JOB / "metrics.jsonl") == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_long_file_is_known_from_its_end(tmp_path: Path, opened: Opener) -> None:
     records = tuple(record(step, 1, float(step)) for step in range(1, 2001))
     written(opened(tmp_path / "m"), *records)
