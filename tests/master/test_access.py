@@ -23,6 +23,8 @@ from oobleck.proto.types import PROTOCOL, NodeStatus, Registration
 from support import holders
 
 DENIED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+#: What gRPC says where a message met the end of its call: how that ended is not known then.
+CROSSED = (grpc.StatusCode.INTERNAL, "Internal error from Core")
 METHODS = {
     f"/{service.full_name}/{method.name}": method
     for service in pb.DESCRIPTOR.services_by_name.values()
@@ -56,6 +58,14 @@ async def call(endpoint: Endpoint, path: str, *requests: Any) -> grpc.StatusCode
 
 
 async def _call(
+    channel: grpc.aio.Channel, path: str, requests: tuple[Any, ...]
+) -> tuple[grpc.StatusCode, str]:
+    while (found := await _once(channel, path, requests)) == CROSSED:
+        pass
+    return found
+
+
+async def _once(
     channel: grpc.aio.Channel, path: str, requests: tuple[Any, ...]
 ) -> tuple[grpc.StatusCode, str]:
     method = METHODS[path]
