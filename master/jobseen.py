@@ -123,8 +123,8 @@ class JobSeen:
     #: Since the last step, by the node whose store they met at: pairs of nodes, in the order of
     #: their names, of which one has reported that there is no way to the other.
     no_way: dict[NodeName, set[tuple[NodeName, NodeName]]] = field(default_factory=dict)
-    #: Generation that each process has reported to have entered.
-    entered: dict[Incarnation, Generation] = field(default_factory=dict)
+    #: Generations that each process has entered, as far as their plans are kept (`Job.plans`).
+    entered: dict[Incarnation, frozenset[Generation]] = field(default_factory=dict)
     #: Generation that each process has finished in.
     finished: dict[Incarnation, Generation] = field(default_factory=dict)
     #: A worker's word that the job is at fault; and each one's that something else is, since the

@@ -67,6 +67,11 @@ def _step(state: ClusterState, job: Job, event: FirstStepCommitted, unix: float)
     for node in job.members:
         job.seen.stillborn.pop(node, None)
     job.plans = {g: plan for g, plan in job.plans.items() if g >= event.generation}
+    # Whatever they have reported by now: a step is committed by all or by none.
+    entered = dict.fromkeys(job.processes().values(), frozenset({event.generation}))
+    for process, before in job.seen.entered.items():
+        entered[process] = entered.get(process, frozenset()) | (before & job.plans.keys())
+    job.seen.entered = entered
     if job.state == "running":
         job.reason = ""
     job.seen.way = None

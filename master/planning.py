@@ -187,8 +187,9 @@ def _is_behind(worker: WorkerId, generation: Generation, stepped: Plan) -> bool:
 def _held_layers(
     state: ClusterState, job: Job, workers: Iterable[WorkerId]
 ) -> dict[WorkerId, frozenset[Shard]]:
-    """What the workers bring along from the generations that they have entered, and from the last
-    one that a step was committed in: what the next plans took away is kept until another is."""
+    """What the workers bring along from the newest generation that each has entered, and from those
+    since the last one that a step was committed in: until another is, they keep what plans take
+    away."""
     shards: dict[Generation, ShardTable] = {}
 
     def planned(generation: Generation, worker: WorkerId) -> frozenset[Shard]:
@@ -207,11 +208,11 @@ def _held_layers(
     newest = max((process.stepped for process in processes.values()), default=NO_GENERATION)
     stepped = job.plans.get(newest)
     for worker, process in processes.items():
-        reported = job.seen.entered.get(process.incarnation, process.generation)
-        generation = max(reported, process.generation)
-        if stepped is not None and _is_behind(worker, generation, stepped):
+        reported = job.seen.entered.get(process.incarnation, frozenset())
+        entered = {process.generation, process.stepped, *reported}
+        last = max(entered)
+        if stepped is not None and _is_behind(worker, last, stepped):
             continue
-        held[worker] = planned(generation, worker)
-        if (known := max(newest, job.stepped)) < generation:
-            held[worker] |= planned(known, worker)
+        kept = {generation for generation in entered if generation >= max(newest, job.stepped)}
+        held[worker] = frozenset().union(*(planned(at, worker) for at in {last, *kept}))
     return held

@@ -72,8 +72,9 @@ def _redoes(job: Job, worker: WorkerStatus) -> bool:
 
 def take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -> None:
     if reached.phase == "transferred" and (process := job.processes().get(worker)) is not None:
-        before = job.seen.entered.get(process, reached.generation)
-        job.seen.entered[process] = max(before, reached.generation)
+        job.seen.entered[process] = job.seen.entered.get(process, frozenset()) | {
+            reached.generation
+        }
     way = job.seen.way
     note_progress(job, reached.generation, now)
     if way is None or reached.generation != job.generation:

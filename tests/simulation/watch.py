@@ -112,7 +112,11 @@ class Ledger:
         assert master is not None
         job = master.core.state.jobs[self.job_id]
         told = [job.seen.committed_step, job.seen.furthest_step]
-        own = [t.progress.committed for t in world.trainers() if t.job_id == self.job_id]
+        # Whoever is cut off and taken for lost may go on, and is not asked any more.
+        nodes = master.core.state.nodes
+        here = {name for name, node in nodes.items() if node.registered}
+        trainers = [t for t in world.trainers() if t.job_id == self.job_id and t.node in here]
+        own = [t.progress.committed for t in trainers]
         return max(*told, *own) >= step
 
     def went_back(self, step: int, lineage: int) -> None:
