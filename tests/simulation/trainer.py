@@ -405,7 +405,7 @@ class Trainer:
         progress.former.clear()
         progress.layers = {i: Held(step, h.part, h.parts) for i, h in progress.layers.items()}
         progress.committed = step
-        self._ledger.committed(step, progress.lineage, self.world)
+        self._ledger.committed(step, progress.lineage, self)
         if self._trained < generation:
             self._trained = generation
             self.world.reached("first step", generation)

@@ -68,8 +68,11 @@ class Ledger:
     def _is_kept(self, step: int) -> bool:
         return any(keeper.alive for keeper in self._keepers.get(step, ()))
 
-    def committed(self, step: int, lineage: int, world: "World") -> None:
+    def committed(self, step: int, lineage: int, trainer: "Trainer") -> None:
         """Committed steps follow each other, and none is left out."""
+        world = trainer.world
+        if not world.counts(trainer) and step > self.furthest.get(lineage, 0):
+            return  # it was cut off, and the others go on without
         before = self.furthest.get(lineage, 0)
         if step > before + 1:
             world.watch.broken(f"step {step} of {self.job_id} follows step {before}")
@@ -112,10 +115,7 @@ class Ledger:
         assert master is not None
         job = master.core.state.jobs[self.job_id]
         told = [job.seen.committed_step, job.seen.furthest_step]
-        # Whoever is cut off and taken for lost may go on, and is not asked any more.
-        nodes = master.core.state.nodes
-        here = {name for name, node in nodes.items() if node.registered}
-        trainers = [t for t in world.trainers() if t.job_id == self.job_id and t.node in here]
+        trainers = [t for t in world.trainers() if t.job_id == self.job_id and world.counts(t)]
         own = [t.progress.committed for t in trainers]
         return max(*told, *own) >= step
 

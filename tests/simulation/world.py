@@ -181,6 +181,12 @@ class World:
         """Whether an agent is there whose worker's model has raised one."""
         return any(process.alive for process in self._raised.get(job_id, ()))
 
+    def counts(self, trainer: Trainer) -> bool:
+        """Whether its node is not taken for lost: one that is cut off may go on, all the same."""
+        assert self.master is not None
+        node = self.master.core.state.nodes.get(trainer.node)
+        return node is not None and node.registered
+
     def trainers(self) -> Iterator[Trainer]:
         for agent in self.all_agents():
             yield from agent.trainers.values()
