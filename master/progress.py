@@ -71,7 +71,9 @@ def _redoes(job: Job, worker: WorkerStatus) -> bool:
 
 
 def take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -> None:
-    if reached.phase == "transferred" and (process := job.processes().get(worker)) is not None:
+    process = job.processes().get(worker)
+    known = reached.generation in job.plans  # else a step has been committed in a newer one
+    if reached.phase == "transferred" and process is not None and known:
         job.seen.entered[process] = job.seen.entered.get(process, frozenset()) | {
             reached.generation
         }

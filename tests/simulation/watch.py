@@ -41,7 +41,7 @@ class Ledger:
         self.furthest: dict[int, int] = {0: 0}
         self.checkpoint = 0
         #: The newest generation that any worker has agreed in.
-        self._agreed = Generation(0)
+        self._agreed, self._agreed_step = Generation(0), 0
         #: Steps that any worker has committed.
         self.steps: set[int] = set()
         #: Generations since the last of them whose workers found a layer to be with nobody.
@@ -70,9 +70,9 @@ class Ledger:
 
     def committed(self, step: int, lineage: int, trainer: "Trainer") -> None:
         """Committed steps follow each other, and none is left out."""
+        if trainer.entered < self._agreed and step > self._agreed_step:
+            return  # it was cut off, and the others go on without it
         world = trainer.world
-        if not world.counts(trainer) and step > self.furthest.get(lineage, 0):
-            return  # it was cut off, and the others go on without
         before = self.furthest.get(lineage, 0)
         if step > before + 1:
             world.watch.broken(f"step {step} of {self.job_id} follows step {before}")
@@ -92,7 +92,7 @@ class Ledger:
         only a worker outside of this plan has seen the vote of is done again, by all."""
         if generation < self._agreed:
             return  # one that was stopped meanwhile; nobody goes on with it
-        self._agreed = generation
+        self._agreed, self._agreed_step = generation, agreement.step
         if not self._is_known(agreement.step + 1, world):
             self.furthest = {
                 lineage: min(step, agreement.step) for lineage, step in self.furthest.items()
