@@ -10,7 +10,7 @@ import grpc
 import pytest
 from fake_agent import FakeAgent, operator
 from scenario import Player, job_spec, record
-from test_service import all_of, connected, run, state_of
+from test_service import connected, run, started, state_of
 
 from oobleck.host.detection import Detection
 from oobleck.master import service
@@ -86,15 +86,9 @@ async def serving(state_dir: Path, planner: Slow) -> AsyncIterator[str]:
 
 async def trained(agents: list[FakeAgent], control: rpc.OperatorStub) -> None:
     spec = job_spec("demo", f=0, min_nodes=2, steps=20)
-    reply = await control.Submit(pb.SubmitRequest(request_id="r", job=format_job(spec)))
-    await all_of(agents, lambda a: a.assignments and a.assignments[-1].job_id == reply.job_id)
-    for agent in agents:
-        agent.workers()
-    await all_of(agents, lambda a: a.planned == 1)
-    for agent in agents:
-        agent.workers(1)
-    agents[0].records(reply.job_id, record(1, 1, 1.0))
-    await state_of(control, reply.job_id, "running")
+    job_id = await started(agents, control, format_job(spec))
+    agents[0].records(job_id, record(1, 1, 1.0))
+    await state_of(control, job_id, "running")
 
 
 def test_the_answer_waits_for_what_the_planner_says(

@@ -51,9 +51,9 @@ async def connected(address: str, count: int) -> AsyncIterator[list[FakeAgent]]:
             await agent.disconnect()
 
 
-async def started(agents: list[FakeAgent], control: rpc.OperatorStub) -> str:
+async def started(agents: list[FakeAgent], control: rpc.OperatorStub, job: str = "") -> str:
     """Submit a job and bring it to generation 1 on all agents."""
-    reply = await control.Submit(pb.SubmitRequest(request_id="r1", job=job_text()))
+    reply = await control.Submit(pb.SubmitRequest(request_id="r1", job=job or job_text()))
     await all_of(agents, lambda a: a.assignments and a.assignments[-1].job_id == reply.job_id)
     for agent in agents:
         agent.workers()
