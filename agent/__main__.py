@@ -23,6 +23,7 @@ from oobleck.host import command, log
 from oobleck.host.address import split_address
 from oobleck.host.credentials import Credentials
 from oobleck.host.device import Gpu, find_gpus, worker_environment
+from oobleck.host.display import inline
 from oobleck.host.messages import FaultRule
 from oobleck.host.process import die_with_parent, end_signals
 from oobleck.host.surroundings import Surroundings
@@ -47,7 +48,7 @@ async def serve(config: AgentConfig, holder: Holder, token: Credentials | None =
         try:
             holder.credentials = await join(config.master, holder.folder, token, config.name)
         except Denied as denied:
-            click.echo(f"oobleck-agent: the master denies: {denied}", err=True)
+            click.echo(f"oobleck-agent: the master denies: {inline(str(denied))}", err=True)
             return 2
         except (OSError, ValueError) as error:
             click.echo(f"oobleck-agent: --credentials {holder.folder}: {error}", err=True)
@@ -86,7 +87,7 @@ async def serve(config: AgentConfig, holder: Holder, token: Credentials | None =
         talking.cancel()
         renewing.cancel()
     if refusal is not None:
-        click.echo(f"oobleck-agent: refused by the master: {refusal}", err=True)
+        click.echo(f"oobleck-agent: refused by the master: {inline(refusal)}", err=True)
         return 2
     return 0
 

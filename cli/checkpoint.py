@@ -11,6 +11,7 @@ import click
 
 from oobleck.cli.options import FAILED, NO_SUCH_THING, USAGE, json_option, master_option
 from oobleck.host.command import CommandFailed
+from oobleck.host.display import inline
 from oobleck.host.endpoint import Endpoint
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def save(job_id: str, no_wait: bool, master: Endpoint) -> None:
         record = _await_answer(connection, job_id, number)
     if record["event"] == "checkpoint_failed":
         raise CommandFailed(f"{job_id} at step {record['step']}: {record['reason']}", FAILED)
-    click.echo(f"step {record['step']}  {record['path']}")
+    click.echo(inline(f"step {record['step']}  {record['path']}"))
 
 
 def _await_answer(connection: "Master", job_id: str, number: int) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def list_(target: str, master: Endpoint, as_json: bool) -> None:
     ]
     click.echo(text.table(("STEP", "SAVED", "SIZE", "NAME"), rows) if rows else "no checkpoints")
     for problem in listing.damaged.values():
-        click.echo(f"damaged: {problem}")
+        click.echo(inline(f"damaged: {problem}"))
     for name in listing.torn:
         click.echo(f"not complete: {name}")
 
@@ -129,16 +130,17 @@ def verify(path: str, as_json: bool) -> int:
     whole, damaged = _checkpoints(path)
     bad = [{"checkpoint": n, "file": MANIFEST, "problem": p} for n, p in damaged.items()]
     for problem in () if as_json else damaged.values():
-        click.echo(f"damaged: {problem}")
+        click.echo(inline(f"damaged: {problem}"))
     for folder, found in whole:
         problems = verify_files(folder, found.manifest)
         bad += [{"checkpoint": found.name, "file": f, "problem": p} for f, p in problems.items()]
         if not as_json:
             files = len(found.manifest.files)
             state = f"{len(problems)} of {files} files damaged" if problems else "ok"
-            click.echo(f"{found.name}  step {found.manifest.step}  {files} files  {state}")
+            head = f"{found.name}  step {found.manifest.step}"
+            click.echo(inline(f"{head}  {files} files  {state}"))
             for name, problem in problems.items():
-                click.echo(f"  {name}: {problem}")
+                click.echo(inline(f"  {name}: {problem}"))
     if as_json:
         click.echo(text.dump(bad))
     return FAILED if bad else 0
@@ -179,7 +181,7 @@ def export(path: str, output: Path) -> None:
     except OSError as error:
         text = f"cannot write to {output}: {error.strerror or error}"
         raise CommandFailed(text, FAILED) from error
-    click.echo(f"step {found.manifest.step}  {output}")
+    click.echo(inline(f"step {found.manifest.step}  {output}"))
 
 
 def _path(target: str, master: Endpoint) -> str:

@@ -13,6 +13,7 @@ import click
 
 from oobleck.cli import options
 from oobleck.host.command import CommandFailed
+from oobleck.host.display import inline
 
 if TYPE_CHECKING:
     from oobleck.host.tokenfile import Dtype, TokenFileInfo
@@ -102,8 +103,10 @@ def prepare(
 @options.json_option("Print what is known of FILE as JSON.")
 def inspect(file: Path, as_json: bool) -> None:
     """Show what a token file holds."""
+    import msgspec
+
+    from oobleck.cli import text
     from oobleck.host.tokenfile import DataError, read_info, read_tokens
-    from oobleck.planner.codec import encode
 
     if not file.is_file():
         raise CommandFailed(f"{file} is not there; give a token file", options.NO_SUCH_THING)
@@ -119,12 +122,12 @@ def inspect(file: Path, as_json: bool) -> None:
     except DataError as error:
         raise CommandFailed(str(error), options.USAGE) from error
     if as_json:
-        click.echo(encode(info).decode())
+        click.echo(text.dump_line(msgspec.to_builtins(info)))
         return
     separator = " ".join(map(str, info.separator)) or "none"
     digest = f" (SHA-256 {info.tokenizer_sha256[:12]}...)" if info.tokenizer_sha256 else ""
     click.echo(_summary(file, info))
-    click.echo(f"tokenizer   {info.tokenizer}{digest}, {info.vocabulary:,} tokens")
+    click.echo(inline(f"tokenizer   {info.tokenizer}{digest}, {info.vocabulary:,} tokens"))
     click.echo(f"highest id  {info.highest:,}")
     click.echo(f"separator   {separator}")
     click.echo(f"begins      {' '.join(map(str, first))}")
@@ -135,7 +138,7 @@ def _summary(path: Path, info: "TokenFileInfo") -> str:
 
     documents = f"{info.documents:,} document" + ("" if info.documents == 1 else "s")
     size = format_bytes(info.tokens * info.width)
-    return f"{path}: {info.tokens:,} {info.dtype} tokens of {documents}, {size}"
+    return inline(f"{path}: {info.tokens:,} {info.dtype} tokens of {documents}, {size}")
 
 
 def _check_dtype(dtype: "Dtype", tokenizer: "Tokenizer") -> None:

@@ -16,6 +16,7 @@ from oobleck.cli.client import Master, Unreachable
 from oobleck.cli.striker import Striker
 from oobleck.cli.strikes import Strike, Tally
 from oobleck.host.command import CommandFailed
+from oobleck.host.display import inline
 from oobleck.proto import control_pb2 as pb
 
 #: How often commits are looked for.
@@ -153,7 +154,7 @@ class Drill:
     # ---- telling
 
     def _say(self, line: str) -> None:
-        click.echo(f"{time.strftime('%H:%M:%S')}  {line}")
+        click.echo(f"{time.strftime('%H:%M:%S')}  {inline(line)}")
 
     def _summarise(self) -> None:
         now = time.monotonic()
@@ -163,5 +164,6 @@ class Drill:
                 if event["time"] >= self._began:
                     self._tally.event(event)
         except CommandFailed as error:
-            click.echo(f"the events could not be read: {error.format_message()}", err=True)
-        click.echo("\n".join(self._tally.summary(now)))
+            reason = inline(error.format_message())
+            click.echo(f"the events could not be read: {reason}", err=True)
+        click.echo("\n".join(map(inline, self._tally.summary(now))))

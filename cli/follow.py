@@ -17,7 +17,8 @@ from typing import Any, TextIO
 from oobleck.cli import text
 from oobleck.cli.away import AWAY_S
 from oobleck.cli.client import Master, Unreachable
-from oobleck.host.command import CommandFailed, inline
+from oobleck.host.command import CommandFailed
+from oobleck.host.display import inline
 from oobleck.proto import control_pb2 as pb
 
 #: Between two lines where the output is not a terminal.
@@ -104,7 +105,7 @@ def progress_line(status: pb.JobStatus) -> str:
     if status.eta_s and status.state not in text.ENDED:
         parts.append(f"{text.about(status.eta_s)} to go")
     line = "  ".join(parts)
-    return f"{line}  ({inline(status.reason)})" if status.reason else line
+    return inline(f"{line}  ({status.reason})" if status.reason else line)
 
 
 def follow(master: Master, job_id: str, out: TextIO = sys.stdout) -> pb.JobStatus:

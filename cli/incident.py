@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from oobleck.host.command import inline
+from oobleck.host.display import inline
 from oobleck.planner.units import count, format_bytes
 
 #: Longest list of witnesses; the others are counted.
@@ -22,7 +22,7 @@ def block(record: dict[str, Any], *, colour: bool = False, width: int | None = N
     for label, value in _rows(record):
         for number, text in enumerate(_wrap(value, width)):
             head = label if number == 0 else ""
-            lines.append(f"{_INDENT}{head:<{_LABEL}}{text}".rstrip())
+            lines.append(f"{_INDENT}{head:<{_LABEL}}{inline(text)}".rstrip())
     return "\n".join(lines)
 
 
@@ -33,7 +33,7 @@ def _wrap(value: str, width: int | None) -> list[str]:
 
 
 def _headline(record: dict[str, Any], colour: bool) -> str:
-    ended, total = record["outcome"], f"{record['total_s']:.3f} s"
+    ended, total = inline(record["outcome"]), f"{record['total_s']:.3f} s"
     how = f"recovered in {total}" if ended == "recovered" else f"{ended} after {total}"
     number, cause = f"incident {record['incident']}", inline(record["root_cause"]["summary"])
     if colour:

@@ -20,6 +20,7 @@ from oobleck.cli.options import DEFAULT_MASTER, FAILED, USAGE
 from oobleck.host.address import leaves_host, split_address
 from oobleck.host.command import CommandFailed
 from oobleck.host.detection import MODES, Mode
+from oobleck.host.display import printable
 from oobleck.host.endpoint import Endpoint, choose_endpoint
 from oobleck.host.process import end_signals
 
@@ -382,5 +383,5 @@ class Cluster:
 
 
 def say(line: str) -> None:
-    click.echo(line)
+    click.echo(printable(line))
     sys.stdout.flush()

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import click
 
 from oobleck.cli.options import FAILED, NO_SUCH_THING, USAGE, master_option
-from oobleck.host.command import CommandFailed, inline
+from oobleck.host.command import CommandFailed
+from oobleck.host.display import inline
 from oobleck.host.endpoint import Endpoint
 from oobleck.planner.units import parse_seconds
 

@@ -11,6 +11,7 @@ import click
 from oobleck.cli.options import USAGE, json_option, set_option
 from oobleck.cli.question import Flags, Question, from_job, from_profile
 from oobleck.host.command import CommandFailed
+from oobleck.host.display import printable
 
 if TYPE_CHECKING:
     from oobleck.planner.plan import Schedule
@@ -94,7 +95,7 @@ def plan(
     data = report.data()
     if question.notes:
         data["notes"] = list(question.notes)
-    click.echo(text.dump(data) if as_json else report_text(data, report.drawing()))
+    click.echo(text.dump(data) if as_json else printable(report_text(data, report.drawing())))
 
 
 def _question(

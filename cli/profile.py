@@ -34,6 +34,7 @@ from oobleck.cli.options import (
 from oobleck.cli.submit import is_here
 from oobleck.cli.timeline import check_usage, record
 from oobleck.host.command import CommandFailed
+from oobleck.host.display import inline, printable
 from oobleck.host.endpoint import Endpoint
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def profile(
         _say(f"warning: the measurement is incomplete: {'; '.join(missing)}")
     if output is not None:
         _write(output, text)
-    click.echo(text.rstrip() if as_json else _table(text))
+    click.echo(text.rstrip() if as_json else printable(_table(text)))
     return 0
 
 
@@ -243,7 +244,7 @@ def _await_profile(connection: "Master", job_id: str, patience_s: float) -> str:
 
 
 def _say(line: str) -> None:
-    click.echo(line, err=True)
+    click.echo(inline(line), err=True)
     sys.stderr.flush()
 
 

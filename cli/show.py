@@ -10,6 +10,7 @@ import click
 
 from oobleck.cli.options import NO_SUCH_THING, json_option, master_option
 from oobleck.host.command import CommandFailed
+from oobleck.host.display import inline
 from oobleck.host.endpoint import Endpoint
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def events(job_id: str, follow: bool, incidents: bool, master: Endpoint, as_json
                 continue
             told += 1
             if as_json:
-                click.echo(record.json)
+                click.echo(text.dump_line(event))
             elif of_incident:
                 click.echo(incident.block(event, colour=colour, width=_width()), color=colour)
             else:
@@ -126,12 +127,24 @@ def events(job_id: str, follow: bool, incidents: bool, master: Endpoint, as_json
     metavar="N",
     help="Only rank N of the current plan.",
 )
+@click.option(
+    "--raw", is_flag=True, help="Escapes and control characters as the workers wrote them."
+)
 @master_option
 @json_option("One JSON object {node, slot, line, time} per line.")
 def logs(
-    job_id: str, follow: bool, node: str | None, rank: int | None, master: Endpoint, as_json: bool
+    job_id: str,
+    follow: bool,
+    node: str | None,
+    rank: int | None,
+    raw: bool,
+    master: Endpoint,
+    as_json: bool,
 ) -> None:
-    """Show what a job's workers print, behind the name of the worker."""
+    """Show what a job's workers print, behind the name of the worker.
+
+    What a terminal would obey, such as an escape, is shown as text.
+    """
     from oobleck.cli import text
     from oobleck.cli.away import follow_logs
     from oobleck.cli.client import Master
@@ -146,14 +159,17 @@ def logs(
             else connection.logs(job_id, follow=False, node=node, rank=rank)
         )
         for entry in lines:
+            if as_json:
+                click.echo(text.dump_line(text.plain(entry)))
+                continue
             line = f"{entry.node}/{entry.slot}  {entry.line}"
-            click.echo(json.dumps(text.plain(entry)) if as_json else line)
+            click.echo(line if raw else inline(line), color=raw or None)
 
 
 def _warn(master: "Master") -> None:
     """Of what ails the master itself; beside the answer, which programs may read."""
     if master.problem:
-        click.echo(f"warning: {master.problem}", err=True)
+        click.echo(f"warning: {inline(master.problem)}", err=True)
 
 
 def _nodes_of(master: "Master", job_id: str) -> list[str]:

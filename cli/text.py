@@ -10,7 +10,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from oobleck.cli import incident
-from oobleck.host.command import inline
+from oobleck.host.display import inline
 from oobleck.planner.units import format_bytes
 from oobleck.proto import control_pb2 as pb
 
@@ -18,6 +18,8 @@ from oobleck.proto import control_pb2 as pb
 ENDED = ("succeeded", "failed", "cancelled")
 #: A column of text narrower than this is not readable.
 _NARROWEST = 24
+#: The only character of ASCII that JSON leaves as it is and that is not printable.
+_DELETE = "\x7f"
 
 
 def plain(message: Message) -> dict[str, Any]:
@@ -40,7 +42,13 @@ def _plain_value(value: Any) -> Any:
 
 
 def dump(value: object) -> str:
-    return json.dumps(value, indent=2)
+    """JSON of ASCII alone: it holds nothing that a terminal obeys."""
+    return json.dumps(value, indent=2).replace(_DELETE, r"\u007f")
+
+
+def dump_line(value: object) -> str:
+    """Likewise, on one line."""
+    return json.dumps(value, separators=(",", ":")).replace(_DELETE, r"\u007f")
 
 
 def table(
@@ -213,10 +221,10 @@ def job_text(job: pb.JobStatus) -> str:
         if job.state not in ENDED:
             more = count(job.can_lose, "more node")
             lines.append(f"can lose    {more}, whichever, without losing a layer")
-        lines += ["", draw(job.plan)]
+    tables = [draw(job.plan)] if job.HasField("plan") else []
     if job.memory:
-        lines += ["", memory_table(job.memory)]
-    return "\n".join(lines)
+        tables.append(memory_table(job.memory))
+    return "\n\n".join(["\n".join(map(inline, lines)), *tables])
 
 
 def memory_table(memory: Iterable[pb.WorkerMemory]) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import click
 
+from oobleck.host.display import one_line
+
 
 class CommandFailed(click.ClickException):
     """Ends the command with one line on standard error and `exit_code`."""
@@ -35,10 +37,10 @@ def run(command: click.Command, name: str, arguments: Sequence[str] | None = Non
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else name
         message = f"{error.format_message().rstrip('.')} (see '{path} --help')"
-        click.echo(f"{name}: {_one_line(message)}", err=True)
+        click.echo(f"{name}: {one_line(message)}", err=True)
         return 2
     except click.ClickException as error:
-        click.echo(f"{name}: {_one_line(error.format_message())}", err=True)
+        click.echo(f"{name}: {one_line(error.format_message())}", err=True)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return 130
@@ -47,16 +49,3 @@ def run(command: click.Command, name: str, arguments: Sequence[str] | None = Non
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return result if isinstance(result, int) else 0
-
-
-def inline(text: str) -> str:
-    """`text` as a part of one line: what would end it, move a cursor or hide is shown instead."""
-    if text.isprintable():
-        return text
-    return "".join(
-        one if one.isprintable() else " " if one.isspace() else ascii(one)[1:-1] for one in text
-    )
-
-
-def _one_line(text: str) -> str:
-    return inline(" ".join(text.split()))

@@ -8,12 +8,15 @@ import logging
 import sys
 import time
 
+from oobleck.host.display import inline, printable
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 def _value(value: object) -> str:
     text = str(value)
-    return json.dumps(text) if not text or any(c in text for c in ' "=\n\t') else text
+    plain = text and text.isprintable() and not any(c in text for c in ' "=')
+    return text if plain else inline(json.dumps(text))
 
 
 class FieldFormatter(logging.Formatter):
@@ -23,10 +26,11 @@ class FieldFormatter(logging.Formatter):
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         source = record.name.removeprefix("oobleck.")
         fields = [f"{k}={_value(v)}" for k, v in vars(record).items() if k not in _STANDARD]
-        head = f"{moment}.{record.msecs:03.0f}Z {record.levelname} {source} {record.getMessage()}"
+        head = f"{moment}.{record.msecs:03.0f}Z {record.levelname} {source} "
+        head += inline(record.getMessage())
         line = " ".join([head, *fields])
         if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
+            line += "\n" + printable(self.formatException(record.exc_info))
         return line
 
 
