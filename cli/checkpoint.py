@@ -90,6 +90,7 @@ def list_(target: str, master: Endpoint, as_json: bool) -> None:
     broken off have left. 'verify' looks into the files.
     """
     from oobleck.cli import text
+    from oobleck.cli.table import table, terminal_width
     from oobleck.host.checkpoints import list_checkpoints
 
     folder = _open(_path(target, master))
@@ -107,7 +108,8 @@ def list_(target: str, master: Endpoint, as_json: bool) -> None:
         (item.manifest.step, text.moment(item.manifest.created), _size(item), item.name)
         for item in listing.checkpoints
     ]
-    click.echo(text.table(("STEP", "SAVED", "SIZE", "NAME"), rows) if rows else "no checkpoints")
+    heads = ("STEP", "SAVED", "SIZE", "NAME")
+    click.echo(table(heads, rows, width=terminal_width()) if rows else "no checkpoints")
     for problem in listing.damaged.values():
         click.echo(inline(f"damaged: {problem}"))
     for name in listing.torn:

@@ -100,3 +100,9 @@ def set_option(function: F) -> F:
 
 def json_option(help_text: str) -> Callable[[F], F]:
     return click.option("--json", "as_json", is_flag=True, help=help_text)
+
+
+def wide_option(function: F) -> F:
+    return click.option(
+        "--wide", is_flag=True, help="All columns, also those that take more than the terminal."
+    )(function)

@@ -133,7 +133,7 @@ def _report(question: Question, nodes: int, lost: int) -> "PlanReport":
 
 def report_text(report: dict[str, Any], drawing: str) -> str:
     """The drawing between the templates that it is made of and what follows losses."""
-    from oobleck.cli import text
+    from oobleck.cli.table import table, terminal_width
 
     rows = [
         (
@@ -146,8 +146,9 @@ def report_text(report: dict[str, Any], drawing: str) -> str:
         )
         for template in report["templates"]
     ]
+    heads = ("TEMPLATE NODES", "STAGES", "ITERATION", "LAYERS")
     parts = [
-        text.table(("TEMPLATE NODES", "STAGES", "ITERATION", "LAYERS"), rows),
+        table(heads, rows, width=terminal_width()),
         *report.get("notes", []),
         drawing.rstrip(),
     ]

@@ -249,25 +249,28 @@ def _say(line: str) -> None:
 
 
 def _table(text: str) -> str:
-    """Each kind of layer once, then the links."""
-    from oobleck.cli import text as words
+    """Each kind of layer once, a column for each; then the links."""
+    from oobleck.cli.table import table
     from oobleck.planner.profilefile import parse_profile
+    from oobleck.planner.units import count
 
     found = parse_profile(text)
     notes = json.loads(text).get("measured", {})
-    blocks = words.count(len(found.layers) - 2, "block")
-    titles = ("embedding", blocks, "head")
     kinds = (found.layers[0], found.layers[1], found.layers[-1])
-    heads = (
-        *("LAYER", "FORWARD ms", "BACKWARD ms", "ITS INPUT ms", "UPDATE ms"),
-        *("PARAMETERS", "STATE", "ACTIVATIONS", "OUTPUT"),
-    )
-    rows = [(title, *_cells(layer)) for title, layer in zip(titles, kinds, strict=True)]
-    return "\n".join([words.table(heads, rows), "", *_machines(found, notes)])
+    heads = ("LAYER", "embedding", count(len(found.layers) - 2, "block"), "head")
+    rows = zip(_LABELS, *map(_cells, kinds), strict=True)
+    return "\n".join([table(heads, rows), "", *_machines(found, notes)])
+
+
+#: Of what `_cells` gives.
+_LABELS = (
+    *("forward", "backward", "of that, its input", "update"),
+    *("parameters", "state", "activations", "output"),
+)
 
 
 def _cells(layer: "LayerProfile") -> list[str]:
-    """Milliseconds, then bytes."""
+    """Times, then sizes."""
     from oobleck.planner.units import format_bytes
 
     times = (layer.forward_s, layer.backward_s, layer.backward_input_s, layer.update_s)
@@ -278,15 +281,14 @@ def _cells(layer: "LayerProfile") -> list[str]:
         layer.output_bytes,
     )
     return [
-        *(f"{by_gpus[1] * 1e3:.3f}" if by_gpus else "-" for by_gpus in times),
+        *(f"{by_gpus[1] * 1e3:.3f} ms" if by_gpus else "-" for by_gpus in times),
         *map(format_bytes, sizes),
     ]
 
 
 def _machines(found: "Profile", notes: dict[str, Any]) -> list[str]:
     """Links, memory, and what was measured on."""
-    from oobleck.cli import text as words
-    from oobleck.planner.units import format_bytes
+    from oobleck.planner.units import count, format_bytes
 
     links = found.links
     return [
@@ -297,5 +299,5 @@ def _machines(found: "Profile", notes: dict[str, Any]) -> list[str]:
         f"latency         {links.latency_s * 1e6:.0f} us",
         f"usable memory   {format_bytes(found.gpu_memory_bytes)} per worker",
         f"measured on     {', '.join(notes.get('devices', ['?']))}, "
-        f"{words.count(int(notes.get('workers', 0)), 'worker')} at once",
+        f"{count(int(notes.get('workers', 0)), 'worker')} at once",
     ]

@@ -2,13 +2,13 @@
 
 import json
 import os
-import shutil
 import sys
 from typing import TYPE_CHECKING
 
 import click
 
-from oobleck.cli.options import NO_SUCH_THING, json_option, master_option
+from oobleck.cli.options import NO_SUCH_THING, json_option, master_option, wide_option
+from oobleck.cli.table import terminal_width
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.endpoint import Endpoint
@@ -23,8 +23,9 @@ MOST_RANK = 2**32 - 1
 @click.command()
 @click.argument("job_id", metavar="[JOB]", required=False)
 @master_option
+@wide_option
 @json_option("One JSON object: the job's status, or {nodes, jobs} of the cluster.")
-def status(job_id: str | None, master: Endpoint, as_json: bool) -> None:
+def status(job_id: str | None, master: Endpoint, wide: bool, as_json: bool) -> None:
     """Show one job in full (state and reason, step, loss, pipelines, how many nodes it can still
     lose), or without JOB all nodes and jobs."""
     from oobleck.cli import text
@@ -42,15 +43,17 @@ def status(job_id: str | None, master: Endpoint, as_json: bool) -> None:
         both = {"nodes": [*map(text.plain, nodes)], "jobs": [*map(text.plain, jobs)]}
         click.echo(text.dump(both))
     else:
-        width = _width()
-        tables = text.nodes_table(nodes, width=width), text.jobs_table(jobs, width=width)
-        click.echo("\n\n".join(tables))
+        width = terminal_width()
+        click.echo(text.nodes_table(nodes, width=width, wide=wide))
+        click.echo()
+        click.echo(text.jobs_table(jobs, width=width, wide=wide))
 
 
 @click.command()
 @master_option
+@wide_option
 @json_option("A JSON array of nodes.")
-def nodes(master: Endpoint, as_json: bool) -> None:
+def nodes(master: Endpoint, wide: bool, as_json: bool) -> None:
     """List the nodes that the master knows: live, disconnected or lost."""
     from oobleck.cli import text
     from oobleck.cli.client import Master
@@ -58,15 +61,17 @@ def nodes(master: Endpoint, as_json: bool) -> None:
     with Master(master) as connection:
         found = connection.nodes()
         _warn(connection)
-    click.echo(
-        text.dump([*map(text.plain, found)]) if as_json else text.nodes_table(found, width=_width())
-    )
+    if as_json:
+        click.echo(text.dump([*map(text.plain, found)]))
+    else:
+        click.echo(text.nodes_table(found, width=terminal_width(), wide=wide))
 
 
 @click.command()
 @master_option
+@wide_option
 @json_option("A JSON array of jobs.")
-def jobs(master: Endpoint, as_json: bool) -> None:
+def jobs(master: Endpoint, wide: bool, as_json: bool) -> None:
     """List all jobs, oldest first."""
     from oobleck.cli import text
     from oobleck.cli.client import Master
@@ -74,9 +79,10 @@ def jobs(master: Endpoint, as_json: bool) -> None:
     with Master(master) as connection:
         found = connection.jobs()
         _warn(connection)
-    click.echo(
-        text.dump([*map(text.plain, found)]) if as_json else text.jobs_table(found, width=_width())
-    )
+    if as_json:
+        click.echo(text.dump([*map(text.plain, found)]))
+    else:
+        click.echo(text.jobs_table(found, width=terminal_width(), wide=wide))
 
 
 @click.command()
@@ -107,7 +113,9 @@ def events(job_id: str, follow: bool, incidents: bool, master: Endpoint, as_json
             if as_json:
                 click.echo(text.dump_line(event))
             elif of_incident:
-                click.echo(incident.block(event, colour=colour, width=_width()), color=colour)
+                click.echo(
+                    incident.block(event, colour=colour, width=terminal_width()), color=colour
+                )
             else:
                 click.echo(text.event_line(event))
     if incidents and told == 0:
@@ -186,8 +194,3 @@ def _nodes_of(master: "Master", job_id: str) -> list[str]:
             case _:
                 pass  # about no node in particular, or about one that is in the others
     return sorted(found)
-
-
-def _width() -> int | None:
-    """How wide a table may be: a pipe or a file takes any width."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -1,23 +1,20 @@
 """How things look on a terminal, and as JSON. Pure: messages in, lines out."""
 
 import json
-import re
-import textwrap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from google.protobuf.message import Message
 
 from oobleck.cli import incident
+from oobleck.cli.table import Column, listing, table
 from oobleck.host.display import inline
 from oobleck.planner.units import format_bytes
 from oobleck.proto import control_pb2 as pb
 
 #: States that a job stays in.
 ENDED = ("succeeded", "failed", "cancelled")
-#: A column of text narrower than this is not readable.
-_NARROWEST = 24
 #: The only character of ASCII that JSON leaves as it is and that is not printable.
 _DELETE = "\x7f"
 
@@ -51,53 +48,6 @@ def dump_line(value: object) -> str:
     return json.dumps(value, separators=(",", ":")).replace(_DELETE, r"\u007f")
 
 
-def table(
-    heads: Sequence[str], rows: Iterable[Sequence[object]], *, width: int | None = None
-) -> str:
-    """Columns as wide as their widest cell; a column of numbers is aligned to the right.
-
-    Where that is wider than `width`, the last column is wrapped: under its head if there is room,
-    else below its row.
-    """
-    cells = [[inline(str(cell)) for cell in row] for row in rows]
-    lines = _lines(heads, cells)
-    if width is None or max(map(len, lines)) <= width:
-        return "\n".join(lines)
-    short = _lines(heads[:-1], [row[:-1] for row in cells])
-    indent = 2 + max(map(len, short))
-    below = width - indent < _NARROWEST
-    if below:
-        indent = 4
-    else:
-        short = [line.ljust(indent - 2) for line in short]
-        short[0] = f"{short[0]}  {heads[-1]}"
-    out = [short[0]]
-    for line, row in zip(short[1:], cells, strict=True):
-        wrapped = textwrap.wrap(row[-1], max(_NARROWEST, width - indent))
-        if not below and wrapped:
-            line = f"{line}  {wrapped.pop(0)}"
-        out += [line.rstrip(), *(" " * indent + more for more in wrapped)]
-    return "\n".join(out)
-
-
-def _lines(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-    right = [
-        bool(cells) and all(_is_number(row[index]) for row in cells) for index in range(len(heads))
-    ]
-    return [
-        "  ".join(
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        ).rstrip()
-        for row in [list(heads), *cells]
-    ]
-
-
-def _is_number(cell: str) -> bool:
-    return re.fullmatch(r"-|[0-9][0-9,]*(\.[0-9]+)?", cell) is not None
-
-
 def seconds(span_s: float) -> str:
     """`0.412 s`, `12.3 s`, `4 min 10 s`, `2 h 05 min`."""
     if span_s < 10:
@@ -118,6 +68,11 @@ def moment(unix: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix)) if unix else "-"
 
 
+def minute(unix: float) -> str:
+    """A moment of this year, for tables."""
+    return time.strftime("%m-%d %H:%M", time.localtime(unix)) if unix else "-"
+
+
 def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
@@ -125,50 +80,45 @@ def count(number: int, noun: str) -> str:
 # ---- tables
 
 
-def jobs_table(jobs: Iterable[pb.JobStatus], *, width: int | None = None) -> str:
-    rows = [
-        (
-            job.job_id,
-            job.state,
-            f"{job.committed_step}/{job.steps}",
-            f"{job.loss:.4f}" if job.HasField("loss") else "-",
-            f"{job.tokens_per_s:,.0f}" if job.tokens_per_s else "-",
-            job.generation or "-",
-            moment(job.submitted_at),
-            job.reason,
-        )
-        for job in jobs
-    ]
-    if not rows:
-        return "no jobs; queue one with 'oobleck submit JOB.yaml'"
-    heads = ("JOB", "STATE", "STEP", "LOSS", "TOKENS/S", "GENERATION", "SUBMITTED", "REASON")
-    return table(heads, rows, width=width)
+_JOB_COLUMNS = (
+    Column("JOB", lambda job: job.job_id),
+    Column("STATE", lambda job: job.state),
+    Column("STEP", lambda job: f"{job.committed_step}/{job.steps}"),
+    Column("LOSS", lambda job: f"{job.loss:.4f}" if job.HasField("loss") else "-"),
+    Column("TOKENS/S", lambda job: f"{job.tokens_per_s:,.0f}" if job.tokens_per_s else "-"),
+    Column("GENERATION", lambda job: job.generation or "-", wide=True),
+    Column("SUBMITTED", lambda job: minute(job.submitted_at)),
+    Column("REASON", lambda job: job.reason),
+)
+_NODE_COLUMNS = (
+    Column("NODE", lambda node: node.node),
+    Column("STATE", lambda node: node.state),
+    Column(
+        "WORKERS", lambda node: f"{sum(bool(w.store) for w in node.workers)}/{node.worker_slots}"
+    ),
+    Column("DEVICE", lambda node: node.device, wide=True),
+    Column("MEMORY/WORKER", lambda node: format_bytes(node.memory_per_worker_bytes), wide=True),
+    Column("ADDRESS", lambda node: node.address, wide=True),
+    Column("PID", lambda node: node.pid, wide=True),
+    Column("JOB", lambda node: node.job_id or "-"),
+    Column("GENERATION", lambda node: node.generation or "-", wide=True),
+    Column("HEARD", lambda node: f"{node.last_heard_s:.1f} s ago"),
+    Column("REASON", lambda node: node.reason),
+)
 
 
-def nodes_table(nodes: Iterable[pb.NodeInfo], *, width: int | None = None) -> str:
-    rows = [
-        (
-            node.node,
-            node.state,
-            node.address,
-            node.pid,
-            f"{sum(1 for w in node.workers if w.store)}/{node.worker_slots}",
-            node.device,
-            format_bytes(node.memory_per_worker_bytes),
-            node.job_id or "-",
-            node.generation or "-",
-            f"{node.last_heard_s:.1f} s ago",
-            node.reason,
-        )
-        for node in nodes
-    ]
-    if not rows:
-        return "no nodes; start one with 'oobleck-agent --master HOST:PORT'"
-    heads = (
-        *("NODE", "STATE", "ADDRESS", "PID", "WORKERS", "DEVICE", "MEMORY/WORKER"),
-        *("JOB", "GENERATION", "HEARD", "REASON"),
-    )
-    return table(heads, rows, width=width)
+def jobs_table(
+    jobs: Iterable[pb.JobStatus], *, width: int | None = None, wide: bool = False
+) -> str:
+    listed = listing(_JOB_COLUMNS, list(jobs), width=width, wide=wide)
+    return listed or "no jobs; queue one with 'oobleck submit JOB.yaml'"
+
+
+def nodes_table(
+    nodes: Iterable[pb.NodeInfo], *, width: int | None = None, wide: bool = False
+) -> str:
+    listed = listing(_NODE_COLUMNS, list(nodes), width=width, wide=wide)
+    return listed or "no nodes; start one with 'oobleck-agent --master HOST:PORT'"
 
 
 # ---- one job

@@ -43,7 +43,7 @@ def test_a_job_from_submit_to_its_end(cluster: str, job_file: Callable[..., Path
     both = json.loads(run("status", *master, "--json").stdout)
     assert set(both) == {"nodes", "jobs"}
     table = run("nodes", *master).stdout.split("\n")
-    assert table[0].split()[:3] == ["NODE", "STATE", "ADDRESS"]
+    assert table[0].split()[:3] == ["NODE", "STATE", "WORKERS"]
     assert [line.split()[:2] for line in table[1:3]] == [["n1", "live"], ["n2", "live"]]
 
     records = [

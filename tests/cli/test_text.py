@@ -49,33 +49,6 @@ def test_plain_keeps_defaults_and_numbers() -> None:
     ]
 
 
-def test_table_aligns_numbers_to_the_right_and_text_to_the_left() -> None:
-    assert text.table(("NAME", "N"), [("a", 1), ("longer", 1000)]).split("\n") == [
-        "NAME       N",
-        "a          1",
-        "longer  1000",
-    ]
-    assert text.table(("IP", "X"), [("127.0.0.1", "")]) == "IP         X\n127.0.0.1"
-
-
-def test_a_table_that_is_too_wide_wraps_its_last_column() -> None:
-    rows = [("a", "one two three four five six seven"), ("b", "")]
-    assert text.table(("NAME", "REASON"), rows, width=32).split("\n") == [
-        "NAME  REASON",
-        "a     one two three four five",
-        "      six seven",
-        "b",
-    ]
-    assert text.table(("NAME", "REASON"), rows, width=28).split("\n") == [
-        "NAME",
-        "a",
-        "    one two three four five",
-        "    six seven",
-        "b",
-    ]
-    assert text.table(("NAME", "REASON"), rows, width=39) == text.table(("NAME", "REASON"), rows)
-
-
 @pytest.mark.parametrize(
     ("span_s", "shown"),
     [(0.4124, "0.412 s"), (12.34, "12.3 s"), (250, "4 min 10 s"), (7500, "2 h 05 min")],

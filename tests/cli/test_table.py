@@ -1,0 +1,131 @@
+"""Tables at the width of a terminal: nothing is printed, no processes."""
+
+import time
+
+import pytest
+
+from oobleck.cli import text
+from oobleck.cli.table import table
+from oobleck.proto import control_pb2 as pb
+
+LONG = "gpu-node-0123.cluster"
+REASON = (
+    "cannot join the job: data.text: texts/*.txt: no file matches on this node; put that right, "
+    "then 'oobleck node undrain' it or start its agent anew"
+)
+
+
+def node(name: str = "n1", **fields: object) -> pb.NodeInfo:
+    return pb.NodeInfo(
+        **{
+            "node": name,
+            "state": "live",
+            "address": "10.20.130.140",
+            "pid": 1234567,
+            "worker_slots": 8,
+            "workers": [pb.WorkerStatus(slot=slot, store="10.0.0.1:1") for slot in range(8)],
+            "device": "cuda",
+            "memory_per_worker_bytes": 80 << 30,
+            "last_heard_s": 0.62,
+            **fields,
+        }  # type: ignore[arg-type]
+    )
+
+
+def widest(shown: str) -> int:
+    return max(map(len, shown.splitlines()))
+
+
+def test_table_aligns_numbers_to_the_right_and_text_to_the_left() -> None:
+    assert table(("NAME", "N"), [("a", 1), ("longer", 1000)]).split("\n") == [
+        "NAME       N",
+        "a          1",
+        "longer  1000",
+    ]
+    assert table(("IP", "X"), [("127.0.0.1", "")]) == "IP         X\n127.0.0.1"
+
+
+def test_a_table_that_is_too_wide_wraps_its_last_column() -> None:
+    rows = [("a", "one two three four five six seven"), ("b", "")]
+    assert table(("NAME", "REASON"), rows, width=32).split("\n") == [
+        "NAME  REASON",
+        "a     one two three four five",
+        "      six seven",
+        "b",
+    ]
+    assert table(("NAME", "REASON"), rows, width=28).split("\n") == [
+        "NAME",
+        "a",
+        "    one two three four five",
+        "    six seven",
+        "b",
+    ]
+    assert table(("NAME", "REASON"), rows, width=39) == table(("NAME", "REASON"), rows)
+
+
+def test_columns_that_say_nothing_of_any_node_are_left_out() -> None:
+    assert text.nodes_table([node("n1"), node("n2")]).splitlines() == [
+        "NODE  STATE  WORKERS  HEARD",
+        "n1    live   8/8      0.6 s ago",
+        "n2    live   8/8      0.6 s ago",
+    ]
+    busy = text.nodes_table([node("n1", job_id="demo-1"), node("n2", reason="fans")])
+    assert busy.splitlines() == [
+        "NODE  STATE  WORKERS  JOB     HEARD      REASON",
+        "n1    live   8/8      demo-1  0.6 s ago",
+        "n2    live   8/8      -       0.6 s ago  fans",
+    ]
+
+
+def test_a_wide_listing_has_every_column_whatever_the_width() -> None:
+    shown = text.nodes_table([node("n1")], width=80, wide=True).splitlines()
+    assert " ".join(shown[0].split()) == (
+        "NODE STATE WORKERS DEVICE MEMORY/WORKER ADDRESS PID JOB GENERATION HEARD REASON"
+    )
+    assert len(shown) == 2
+    jobs = text.jobs_table([pb.JobStatus(job_id="demo-1")], width=80, wide=True).splitlines()
+    assert " ".join(jobs[0].split()) == ("JOB STATE STEP LOSS TOKENS/S GENERATION SUBMITTED REASON")
+
+
+@pytest.mark.parametrize("reason", ["", REASON])
+@pytest.mark.parametrize("name", ["n1", LONG, "n" * 63])
+def test_nodes_fit_80_columns(name: str, reason: str) -> None:
+    nodes = [
+        node(name, state="disconnected", job_id="llama-3-8b-12", last_heard_s=123.4, reason=reason),
+        node("n2"),
+    ]
+    shown = text.nodes_table(nodes, width=80)
+    assert widest(shown) <= 80
+    if name != "n" * 63:
+        assert name in shown
+    assert " ".join(reason.split()) in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("reason", ["", REASON])
+@pytest.mark.parametrize("name", ["demo-1", "llama-3-8b-pretrain-12", "n" * 63])
+def test_jobs_fit_80_columns(name: str, reason: str) -> None:
+    job = pb.JobStatus(
+        job_id=name,
+        state="running",
+        committed_step=41200,
+        steps=100000,
+        loss=2.34567,
+        tokens_per_s=1234567.8,
+        generation=117,
+        submitted_at=time.time(),
+        reason=reason,
+    )
+    shown = text.jobs_table([job, job], width=80)
+    assert widest(shown) <= 80
+    assert "  41200/100000  2.3457  1,234,568  " in shown
+    if name != "n" * 63:
+        assert name in shown
+
+
+def test_what_is_too_wide_is_cut_but_for_numbers() -> None:
+    rows = [("a" * 30, 123456789, "b" * 12), ("c", 1, "d")]
+    assert table(("NAME", "N", "KIND"), rows, width=32).splitlines() == [
+        "NAME               N  KIND",
+        "aaaaaaaa…  123456789  bbbbbbbbb…",
+        "c                  1  d",
+    ]
