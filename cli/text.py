@@ -50,18 +50,25 @@ def dump_line(value: object) -> str:
 
 def seconds(span_s: float) -> str:
     """`0.412 s`, `12.3 s`, `4 min 10 s`, `2 h 05 min`."""
-    if span_s < 10:
+    if round(span_s, 3) < 10:
         return f"{span_s:.3f} s"
-    if span_s < 60:
+    if round(span_s, 1) < 60:
         return f"{span_s:.1f} s"
-    if span_s < 3600:
-        return f"{span_s // 60:.0f} min {span_s % 60:02.0f} s"
-    return f"{span_s // 3600:.0f} h {span_s % 3600 // 60:02.0f} min"
+    return _minutes(span_s)
 
 
 def about(span_s: float) -> str:
     """A forecast, in whole seconds."""
-    return f"{span_s:.0f} s" if span_s < 60 else seconds(span_s)
+    return f"{span_s:.0f} s" if round(span_s) < 60 else _minutes(span_s)
+
+
+def _minutes(span_s: float) -> str:
+    """Rounded before it is cut into parts, so that no part is 60."""
+    minutes, left_s = divmod(round(span_s), 60)
+    if minutes < 60:
+        return f"{minutes} min {left_s:02d} s"
+    hours, minutes = divmod(round(span_s / 60), 60)
+    return f"{hours} h {minutes:02d} min"
 
 
 def moment(unix: float) -> str:

@@ -51,10 +51,44 @@ def test_plain_keeps_defaults_and_numbers() -> None:
 
 @pytest.mark.parametrize(
     ("span_s", "shown"),
-    [(0.4124, "0.412 s"), (12.34, "12.3 s"), (250, "4 min 10 s"), (7500, "2 h 05 min")],
+    [
+        (0.4124, "0.412 s"),
+        (9.9994, "9.999 s"),
+        (9.9996, "10.0 s"),
+        (12.34, "12.3 s"),
+        (59.96, "1 min 00 s"),
+        (179.4, "2 min 59 s"),
+        (179.7, "3 min 00 s"),
+        (250, "4 min 10 s"),
+        (3599.4, "59 min 59 s"),
+        (3599.7, "1 h 00 min"),
+        (7199.0, "2 h 00 min"),
+        (7500, "2 h 05 min"),
+    ],
 )
 def test_seconds(span_s: float, shown: str) -> None:
     assert text.seconds(span_s) == shown
+
+
+def test_a_forecast_is_in_whole_seconds() -> None:
+    assert [text.about(span_s) for span_s in (0.4, 59.4, 59.6, 179.7)] == [
+        *("0 s", "59 s", "1 min 00 s", "3 min 00 s")
+    ]
+
+
+def test_a_span_of_any_length_is_told_to_its_last_part() -> None:
+    """No part is 60 or more, and what is told is the span, rounded to its last part."""
+    factors = {"h": 3600.0, "min": 60.0, "s": 1.0}
+    for tenths in range(0, 3 * 36000, 3):
+        span_s = tenths / 10 + 0.0499
+        for told in (text.seconds(span_s), text.about(span_s)):
+            words = told.split()
+            parts = {unit: float(n) for n, unit in zip(words[::2], words[1::2], strict=True)}
+            assert parts.get("s", 0.0) < 60, (span_s, told)
+            assert parts.get("min", 0.0) < 60, (span_s, told)
+            value_s = sum(factors[unit] * number for unit, number in parts.items())
+            within_s = 30.0 if "h" in parts else 0.5
+            assert abs(value_s - span_s) <= within_s, (span_s, told)
 
 
 def test_status_of_a_job_draws_its_pipelines() -> None:
