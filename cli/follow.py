@@ -10,19 +10,22 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 from oobleck.cli import text
 from oobleck.cli.away import AWAY_S
 from oobleck.cli.client import Master, Unreachable
+from oobleck.cli.table import cut
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
 from oobleck.proto import control_pb2 as pb
 
 #: Between two lines where the output is not a terminal.
 LINE_EVERY_S = 1.0
+#: Of a part of the line that is never left out.
+_MUST = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,13 @@ class Progress:
         self._state = ""
         self._printed_at = float("-inf")
 
+    @property
+    def width(self) -> int | None:
+        """Of a line: none has the last column, after which a terminal may scroll."""
+        return shutil.get_terminal_size().columns - 1 if self._live else None
+
     def status(self, status: pb.JobStatus, now: float) -> None:
-        line = progress_line(status)
+        line = progress_line(status, self.width)
         state = f"{status.state} {status.generation} {status.reason}"
         if self._live:
             self._rewrite(line)
@@ -82,30 +90,46 @@ class Progress:
         self._out.flush()
 
     def _rewrite(self, line: str) -> None:
-        width = shutil.get_terminal_size().columns - 1
-        self._out.write("\r\x1b[K" + line[:width])
+        self._out.write("\r\x1b[K" + line[: self.width])
         self._out.flush()
         self._drawn = line
 
 
-def progress_line(status: pb.JobStatus) -> str:
-    parts = [status.state, f"step {status.committed_step}/{status.steps}"]
+def progress_line(status: pb.JobStatus, width: int | None = None) -> str:
+    """How far the job is. Of a line longer than `width` the parts that matter least are left out,
+    and what is longer still is cut."""
+    parts = list(_parts(status))
+    while width is not None and len(_line(parts)) > width and max(parts)[0] > _MUST:
+        parts.remove(max(parts))
+    line = _line(parts)
+    return line if width is None else cut(line, width)
+
+
+def _parts(status: pb.JobStatus) -> Iterator[tuple[int, str]]:
+    """Parts in the order of the line, each with how soon it is left out: the highest goes first."""
+    yield _MUST, status.state
+    yield _MUST, f"step {status.committed_step}/{status.steps}"
     if status.HasField("loss"):
-        parts.append(f"loss {status.loss:.4f}")
+        yield 2, f"loss {status.loss:.4f}"
     if status.skipped_steps:
-        parts.append(f"{status.skipped_steps} skipped")
+        yield 5, f"{status.skipped_steps} skipped"
     if status.HasField("evaluation"):
-        parts.append(f"held out {text.evaluation(status.evaluation)}")
+        yield 4, f"held out {text.evaluation(status.evaluation)}"
     if status.tokens_per_s:
-        parts.append(f"{status.tokens_per_s:,.0f} tokens/s")
+        yield 3, f"{status.tokens_per_s:,.0f} tokens/s"
     if status.HasField("plan"):
         nodes = sum(len(pipeline.nodes) for pipeline in status.plan.pipelines)
         shape = " + ".join(str(len(pipeline.nodes)) for pipeline in status.plan.pipelines)
-        parts += [f"{text.count(nodes, 'node')} ({shape})", f"generation {status.generation}"]
+        yield 6, f"{text.count(nodes, 'node')} ({shape})"
+        yield 7, f"generation {status.generation}"
     if status.eta_s and status.state not in text.ENDED:
-        parts.append(f"{text.about(status.eta_s)} to go")
-    line = "  ".join(parts)
-    return inline(f"{line}  ({status.reason})" if status.reason else line)
+        yield 1, f"{text.about(status.eta_s)} to go"
+    if status.reason:
+        yield _MUST, f"({inline(status.reason)})"
+
+
+def _line(parts: Iterable[tuple[int, str]]) -> str:
+    return "  ".join(part for _, part in parts)
 
 
 def follow(master: Master, job_id: str, out: TextIO = sys.stdout) -> pb.JobStatus:
@@ -127,7 +151,7 @@ def follow(master: Master, job_id: str, out: TextIO = sys.stdout) -> pb.JobStatu
                         events_seen += 1
                         if events_seen > shown:
                             shown = events_seen
-                            progress.above(text.event_line(record))
+                            progress.above(text.event_line(record, progress.width))
                     case _Closed(error=Unreachable() as error):
                         now = time.monotonic()
                         if away_since is None:

@@ -35,7 +35,8 @@ def status(job_id: str | None, master: Endpoint, wide: bool, as_json: bool) -> N
         if job_id is not None:
             job = connection.job(job_id)
             _warn(connection)
-            click.echo(text.dump(text.plain(job)) if as_json else text.job_text(job))
+            width = terminal_width()
+            click.echo(text.dump(text.plain(job)) if as_json else text.job_text(job, width))
             return
         nodes, jobs = connection.nodes(), connection.jobs()
         _warn(connection)
@@ -117,7 +118,7 @@ def events(job_id: str, follow: bool, incidents: bool, master: Endpoint, as_json
                     incident.block(event, colour=colour, width=terminal_width()), color=colour
                 )
             else:
-                click.echo(text.event_line(event))
+                click.echo(text.event_line(event, terminal_width()))
     if incidents and told == 0:
         click.echo(
             f"no failure of {job_id} is over; 'oobleck status {job_id}' names one that is not",

@@ -75,7 +75,7 @@ def table(
         short[0] = f"{short[0]}  {heads[-1]}"
     out = [short[0]]
     for line, row in zip(short[1:], cells, strict=True):
-        wrapped = textwrap.wrap(row[-1], max(_NARROWEST, width - indent))
+        wrapped = _wrapped(row[-1], max(_NARROWEST, width - indent))
         if not below and wrapped:
             line = f"{line}  {wrapped.pop(0)}"
         out += [line.rstrip(), *(" " * indent + more for more in wrapped)]
@@ -99,6 +99,24 @@ def _cut(heads: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> li
 def cut(line: str, most: int) -> str:
     """`line`, or its beginning with `…` where it is longer than `most` characters."""
     return line if len(line) <= most else line[: max(0, most - 1)] + "…"
+
+
+def folded(line: str, width: int | None, *, indent: int = 0) -> str:
+    """`line`, where it is longer than `width` continued below, behind `indent` spaces."""
+    if width is None or len(line) <= width:
+        return line
+    lines = textwrap.wrap(
+        line,
+        max(width, indent + _NARROWEST),
+        subsequent_indent=" " * indent,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines)
+
+
+def _wrapped(text: str, width: int, indent: int = 0) -> list[str]:
+    """Lines of at most `width`; names with hyphens stay whole."""
+    return textwrap.wrap(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def _lines(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from oobleck.cli import incident
-from oobleck.cli.table import Column, listing, table
+from oobleck.cli.table import Column, folded, listing, table
 from oobleck.host.display import inline
 from oobleck.planner.units import format_bytes
 from oobleck.proto import control_pb2 as pb
@@ -131,7 +131,11 @@ def nodes_table(
 # ---- one job
 
 
-def job_text(job: pb.JobStatus) -> str:
+#: In front of what is told of one job.
+_LABEL = 12
+
+
+def job_text(job: pb.JobStatus, width: int | None = None) -> str:
     """All about one job, plan included."""
     lines = [
         f"job         {job.job_id}",
@@ -178,13 +182,14 @@ def job_text(job: pb.JobStatus) -> str:
         if job.state not in ENDED:
             more = count(job.can_lose, "more node")
             lines.append(f"can lose    {more}, whichever, without losing a layer")
-    tables = [draw(job.plan)] if job.HasField("plan") else []
+    tables = [draw(job.plan, width)] if job.HasField("plan") else []
     if job.memory:
-        tables.append(memory_table(job.memory))
-    return "\n\n".join(["\n".join(map(inline, lines)), *tables])
+        tables.append(memory_table(job.memory, width))
+    facts = "\n".join(folded(inline(line), width, indent=_LABEL) for line in lines)
+    return "\n\n".join([facts, *tables])
 
 
-def memory_table(memory: Iterable[pb.WorkerMemory]) -> str:
+def memory_table(memory: Iterable[pb.WorkerMemory], width: int | None = None) -> str:
     """The most memory that training has taken of each worker, and what the plan counts on."""
     rows = [
         (
@@ -194,7 +199,7 @@ def memory_table(memory: Iterable[pb.WorkerMemory]) -> str:
         )
         for found in memory
     ]
-    return table(("WORKER", "PEAK MEMORY", "PREDICTED"), rows)
+    return table(("WORKER", "PEAK MEMORY", "PREDICTED"), rows, width=width)
 
 
 def evaluation(found: pb.Evaluation) -> str:
@@ -203,7 +208,7 @@ def evaluation(found: pb.Evaluation) -> str:
     return f"{loss} (step {found.step})"
 
 
-def draw(plan: pb.Plan) -> str:
+def draw(plan: pb.Plan, width: int | None = None) -> str:
     """A line per pipeline: its share of the batch, then each stage's node and layers."""
     rows = []
     for number, pipeline in enumerate(plan.pipelines):
@@ -212,7 +217,7 @@ def draw(plan: pb.Plan) -> str:
             for stage in pipeline.stages
         )
         rows.append((f"pipeline {number}", pipeline.microbatches, stages))
-    return table(("PIPELINE", "MICRO-BATCHES", "NODES [LAYERS]"), rows)
+    return table(("PIPELINE", "MICRO-BATCHES", "NODES [LAYERS]"), rows, width=width)
 
 
 def _holders(stage: pb.Stage) -> str:
@@ -224,9 +229,10 @@ def _holders(stage: pb.Stage) -> str:
 # ---- events
 
 
-def event_line(record: dict[str, Any]) -> str:
-    """One record of events.jsonl as one readable line."""
-    return f"{incident.clock(float(record.get('time', 0.0)))}  {inline(_sentence(record))}"
+def event_line(record: dict[str, Any], width: int | None = None) -> str:
+    """One record of events.jsonl as one readable line, folded where `width` is too little."""
+    clock = incident.clock(float(record.get("time", 0.0)))
+    return folded(f"{clock}  {inline(_sentence(record))}", width, indent=len(clock) + 2)
 
 
 def _sentence(record: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from oobleck.cli import text
-from oobleck.cli.table import table
+from oobleck.cli.table import folded, table
 from oobleck.proto import control_pb2 as pb
 
 LONG = "gpu-node-0123.cluster"
@@ -129,3 +129,44 @@ def test_what_is_too_wide_is_cut_but_for_numbers() -> None:
         "aaaaaaaa…  123456789  bbbbbbbbb…",
         "c                  1  d",
     ]
+
+
+def test_an_event_that_is_too_long_goes_on_below_its_text() -> None:
+    event = {"event": "waiting", "time": 1.25, "reason": REASON}
+    lines = text.event_line(event, 80).splitlines()
+    assert len(lines) == 3
+    assert max(map(len, lines)) <= 80
+    assert [line[:14].strip() for line in lines[1:]] == ["", ""]
+    assert " ".join(" ".join(lines).split()) == " ".join(text.event_line(event).split())
+
+
+def test_a_word_that_is_too_long_is_folded_too() -> None:
+    assert folded("a " + "b" * 50, 30, indent=4).splitlines() == [
+        "a " + "b" * 28,
+        "    " + "b" * 22,
+    ]
+
+
+def test_a_job_in_full_fits_80_columns() -> None:
+    stages = [
+        pb.Stage(
+            first_layer=4 * number,
+            last_layer=4 * number + 3,
+            workers=[pb.WorkerId(node=f"gpu-node-{number:04d}.cluster", slot=0)],
+        )
+        for number in range(4)
+    ]
+    job = pb.JobStatus(
+        job_id="llama-3-8b-pretrain-12",
+        state="waiting",
+        reason=REASON,
+        checkpoint_path="/shared",
+        checkpoint="/shared/checkpoints/llama-3-8b-pretrain/step-000041200-cda2d4d7",
+        checkpoint_step=41200,
+        last_incident=f"node {LONG} was lost: {REASON}; recovered in 0.412 s",
+        plan=pb.Plan(pipelines=[pb.Pipeline(microbatches=8, stages=stages)]),
+        memory=[pb.WorkerMemory(worker=stages[0].workers[0], predicted_bytes=79 << 30)],
+    )
+    shown = text.job_text(job, 80)
+    assert widest(shown) <= 80
+    assert sorted(shown.split()) == sorted(text.job_text(job).split())

@@ -130,6 +130,36 @@ def test_progress_line() -> None:
     assert "  loss 2.3457  9 skipped  12,346 tokens/s" in progress_line(job(skipped_steps=9))
 
 
+def test_the_progress_line_leaves_out_what_matters_least_and_keeps_how_long_it_will_take() -> None:
+    full = job(
+        generation=117,
+        skipped_steps=9,
+        evaluation=pb.Evaluation(step=50, loss=2.5),
+        tokens_per_s=1234567.8,
+        committed_step=41200,
+        steps=100000,
+        eta_s=12345.6,
+    )
+    assert progress_line(full, 79) == (
+        "running  step 41200/100000  loss 2.3457  1,234,568 tokens/s  3 h 26 min to go"
+    )
+    assert progress_line(full, 160) == progress_line(full)
+    assert progress_line(full, 50) == "running  step 41200/100000  3 h 26 min to go"
+    for width in range(16, 160):
+        line = progress_line(full, width)
+        assert len(line) <= width
+        assert line.startswith("running  step")
+        assert ("to go" in line) == (width >= 44)
+
+
+def test_the_progress_line_says_why_before_all_but_the_step() -> None:
+    waits = job(state="waiting", reason="needs 2 nodes that hold layers 0-4, and n1 is lost")
+    assert progress_line(waits, 79) == (
+        "waiting  step 57/200  (needs 2 nodes that hold layers 0-4, and n1 is lost)"
+    )
+    assert progress_line(waits, 40) == "waiting  step 57/200  (needs 2 nodes th…"
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
