@@ -4,20 +4,18 @@ The job is, where a worker says so (an exception in the model, no memory on its 
 one would meet the same. What a worker found wrong with its host (data that are missing or damaged,
 a device, a disk) and ends that nobody explains may be the node's own. The node is left out then, if
 the others can do it, and the job fails where most nodes say the same, or processes keep ending on a
-second node without a step in between. Until the first step, a job that cannot do without the node
-fails with its words; later it waits for nodes, since a model that was trained is worth the wait.
+second node without a step in between. A job that cannot do without the node waits for another one.
 """
 
-from oobleck.master import fitness, planning
+from oobleck.master import fitness
 from oobleck.master.decision import Decision, Look
 from oobleck.master.ending import transition
 from oobleck.master.job import Job
 from oobleck.master.jobevents import JobFailed
-from oobleck.master.making import next_generation
 from oobleck.master.node import Node
 from oobleck.master.sightings import carried, describe_exit
-from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.units import listed
 
 #: Ends of one worker's processes that may follow each other without a committed step in between.
 _MOST_ENDS = 5
@@ -51,19 +49,13 @@ def _jobs_fault(look: Look, job: Job) -> str | None:
     news = _news(job, suspects)
     if not news:
         return None
-    others = _others(look, job, suspects)
-    name, first = next(iter(news.items()))
-    if len(news) > len(others):
-        more = ", ".join(sorted(set(news) - {name}))
-        return first + (f" (likewise on {more})" if more else "")
-    if _wait_until(look, job, suspects) is not None:
+    if len(news) <= len(_others(look, job, suspects)):
         return None
-    began = job.trained is not None or job.seen.furthest_step > 0
-    return None if began or _can_do(look, job, others) else first
+    return f"{next(iter(news.values()))} (on {listed(sorted(news))})"
 
 
 def _lone_node(job: Job) -> NodeName | None:
-    """The one node that the job fails for want of; None: the others could do no better."""
+    """The only node that there is, where it alone is at fault; None: others could do no better."""
     if job.seen.failure is not None or job.left_out or len(job.seen.ailing) != 1:
         return None
     return next(iter(job.seen.ailing))
@@ -136,14 +128,3 @@ def _wait_until(look: Look, job: Job, suspects: dict[NodeName, str]) -> float | 
     )
     due = max(ends, default=look.now)
     return due if look.now < due else None
-
-
-def _can_do(look: Look, job: Job, nodes: list[Node]) -> bool:
-    try:
-        if job.made is None:
-            planning.check_enough(job, nodes)
-        else:
-            planning.next_plan(look, job, nodes, next_generation(look, job))
-    except PlanInfeasible:
-        return False
-    return True

@@ -10,13 +10,15 @@ from oobleck.master.state import ClusterState
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.units import count, listed
 
+_BACK = "put that right, and 'oobleck node undrain NODE' takes a node back"
+
 
 def names(nodes: Iterable[Node]) -> str:
     return listed(node.facts.node for node in nodes)
 
 
 def wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) -> Decision:
-    out = (f"{node} is left out: {why}" for node, why in sorted(job.left_out.items()))
+    out = [f"{node} is left out: {why}" for node, why in sorted(job.left_out.items())]
     slots = state.worker_slots(job) or 0
     connected = [node for node in state.nodes.values() if node.connected]
     others = [node for node in connected if node.facts.worker_slots != slots]
@@ -31,6 +33,7 @@ def wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) 
         *([idle] if others else []),
         *([undrain] if drained else []),
         *out,
+        *([_BACK] if out else []),
     )
     reason = "; ".join(causes)
     if job.state == "waiting for nodes" and job.reason == reason:
