@@ -105,13 +105,7 @@ def folded(line: str, width: int | None, *, indent: int = 0) -> str:
     """`line`, where it is longer than `width` continued below, behind `indent` spaces."""
     if width is None or len(line) <= width:
         return line
-    lines = textwrap.wrap(
-        line,
-        max(width, indent + _NARROWEST),
-        subsequent_indent=" " * indent,
-        break_on_hyphens=False,
-    )
-    return "\n".join(lines)
+    return "\n".join(_wrapped(line, max(width, indent + _NARROWEST), indent))
 
 
 def _wrapped(text: str, width: int, indent: int = 0) -> list[str]:

@@ -40,21 +40,27 @@ PAUSED = _Section(beats=0)
 #: Files are read or written, or the state is copied for them.
 FILES = _Section(beats=1)
 _beats = 0
-_doing = "start"
+_doing: tuple[str, int | None] = ("start", None)
 
 
-def beat(doing: str) -> None:
-    """Something begins, of what `doing` names."""
+def beat(name: str, detail: int | None = None) -> None:
+    """Something begins, which is called `name`, with `detail` behind. The text is made where it is
+    read, every second: layers begin thousands of times in one."""
     global _beats, _doing
     _beats += 1
-    _doing = doing
+    _doing = (name, detail)
+
+
+def called(name: str, detail: int | None) -> str:
+    """`name` with `detail` behind if there is any, such as a layer's number."""
+    return name if detail is None else f"{name} {detail}"
 
 
 def read() -> Alive:
     """From any thread."""
     return Alive(
         beats=_beats,
-        doing=_doing,
+        doing=called(*_doing),
         waiting=WAITING.depth + PAUSED.depth > 0,
         files=FILES.depth > 0,
     )

@@ -103,10 +103,10 @@ class Timeline:
 
     def span(self, name: str, detail: int | None = None) -> AbstractContextManager[None]:
         """What is done inside of it is called `name`, with `detail` behind."""
-        pulse.beat(name)
+        pulse.beat(name, detail)
         if self._spans is None:
             return _OFF
-        return OpenSpan(self._spans, name if detail is None else f"{name} {detail}", "step")
+        return OpenSpan(self._spans, pulse.called(name, detail), "step")
 
     def sum(self, name: str, detail: int) -> OpenSpan | None:
         """Something that goes on beside the spans, until its `close`; None: it is not recorded."""

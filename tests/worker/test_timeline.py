@@ -10,12 +10,24 @@ from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.job import JobSpec
 from oobleck.planner.plan import Plan
 from oobleck.planner.program import Action, Forward, Program, SyncGradient
+from oobleck.worker import pulse
 from oobleck.worker.timeline import Timeline
 from support.director import Director, WarmWorkers, make_plan, worker_named
 
 MakeJob = Callable[..., JobSpec]
 PLAN = make_plan(1, [[("a", 2), ("b", 3)], [("c", 5)]], [2, 1])
 WITHOUT_B = make_plan(2, [[("a", 2), ("c", 3)]], [3])
+
+
+def test_the_pulse_tells_the_whole_name_of_what_is_done_though_nothing_is_recorded() -> None:
+    timeline = Timeline()
+    told = []
+    for name, detail in (("layers 0 to", 4), ("layer", 3), ("forward", 0), ("ballot", None)):
+        with timeline.span(name, detail):
+            told.append(pulse.read().doing)
+    with timeline.phase("rendezvous"):
+        told.append(pulse.read().doing)
+    assert told == ["layers 0 to 4", "layer 3", "forward 0", "ballot", "rendezvous"]
 
 
 def record(cluster: Director, plan: Plan, wish: Record) -> dict[WorkerId, Recording]:
