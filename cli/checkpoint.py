@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from oobleck.cli.options import FAILED, NO_SUCH_THING, USAGE, json_option, master_option
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import CommandFailed, nearest, no_command
 from oobleck.host.display import inline
 from oobleck.host.endpoint import Endpoint
 
@@ -30,10 +30,14 @@ Exit codes: see 'oobleck --help'."""
 
 
 class _JobFirst(click.Group):
-    """What is no command's name is the job that a checkpoint is taken of."""
+    """What is no command's name is the job that a checkpoint is taken of, but for what looks like
+    a misspelt command: a job's id ends with its number."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            shown = [name for name, one in self.commands.items() if not one.hidden]
+            if nearest(args[0], shown) and not args[0][-1:].isdigit():
+                raise no_command(args[0], shown, ctx)
             args = ["save", *args]
         return super().parse_args(ctx, args)
 

@@ -49,3 +49,16 @@ def run(command: click.Command, name: str, arguments: Sequence[str] | None = Non
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return result if isinstance(result, int) else 0
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """What `name` may have been meant for; empty where nothing is like it."""
+    from difflib import get_close_matches
+
+    return next(iter(get_close_matches(name, known, n=1)), "")
+
+
+def no_command(name: str, known: Sequence[str], ctx: click.Context) -> click.UsageError:
+    near = nearest(name, known)
+    hint = f"did you mean {near!r}?" if near else f"there are {', '.join(known)}"
+    return click.UsageError(f"no command {name!r}; {hint}", ctx)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,13 @@ def test_no_such_node(master: str, verb: str) -> None:
     ("arguments", "part"),
     [
         (("train",), "no command 'train'"),
+        (("stauts",), "no command 'stauts'; did you mean 'status'?"),
+        (("version",), "no command 'version'; did you mean '--version'?"),
+        (("help",), "did you mean '--help'?"),
+        (("node", "drian", "n1"), "No such command 'drian'. (Did you mean one of: 'drain'"),
+        (("checkpoint", "lst", "demo-1"), "no command 'lst'; did you mean 'list'?"),
+        (("pki", "tokne"), "Did you mean 'token'?"),
+        (("nodes", "--jsn"), "No such option '--jsn'. Did you mean '--json'?"),
         (("jobs", "--what"), "No such option"),
         (("jobs", "--master", "here"), "HOST:PORT"),
         (("jobs", "--master", "http://127.0.0.1:80"), "HOST:PORT"),
@@ -126,6 +134,14 @@ def test_no_such_node(master: str, verb: str) -> None:
 )
 def test_wrong_usage(arguments: tuple[str, ...], part: str) -> None:
     assert part in refused(run(*arguments), 2)
+
+
+@pytest.mark.parametrize("program", ["oobleck.cli.main", "oobleck.agent", "oobleck.master"])
+def test_every_program_tells_its_version(program: str) -> None:
+    command = [sys.executable, "-m", program, "--version"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert told.returncode == 0
+    assert told.stdout.strip().endswith(f"version {metadata.version('oobleck')}")
 
 
 def test_a_home_that_takes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
