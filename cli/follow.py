@@ -107,7 +107,7 @@ def progress_line(status: pb.JobStatus, width: int | None = None) -> str:
 
 def _parts(status: pb.JobStatus) -> Iterator[tuple[int, str]]:
     """Parts in the order of the line, each with how soon it is left out: the highest goes first."""
-    yield _MUST, status.state
+    yield _MUST, inline(status.state)
     yield _MUST, f"step {status.committed_step}/{status.steps}"
     if status.HasField("loss"):
         yield 2, f"loss {status.loss:.4f}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from oobleck.host.folder import Folder
 from oobleck.planner.checkpoint import (
     MANIFEST,
+    MOST_MANIFEST_BYTES,
     InvalidCheckpoint,
     LayerFile,
     Manifest,
@@ -50,8 +51,11 @@ def list_checkpoints(folder: Folder) -> Listing:
             continue
         try:
             checkpoint = read_checkpoint(folder.below(name), name)
-        except (InvalidCheckpoint, OSError) as error:
+        except InvalidCheckpoint as error:
             damaged[name] = str(error)
+            continue
+        except OSError as error:
+            damaged[name] = f"{name}: {MANIFEST}: {error.strerror or error}"
             continue
         if checkpoint is None:
             torn.append(name)
@@ -65,7 +69,7 @@ def read_checkpoint(folder: Folder, name: str) -> Found | None:
     """What `folder`'s manifest says; None: none is there. Raises InvalidCheckpoint, OSError."""
     if not folder.exists(MANIFEST):
         return None
-    text = folder.read(MANIFEST)
+    text = folder.read(MANIFEST, most_bytes=MOST_MANIFEST_BYTES)
     manifest = read_manifest(text, name)
     digest = hashlib.sha256(text).digest()
     identity = int.from_bytes(digest[:8], "little", signed=True)
@@ -75,7 +79,7 @@ def read_checkpoint(folder: Folder, name: str) -> Found | None:
 def read_layer(folder: Folder, file: LayerFile) -> bytes:
     """The content of a layer's file, after its hash was found right. Raises InvalidCheckpoint."""
     try:
-        content = folder.read(file.name)
+        content = folder.read(file.name, most_bytes=file.bytes)
     except OSError as error:
         raise InvalidCheckpoint(f"{file.name}: {error.strerror or error}") from error
     _check(file, len(content), hashlib.sha256(content).hexdigest())
@@ -91,6 +95,8 @@ def verify(folder: Folder, manifest: Manifest) -> dict[str, str]:
             for chunk in folder.chunks(file.name):
                 digest.update(chunk)
                 size += len(chunk)
+                if size > file.bytes:
+                    raise InvalidCheckpoint(f"{file.name}: has more than {file.bytes} bytes")
             _check(file, size, digest.hexdigest())
         except OSError as error:
             bad[file.name] = str(error.strerror or error)

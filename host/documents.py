@@ -5,6 +5,7 @@ one of its fields; `.gz` after either name means compressed. Must not know token
 """
 
 import gzip
+import itertools
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +13,15 @@ from typing import BinaryIO, cast
 
 import msgspec
 
+from oobleck.host.files import open_regular
 from oobleck.host.tokenfile import DataError
 
 #: A long document comes in pieces of about so many bytes.
 PIECE_BYTES = 1 << 18
 #: Without a line end or a blank in so many bytes, a piece ends in the middle of a word.
 _LONGEST_WORD_BYTES = 1 << 20
+#: A document of JSON lines is in memory as a whole.
+_MOST_LINE_BYTES = 64 << 20
 
 _SPACE = b" \t\n\r\x0b\x0c"
 
@@ -58,7 +62,7 @@ def read_documents(path: str, field: str) -> Iterator[Piece]:
     Raises DataError where it cannot be read as what its name says.
     """
     try:
-        with open(path, "rb") as raw:
+        with open_regular(path) as raw:
             opened = gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw
             stream = cast(BinaryIO, opened)
             if path.removesuffix(".gz").endswith(".jsonl"):
@@ -74,13 +78,18 @@ def read_documents(path: str, field: str) -> Iterator[Piece]:
 
 
 def _lines(path: str, raw: BinaryIO, stream: BinaryIO, field: str) -> Iterator[Piece]:
-    for number, line in enumerate(stream, start=1):
+    for number in itertools.count(1):
+        line = stream.readline(_MOST_LINE_BYTES + 1)
+        if not line:
+            return
+        where = f"{path}:{number}"
+        if len(line) > _MOST_LINE_BYTES:
+            raise DataError(f"{where}: is longer than {_MOST_LINE_BYTES >> 20} MiB; cut it")
         if not line.strip():
             continue
-        where = f"{path}:{number}"
         try:
             entry = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DataError(f"{where}: not a line of JSON ({error}); correct it") from error
         text = entry.get(field) if isinstance(entry, dict) else None
         if not isinstance(text, str):

@@ -9,11 +9,15 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from oobleck.host.checkpoints import Found, read_layer
 from oobleck.host.folder import Folder, LocalFolder
+from oobleck.host.weightfiles import WeightsError, check_content
+from oobleck.planner.checkpoint import MOST_LAYER_HEADER_BYTES, InvalidCheckpoint, LayerFile
 from oobleck.planner.export import Array, hugging_face_config, to_hugging_face
+from oobleck.planner.job import ModelSpec
 
 #: Of weights per file, as transformers itself cuts.
 FILE_BYTES = 5 << 30
@@ -62,10 +66,7 @@ class _Export:
     def run(self, on_layer: Callable[[], object]) -> list[str]:
         spec = self._manifest.model
         for file in self._manifest.files:
-            stored = load(read_layer(self._folder, file))
-            # Moments have their parameter's name before their own.
-            weights = {n: v for n, v in stored.items() if n.rpartition(".")[0] not in stored}
-            for name, value in to_hugging_face(spec, file.layer, weights).items():
+            for name, value in self._converted(spec, file).items():
                 if self._size(self._waiting) + value.nbytes > self._file_bytes:
                     self._flush()
                 self._waiting[name] = value
@@ -75,6 +76,19 @@ class _Export:
         config = json.dumps(hugging_face_config(spec), indent=2) + "\n"
         self._output.write("config.json", [config.encode()])
         return ["config.json", *names]
+
+    def _converted(self, spec: ModelSpec, file: LayerFile) -> dict[str, Array]:
+        """Raises InvalidCheckpoint where the layer is not what the manifest says."""
+        content = read_layer(self._folder, file)
+        try:
+            check_content(content, MOST_LAYER_HEADER_BYTES)
+            stored = load(content)
+            # Moments have their parameter's name before their own.
+            weights = {n: v for n, v in stored.items() if n.rpartition(".")[0] not in stored}
+            return to_hugging_face(spec, file.layer, weights)
+        except (WeightsError, SafetensorError, LookupError, ValueError) as error:
+            what = f"is of another model: {error}" if isinstance(error, LookupError) else str(error)
+            raise InvalidCheckpoint(f"{file.name}: {what}") from error
 
     @staticmethod
     def _size(tensors: dict[str, Array]) -> int:

@@ -8,14 +8,19 @@ know what the files are.
 
 import contextlib
 import errno
+import itertools
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from oobleck.host.files import check_size, open_regular, read_regular
+
 #: Read and hashed at a time.
 CHUNK_BYTES = 4 << 20
+#: More is no folder of checkpoints.
+_MOST_NAMES = 100_000
 
 Content = bytes | memoryview
 
@@ -27,11 +32,13 @@ class Folder(Protocol):
     url: str
 
     def names(self) -> list[str]:
-        """What is directly in the folder, sorted; nothing where there is no such folder."""
+        """What is directly in the folder, sorted; nothing where there is no such folder. A crowd
+        of names is an error."""
 
     def exists(self, name: str) -> bool: ...
 
-    def read(self, name: str) -> bytes: ...
+    def read(self, name: str, *, most_bytes: int) -> bytes:
+        """Raises WrongFile for what is larger, or no regular file."""
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """The file's content piece by piece."""
@@ -69,18 +76,19 @@ class LocalFolder:
 
     def names(self) -> list[str]:
         try:
-            return sorted(os.listdir(self._path))
+            with os.scandir(self._path) as entries:
+                return bounded_names(entry.name for entry in entries)
         except FileNotFoundError:
             return []
 
     def exists(self, name: str) -> bool:
         return (self._path / name).exists()
 
-    def read(self, name: str) -> bytes:
-        return (self._path / name).read_bytes()
+    def read(self, name: str, *, most_bytes: int) -> bytes:
+        return read_regular(self._path / name, most_bytes)
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        with open(self._path / name, "rb") as file:
+        with open_regular(self._path / name) as file:
             while chunk := file.read(CHUNK_BYTES):
                 yield chunk
 
@@ -105,10 +113,26 @@ class LocalFolder:
     def remove(self, name: str) -> None:
         path = self._path / name
         with contextlib.suppress(FileNotFoundError):
-            if path.is_dir():
-                shutil.rmtree(path)
+            if path.is_dir() and not path.is_symlink():
+                _remove_tree(path)
             else:
                 path.unlink()
+
+
+def _remove_tree(path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except RecursionError as error:
+        reason = "folders are nested too deeply in it; remove it by hand"
+        raise OSError(errno.ELOOP, reason, str(path)) from error
+
+
+def bounded_names(names: Iterable[str]) -> list[str]:
+    """Sorted. Raises OSError for a crowd of them."""
+    found = list(itertools.islice(names, _MOST_NAMES + 1))
+    if len(found) > _MOST_NAMES:
+        raise OSError(errno.E2BIG, f"more than {_MOST_NAMES} names are in it")
+    return sorted(found)
 
 
 def _make_directory(path: Path) -> None:
@@ -166,16 +190,19 @@ class RemoteFolder:
                 found = self._system.ls(self._path, detail=False)
             except FileNotFoundError:
                 return []
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+            return bounded_names(path.rstrip("/").rpartition("/")[2] for path in found)
 
     def exists(self, name: str) -> bool:
         with _as_os_errors(self.url):
             self._system.invalidate_cache()
             return bool(self._system.exists(self._at(name)))
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, *, most_bytes: int) -> bytes:
+        path = self._at(name)
         with _as_os_errors(self.url):
-            return bytes(self._system.cat_file(self._at(name)))
+            self._system.invalidate_cache()
+            check_size(self._system.size(path) or 0, most_bytes)
+            return bytes(self._system.cat_file(path))
 
     def chunks(self, name: str) -> Iterator[bytes]:
         with _as_os_errors(self.url), self._system.open(self._at(name), "rb") as file:

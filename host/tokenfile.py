@@ -19,7 +19,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from oobleck.host.files import open_regular, read_regular
 from oobleck.planner.codec import decode, encode
+
+#: Of a description; it has a dozen fields.
+_MOST_INFO_BYTES = 1 << 20
 
 Dtype = Literal["uint8", "uint16", "uint32"]
 
@@ -52,10 +56,23 @@ class TokenFileInfo(msgspec.Struct, frozen=True, kw_only=True):
     #: SHA-256 (hex) of the token file.
     sha256: str
 
+    def __post_init__(self) -> None:
+        for name in ("tokens", "highest", "documents", "vocabulary"):
+            if not 0 <= getattr(self, name) < 1 << 62:
+                raise ValueError(f"{name}: {getattr(self, name)} makes no sense")
+
     @property
     def width(self) -> int:
         """Bytes per id."""
         return np.dtype(self.dtype).itemsize
+
+    def check_token(self, token: int, where: str) -> None:
+        """Raise DataError where the file has a token that its description leaves out."""
+        if token > self.highest:
+            raise DataError(
+                f"{where} has token {token}, and the file's description names {self.highest} as "
+                "the highest: one of them was replaced; make both anew with 'oobleck data prepare'"
+            )
 
     def check_vocabulary(self, vocabulary: int, where: str) -> None:
         """Raise DataError where a model of so many tokens cannot take the file's."""
@@ -78,7 +95,7 @@ def read_info(path: str | Path) -> TokenFileInfo | None:
     """
     beside = info_path(path)
     try:
-        info = decode(TokenFileInfo, beside.read_bytes())
+        info = decode(TokenFileInfo, read_regular(beside, _MOST_INFO_BYTES))
         size = os.stat(path).st_size
     except FileNotFoundError:
         return None
@@ -125,7 +142,7 @@ def type_of(path: str | Path, info: TokenFileInfo | None, wanted: Dtype | None) 
 def read_tokens(path: str | Path, info: TokenFileInfo, count: int) -> list[int]:
     """The first `count` ids of a token file, or all that there are."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             raw = file.read(min(count, info.tokens) * info.width)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error

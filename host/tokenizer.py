@@ -13,9 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.host.documents import Piece
+from oobleck.host.files import read_regular
 from oobleck.host.tokenfile import DataError
 
 Ids = NDArray[np.uint32]
+
+#: Of a tokenizer's file; the largest have a tenth of it.
+_MOST_BYTES = 256 << 20
 
 #: What ends a document in the tokenizers that are about, the commonest first.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -71,7 +75,7 @@ class FileTokenizer:
         if where.is_dir():
             raise DataError(f"tokenizer: {path} is a directory; give the tokenizer.json in it")
         try:
-            content = where.read_bytes()
+            content = read_regular(where, _MOST_BYTES)
         except OSError as error:
             raise DataError(
                 f"tokenizer: cannot read {path}: {error.strerror}; put the file there, readable, "

@@ -2,10 +2,10 @@
 
 import logging
 import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from oobleck.host.files import read_regular
 from oobleck.master.observations import ProfilesFound
 from oobleck.planner.profile import Profile
 from oobleck.planner.profilefile import format_profile, parse_profile
@@ -22,7 +22,7 @@ def read_profiles(folder: Path) -> ProfilesFound:
     unusable: dict[str, str] = {}
     for path in sorted(folder.glob("*.json")):
         try:
-            found[path.stem] = parse_profile(_read(path))
+            found[path.stem] = parse_profile(read_regular(path, MOST_BYTES))
         except OSError as error:
             unusable[path.stem] = error.strerror or str(error)
         except ValueError as error:
@@ -31,22 +31,6 @@ def read_profiles(folder: Path) -> ProfilesFound:
             why = {"path": path, "reason": unusable[path.stem]}
             log.warning("stored profile passed over", extra=why)
     return ProfilesFound(profiles=found, unusable=unusable)
-
-
-def _read(path: Path) -> bytes:
-    """Raises OSError, and ValueError for what is not a regular file of a profile's size."""
-    # Without O_NONBLOCK, opening a pipe that nobody writes to waits for ever.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError("is not a regular file")
-        if found.st_size > MOST_BYTES:
-            raise ValueError(f"is larger than {MOST_BYTES >> 20} MiB")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(MOST_BYTES)
-    finally:
-        os.close(descriptor)
 
 
 def write_profile(folder: Path, key: str, profile: Profile, notes: Mapping[str, object]) -> None:

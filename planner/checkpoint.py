@@ -17,14 +17,26 @@ import msgspec
 
 from oobleck.planner.balance import Task, balance
 from oobleck.planner.codec import decode, encode
-from oobleck.planner.ids import WorkerId
+from oobleck.planner.ids import WorkerId, check_name
 from oobleck.planner.job import CheckpointSpec, JobSpec, ModelSpec, Precision, TrainingSpec
 from oobleck.planner.plan import Plan
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 
-_NAME = re.compile(r"step-(\d{9,})-[0-9a-f]{8}")
+_NAME = re.compile(r"step-([0-9]{9,10})-[0-9a-f]{8}")
+#: Of a manifest: one of the most layers and the longest config has a tenth of it.
+MOST_MANIFEST_BYTES = 4 << 20
+#: Of a layer's file: it names a few dozen tensors.
+MOST_LAYER_HEADER_BYTES = 1 << 20
+#: No path, nothing hidden, nothing that a file system refuses or a terminal obeys.
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_DATA = re.compile(r"[0-9a-f]{0,128}")
+_MOST_STEP = 10**9
+_MOST_BYTES = 1 << 62
+#: The end of the year 9999.
+_LATEST = 253_402_300_799.0
 #: Keys of the job that may change from one run to the next: they are not part of the state.
 _FREE_MODEL_KEYS = frozenset({"weights"})
 
@@ -42,6 +54,14 @@ class LayerFile:
     bytes: int
     #: Hexadecimal, over the whole file.
     sha256: str
+
+    def __post_init__(self) -> None:
+        if _FILE.fullmatch(self.name) is None:
+            raise ValueError(f"{self.name[:80]!r} is no name of a layer's file")
+        if not 0 < self.bytes <= _MOST_BYTES:
+            raise ValueError(f"bytes of {self.name}: {self.bytes} is not in 1 to {_MOST_BYTES}")
+        if _SHA256.fullmatch(self.sha256) is None:
+            raise ValueError(f"sha256 of {self.name}: is not 64 lower-case hex digits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +86,16 @@ class Manifest:
             raise ValueError(f"format {self.format} is not known; this version reads {FORMAT}")
         layers = [file.layer for file in self.files]
         if layers != list(range(self.model.layer_count)):
-            raise ValueError(f"names layers {layers}, not each of {self.model.layer_count} once")
-        if any("/" in file.name for file in self.files):
-            raise ValueError("names a file outside of its folder")
+            raise ValueError(
+                f"names {len(layers)} layers, not each of {self.model.layer_count} once, in order"
+            )
+        check_name(self.job, "job")
+        if not 0 <= self.step <= _MOST_STEP:
+            raise ValueError(f"step: {self.step} is not in 0 to {_MOST_STEP}")
+        if not 0.0 <= self.created <= _LATEST:
+            raise ValueError(f"created: {self.created} is no Unix time up to the year 9999")
+        if _DATA.fullmatch(self.data) is None:
+            raise ValueError("data: is no fingerprint in lower-case hex digits")
 
     @property
     def bytes(self) -> int:

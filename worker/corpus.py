@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.host.documents import is_plain
+from oobleck.host.files import open_regular
 from oobleck.host.tokenfile import DataError, TokenFileInfo, read_info, type_of
 from oobleck.host.tokenizer import load_tokenizer
 from oobleck.planner.job import DataSpec
@@ -55,7 +56,9 @@ class Corpus:
         self.tokens = self._ends[-1] // self._dtype.itemsize
         #: SHA-256 over the files' names, sizes and content; equal on nodes with equal data.
         self.fingerprint = self._digest(sizes, named="" if info is None else info.sha256)
-        if info is None and self._ends[-1] <= _SCAN_BYTES:
+        #: What stands beside the tokens; it may say less than is in them.
+        self._info = info
+        if self._ends[-1] <= _SCAN_BYTES:
             self._scan()
 
     def _open_tokens(self, spec: DataSpec) -> TokenFileInfo | None:
@@ -89,6 +92,8 @@ class Corpus:
             raw = self._read(start * width, count * width)
             tokens = np.frombuffer(raw, dtype=self._dtype)
             highest = int(tokens.max(initial=0))
+            if self._info is not None and highest > self._info.highest:
+                self._info.check_token(highest, self._place(start + int(tokens.argmax())))
             if highest >= self._vocabulary:
                 raise DataError(
                     f"token {highest} at {self._place(start + int(tokens.argmax()))} is not below "
@@ -116,7 +121,7 @@ class Corpus:
         return f"position {(offset - begin) // self._dtype.itemsize} of {self._paths[index]}"
 
     def _scan(self) -> None:
-        if self._vocabulary > np.iinfo(self._dtype).max:
+        if self._info is None and self._vocabulary > np.iinfo(self._dtype).max:
             return
         for start in range(0, self.tokens, _SCAN_TOKENS):
             self.read(start, min(_SCAN_TOKENS, self.tokens - start))
@@ -182,7 +187,7 @@ def _unreadable(path: str, error: OSError) -> DataError:
 
 def _read_file(path: str, offset: int, count: int) -> bytes:
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path, buffering=0) as file:
             file.seek(offset)
             raw = file.read(count)
     except OSError as error:

@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from oobleck.host.folder import Content
-from oobleck.planner.checkpoint import InvalidCheckpoint
+from oobleck.host.weightfiles import WeightsError, check_content
+from oobleck.planner.checkpoint import MOST_LAYER_HEADER_BYTES, InvalidCheckpoint
 from oobleck.planner.optimization import OptimizerSpec
 from oobleck.worker.layout import Layout
 
@@ -58,8 +59,9 @@ def unpack(
 ) -> torch.Tensor:
     """A layer's state (1 + moments, n) from its file. Raises InvalidCheckpoint."""
     try:
+        check_content(content, MOST_LAYER_HEADER_BYTES)
         tensors = load(content)
-    except SafetensorError as error:
+    except (WeightsError, SafetensorError) as error:
         raise InvalidCheckpoint(f"is no safetensors file: {error}") from error
     snapshot = torch.zeros(1 + len(moments), flat.size, dtype=dtype)
     for row, moment in enumerate(("", *moments)):

@@ -16,7 +16,12 @@ import torch
 from oobleck.host.checkpoints import Found, Listing, list_checkpoints, read_layer
 from oobleck.host.folder import Folder, open_folder
 from oobleck.host.messages import Assign
-from oobleck.planner.checkpoint import InvalidCheckpoint, misfit, why_not_begin
+from oobleck.planner.checkpoint import (
+    MOST_LAYER_HEADER_BYTES,
+    InvalidCheckpoint,
+    misfit,
+    why_not_begin,
+)
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.job import CheckpointSpec, JobSpec
 from oobleck.planner.transfer import Shard, plan_shards
@@ -234,9 +239,13 @@ class Restorer:
         for shard in shards:
             layer = shard.layer
             file = found.manifest.files[layer]
+            flat = layout(self._job.model, layer)
+            most = (1 + len(moments)) * flat.size * dtype.itemsize + MOST_LAYER_HEADER_BYTES + 8
+            if file.bytes > most:
+                raise InvalidCheckpoint(f"{file.name}: {file.bytes} bytes are more than a layer's")
             content = read_layer(here, file)
             try:
-                snapshot = unpack(content, layout(self._job.model, layer), moments, dtype)
+                snapshot = unpack(content, flat, moments, dtype)
             except InvalidCheckpoint as error:
                 raise InvalidCheckpoint(f"{file.name}: {error}") from error
             self._state.load(layer, snapshot, version=step, part=shard.part, parts=shard.parts)

@@ -21,6 +21,7 @@ from oobleck.host.folder import CHUNK_BYTES, Content, Folder
 from oobleck.host.messages import CheckpointSaved, SaveFailed
 from oobleck.planner.checkpoint import (
     MANIFEST,
+    MOST_MANIFEST_BYTES,
     LayerFile,
     Manifest,
     format_manifest,
@@ -228,7 +229,7 @@ class Saving:
         while True:
             last_look = self._abandoned or self._is_late()
             for name in sorted(wanted.keys() & set(here.names())):
-                files += decode(list[LayerFile], here.read(name))
+                files += decode(list[LayerFile], here.read(name, most_bytes=MOST_MANIFEST_BYTES))
                 del wanted[name]
             if not wanted:
                 self._check_there(files, here.names())

@@ -173,7 +173,7 @@ def test_a_damaged_file_is_found_and_named(job, place, harm):
     folder = open_folder(place)
     (found,) = list_checkpoints(folder).checkpoints
     here, file = folder.below(found.name), found.manifest.files[2]
-    content = bytearray(here.read(file.name))
+    content = bytearray(here.read(file.name, most_bytes=file.bytes))
     content[len(content) // 2] ^= 1
     here.remove(file.name)
     if harm != "lack":

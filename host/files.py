@@ -1,0 +1,47 @@
+"""Files that others made or named: only regular ones are opened, and only so much of them is read.
+
+A pipe in a file's place would be waited for, and a file of any size would fill the memory. Must not
+know what is in them.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+
+class WrongFile(OSError):
+    """What is there is no regular file, or is too large: a second look would find the same."""
+
+
+def open_regular(path: str | Path, *, buffering: int = -1) -> BinaryIO:
+    """For reading. Raises OSError."""
+    if "\0" in str(path):
+        raise WrongFile(errno.EINVAL, "a name with a NUL is no file's")
+    # Without O_NONBLOCK, opening a pipe that nobody writes to waits for ever.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise WrongFile(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise WrongFile(errno.EINVAL, "is not a regular file", str(path))
+        return open(descriptor, "rb", buffering=buffering)
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: str | Path, most_bytes: int) -> bytes:
+    """The content of a file of at most `most_bytes`. Raises OSError."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        check_size(size, most_bytes)
+        return file.read(size)
+
+
+def check_size(size: int, most_bytes: int) -> None:
+    """Raises WrongFile."""
+    if size > most_bytes:
+        raise WrongFile(errno.EFBIG, f"has {size} bytes, more than {most_bytes}")
