@@ -26,7 +26,7 @@ STEPS = 80
 KILL_AT, RETURN_AT = 25, 50
 #: Relative difference of losses that the order of floating-point sums explains, in fp32.
 TOLERANCE = 1e-6
-PHASES = ("detect", "plan", "abort", "rendezvous", "transfer", "first_step")
+PHASES = ("detect", "plan", "waiting", "abort", "rendezvous", "transfer", "first_step")
 
 
 def job(name: str) -> dict[str, object]:

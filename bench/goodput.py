@@ -21,7 +21,7 @@ LOSSES = ("detect", "recover", "rejoin", "redo")
 _STANDSTILL = 3.0
 #: From so many on their median tells what a step takes.
 _KNOWN_STEPS = 3
-_RECOVER = ("plan", "abort", "rendezvous", "transfer")
+_RECOVER = ("plan", "waiting", "abort", "rendezvous", "transfer")
 #: Of a change at a step boundary all else goes on beside training.
 _REJOIN = ("rendezvous", "transfer")
 

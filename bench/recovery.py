@@ -26,7 +26,9 @@ from bench.client import ClusterError, Record
 from bench.cluster import LocalCluster
 from bench.daemons import alive
 
-PHASES = ("notice", "detect", "plan", "abort", "rendezvous", "transfer", "first_step")
+PHASES = (
+    "notice", "detect", "plan", "waiting", "abort", "rendezvous", "transfer", "first_step",
+)  # fmt: skip
 COLUMNS = (*PHASES, "rest", "wall", "step", "beyond")
 WARM_UP_STEPS = 10
 #: Steps between two disturbances, so that the next one meets a settled cluster.

@@ -109,6 +109,8 @@ def _parts(status: pb.JobStatus) -> Iterator[tuple[int, str]]:
     """Parts in the order of the line, each with how soon it is left out: the highest goes first."""
     yield _MUST, inline(status.state)
     yield _MUST, f"step {status.committed_step}/{status.steps}"
+    if again := text.redoing(status):
+        yield _MUST, again
     if status.HasField("loss"):
         yield 2, f"loss {status.loss:.4f}"
     if status.skipped_steps:

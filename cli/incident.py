@@ -10,6 +10,8 @@ from oobleck.planner.units import count, format_bytes
 
 #: Longest list of witnesses; the others are counted.
 _MOST_WITNESSES = 8
+#: Phases that most incidents have no time in.
+_RARE = ("waiting", "redo")
 _INDENT = " " * 14
 _LABEL = 14
 _BOLD, _RED, _GREEN, _YELLOW, _PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[32m", "\x1b[33m", "\x1b[0m"
@@ -94,7 +96,9 @@ def _after(span_s: float) -> str:
 def _phases(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """A row of names over rows of seconds: the sums, and before them each generation's where
     there were several."""
-    phases: dict[str, float] = record["phases"]
+    phases: dict[str, float] = {
+        name: s for name, s in record["phases"].items() if s or name not in _RARE
+    }
     attempts = [a for a in record["attempts"] if a["phases"] is not None]
     if not attempts:
         return
@@ -103,7 +107,7 @@ def _phases(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "seconds in", "  ".join(n.rjust(w) for n, w in zip(names, widths, strict=True))
     several = attempts if len(attempts) > 1 else []
     for attempt in several:
-        spans = [*attempt["phases"].values(), attempt["total_s"]]
+        spans = [*(attempt["phases"].get(name, 0.0) for name in phases), attempt["total_s"]]
         yield f" generation {attempt['generation']}"[:_LABEL], _spans(spans, widths)
     yield " all", _spans([*phases.values(), sum(phases.values())], widths)
 

@@ -87,6 +87,23 @@ def count(number: int, noun: str) -> str:
 # ---- tables
 
 
+def redoing(job: pb.JobStatus) -> str:
+    """Which steps are done again from a checkpoint, and which of them now; empty: none are."""
+    if not job.HasField("redo"):
+        return ""
+    at = min(job.redo.committed_step + 1, job.redo.last_step)
+    return f"redoing {job.redo.first_step}-{job.redo.last_step}, at {at}"
+
+
+def _why(job: pb.JobStatus) -> str:
+    """What is to be said beside the job's state."""
+    return "; ".join(part for part in (redoing(job), job.reason) if part)
+
+
+def _heard(node: pb.NodeInfo) -> str:
+    return f"{'> ' if node.heard_before else ''}{node.last_heard_s:.1f} s ago"
+
+
 _JOB_COLUMNS = (
     Column("JOB", lambda job: job.job_id),
     Column("STATE", lambda job: job.state),
@@ -95,7 +112,7 @@ _JOB_COLUMNS = (
     Column("TOKENS/S", lambda job: f"{job.tokens_per_s:,.0f}" if job.tokens_per_s else "-"),
     Column("GENERATION", lambda job: job.generation or "-", wide=True),
     Column("SUBMITTED", lambda job: minute(job.submitted_at)),
-    Column("REASON", lambda job: job.reason),
+    Column("REASON", _why),
 )
 _NODE_COLUMNS = (
     Column("NODE", lambda node: node.node),
@@ -109,7 +126,7 @@ _NODE_COLUMNS = (
     Column("PID", lambda node: node.pid, wide=True),
     Column("JOB", lambda node: node.job_id or "-"),
     Column("GENERATION", lambda node: node.generation or "-", wide=True),
-    Column("HEARD", lambda node: f"{node.last_heard_s:.1f} s ago"),
+    Column("HEARD", _heard),
     Column("REASON", lambda node: node.reason),
 )
 
@@ -139,7 +156,7 @@ def job_text(job: pb.JobStatus, width: int | None = None) -> str:
     """All about one job, plan included."""
     lines = [
         f"job         {job.job_id}",
-        f"state       {job.state}" + (f": {inline(job.reason)}" if job.reason else ""),
+        f"state       {job.state}" + (f": {inline(why)}" if (why := _why(job)) else ""),
         f"step        {job.committed_step} of {job.steps}",
     ]
     if job.HasField("loss"):
@@ -321,7 +338,8 @@ def _reconfigured(record: dict[str, Any]) -> str:
     cause = " ".join([str(record["cause"]), *(lost or joined)])
     if lost and joined:
         cause += f"; joined: {' '.join(joined)}"
-    phases = ", ".join(f"{name} {span:.3f}" for name, span in record.get("phases", {}).items())
+    spans: dict[str, float] = record.get("phases", {})
+    phases = ", ".join(f"{name} {s:.3f}" for name, s in spans.items() if s or name != "waiting")
     parts = [
         f"reconfigured to generation {record['to_generation']} by {record['rule']} ({cause})",
         f"in {seconds(record['total_s'])} ({phases})",

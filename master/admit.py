@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from oobleck.host.detection import Detection
 from oobleck.master.adoption import runs_unknown
 from oobleck.master.events import Journaled
-from oobleck.master.losses import reconnect_s
+from oobleck.master.losses import last_sign, reconnect_s
 from oobleck.master.node import Node
 from oobleck.master.nodeevents import NodeLost, NodeRegistered
 from oobleck.master.state import ClusterState
@@ -51,7 +51,7 @@ def admit(
         incarnation=known.facts.incarnation,
         cause="restarted",
         reason="its agent was started anew",
-        detect_s=now - known.seen.last_heard,
+        detect_s=now - last_sign(state, known),
     )
     return (restarted, registered)
 

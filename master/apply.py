@@ -70,11 +70,14 @@ def _observe_anew(state: ClusterState, now: float, unix: float) -> None:
     for node in state.nodes.values():
         nodefold.restarted(node, now, unix)
     for job in state.jobs.values():
-        job.seen = JobSeen(since=now, committed_step=job.resumed_step)
+        job.seen = JobSeen(since=now, since_unix=unix, committed_step=job.resumed_step)
+        if job.redo_until and job.restored is not None:
+            job.seen.furthest_step = job.restored.step
         if job.measuring is not None:
             job.seen.measuring_since = now
         if job.losses:
-            note_loss(job, now)
+            opened_at = job.incident.opened_at if job.incident is not None else unix
+            note_loss(job, now, detect_s=max(0.0, unix - opened_at))
         if job.made is not None:
             job.seen.progressed_at = job.seen.planned_at = now
 

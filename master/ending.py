@@ -2,8 +2,8 @@
 
 from oobleck.master.decision import Decision, Look
 from oobleck.master.job import Job
-from oobleck.master.jobevents import JobCancelled, JobSucceeded
-from oobleck.master.planevents import FirstStepCommitted, Transition
+from oobleck.master.jobevents import JobCancelled, JobCaughtUp, JobSucceeded
+from oobleck.master.planevents import PHASES, FirstStepCommitted, Transition
 from oobleck.master.sightings import carried
 
 
@@ -16,9 +16,10 @@ def transition(look: Look, job: Job) -> Transition | None:
         end = look.now if way.first_step_at is None else way.first_step_at
         return way.transition(end, job.unanswered())
     # Another master process made the plan, and only the calendar spans both.
-    first = next((r.time for r in job.seen.recent if r.generation >= job.generation), job.made_at)
-    phases = dict.fromkeys(("detect", "plan", "abort", "rendezvous", "transfer", "first_step"), 0.0)
-    phases["detect"] = job.made.detect_s
+    unix = job.seen.since_unix + (look.now - job.seen.since)
+    first = next((r.time for r in job.seen.recent if r.generation >= job.generation), unix)
+    phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    phases["detect"], phases["waiting"] = job.made.detect_s, job.waited_s
     phases["first_step"] = max(0.0, first - job.made_at)
     return Transition(
         phases=phases,
@@ -49,6 +50,15 @@ def first_step(look: Look) -> Decision | None:
         sightings=carried(job, look.now),
     )
     return Decision(actions=(event,), reason=f"generation {job.generation} has committed a step")
+
+
+def caught_up(look: Look) -> Decision | None:
+    """The steps that were lost with the way back to a checkpoint are committed again."""
+    job = look.state.job
+    if job is None or not job.redo_until or job.seen.furthest_step < job.redone_until:
+        return None
+    event = JobCaughtUp(job_id=job.id, step=job.seen.furthest_step)
+    return Decision(actions=(event,), reason=f"step {event.step} is committed again")
 
 
 def end_jobs(look: Look) -> Decision | None:

@@ -91,8 +91,13 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     generation: Generation
     cause: Cause
     rule: str
-    #: None: not known yet.
+    #: How it went, and the Unix time of its end; None: not known yet.
     transition: Transition | None = None
+    ended_at: float = 0.0
+
+    @property
+    def began_at(self) -> float:
+        return self.ended_at - (self.transition.total_s if self.transition is not None else 0.0)
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True):

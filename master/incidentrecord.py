@@ -5,16 +5,16 @@ from collections.abc import Iterator, Mapping
 from oobleck.host.process import signal_name
 from oobleck.master.events import Journaled
 from oobleck.master.incident import Incident, Setback
+from oobleck.master.incidentphases import phases
 from oobleck.master.job import Job
-from oobleck.master.jobevents import JobCancelled, JobFailed, JobSucceeded
+from oobleck.master.jobevents import JobCancelled, JobCaughtUp, JobFailed, JobSucceeded
 from oobleck.master.planevents import FirstStepCommitted, Transition
-
-PHASES = ("detect", "plan", "abort", "rendezvous", "transfer", "first_step")
+from oobleck.planner.ids import Generation
 
 
 def outcome(event: Journaled) -> str:
     match event:
-        case FirstStepCommitted():
+        case FirstStepCommitted() | JobCaughtUp():
             return "recovered"
         case JobSucceeded():
             return "succeeded"
@@ -46,7 +46,7 @@ def record(job: Job, incident: Incident, event: Journaled, unix: float) -> dict[
         "opened_at": incident.opened_at,
         "closed_at": unix,
         "total_s": unix - incident.opened_at,
-        "phases": _phases(incident, unix),
+        "phases": phases(incident, unix, job.waiting_since),
         "attempts": list(_attempts(incident)),
         "steps_redone": len(_redone(incident)) + incident.lost_steps,
         "redo_steps": _redone(incident),
@@ -55,7 +55,7 @@ def record(job: Job, incident: Incident, event: Journaled, unix: float) -> dict[
         "rolled_forward": any(way.rolled_forward for way in _ways(incident)),
         "received_bytes": sum(way.received_bytes for way in _ways(incident)),
         "from_generation": incident.from_generation,
-        "to_generation": job.generation,
+        "to_generation": _last_generation(job, incident),
         "can_lose": made.can_lose if made is not None and ended == "recovered" else 0,
     }
 
@@ -158,15 +158,9 @@ def _ways(incident: Incident) -> list[Transition]:
     return [a.transition for a in incident.attempts if a.transition is not None]
 
 
-def _phases(incident: Incident, closed_at: float) -> dict[str, float]:
-    """Over all generations that answered. A second loss is often there before the answer to the
-    first one is given up: that time counts once."""
-    ways = _ways(incident)
-    phases = {name: sum(way.phases.get(name, 0.0) for way in ways) for name in PHASES}
-    twice = sum(phases.values()) - (closed_at - incident.opened_at)
-    if len(ways) > 1 and twice > 0:
-        phases["detect"] = max(0.0, phases["detect"] - twice)
-    return phases
+def _last_generation(job: Job, incident: Incident) -> Generation:
+    """The last one that answered it; nodes may have joined since."""
+    return incident.attempts[-1].generation if incident.attempts else job.generation
 
 
 def _redone(incident: Incident) -> list[int]:

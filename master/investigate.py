@@ -12,7 +12,13 @@ import msgspec
 from oobleck.master.events import Journaled
 from oobleck.master.incident import MOST_SIGHTINGS, Attempt, Incident, Kind, Setback, Sighted
 from oobleck.master.job import Job
-from oobleck.master.jobevents import JobCancelled, JobFailed, JobRestored, JobSucceeded
+from oobleck.master.jobevents import (
+    JobCancelled,
+    JobCaughtUp,
+    JobFailed,
+    JobRestored,
+    JobSucceeded,
+)
 from oobleck.master.nodeevents import (
     NodeDrained,
     NodeLeftOut,
@@ -64,6 +70,9 @@ def incident_after(
                 return None
             lost_steps = job.incident.lost_steps + event.lost_steps
             incident = replace(job.incident, lost_steps=lost_steps)
+        case JobCaughtUp():
+            job = state.jobs[event.job_id]
+            incident = job.incident
         case PlanMade():
             job = state.jobs[event.job_id]
             incident = _with_plan(job, event, unix)
@@ -78,7 +87,9 @@ def incident_after(
 def closes(job: Job, event: Journaled) -> bool:
     """Whether an incident of `job`, as the event finds it, is over with the event."""
     if isinstance(event, FirstStepCommitted):
-        return not job.losses
+        return not job.losses and event.step >= job.redo_until
+    if isinstance(event, JobCaughtUp):
+        return not job.losses and (not job.on_the_way or job.made is None or job.made.boundary)
     return isinstance(event, JobSucceeded | JobFailed | JobCancelled)
 
 
@@ -164,7 +175,9 @@ def _with_plan(job: Job, event: PlanMade, unix: float) -> Incident | None:
             incident = _with_setback(job, setback)
     if incident is None:
         return None
-    incident = _with_transition(incident, event.overtaken)
+    incident = _with_transition(job, incident, event.overtaken, unix)
+    if event.boundary:
+        return incident  # it answers nothing, and training goes on
     attempt = Attempt(generation=event.plan.generation, cause=event.cause, rule=event.rule)
     incident = replace(incident, attempts=(*incident.attempts, attempt))
     return _with_sightings(incident, event.sightings, unix)
@@ -180,7 +193,7 @@ def _at_end(
             incident = _with_setback(job, guilty)
     if incident is None:
         return None
-    incident = _with_transition(incident, event.transition)
+    incident = _with_transition(job, incident, event.transition, unix)
     if isinstance(event, FirstStepCommitted | JobFailed):
         incident = _with_sightings(incident, event.sightings, unix)
     return incident
@@ -211,11 +224,14 @@ def _job_error(job: Job, event: JobFailed, unix: float) -> Setback:
     )
 
 
-def _with_transition(incident: Incident, transition: Transition | None) -> Incident:
-    """How the newest generation of the incident went; one of before it is not its own."""
-    if transition is None or not incident.attempts:
+def _with_transition(
+    job: Job, incident: Incident, transition: Transition | None, unix: float
+) -> Incident:
+    """How the newest generation went, if it is one that answers the incident."""
+    last = incident.attempts[-1] if incident.attempts else None
+    if transition is None or last is None or last.generation != job.generation:
         return incident
-    last = replace(incident.attempts[-1], transition=transition)
+    last = replace(last, transition=transition, ended_at=unix)
     return replace(incident, attempts=(*incident.attempts[:-1], last))
 
 

@@ -56,6 +56,10 @@ class Job:
     state: JobState = "queued"
     #: Why it is in that state, where that is not plain.
     reason: str = ""
+    #: Unix time since when it waits for nodes; 0: it does not. How long the newest plan was waited
+    #: for.
+    waiting_since: float = 0.0
+    waited_s: float = 0.0
     #: Unix times; 0: not yet.
     submitted_at: float
     started_at: float = 0.0
@@ -104,6 +108,9 @@ class Job:
     #: The checkpoint that the workers' state goes back to, and the step that the job began at.
     restored: Restored | None = None
     resumed_step: int = 0
+    #: The last step that was committed before all went back to a checkpoint, until it is committed
+    #: again; 0: none.
+    redo_until: int = 0
     #: The failure that is being answered; None: none. How many there were, and the last one.
     incident: Incident | None = None
     incidents: int = 0
@@ -187,6 +194,11 @@ class Job:
         an agent for its next session may be of a process that has ended, and comes after the news
         of the one in its place."""
         return process in self.replaced and worker in self.processes()
+
+    @property
+    def redone_until(self) -> int:
+        """`redo_until`, or the newest recorded step where agents told of it later."""
+        return max(self.redo_until, self.seen.committed_step) if self.redo_until else 0
 
     def knows(self, report: SaveReport) -> bool:
         """Whether it was told before, by this or, of a restore, by another worker; or it is of a

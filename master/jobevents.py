@@ -106,6 +106,14 @@ class JobRestored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lost_steps: int
 
 
+class JobCaughtUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All steps that were lost with the way back to a checkpoint are committed again."""
+
+    job_id: JobId
+    #: How far training is.
+    step: int
+
+
 class JobSucceeded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
     #: Of a generation that came after the last step and has only saved the result.
@@ -150,6 +158,7 @@ JobEvent = (
     | CheckpointPublished
     | SaveProblem
     | JobRestored
+    | JobCaughtUp
     | JobEnded
     | JobForgotten
 )

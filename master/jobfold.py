@@ -9,6 +9,7 @@ from oobleck.master.jobevents import (
     CheckpointRequested,
     JobCancelled,
     JobCancelRequested,
+    JobCaughtUp,
     JobEvent,
     JobFailed,
     JobForgotten,
@@ -38,8 +39,10 @@ def fold(state: ClusterState, event: JobEvent, now: float, unix: float) -> None:
             _ask_for_checkpoint(state.jobs[event.job_id], event)
         case CheckpointPublished() | SaveProblem() | JobRestored():
             _note_save(state.jobs[event.job_id], event, now)
+        case JobCaughtUp():
+            state.jobs[event.job_id].redo_until = 0
         case JobStarted() | JobPutBack() | JobWaiting():
-            _take_turn(state, state.jobs[event.job_id], event)
+            _take_turn(state, state.jobs[event.job_id], event, unix)
         case MeasuringStarted() | ProfileChosen():
             _measure(state.jobs[event.job_id], event, now)
         case JobSucceeded() | JobFailed() | JobCancelled():
@@ -94,6 +97,8 @@ def _note_save(
             if event.resumed:
                 job.resumed_step = step
                 job.seen.committed_step = max(job.seen.committed_step, step)
+            elif event.lost_steps:
+                job.redo_until = max(job.redo_until, step + event.lost_steps)
             job.seen.furthest_step = step
             job.seen.progressed_at = now
     job.seen.save_reports = tuple(r for r in job.seen.save_reports if not job.knows(r))
@@ -108,17 +113,21 @@ def _is_newest(job: Job, step: int) -> bool:
     return restored is not None and restored.step < newest.step
 
 
-def _take_turn(state: ClusterState, job: Job, event: JobStarted | JobPutBack | JobWaiting) -> None:
+def _take_turn(
+    state: ClusterState, job: Job, event: JobStarted | JobPutBack | JobWaiting, unix: float
+) -> None:
     why = job.reason
     move(job, event)
     match event:
         case JobStarted():
-            state.active = job.id
+            state.active, job.waiting_since = job.id, 0.0
         case JobPutBack():
+            job.waiting_since = 0.0
             state.active, job.passed_over = None, True
             job.reason = f"{why}; {event.instead} has its turn meanwhile"
         case JobWaiting():
             job.measuring = None
+            job.waiting_since = job.waiting_since or unix
             job.reason = "; ".join(event.causes)
 
 
@@ -155,6 +164,7 @@ def _end(
     job.finished_at = unix
     job.measuring = None
     job.losses = ()
+    job.waiting_since = 0.0
     _forget_what_led_there(job)
     if state.active == job.id:
         state.active = None

@@ -19,7 +19,7 @@ from oobleck.host.messages import (
     StepRecord,
 )
 from oobleck.master.nodeevents import Sighting
-from oobleck.master.planevents import Transition
+from oobleck.master.planevents import Phase, Transition
 from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.planner.measurement import Scope
 from oobleck.proto.types import Hung, WorkerExited
@@ -37,6 +37,8 @@ class Way:
     evidence_at: float
     declared_at: float
     pushed_at: float
+    #: So long before no plan was possible for want of nodes.
+    waited_s: float = 0.0
     aborted_at: float | None = None
     joined_at: float | None = None
     transferred_at: float | None = None
@@ -52,17 +54,24 @@ class Way:
     entered: set[WorkerId] = field(default_factory=set)
 
     def transition(self, end: float, unanswered: tuple[WorkerId, ...] = ()) -> Transition:
-        """The phases up to `end`; one that was not reported took no time of its own."""
-        marks = {
-            "detect": self.declared_at,
-            "plan": self.pushed_at,
+        """The phases up to `end`; one that was not reported took no time of its own. A way that has
+        not come to its first step has stayed in the phase after the last one that was reported."""
+        waited_from = self.pushed_at - self.waited_s
+        began_at = min(self.evidence_at, waited_from)
+        end = max(end, began_at)
+        marks: dict[Phase, float | None] = {
+            "detect": min(self.declared_at, waited_from),
+            "plan": waited_from,
+            "waiting": self.pushed_at,
             "abort": self.aborted_at,
             "rendezvous": self.joined_at,
             "transfer": self.transferred_at,
             "first_step": end,
         }
-        end = max(end, self.evidence_at)
-        phases, before = {}, self.evidence_at
+        if self.first_step_at is None:
+            marks[self._under_way()] = end
+        phases: dict[str, float] = {}
+        before = began_at
         for phase, at in marks.items():
             # Reports of different nodes overtake each other, and none counts after the end.
             at = before if at is None else min(max(at, before), end)
@@ -73,7 +82,7 @@ class Way:
             redo_step = self.committed_step + 1
         return Transition(
             phases=phases,
-            total_s=end - self.evidence_at,
+            total_s=end - began_at,
             redo_step=redo_step,
             rolled_forward=self.rolled_forward,
             received_bytes=self.received_bytes,
@@ -82,13 +91,21 @@ class Way:
             master_restarted=False,
         )
 
+    def _under_way(self) -> Phase:
+        if self.transferred_at is not None:
+            return "first_step"
+        if self.joined_at is not None:
+            return "transfer"
+        return "abort" if self.aborted_at is None else "rendezvous"
+
 
 @dataclass(slots=True, kw_only=True)
 class JobSeen:
     """Observed of a job in this master's life."""
 
-    #: When that began, or the job.
+    #: When that began, or the job; and the Unix time of the former.
     since: float = 0.0
+    since_unix: float = 0.0
     committed_step: int = 0
     recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=RECENT_RECORDS))
     #: When the last of them came.

@@ -51,8 +51,20 @@ def lost_nodes(state: ClusterState, now: float, timing: Detection) -> tuple[Node
             lost.append(_loss(state, node, "witnesses", reason, now, at))
         elif now >= leases.end(node):
             reason = f"not heard of for {silent_s:.1f} s (the lease is {leases.said(node)})"
-            lost.append(_loss(state, node, "lease", reason, now, node.seen.last_heard))
+            lost.append(_loss(state, node, "lease", reason, now, last_sign(state, node)))
     return tuple(lost)
+
+
+def last_sign(state: ClusterState, node: Node) -> float:
+    """When the node was last known to live. One that this master has not heard of was there when
+    the plan was made that it is in, and had a part in the last step that there is a record of."""
+    job, seen = state.job, node.seen
+    if seen.heard_at is not None or job is None or not job.has_member(node.facts.node):
+        return seen.last_heard
+    if not job.seen.recent or job.state == "waiting for nodes":
+        return seen.last_heard
+    there = max(job.seen.recent[-1].time, job.made_at)
+    return min(seen.last_heard, job.seen.since - (job.seen.since_unix - there))
 
 
 def _cut_off(state: ClusterState) -> bool:

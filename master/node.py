@@ -16,8 +16,10 @@ from oobleck.proto.types import Assignment, NodeFacts, NodeStatus
 class NodeSeen:
     """Observed of a node in this master's life."""
 
-    #: When it was last heard of, or could first have been.
+    #: When it was last heard of, or could first have been; while the master is late, later.
     last_heard: float
+    #: When it really was; None: not in this master's life.
+    heard_at: float | None = None
     #: Not heard of since this master began, or since it was paused itself: it has longer.
     awaited: bool = False
     #: When this master last went on after a pause of its own that agents may have ended streams in.
@@ -41,6 +43,10 @@ class NodeSeen:
     lost_at: float | None = None
     #: What its agent had on the way when its newest session began; see `Registration`.
     running: Assignment | None = None
+
+    def hear(self, now: float) -> None:
+        self.last_heard = self.heard_at = max(self.last_heard, now)
+        self.awaited = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +101,10 @@ class Node:
     facts: NodeFacts
     #: False: lost.
     registered: bool = True
-    #: Why it is lost, and since when (Unix time).
+    #: Why it is lost, since when, and when it was last heard of before (Unix times).
     reason: str = ""
     lost_at: float = 0.0
+    heard_at: float = 0.0
     #: Workers of before its loss must go first.
     stale_workers: bool = False
     #: None: it may get work.

@@ -62,6 +62,7 @@ def restarted(node: Node, now: float, unix: float) -> None:
     node.seen = NodeSeen(last_heard=now, awaited=True)
     if not node.registered:
         node.seen.lost_at = now - max(0.0, unix - node.lost_at)
+        node.seen.heard_at = now - max(0.0, unix - (node.heard_at or node.lost_at))
     cordon.restarted(node, now, unix)
 
 
@@ -99,6 +100,7 @@ def _lose_node(state: ClusterState, event: NodeLost, now: float, unix: float) ->
     node.registered = False
     node.reason = event.reason
     node.lost_at, node.seen.lost_at = unix, now
+    node.heard_at = unix - event.detect_s
     node.stale_workers = False
     node.seen.session = None
     job = state.job

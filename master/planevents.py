@@ -4,7 +4,7 @@ Owns the words for what a plan answers (`Cause`) and for how the way into a gene
 (`Transition`). Must not know what the events change.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -12,6 +12,11 @@ from oobleck.host.messages import Rendezvous
 from oobleck.master.nodeevents import Sighting
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.plan import Plan
+
+#: Of the way into a generation, in order: the loss is found out, no plan is found and none can be
+#: made until nodes come, the workers leave the generation before, meet, move layers, and train.
+Phase = Literal["detect", "plan", "waiting", "abort", "rendezvous", "transfer", "first_step"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 #: What a plan answers.
 Cause = Literal[
@@ -31,7 +36,7 @@ Cause = Literal[
 class Transition(msgspec.Struct, frozen=True, kw_only=True):
     """How the way into a generation went, as far as it went."""
 
-    #: detect, plan, abort, rendezvous, transfer, first_step; they add up to `total_s`.
+    #: By `Phase`; they add up to `total_s`.
     phases: dict[str, float]
     total_s: float
     #: Step that was begun and is done again; None: none.

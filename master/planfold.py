@@ -27,9 +27,13 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
     seen = job.seen
     declared_at = now if seen.declared_at is None else seen.declared_at
     evidence_at = now - event.detect_s if seen.evidence_at is None else seen.evidence_at
+    job.waited_s = max(0.0, unix - job.waiting_since) if job.waiting_since else 0.0
+    job.waiting_since = 0.0
     seen.way = None  # of one that is adopted, others have seen the way
     if event.rule != "adopt":
-        seen.way = Way(evidence_at=evidence_at, declared_at=declared_at, pushed_at=now)
+        seen.way = Way(
+            evidence_at=evidence_at, declared_at=declared_at, pushed_at=now, waited_s=job.waited_s
+        )
     seen.evidence_at = seen.declared_at = None
     if job.made is not None:
         job.before = job.made.plan
@@ -74,6 +78,8 @@ def _step(state: ClusterState, job: Job, event: FirstStepCommitted, unix: float)
     job.seen.entered = entered
     if job.state == "running":
         job.reason = ""
+    if event.step >= job.redo_until:
+        job.redo_until = 0
     job.seen.way = None
     _forget_processes(state, job)
     if job.started_at == 0.0:

@@ -14,7 +14,7 @@ from oobleck.proto.types import NodeStatus, WorkerStatus
 
 def take_status(state: ClusterState, node: Node, status: NodeStatus, now: float) -> bool:
     seen = node.seen
-    seen.last_heard, seen.awaited = max(seen.last_heard, now), False
+    seen.hear(now)
     changed = _without_progress(status) != _without_progress(seen.status)
     before, seen.status = seen.status, status
     job = state.job
@@ -120,6 +120,8 @@ def take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None:
 
 
 def _note_step(job: Job, step: int, generation: Generation, now: float) -> None:
+    if job.restored is not None and generation < job.restored.generation:
+        return  # the state of then counts no more
     if step > job.seen.furthest_step:
         job.seen.furthest_step = step
         note_progress(job, generation, now)

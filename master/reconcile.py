@@ -104,6 +104,7 @@ _RULES: tuple[Rule, ...] = (
     draining.finish,
     saves.note,
     ending.first_step,
+    ending.caught_up,
     blame.fail_jobs,
     ending.end_jobs,
     blame.leave_out,

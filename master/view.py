@@ -62,6 +62,7 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
     message.save_failure = job.save_failure
     message.journal_cut_at = job.journal_cut_at
     _tell_incident(message, job)
+    _tell_redo(message, job)
     if job.profile is not None:
         message.profile = job.profile.source
     elif job.spec.profile == "estimate":
@@ -92,6 +93,15 @@ def _tell_incident(message: pb.JobStatus, job: Job) -> None:
     elif job.last_incident is not None:
         message.last_incident = job.last_incident.summary
         message.last_incident_at = job.last_incident.at
+
+
+def _tell_redo(message: pb.JobStatus, job: Job) -> None:
+    restored = job.restored
+    if restored is None or not job.redo_until or job.state in ENDED:
+        return
+    message.redo.first_step = restored.step + 1
+    message.redo.last_step = job.redone_until
+    message.redo.committed_step = max(restored.step, job.seen.furthest_step)
 
 
 def _memory(state: ClusterState, job: Job) -> Iterator[pb.WorkerMemory]:
@@ -172,6 +182,7 @@ def _names(nodes: Iterable[Node]) -> str:
 
 def node_info(state: ClusterState, node: Node, now: float) -> pb.NodeInfo:
     facts, status = node.facts, node.seen.status
+    heard_at = node.seen.heard_at
     return pb.NodeInfo(
         node=facts.node,
         state=_node_state(node),
@@ -185,7 +196,8 @@ def node_info(state: ClusterState, node: Node, now: float) -> pb.NodeInfo:
         job_id=status.job_id or "",
         generation=status.generation,
         failures=len(node.failures.times),
-        last_heard_s=max(0.0, now - node.seen.last_heard),
+        last_heard_s=max(0.0, now - (node.seen.last_heard if heard_at is None else heard_at)),
+        heard_before=heard_at is None,
         workers=[worker_status_message(w) for w in status.workers] if node.registered else [],
     )
 

@@ -41,8 +41,7 @@ def hear(state: ClusterState, event: WorkerWord, now: float) -> bool:
         case MeasurementReported():
             _take_measurement(job, event)
     if counts:
-        seen = state.nodes[event.worker.node].seen
-        seen.last_heard, seen.awaited = max(seen.last_heard, now), False
+        state.nodes[event.worker.node].seen.hear(now)
     return counts
 
 

@@ -86,6 +86,16 @@ def test_an_incident_is_a_block_with_its_root_cause_first_and_phases_in_columns(
     assert rest == BLOCK.format(first=clock)
 
 
+def test_time_without_nodes_and_steps_done_again_have_columns_where_there_is_any() -> None:
+    record = copy.deepcopy(RECORD)
+    record["phases"] |= {"waiting": 9.176, "redo": 6.7}
+    record["attempts"][1]["phases"]["waiting"] = 9.176
+    rows = [line.split()[-9:] for line in incident.block(record).splitlines()]
+    rows = [row for row in rows if row[-1] in ("total", "0.210", "16.226")]
+    assert [row[rows[0].index("waiting")] for row in rows] == ["waiting", "9.176", "9.176"]
+    assert [row[rows[0].index("redo")] for row in rows] == ["redo", "0.000", "6.700"]
+
+
 def test_one_generation_has_one_row_of_phases_and_a_narrow_terminal_wraps() -> None:
     record = copy.deepcopy(RECORD)
     del record["attempts"][0]

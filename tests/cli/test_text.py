@@ -160,6 +160,15 @@ def test_the_progress_line_says_why_before_all_but_the_step() -> None:
     assert progress_line(waits, 40) == "waiting  step 57/200  (needs 2 nodes th…"
 
 
+def test_steps_that_are_done_again_are_shown_wherever_the_job_is() -> None:
+    redo = pb.Redo(first_step=2601, last_step=2660, committed_step=2633)
+    again = job(redo=redo)
+    shown = "redoing 2601-2660, at 2634"
+    assert f"  {shown}  " in progress_line(again)
+    assert f"state       running: {shown}\n" in text.job_text(again)
+    assert text.jobs_table([again]).endswith(f"  {shown}")
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

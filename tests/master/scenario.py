@@ -40,6 +40,7 @@ from oobleck.master.jobevents import (
     CheckpointPublished,
     CheckpointRequested,
     JobCancelRequested,
+    JobCaughtUp,
     JobFailed,
     JobPutBack,
     JobRestored,
@@ -870,6 +871,8 @@ def incident_lines(job_id: JobId, record: dict[str, Any]) -> Iterator[str]:
         overtaken = attempt["superseded_by"]
         end = f", overtaken by {overtaken}" if overtaken else ""
         yield f"  generation {attempt['generation']} by {attempt['rule']}{end}"
+    spans = [f"{phase} {s:.2f}" for phase, s in record["phases"].items() if s >= 0.005]
+    yield f"  seconds: {', '.join(spans) or 'none'}"
     if tail := record["root_cause"]["log_tail"]:
         yield f"  last words: {' | '.join(tail)}"
 
@@ -933,7 +936,8 @@ def told(event: Journaled) -> str:
                 f"can lose {event.can_lose}, store {event.rendezvous.store}: {drawn(event.plan)}"
             )
         case FirstStepCommitted():
-            phases = " ".join(f"{k} {v:.2f}" for k, v in event.transition.phases.items())
+            spans = event.transition.phases
+            phases = " ".join(f"{k} {v:.2f}" for k, v in spans.items() if k != "waiting" or v)
             return (
                 f"{name} generation {event.generation} step {event.step}: {phases}, "
                 f"total {event.transition.total_s:.2f}, redo {event.transition.redo_step}"
@@ -977,6 +981,8 @@ def told(event: Journaled) -> str:
             return f"{name} step {event.saved.step} request {event.saved.request}"
         case SaveProblem():
             return f"{name} {event.failed.what} step {event.failed.step}: {event.failed.reason}"
+        case JobCaughtUp():
+            return f"{name} step {event.step}"
         case JobRestored():
             how = "resumed" if event.resumed else f"lost {event.lost_steps} steps"
             return f"{name} step {event.restored.step}, {how}"

@@ -68,6 +68,9 @@ def test_every_incident_is_recorded_once_and_blames_nobody_for_a_closed_socket(p
             times = [seen["time"] for seen in record["witnesses"]]
             assert times == sorted(times)
             assert record["closed_at"] >= record["opened_at"]
+            spans = record["phases"].values()
+            assert math.isclose(sum(spans), record["total_s"], abs_tol=1e-6)
+            assert all(seconds >= 0 for seconds in spans)
             if record["outcome"] == "recovered":
                 assert record["attempts"][-1]["generation"] == record["to_generation"]
                 assert record["attempts"][-1]["phases"] is not None

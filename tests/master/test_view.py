@@ -31,6 +31,42 @@ def test_a_job_that_does_not_move_has_no_speed() -> None:
     assert (status.tokens_per_s, status.eta_s) == (0.0, 0.0)
 
 
+def test_steps_that_are_done_again_are_told_until_the_last_of_them() -> None:
+    player = Player()
+    player.play(
+        "0.0 register n1\n0.0 submit demo f=0 min_nodes=1 checkpoint=1\n0.5 ready n1\n"
+        "0.7 enter 1 n1\n1.0 steps 1 50 1\n2.0 exit n1/0\n2.5 saved 40\n3.0 replace n1/0\n"
+        "3.1 restored 40 2 n1\n"
+    )
+    job = player.state.jobs[JobId("demo-1")]
+
+    def told(now: float) -> tuple[int, int, int] | None:
+        status = job_status(player.state, job, CONFIG, now)
+        redo = status.redo
+        found = (redo.first_step, redo.last_step, redo.committed_step)
+        return found if status.HasField("redo") else None
+
+    assert told(3.1) == (41, 50, 40)
+    player.play("4.0 progress 44 2 n1\n")
+    assert told(4.0) == (41, 50, 44)
+    player.play("5.0 progress 50 2 n1\n")
+    assert told(5.0) is None
+
+
+def test_when_a_node_was_heard_outlives_the_master() -> None:
+    player = Player()
+    player.play(START + "1.0 steps 1 1 1\n2.0 silent n4\n8.0 look\n9.0 restart\n")
+
+    def heard(name: str) -> tuple[float, bool]:
+        info = node_info(player.state, player.state.nodes[NodeName(name)], 9.5)
+        return info.last_heard_s, info.heard_before
+
+    assert heard("n4") == (pytest.approx(7.5), False)
+    assert heard("n1") == (pytest.approx(0.5), True)
+    player.play("9.2 reconnect n1\n")
+    assert heard("n1") == (pytest.approx(0.3), False)
+
+
 def test_a_drain_is_told_of_a_node_that_is_lost() -> None:
     player = Player()
     player.play(START + "1.0 close n4\n7.0 drain n4\n")

@@ -147,7 +147,7 @@ def settled(state: ClusterState) -> ClusterState:
     """A copy without when each node was last heard of."""
     copy: ClusterState = copied(state)
     for node in copy.nodes.values():
-        node.seen = replace(node.seen, last_heard=0.0)
+        node.seen = replace(node.seen, last_heard=0.0, heard_at=None)
     return copy
 
 
