@@ -12,6 +12,7 @@ from oobleck.planner.optimization import OptimizerSpec
 from oobleck.planner.plan import Plan
 from support.director import Director, WarmWorkers, make_plan
 from support.reference import ReferenceRun, train_reference
+from support.samples import Samples
 
 TEXT = str(Path(__file__).parents[2] / "LICENSE")
 STEPS = 5
@@ -70,6 +71,9 @@ def test_undisturbed_it_equals_one_process_and_all_workers_tell_it_once(warm: Wa
             step: len(records) for step, records in cluster.evaluations.items()
         } == dict.fromkeys(DUE, 3)
         assert cluster.evaluations[2][0].samples == 70
+        digests = {step: records[0].samples_digest for step, records in cluster.records.items()}
+    documented = Samples(Path(TEXT).read_bytes(), sequence_length=16, fraction=0.1)
+    assert digests == {step: documented.digest(step, 8, seed=0) for step in range(1, STEPS + 1)}
 
 
 def killed(node: str, point: str, step: int, microbatch: int | None = None) -> FaultRule:
