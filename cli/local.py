@@ -23,6 +23,7 @@ from oobleck.host.detection import MODES, Mode
 from oobleck.host.display import printable
 from oobleck.host.endpoint import Endpoint, choose_endpoint
 from oobleck.host.process import end_signals
+from oobleck.planner.units import enough_bytes, format_bytes
 
 #: More than this is a mistake on any machine; --oversubscribe says that it is none.
 WORKERS_PER_CORE = 16
@@ -152,8 +153,8 @@ def check_room(nodes: int, workers: int, oversubscribe: bool) -> int:
         )
     elif needed > memory.available:
         problem = (
-            f"{nodes} nodes with {workers} workers need about {needed >> 20} MiB of memory, and "
-            f"{memory.available >> 20} MiB are free"
+            f"{nodes} nodes with {workers} workers need about {enough_bytes(needed)} of memory, "
+            f"and {format_bytes(memory.available)} are free"
         )
     if problem and not oversubscribe:
         raise CommandFailed(f"{problem}; start fewer, or pass --oversubscribe", USAGE)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from oobleck.planner.errors import ModelTooLarge, PlanInfeasible
 from oobleck.planner.profile import MOST_BYTES, Profile
 from oobleck.planner.templates import feasible_sizes
-from oobleck.planner.units import are, count, format_bytes
+from oobleck.planner.units import are, count, enough_bytes, format_bytes
 
 #: Missing memory is told to this part of it.
 _MEMORY_STEPS = 1000
@@ -113,8 +113,8 @@ def _memory_cause(profile: Profile) -> str:
 def _more_memory(profile: Profile, memory: int) -> str:
     have = profile.gpu_memory_bytes
     return (
-        f"at least {format_bytes(memory)} ({memory} bytes), {memory - have} bytes more than "
-        f"gpu_memory_bytes ({have})"
+        f"at least {enough_bytes(memory)}, {enough_bytes(memory - have)} more than training may "
+        f"use of one ({format_bytes(have)})"
     )
 
 

@@ -1,7 +1,8 @@
 """Numbers as people write and read them."""
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 #: A line that people read names no more.
 _MOST_LISTED = 10
@@ -55,9 +56,21 @@ def parse_seconds(text: str) -> float:
 
 def format_bytes(number: int) -> str:
     """A short form of `number` for messages, such as `1.5 GiB`."""
-    size = float(number)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    return _short(number, round)
+
+
+def enough_bytes(number: int) -> str:
+    """Likewise, rounded up: whoever gives so much has given `number`."""
+    return _short(number, math.ceil)
+
+
+def _short(number: int, rounded: Callable[[float], int]) -> str:
+    """In the largest unit of which there is one, to a tenth."""
+    if abs(number) < 1024:
+        return f"{number} B"
+    size = number / 1024
+    units = ["KiB", "MiB", "GiB", "TiB"]
+    while abs(rounded(size * 10)) >= 10240 and len(units) > 1:
         size /= 1024
-    return f"{size:.1f} TiB"
+        del units[0]
+    return f"{rounded(size * 10) / 10:.1f} {units[0]}"

@@ -28,8 +28,8 @@ def test_too_few_nodes_are_told_how_many_are_needed() -> None:
         node_specification(profile, nodes=3, fault_tolerance=1)
     assert caught.value.causes == (
         "needs 4 nodes: fault_tolerance 1 and pipelines of at least 2 nodes; 3 are live; "
-        "add 1 node, lower fault_tolerance to 0 or use GPUs with at least 3.9 KiB (4043 bytes), "
-        "1943 bytes more than gpu_memory_bytes (2100)",
+        "add 1 node, lower fault_tolerance to 0 or use GPUs with at least 4.0 KiB, "
+        "1.9 KiB more than training may use of one (2.1 KiB)",
     )
     enough = profile_of([1.0] * 4, memory=4040)
     assert node_specification(enough, nodes=3, fault_tolerance=1).start == 1
@@ -42,19 +42,19 @@ def test_less_than_one_pipeline_is_told_what_would_do() -> None:
     (cause,) = caught.value.causes
     assert cause.startswith(
         "needs 4 nodes: fault_tolerance 0 and pipelines of at least 4 nodes; 2 are live; "
-        "add 2 nodes or use GPUs with at least 2.0 KiB (2041 bytes)"
+        "add 2 nodes or use GPUs with at least 2.0 KiB, "
     )
     # No memory makes pipelines of 2 nodes where they are to have 3.
     with pytest.raises(PlanInfeasible, match=r"2 are live; add 1 node$"):
         node_specification(profile_of([1.0] * 4), nodes=2, fault_tolerance=0, min_nodes=3)
 
 
-def test_too_little_memory_is_told_in_bytes() -> None:
+def test_too_little_memory_is_told_in_units_that_people_read() -> None:
     # Two nodes: the last has 2 layers or 1; the first stage keeps 2 micro-batches in flight.
     profile = profile_of([1.0, 1.0], memory=1009)
     with pytest.raises(
         PlanInfeasible,
-        match=r"at least 1020 B \(1020 bytes\), 11 bytes more .*, for pipelines of 2 nodes",
+        match=r"at least 1020 B, 11 B more .* \(1009 B\), for pipelines of 2 nodes",
     ):
         node_specification(profile, nodes=4, fault_tolerance=0)
     enough = profile_of([1.0, 1.0], memory=1020)
