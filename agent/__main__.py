@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 #: For the last reports, when everything has ended.
 FAREWELL_S = 1.0
 
-EPILOG = """SIGTERM drains the node: its work moves to others, then the agent ends. SIGINT,
-SIGHUP, or a second SIGTERM, ends it at once. Exit codes: 0 stopped by a signal, 2 wrong usage or
-refused by the master for good (the line says why)."""
+EPILOG = """SIGTERM drains the node: its work moves to others, then the agent ends, within seconds
+where no master is there to move it. SIGINT, SIGHUP, or a second SIGTERM, ends it at once. Exit
+codes: 0 stopped by a signal, 2 wrong usage or refused by the master for good (the line says why)."""
 
 
 async def serve(config: AgentConfig, holder: Holder, token: Credentials | None = None) -> int:
@@ -64,6 +64,7 @@ async def serve(config: AgentConfig, holder: Holder, token: Credentials | None =
         surroundings,
         endpoint=lambda: holder.endpoint,
         on_address=supervisor.reached_from,
+        on_session=supervisor.heard,
         on_detection=supervisor.detect,
         on_assigned=supervisor.assigned,
         on_record=supervisor.record,

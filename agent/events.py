@@ -31,6 +31,16 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionBegan:
+    """A master hears this agent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOver:
+    """No master hears it, until the next session begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DetectionTold:
     """The time-outs that the master goes by."""
 
@@ -168,6 +178,8 @@ WorkerEvent = (
 )
 Event = (
     Assigned
+    | SessionBegan
+    | SessionOver
     | DetectionTold
     | Leave
     | Paused

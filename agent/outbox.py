@@ -48,6 +48,11 @@ class Outbox:
     def current_status(self) -> NodeStatus:
         return self._status
 
+    def take_status(self) -> NodeStatus:
+        """For a registration: what changes after it is due again."""
+        self._status_due = False
+        return self._status
+
     def status(self, status: NodeStatus, *, has_rank_0: bool) -> None:
         """The newest status; sent at once if more than the progress in it has changed."""
         if _without_progress(status) != _without_progress(self._status):
@@ -108,7 +113,6 @@ class Outbox:
         waiting = [report for report in self._reports if report not in standing]
         self._reports = deque([*standing, *waiting])
         self._records.session_began(now)
-        self._status_due = False  # the registration has it
 
     def take(self, now: float) -> list[pb.AgentMessage]:
         """All that is due, in the order in which it shall be sent.

@@ -71,11 +71,8 @@ class _Agenda:
 def decide(state: NodeState, now: float) -> Decision:
     """The actions that are due, and when the next one will be."""
     agenda = _Agenda(now)
-    if state.leave_by is not None and not state.shutting_down:
-        if state.drained and state.desired is None:
-            agenda.add(End(reason="the node is drained"))
-        else:
-            agenda.add(End(reason="the time for the drain is over"), state.leave_by)
+    if not state.shutting_down:
+        _leave(state, agenda)
     _warm(state, agenda)
     for worker in state.workers.values():
         _worker(state, worker, agenda)
@@ -92,6 +89,23 @@ def decide(state: NodeState, now: float) -> Decision:
                 agenda.add(fork, record.budget.not_before)
     done = state.shutting_down and not state.workers and state.warm.started_at is None
     return Decision(actions=tuple(agenda.actions), wake_at=agenda.wake_at, done=done)
+
+
+def _leave(state: NodeState, agenda: _Agenda) -> None:
+    """Once told to, end when the work has moved off, or when nobody can have it moved."""
+    if state.leave_at is None or state.leave_by is None:
+        return
+    alone_since = state.alone_since
+    if state.drained and state.desired is None:
+        agenda.add(End(reason="the node is drained"))
+    elif alone_since is None:
+        agenda.add(End(reason="the time for the drain is over"), state.leave_by)
+    elif not state.has_heirs():
+        agenda.add(End(reason="no master is there, and no other node that trains with this one"))
+    else:
+        answer_s = state.detection.answer_s
+        due = min(max(state.leave_at, alone_since) + answer_s, state.leave_by)
+        agenda.add(End(reason=f"no master has been there for {answer_s:g} s to move the work"), due)
 
 
 def _warm(state: NodeState, agenda: _Agenda) -> None:

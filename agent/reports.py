@@ -3,6 +3,8 @@
 Pure. Must not know when it is told, nor how it gets there.
 """
 
+import msgspec
+
 from oobleck.agent.state import NodeState
 from oobleck.agent.worker import NO_GENERATION, Worker
 from oobleck.host.messages import Evaluated, PeerLost, PhaseReached, Restored
@@ -58,14 +60,16 @@ def standing_reports(state: NodeState) -> list[types.WorkerReport]:
 
 def status_of(state: NodeState) -> types.NodeStatus:
     desired = state.desired
-    leaving = state.leave_by is not None
-    trouble, failed_starts = state.trouble(), state.warm.failed_starts
+    bare = types.NodeStatus(
+        leaving=state.leave_at is not None,
+        ending=state.shutting_down,
+        trouble=state.trouble(),
+        failed_starts=state.warm.failed_starts,
+    )
     if desired is None:
-        return types.NodeStatus(leaving=leaving, trouble=trouble, failed_starts=failed_starts)
-    return types.NodeStatus(
-        leaving=leaving,
-        trouble=trouble,
-        failed_starts=failed_starts,
+        return bare
+    return msgspec.structs.replace(
+        bare,
         job_id=desired.job_id,
         generation=desired.part.plan.generation if desired.part else NO_GENERATION,
         workers=tuple(_worker_status(worker) for worker in state.serving()),

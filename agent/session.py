@@ -65,6 +65,7 @@ class Session:
         *,
         endpoint: Callable[[], Endpoint],
         on_address: Callable[[str], None],
+        on_session: Callable[[bool], None],
         on_detection: Callable[[Detection], None],
         on_assigned: Callable[[Desired | None, bool], None],
         on_record: Callable[[JobId, Record], None],
@@ -77,6 +78,7 @@ class Session:
         self._now = surroundings.now
         self._endpoint = endpoint
         self._on_address = on_address
+        self._on_session = on_session
         self._on_detection = on_detection
         self._on_assigned = on_assigned
         self._on_record = on_record
@@ -92,7 +94,7 @@ class Session:
 
     async def run(self) -> str | None:
         """Until the master refuses for good (the reason) or `close` was called (None)."""
-        while not self._closing:
+        while not self._is_over():
             endpoint = self._endpoint()
             options = channel_options(self._detection)
             async with open_aio_channel(endpoint, options) as channel:
@@ -106,7 +108,7 @@ class Session:
         is a newer certificate."""
         endpoint, keepalive = self._endpoint(), keepalive_options(self._detection)
         while (
-            not self._closing
+            not self._is_over()
             and keepalive == keepalive_options(self._detection)
             and endpoint == self._endpoint()
         ):
@@ -120,7 +122,7 @@ class Session:
                 self._trouble(str(end))
             except _OtherTimeOuts:
                 return None
-            if not self._closing:
+            if not self._is_over():
                 await asyncio.sleep(self._surroundings.uniform(0.0, self._retry_s))
                 self._retry_s = next_retry_s(self._retry_s, self._detection)
         return None
@@ -130,8 +132,13 @@ class Session:
         self._closing = True
         self._outbox.wake.set()
 
+    def _is_over(self) -> bool:
+        """Whether no other session is to begin: an agent that ends says its last words in the one
+        that is open, or not at all."""
+        return self._closing or self._outbox.current_status.ending
+
     def _trouble(self, reason: str) -> None:
-        if reason != self._last_trouble:
+        if reason != self._last_trouble and not self._is_over():
             self._last_trouble = reason
             logger.warning(
                 "no session, trying on", extra={"master": self._config.master, "reason": reason}
@@ -155,6 +162,7 @@ class Session:
         logger.info("session began", extra={"master": self._config.master})
         self._last_trouble, self._retry_s = "", FIRST_RETRY_S
         self._outbox.session_began(self._standing_reports(), self._now())
+        self._on_session(True)
         halves = (
             asyncio.create_task(self._receive_all(stream)),
             asyncio.create_task(self._send_all(stream, self._detection.heartbeat_s)),
@@ -165,6 +173,7 @@ class Session:
             for half in halves:
                 half.cancel()
             results = await asyncio.gather(*halves, return_exceptions=True)
+        self._on_session(False)
         for result in results:
             if isinstance(result, Exception):
                 raise result
@@ -198,7 +207,7 @@ class Session:
         registration = Registration(
             protocol=PROTOCOL,
             facts=facts,
-            status=self._outbox.current_status,
+            status=self._outbox.take_status(),
             running=self._running,
         )
         return pb.AgentMessage(

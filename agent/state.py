@@ -19,6 +19,8 @@ from oobleck.agent.events import (
     ForkAsked,
     Leave,
     Paused,
+    SessionBegan,
+    SessionOver,
     ShutDown,
     WarmExited,
     WarmKilled,
@@ -85,7 +87,10 @@ class NodeState:
     detection: Detection = field(default_factory=Detection)
     #: The node is drained, by the master's last word.
     drained: bool = False
-    #: When the agent ends at the latest; None: it was not told to.
+    #: Since when no master hears this agent; None: one does.
+    alone_since: float | None = 0.0
+    #: When the agent was told to end, and when it does at the latest; None: it was not told to.
+    leave_at: float | None = None
     leave_by: float | None = None
     shutting_down: bool = False
     warm: WarmState = field(default_factory=WarmState)
@@ -114,6 +119,11 @@ class NodeState:
         failures = (slot.failure.message for slot in self.slots if slot.failure is not None)
         return next(failures, "")
 
+    def has_heirs(self) -> bool:
+        """Whether other nodes train with the workers here, and could take over their part."""
+        part = self.desired.part if self.desired else None
+        return part is not None and bool(self.workers) and bool({*part.plan.nodes} - {self.node})
+
     def serving(self) -> list[Worker]:
         """The workers of the desired job that are not on their way out, by slot."""
         if self.desired is None or self.shutting_down:
@@ -139,9 +149,14 @@ class NodeState:
             case Assigned(desired=desired, drained=drained):
                 self._assign(desired)
                 self.drained = drained
+            case SessionBegan():
+                self.alone_since = None
+            case SessionOver():
+                self.alone_since = now
             case DetectionTold(detection=detection):
                 self.detection = detection
             case Leave(grace_s=grace_s):
+                self.leave_at = now
                 # Without work only the master's answer is waited for.
                 self.leave_by = now + (grace_s if self.workers else min(grace_s, IDLE_GRACE_S))
             case Paused(seconds=seconds):

@@ -21,6 +21,8 @@ from oobleck.agent.events import (
     Event,
     Leave,
     Paused,
+    SessionBegan,
+    SessionOver,
     ShutDown,
     WarmExited,
     WarmReady,
@@ -115,6 +117,10 @@ class Supervisor:
     def reached_from(self, address: str) -> None:
         """The address that this node's workers are reached by."""
         self._crew.address = address
+
+    def heard(self, by_master: bool) -> None:
+        """Whether a session with a master is open."""
+        self._handle(SessionBegan() if by_master else SessionOver())
 
     def detect(self, detection: Detection) -> None:
         """What the master goes by."""

@@ -131,6 +131,7 @@ class Agent:
             self._surroundings,
             endpoint=lambda: self._endpoint,
             on_address=lambda _: None,
+            on_session=lambda _: None,
             on_detection=self._welcomed,
             on_assigned=self._assigned,
             on_record=lambda _, __: None,

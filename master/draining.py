@@ -19,6 +19,7 @@ from oobleck.master.jobevents import CheckpointRequested
 from oobleck.master.making import next_generation, plan_made
 from oobleck.master.node import Drain, Node
 from oobleck.master.nodeevents import NodeDrained, NodeDrainRequested, NodeKept, NodeLost
+from oobleck.master.sightings import carried
 from oobleck.master.state import ClusterState
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.reconfigure import Reconfiguration
@@ -39,23 +40,33 @@ def take_wishes(look: Look) -> Decision | None:
 
 
 def farewell(look: Look) -> Decision | None:
-    """A drained node whose agent wanted to end, and has, is not waited for."""
+    """Nodes whose agents end by their own word are not waited for: a drained one has nothing that
+    others need, and any other's workers end with it."""
     gone = tuple(
-        NodeLost(
-            node=name,
-            incarnation=node.facts.incarnation,
-            cause="left",
-            reason="its agent has ended, as it was told to",
-            detect_s=look.now - node.seen.closed_at,
-        )
-        for name, node in sorted(look.state.nodes.items())
-        if node.registered
-        and node.seen.closed_at is not None
-        and node.seen.status.leaving
-        and node.drain is not None
-        and node.drain.done
+        _gone(look, node)
+        for _, node in sorted(look.state.nodes.items())
+        if node.registered and (node.seen.status.ending or _has_left(node))
     )
     return Decision(actions=gone, reason=_names(gone)) if gone else None
+
+
+def _has_left(node: Node) -> bool:
+    drained = node.drain is not None and node.drain.done
+    return drained and node.seen.status.leaving and node.seen.closed_at is not None
+
+
+def _gone(look: Look, node: Node) -> NodeLost:
+    job, name = look.state.job, node.facts.node
+    drained = node.drain is not None and node.drain.done
+    closed_at = node.seen.closed_at
+    return NodeLost(
+        node=name,
+        incarnation=node.facts.incarnation,
+        cause="left",
+        reason="its agent has ended, as it was told to" if drained else "its agent ends at once",
+        detect_s=0.0 if closed_at is None else look.now - closed_at,
+        sightings=carried(job, look.now) if job is not None and job.has_member(name) else (),
+    )
 
 
 def finish(look: Look) -> Decision | None:

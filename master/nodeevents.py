@@ -46,7 +46,7 @@ class NodeCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class NodeLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     node: NodeName
     incarnation: Incarnation
-    #: left: it was drained, and has ended as it was told to.
+    #: left: its agent ends, by its own word.
     cause: Literal["witnesses", "lease", "restarted", "left"]
     reason: str
     #: From the first evidence to this declaration.

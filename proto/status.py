@@ -25,6 +25,7 @@ def status_message(status: NodeStatus) -> pb.NodeStatus:
         generation=status.generation,
         workers=[worker_status_message(worker) for worker in status.workers],
         leaving=status.leaving,
+        ending=status.ending,
         trouble=shortened(status.trouble),
         failed_starts=status.failed_starts,
     )
@@ -82,6 +83,7 @@ def read_status(message: pb.NodeStatus) -> NodeStatus:
             generation=Generation(message.generation),
             workers=workers,
             leaving=message.leaving,
+            ending=message.ending,
             trouble=message.trouble,
             failed_starts=message.failed_starts,
         )

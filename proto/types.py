@@ -79,6 +79,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerStatus, ...] = ()
     #: The agent was told to end, and does as soon as the work has moved off.
     leaving: bool = False
+    #: The agent ends at once, and its workers with it.
+    ending: bool = False
     #: Why the node can start no workers, with the last words of what ended; empty: it can.
     trouble: str = ""
     #: How often in a row what they are forked from has ended.

@@ -479,6 +479,37 @@ async def test_a_second_sigterm_ends_it_at_once() -> None:
         assert await agent.ended() == 0
 
 
+@scenario
+async def test_sigterm_ends_an_agent_whose_master_is_gone() -> None:
+    async with cluster(detection=replace(QUICK, answer_s=1.0)) as (master, agent, stream):
+        spec = job("demo")
+        await stream.assign("demo-1", spec)
+        (worker,) = await stream.ready()
+        two = plan(1, "n0", "n1")
+        await stream.assign("demo-1", spec, placement=two, incarnations=(worker.incarnation,))
+        await stream.workers(lambda ws: any(w.committed_step > 0 for w in ws))
+        await master.stop()
+        agent.process.send_signal(signal.SIGTERM)
+        assert await agent.ended() == 0
+        await agent.gone()
+        assert agent.process.stderr is not None
+        assert "no master has been there for 1 s" in agent.process.stderr.read()
+
+
+@scenario
+async def test_sigint_is_told_to_the_master_before_anything_else() -> None:
+    async with cluster(workers=2) as (_, agent, stream):
+        await stream.assign("demo-1", job("demo"))
+        await stream.ready(2)
+        agent.process.send_signal(signal.SIGINT)
+        told = await stream.until(lambda m: m.HasField("status") and m.status.ending)
+        assert not told.status.workers
+        before = stream.heard[: stream.heard.index(told)]
+        assert not any(m.HasField("report") and m.report.HasField("exited") for m in before)
+        await stream.until(lambda m: len(stream.reports("exited")) == 2)
+        assert await agent.ended() == 0
+
+
 @pytest.mark.parametrize("state", ["idle", "working"])
 def test_kill_9_of_the_agent_leaves_nothing_behind(state: str) -> None:
     async def body() -> None:

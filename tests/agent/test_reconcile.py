@@ -23,6 +23,8 @@ from oobleck.agent.events import (
     MeasureSent,
     PlanSent,
     SaveSent,
+    SessionBegan,
+    SessionOver,
     ShutDown,
     StopSent,
     WarmExited,
@@ -125,6 +127,46 @@ def test_an_idle_agent_that_is_told_to_end_waits_only_for_an_answer() -> None:
     node.after(WarmStarted(), WarmReady(), Leave(grace_s=60.0), at=1.0)
     assert node.wake_at() == 3.0
     assert kinds(node.after(Assigned(desired=None, drained=True))) == [End]
+
+
+def test_an_agent_without_a_master_ends_once_nobody_can_have_its_work_moved() -> None:
+    node = Node().with_worker()
+    node.after(
+        Assigned(desired=desired(generation=1, others=1)),
+        PlanSent(incarnation=A, generation=G1, boundary=False),
+    )
+    node.after(SessionOver(), at=5.0)
+    assert node.after(at=9.0) == (), "nobody has told it to end"
+    assert node.after(Leave(grace_s=60.0), at=10.0) == ()
+    assert node.after(at=14.0) == ()
+    assert End in kinds(node.after(at=15.0)), "the master has had an answer's time to come back"
+
+
+def test_a_master_that_comes_back_in_time_has_the_work_moved() -> None:
+    node = Node().with_worker()
+    node.after(
+        Assigned(desired=desired(generation=1, others=1)),
+        PlanSent(incarnation=A, generation=G1, boundary=False),
+    )
+    node.after(SessionOver(), Leave(grace_s=60.0), at=10.0)
+    node.after(SessionBegan(), at=14.0)
+    assert node.after(at=60.0) == ()
+    node.after(SessionOver(), at=62.0)
+    assert node.after(at=66.0) == ()
+    assert End in kinds(node.after(at=67.0))
+
+
+def test_an_agent_that_has_nothing_to_hand_over_does_not_wait_for_a_master() -> None:
+    alone = Node().with_worker()
+    alone.after(
+        Assigned(desired=desired(generation=1)),
+        PlanSent(incarnation=A, generation=G1, boundary=False),
+        SessionOver(),
+    )
+    assert End in kinds(alone.after(Leave(grace_s=60.0), at=10.0)), "no other node trains"
+    unplanned = Node().with_worker()
+    unplanned.after(Assigned(desired=desired()), SessionOver())
+    assert End in kinds(unplanned.after(Leave(grace_s=60.0), at=10.0)), "no worker trains"
 
 
 def measuring(attempt: int) -> Desired:

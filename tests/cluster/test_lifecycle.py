@@ -100,6 +100,17 @@ def test_worker_killed_alone_is_replaced(small_cluster: LocalCluster, text: str)
     assert "1, " in cluster.oobleck("status", job_id).stdout.split("incident    ")[1]
 
 
+def test_ctrl_c_of_an_agent_is_known_at_once(small_cluster: LocalCluster, text: str) -> None:
+    cluster = small_cluster
+    job_id = cluster.submit(job(text))
+    cluster.wait_step(job_id, 5)
+    os.kill(cluster.agents.pop("n3"), signal.SIGINT)
+    cluster.wait(lambda: bool(cluster.events(job_id, "node_lost")), "the loss")
+    (lost,) = cluster.events(job_id, "node_lost")
+    assert (lost["node"], lost["cause"], lost["detect_s"]) == ("n3", "left", 0.0)
+    go_on(cluster, job_id)
+
+
 def test_too_few_nodes_wait_and_say_so(small_cluster: LocalCluster, text: str) -> None:
     cluster = small_cluster
     needs_two = job(text, resources={"min_nodes_per_pipeline": 2})

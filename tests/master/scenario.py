@@ -829,6 +829,12 @@ class Player:
             self.agents[name]._status(leaving=True)
             self._tell(self.agents[name])
 
+    def do_end(self, *names: str) -> None:
+        """The agents end at once, and their workers with them, of which none is listed any more."""
+        for name in names:
+            self.agents[name]._status(ending=True, workers=())
+            self._tell(self.agents[name])
+
     def do_trouble(self, name: str, failed_starts: str, trouble: str = "") -> None:
         self.agents[name]._status(failed_starts=int(failed_starts), trouble=trouble)
         self._tell(self.agents[name])

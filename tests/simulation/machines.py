@@ -232,6 +232,7 @@ class Agent:
             surroundings,
             endpoint=lambda: endpoint,
             on_address=self.supervisor.reached_from,
+            on_session=self.supervisor.heard,
             on_detection=self.supervisor.detect,
             on_assigned=self._assigned,
             on_record=self.supervisor.record,
@@ -263,7 +264,7 @@ class Agent:
 
     async def _talk(self) -> str | None:
         """Sessions over one channel after the other."""
-        while not self._closing:
+        while not self._closing and not self.outbox.current_status.ending:
             stub = Stub(self.world, self.wire, self.process)
             if (refusal := await self.session.converse(stub)) is not None:  # type: ignore[arg-type]
                 return refusal

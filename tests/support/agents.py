@@ -7,6 +7,7 @@ from oobleck.agent.events import (
     Assigned,
     Event,
     ForkAsked,
+    SessionBegan,
     StacksAsked,
     WarmReady,
     WarmStarted,
@@ -50,6 +51,7 @@ class Node:
 
     def __init__(self, slots: int = 1, faults: tuple[FaultRule, ...] = ()) -> None:
         self.state = NodeState(node=NodeName("n1"), slot_count=slots, faults=faults)
+        self.state.apply(SessionBegan(), 0.0)
         self.now = 0.0
         #: Since when what was at a standstill each time that stacks were asked for.
         self.stacks: list[float] = []
