@@ -15,6 +15,7 @@ from oobleck.agent.address import check_own_address
 from oobleck.agent.config import DRAIN_GRACE_S, AgentConfig
 from oobleck.agent.crew import new_incarnation
 from oobleck.agent.enrol import Denied, Holder, choose_way, join, read_join_token
+from oobleck.agent.environment import passed_on, read_patterns
 from oobleck.agent.memory import total_memory
 from oobleck.agent.outbox import Outbox
 from oobleck.agent.session import Session
@@ -36,9 +37,15 @@ logger = logging.getLogger(__name__)
 #: For the last reports, when everything has ended.
 FAREWELL_S = 1.0
 
+ROOT = (
+    "the agent runs as root, and its workers too: jobs can read and write whatever root can; start "
+    "it as a user of its own, as deploy/oobleck-agent.service does"
+)
+
 EPILOG = """SIGTERM drains the node: its work moves to others, then the agent ends, within seconds
 where no master is there to move it. SIGINT, SIGHUP, or a second SIGTERM, ends it at once. Exit
-codes: 0 stopped by a signal, 2 wrong usage or refused by the master for good (the line says why)."""
+codes: 0 stopped by a signal, 2 wrong usage or refused by the master for good (the line says
+why)."""
 
 
 async def serve(config: AgentConfig, holder: Holder, token: Credentials | None = None) -> int:
@@ -75,6 +82,8 @@ async def serve(config: AgentConfig, holder: Holder, token: Credentials | None =
     for signum in end_signals():
         loop.add_signal_handler(signum, supervisor.shut_down)
     logger.info("agent starts", extra={"node": config.name, "master": config.master})
+    if os.geteuid() == 0:
+        logger.warning(ROOT)
     async with asyncio.TaskGroup() as tasks:
         supervising = tasks.create_task(supervisor.run())
         talking = tasks.create_task(session.run())
@@ -176,6 +185,13 @@ def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:
     "OOBLECK_JOIN_TOKEN.",
 )
 @click.option(
+    "--pass-env",
+    multiple=True,
+    metavar="NAME[,PREFIX_*]",
+    help="What else of this environment the workers get, beside what they are known to need "
+    "(docs/security.md).",
+)
+@click.option(
     "--insecure",
     is_flag=True,
     help="Talk to a master on this host in the clear, as is the default there.",
@@ -199,6 +215,7 @@ def agent(
     drain_grace: float,
     credentials: Path | None,
     token_file: Path | None,
+    pass_env: tuple[str, ...],
     insecure: bool,
     exit_with_parent: bool,
     fault_plan: Path | None,
@@ -212,7 +229,8 @@ def agent(
         if address is not None:
             check_own_address(address)
         token = read_join_token(token_file)
-        environment = {**worker_environment(device), **os.environ}
+        more = read_patterns(pass_env)
+        environment = {**worker_environment(device), **passed_on(os.environ, more)}
         gpus = find_gpus(environment) if device == "cuda" else ()
         config = AgentConfig(
             master=master,

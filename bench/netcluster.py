@@ -142,7 +142,8 @@ class NetCluster(Cluster):
         folder = self._pki / "nodes" / name
         if not folder.exists():
             issue(self._pki, folder, "agent", name)
-        return ["--master", self.address, "--name", name, "--credentials", str(folder)]
+        clock = ("--pass-env", "BENCH_CLOCK")
+        return ["--master", self.address, "--name", name, "--credentials", str(folder), *clock]
 
     def _start(
         self, host: str, module: str, *arguments: str, piped: bool = False
