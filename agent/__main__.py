@@ -28,6 +28,7 @@ from oobleck.host.display import inline
 from oobleck.host.messages import FaultRule
 from oobleck.host.process import die_with_parent, end_signals
 from oobleck.host.surroundings import Surroundings
+from oobleck.host.versions import installed
 from oobleck.planner.codec import decode
 from oobleck.planner.ids import NodeName, nearest_name
 from oobleck.planner.units import parse_bytes
@@ -251,6 +252,7 @@ def agent(
                 "oobleck.worker.warm",
             ),
             environment=environment,
+            versions=installed(),
             drain_grace_s=drain_grace,
         )
         holder = choose_way(master, config.name, credentials, token, insecure=insecure)

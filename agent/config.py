@@ -1,11 +1,12 @@
 """What one agent was told at its start; built once in `__main__` and passed down."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from oobleck.host.device import Gpu, device_kind
 from oobleck.host.messages import FaultRule
+from oobleck.host.versions import Versions
 from oobleck.planner.ids import NodeName, check_name
 
 #: No host holds more; a larger number is a typing error.
@@ -33,6 +34,7 @@ class AgentConfig:
     #: Starts the process that workers are forked from, with this environment.
     warm_command: tuple[str, ...]
     environment: Mapping[str, str]
+    versions: Versions = field(default_factory=Versions)
     #: How long the work may take to move off when the agent is told to end.
     drain_grace_s: float = DRAIN_GRACE_S
 

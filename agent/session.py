@@ -203,6 +203,7 @@ class Session:
             device=self._config.device,
             memory_per_worker_bytes=self._config.memory_per_worker_bytes,
             device_kind=self._config.device_kind,
+            versions=self._config.versions,
         )
         registration = Registration(
             protocol=PROTOCOL,

@@ -66,6 +66,8 @@ def nodes(master: Endpoint, wide: bool, as_json: bool) -> None:
         click.echo(text.dump([*map(text.plain, found)]))
     else:
         click.echo(text.nodes_table(found, width=terminal_width(), wide=wide))
+        if note := text.versions_note(found):
+            click.echo(f"\n{note}")
 
 
 @click.command()

@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from oobleck.cli import incident
 from oobleck.cli.table import Column, folded, listing, table
 from oobleck.host.display import inline
+from oobleck.host.versions import Versions, described, differences
 from oobleck.planner.units import format_bytes
 from oobleck.proto import control_pb2 as pb
 
@@ -145,6 +146,13 @@ def nodes_table(
     return listed or "no nodes; start one with 'oobleck-agent --master HOST:PORT'"
 
 
+def versions_note(nodes: Iterable[pb.NodeInfo]) -> str:
+    """How the versions on nodes that are there differ; empty: they do not."""
+    there = (node for node in nodes if node.state != "lost")
+    found = differences((node.node, Versions(**plain(node.versions))) for node in there)
+    return f"versions differ: {inline(described(found))}" if found else ""
+
+
 # ---- one job
 
 
@@ -262,6 +270,8 @@ def _sentence(record: dict[str, Any]) -> str:
             )
         case {"event": "node_joined", "node": node}:
             return f"node {node} joined"
+        case {"event": "versions_differ", "versions": found}:
+            return f"versions differ among the job's nodes: {described(found)}"
         case {"event": "node_left_out", "node": node, "reason": reason}:
             return f"node {node} is left out: {reason}"
         case {"event": "node_draining", "node": node, "reason": reason}:

@@ -115,6 +115,8 @@ class Job:
     incident: Incident | None = None
     incidents: int = 0
     last_incident: LastIncident | None = None
+    #: The versions that differ among its nodes, as far as that was told.
+    mixed: tuple[str, ...] = ()
     #: Unix time at which the journal was last found without its end; 0: never in the job's life.
     journal_cut_at: float = 0.0
     known_reports: deque[SaveReport] = field(default_factory=lambda: deque(maxlen=_KNOWN_REPORTS))

@@ -1,7 +1,7 @@
 """From a plan to the fact that it was made: its processes, rendezvous, and what it answers."""
 
 from oobleck.host.messages import Rendezvous
-from oobleck.master import planning
+from oobleck.master import planning, versions
 from oobleck.master.decision import Look
 from oobleck.master.ending import transition
 from oobleck.master.job import Job
@@ -65,6 +65,7 @@ def plan_made(
         handover=handover,
         starting=tuple(worker for worker in plan.workers if not is_up(look.state, worker)),
         data=_data(look.state, job, plan),
+        torch=_torch(look.state, plan),
         restore=restore or (job.on_the_way and job.made is not None and job.made.restore),
         overtaken=transition(look, job),
         sightings=() if boundary else carried(job, look.now),
@@ -96,6 +97,11 @@ def _slots(state: ClusterState, plan: Plan) -> int:
 def _data(state: ClusterState, job: Job, plan: Plan) -> str:
     before = job.made.data if job.made is not None else ""
     return before or state.data_of(state.nodes[plan.nodes[0]])
+
+
+def _torch(state: ClusterState, plan: Plan) -> str:
+    found = {versions.torch_of(state.nodes[node]) for node in plan.nodes} - {""}
+    return found.pop() if len(found) == 1 else ""
 
 
 def is_up(state: ClusterState, worker: WorkerId) -> bool:

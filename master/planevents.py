@@ -78,6 +78,8 @@ class PlanMade(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     starting: tuple[WorkerId, ...] = ()
     #: Fingerprint of the data that all workers of the job read.
     data: str = ""
+    #: The series of torch that its nodes have; empty: more than one, or not known.
+    torch: str = ""
     #: A part of the model is with nobody: all go back to the newest checkpoint.
     restore: bool = False
     #: Of the generation before, where it did not come to its first step.

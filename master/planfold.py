@@ -3,6 +3,7 @@
 Must not know how plans are made, nor what losses they answer.
 """
 
+from oobleck.master import versions
 from oobleck.master.job import KNOWN_PROCESSES, Job
 from oobleck.master.jobseen import Way
 from oobleck.master.planevents import FirstStepCommitted, PlanEvent, PlanFound, PlanMade
@@ -17,6 +18,8 @@ def fold(state: ClusterState, event: PlanEvent, now: float, unix: float) -> None
             job.plans[event.plan.generation] = event.plan
         case PlanMade():
             move(job, event)
+            told = versions.pairs(versions.among(state, event.plan.nodes))
+            job.mixed = tuple(sorted({*job.mixed, *told}))
             _make_plan(job, event, now, unix)
         case FirstStepCommitted():
             move(job, event)

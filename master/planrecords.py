@@ -5,6 +5,7 @@ Pure. Must not know files.
 
 from collections.abc import Mapping
 
+from oobleck.master import versions
 from oobleck.master.job import Job
 from oobleck.master.jobevents import JobCancelled, JobFailed, JobSucceeded
 from oobleck.master.planevents import FirstStepCommitted, PlanMade, Transition
@@ -18,17 +19,25 @@ Record = Mapping[str, object]
 
 def plan_records(state: ClusterState, event: PlanMade) -> list[Record]:
     job = state.jobs[event.job_id]
-    if job.made is None:
-        return [
-            {
-                "event": "started",
-                "reason": event.reason,
-                "generation": event.plan.generation,
-                "pipelines": pipelines(event.plan),
-                "can_lose": event.can_lose,
-            }
-        ]
-    return _reconfigured(job, event.overtaken, superseded_by=event.plan.generation)
+    if job.made is not None:
+        overtaken = _reconfigured(job, event.overtaken, superseded_by=event.plan.generation)
+        return [*overtaken, *_versions(state, job, event)]
+    started = {
+        "event": "started",
+        "reason": event.reason,
+        "generation": event.plan.generation,
+        "pipelines": pipelines(event.plan),
+        "can_lose": event.can_lose,
+    }
+    return [started, *_versions(state, job, event)]
+
+
+def _versions(state: ClusterState, job: Job, event: PlanMade) -> list[Record]:
+    """How the versions on the plan's nodes differ, where that was not told."""
+    found = versions.among(state, event.plan.nodes)
+    if set(versions.pairs(found)) <= {*job.mixed}:
+        return []
+    return [{"event": "versions_differ", "versions": found}]
 
 
 def end_records(

@@ -3,7 +3,7 @@
 Nodes get ready for a job before it has a plan. Must not know later plans.
 """
 
-from oobleck.master import fitness, planning, profiling
+from oobleck.master import fitness, planning, profiling, versions
 from oobleck.master.decision import Decision, Look
 from oobleck.master.job import Job
 from oobleck.master.jobevents import JobFailed, JobStarted
@@ -19,13 +19,15 @@ def start(look: Look) -> Decision | None:
     state, job = look.state, look.state.job
     if job is None or job.made is not None:
         return None
+    candidates, odd = versions.alike(state, job)
     ready, unlike = fitness.like_data(
-        state, [node for node in state.candidates(job) if state.is_ready(node, job)]
+        state, [node for node in candidates if state.is_ready(node, job)]
     )
+    others = [*odd, *((node, fitness.OTHER_DATA) for node in unlike)]
     timeout_s = look.timing.start_timeout_s
     pending: list[Node] = []
     given_up: list[Node] = []
-    for node in state.candidates(job):
+    for node in candidates:
         if not state.is_ready(node, job):
             (pending if _start_deadline(look, node) > look.now else given_up).append(node)
     here = [node for node in pending if not _is_away(look, node)]
@@ -44,20 +46,20 @@ def start(look: Look) -> Decision | None:
             return first
         plan = planning.first_plan(look, job, ready, next_generation(look, job))
     except PlanInfeasible as infeasible:
-        if planning.never_fits(job, state.candidates(job)):
+        if planning.never_fits(job, candidates):
             reason = "; ".join(infeasible.causes)
             return Decision(actions=(JobFailed(job_id=job.id, reason=reason),), reason=reason)
         if given_up and (start := _still_starting(look, job, [*ready, *pending], given_up)):
             return start
         late = f"not ready after {timeout_s:g} s: {names(given_up)}"
-        other = f"{names(unlike)}: {fitness.OTHER_DATA}"
-        more = (*([late] if given_up else []), *([other] if unlike else []))
-        return wait(state, job, infeasible, *more)
+        why_not = dict.fromkeys(why for _, why in others)
+        more = (f"{names(n for n, why in others if why == each)}: {each}" for each in why_not)
+        return wait(state, job, infeasible, *([late] if given_up else []), *more)
     reason = f"{count(len(ready), 'node')} {'is' if len(ready) == 1 else 'are'} ready"
     if idle := planning.idle_slots(plan, ready[0].facts.worker_slots):
         reason += f"; {idle}"
     event = plan_made(look, job, plan, boundary=False, cause="start", rule="start", reason=reason)
-    out = [fitness.left_out(job, node, fitness.OTHER_DATA) for node in unlike]
+    out = [fitness.left_out(job, node, why) for node, why in others]
     return Decision(actions=(*out, event), reason=reason)
 
 

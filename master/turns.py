@@ -7,7 +7,7 @@ that was trained keeps its turn, since its state is in its workers' memory. No j
 for another one.
 """
 
-from oobleck.master import planning
+from oobleck.master import planning, versions
 from oobleck.master.decision import Decision, Look
 from oobleck.master.job import Job
 from oobleck.master.jobevents import JobPutBack, JobStarted
@@ -39,7 +39,7 @@ def give_way(look: Look) -> Decision | None:
 
 def _fits(state: ClusterState, job: Job) -> bool:
     """Whether it could start on the nodes that are there, as far as is known."""
-    nodes = [node for node in state.candidates(job) if node.connected]
+    nodes = [node for node in versions.alike(state, job)[0] if node.connected]
     try:
         planning.check_enough(job, nodes)
     except PlanInfeasible:

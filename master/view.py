@@ -22,6 +22,7 @@ from oobleck.proto import control_pb2 as pb
 from oobleck.proto.convert import (
     evaluation_message,
     serialise_plan,
+    versions_message,
     worker_message,
     worker_status_message,
 )
@@ -198,6 +199,7 @@ def node_info(state: ClusterState, node: Node, now: float) -> pb.NodeInfo:
         failures=len(node.failures.times),
         last_heard_s=max(0.0, now - (node.seen.last_heard if heard_at is None else heard_at)),
         heard_before=heard_at is None,
+        versions=versions_message(facts.versions),
         workers=[worker_status_message(w) for w in status.workers] if node.registered else [],
     )
 

@@ -276,6 +276,8 @@ class JobSpec:
     #: Times and bytes that plans are made by: `measure` (or taken from a stored measurement),
     #: `estimate`, or the path of a profile file.
     profile: str = "measure"
+    #: Nodes with another major.minor of torch than most may take part.
+    allow_mixed_versions: bool = False
 
     def __post_init__(self) -> None:
         check_name(self.name, "job")

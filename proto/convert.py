@@ -32,8 +32,10 @@ from oobleck.proto.reports import evaluation_message, read_report, report_messag
 from oobleck.proto.status import (
     read_register,
     read_status,
+    read_versions,
     register_message,
     status_message,
+    versions_message,
     worker_status_message,
 )
 
@@ -54,6 +56,7 @@ __all__ = [
     "read_report",
     "read_serialised_plan",
     "read_status",
+    "read_versions",
     "read_worker",
     "record_message",
     "records_message",
@@ -62,6 +65,7 @@ __all__ = [
     "report_message",
     "serialise_plan",
     "status_message",
+    "versions_message",
     "worker_message",
     "worker_status_message",
 ]

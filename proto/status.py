@@ -1,5 +1,8 @@
 """What an agent says of its node, as messages and back: registration and status."""
 
+import msgspec
+
+from oobleck.host.versions import Versions
 from oobleck.planner.ids import Generation, NodeName, check_name
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import assignment_message, read_assignment
@@ -89,6 +92,19 @@ def read_status(message: pb.NodeStatus) -> NodeStatus:
         )
 
 
+def versions_message(versions: Versions) -> pb.Versions:
+    return pb.Versions(**msgspec.structs.asdict(versions))
+
+
+def read_versions(message: pb.Versions) -> Versions:
+    return Versions(
+        oobleck=message.oobleck,
+        python=message.python,
+        torch=message.torch,
+        transformers=message.transformers,
+    )
+
+
 def register_message(registration: Registration) -> pb.Register:
     facts = registration.facts
     return pb.Register(
@@ -101,6 +117,7 @@ def register_message(registration: Registration) -> pb.Register:
         device=facts.device,
         memory_per_worker_bytes=facts.memory_per_worker_bytes,
         device_kind=facts.device_kind,
+        versions=versions_message(facts.versions),
         status=status_message(registration.status),
         running=_running_message(registration.running),
     )
@@ -141,6 +158,7 @@ def read_register(message: pb.Register, incarnation: str) -> Registration:
                 message.memory_per_worker_bytes, 1, "memory_per_worker_bytes"
             ),
             device_kind=message.device_kind,
+            versions=read_versions(message.versions),
         )
         status = read_status(message.status)
         for worker in status.workers:

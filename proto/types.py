@@ -19,6 +19,7 @@ from oobleck.host.messages import (
     Restored,
     SaveFailed,
 )
+from oobleck.host.versions import Versions
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.plan import Plan
 
@@ -39,6 +40,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     memory_per_worker_bytes: int
     #: Name of what one worker computes on; equal names mean equal speed.
     device_kind: str = ""
+    versions: Versions = Versions()
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):

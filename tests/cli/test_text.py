@@ -243,6 +243,10 @@ def test_elsewhere_a_line_comes_each_second_or_with_a_change_of_state() -> None:
         ),
         ({"event": "put_back", "instead": "b-2"}, "b-2 has the turn meanwhile"),
         (
+            {"event": "versions_differ", "versions": {"torch": {"2.12": ["n4"], "2.13": ["n1"]}}},
+            "versions differ among the job's nodes: torch 2.12 on n4, 2.13 on n1",
+        ),
+        (
             {"event": "node_left_out", "node": "n4", "reason": "its data differ"},
             "node n4 is left out: its data differ",
         ),

@@ -111,6 +111,25 @@ def test_ctrl_c_of_an_agent_is_known_at_once(small_cluster: LocalCluster, text: 
     go_on(cluster, job_id)
 
 
+def test_a_node_with_another_torch_stays_out_and_is_told(
+    small_cluster: LocalCluster, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = small_cluster
+    job_id = cluster.submit(job(text))
+    cluster.wait_step(job_id, 3)
+    metadata = tmp_path / "torch-1.13.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.13.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    cluster.start_node("n4")
+    cluster.wait(lambda: bool(cluster.events(job_id, "node_left_out")), "n4 left out")
+    (out,) = cluster.events(job_id, "node_left_out")
+    assert (out["node"], out["reason"].partition(",")[0]) == ("n4", "torch 1.13")
+    assert cluster.nodes()["n4"]["versions"]["torch"] == "1.13.0"
+    assert "versions differ: torch 1.13.0 on n4, 2." in cluster.oobleck("nodes").stdout
+    go_on(cluster, job_id)
+
+
 def test_too_few_nodes_wait_and_say_so(small_cluster: LocalCluster, text: str) -> None:
     cluster = small_cluster
     needs_two = job(text, resources={"min_nodes_per_pipeline": 2})

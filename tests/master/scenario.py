@@ -31,6 +31,7 @@ from oobleck.host.messages import (
     SaveFailed,
     StepRecord,
 )
+from oobleck.host.versions import Versions
 from oobleck.master import snapshot
 from oobleck.master.admit import Refusal, admit
 from oobleck.master.apply import apply
@@ -130,6 +131,7 @@ def job_spec(
     checkpoint: int = 0,
     evaluate: int = 0,
     memory: int | None = None,
+    mixed: int = 0,
 ) -> JobSpec:
     """`evaluate`: every how many steps, of ten times the samples of a step."""
     return JobSpec(
@@ -139,6 +141,7 @@ def job_spec(
         training=TrainingSpec(steps=steps, global_batch=16, microbatch=2),
         fault_tolerance=f,
         resources=ResourceSpec(min_nodes_per_pipeline=min_nodes, memory_per_worker_bytes=memory),
+        allow_mixed_versions=bool(mixed),
         profile="measure" if measure else "estimate",
         checkpoint=CheckpointSpec(path="/saved") if checkpoint else None,
         evaluation=EvaluationSpec(every=evaluate, fraction=0.1, samples=160) if evaluate else None,
@@ -180,7 +183,7 @@ def measurement(forward_s: float) -> Measurement:
     return Measurement(embedding=embedding, block=block, head=head, device="abacus", torch="2")
 
 
-def facts_of(name: str, life: int, slots: int) -> NodeFacts:
+def facts_of(name: str, life: int, slots: int, torch: str) -> NodeFacts:
     return NodeFacts(
         node=NodeName(name),
         incarnation=Incarnation(f"{life:04x}"),
@@ -190,6 +193,7 @@ def facts_of(name: str, life: int, slots: int) -> NodeFacts:
         worker_slots=slots,
         device="cpu",
         memory_per_worker_bytes=1 << 30,
+        versions=Versions(torch=torch),
     )
 
 
@@ -204,8 +208,8 @@ def check_desired(state: ClusterState, now: float, unix: float) -> None:
 class Agent:
     """What one agent would say of itself."""
 
-    def __init__(self, name: str, life: int, slots: int) -> None:
-        self.facts = facts_of(name, life, slots)
+    def __init__(self, name: str, life: int, slots: int, torch: str) -> None:
+        self.facts = facts_of(name, life, slots, torch)
         self.status = NodeStatus()
         self.session = 0
         self.silent = False
@@ -349,11 +353,12 @@ class Player:
         self._record(JobCancelRequested(job_id=JobId(job_id), request_id="cancel"))
 
     def do_register(self, *names: str) -> None:
-        """New agents; NAME:SLOTS for more than one worker."""
+        """New agents; NAME:SLOTS for more than one worker, NAME@VERSION for one of torch."""
         for word in names:
-            name, _, slots = word.partition(":")
+            rest, _, torch = word.partition("@")
+            name, _, slots = rest.partition(":")
             self.lives += 1
-            agent = Agent(name, self.lives, int(slots or 1))
+            agent = Agent(name, self.lives, int(slots or 1), torch)
             if self._admit(agent):
                 self.agents[name] = agent
             else:

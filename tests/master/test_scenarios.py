@@ -30,6 +30,20 @@ def commands(name: str) -> str:
     return re.sub(r"^[>=#].*\n", "", path.read_text(), flags=re.MULTILINE)
 
 
+def test_versions_that_differ_in_a_plan_are_told_once() -> None:
+    player = Player()
+    player.play(commands("versions"))
+    told = {
+        job_id: [record["versions"] for record in records if record["event"] == "versions_differ"]
+        for job_id, records in player.records.items()
+    }
+    known = {"2.13.0": ("n1",), "2.13.0+cpu": ("n3",), "2.13.1": ("n4",), "none": ("n5",)}
+    assert told["demo-1"] == [{"torch": known}], "at the start, and not when n2 joins"
+    assert told["large-2"] == []
+    (mixed,) = told["mixed-3"]
+    assert mixed["torch"]["2.14.0"] == ("n6", "n7", "n8", "n9")
+
+
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_every_reconfiguration_is_recorded_once_and_its_phases_add_up(path: Path) -> None:
     player = Player()

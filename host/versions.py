@@ -1,0 +1,68 @@
+"""The versions of what computes on a host, and how those of several hosts differ.
+
+Read from what is installed without importing it, so that a broken library takes nobody down. Must
+not know what is done about a difference.
+"""
+
+import platform
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+
+import msgspec
+
+#: By package, by version: who has it.
+Differences = Mapping[str, Mapping[str, tuple[str, ...]]]
+_MOST_CHARACTERS = 64
+
+
+class Versions(msgspec.Struct, frozen=True, kw_only=True):
+    """Empty: it is not installed, or not known."""
+
+    oobleck: str = ""
+    python: str = ""
+    torch: str = ""
+    transformers: str = ""
+
+
+def installed() -> Versions:
+    """Those of this process, and of every one with its environment."""
+    return Versions(
+        oobleck=_version("oobleck"),
+        python=platform.python_version(),
+        torch=_version("torch"),
+        transformers=_version("transformers"),
+    )
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)[:_MOST_CHARACTERS]
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def series(version: str) -> str:
+    """`2.13` of `2.13.1+cpu`: what has the same does the same to a model."""
+    return ".".join(version.split(".")[:2])
+
+
+def differences(hosts: Iterable[tuple[str, Versions]]) -> Differences:
+    """Of the packages that not all of the named hosts have alike."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for name, versions in sorted(hosts):
+        for package in Versions.__struct_fields__:
+            version = getattr(versions, package) or "none"
+            found.setdefault(package, {}).setdefault(version, []).append(name)
+    return {
+        package: {version: tuple(names) for version, names in sorted(versions.items())}
+        for package, versions in found.items()
+        if len(versions) > 1
+    }
+
+
+def described(found: Differences) -> str:
+    """`torch 2.12.0 on n4, 2.13.0 on n1, n2`."""
+    return "; ".join(
+        f"{package} " + ", ".join(f"{version} on {', '.join(on)}" for version, on in hosts.items())
+        for package, hosts in found.items()
+    )
