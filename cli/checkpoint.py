@@ -4,6 +4,9 @@ Listing and verifying read the files themselves, on this machine; only taking on
 """
 
 import json
+import shlex
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from oobleck.cli.client import Master
     from oobleck.host.checkpoints import Found
     from oobleck.host.folder import Folder
+    from oobleck.planner.checkpoint import InvalidCheckpoint
 
 _EPILOG = """\b
 Examples:
@@ -127,29 +131,52 @@ def verify(path: str, as_json: bool) -> int:
     """Check the files against their SHA-256.
 
     PATH is a checkpoint, or a place with several, which are all checked. Exit code 1 when a file
-    is damaged or lacks; its name is printed.
+    is damaged or lacks; its name is printed. A damaged checkpoint is set aside, so that no job
+    goes on from it and none counts it as kept; one that is whole again is taken back.
     """
     from oobleck.cli import text
+    from oobleck.host.checkpoints import problem_of
     from oobleck.host.checkpoints import verify as verify_files
     from oobleck.planner.checkpoint import MANIFEST
 
-    whole, damaged = _checkpoints(path)
+    whole, damaged = _checkpoints(path, set_aside=True)
     bad = [{"checkpoint": n, "file": MANIFEST, "problem": p} for n, p in damaged.items()]
     for problem in () if as_json else damaged.values():
         click.echo(inline(f"damaged: {problem}"))
     for folder, found in whole:
         problems = verify_files(folder, found.manifest)
-        bad += [{"checkpoint": found.name, "file": f, "problem": p} for f, p in problems.items()]
+        note = _mark(folder, problems)
+        for file, error in problems.items():
+            bad.append({"checkpoint": found.name, "file": file, "problem": problem_of(error)})
         if not as_json:
             files = len(found.manifest.files)
             state = f"{len(problems)} of {files} files damaged" if problems else "ok"
             head = f"{found.name}  step {found.manifest.step}"
-            click.echo(inline(f"{head}  {files} files  {state}"))
-            for name, problem in problems.items():
-                click.echo(inline(f"  {name}: {problem}"))
+            click.echo(inline(f"{head}  {files} files  {state}{note}"))
+            for error in problems.values():
+                click.echo(inline(f"  {error}"))
     if as_json:
         click.echo(text.dump(bad))
     return FAILED if bad else 0
+
+
+def _mark(folder: "Folder", problems: "Mapping[str, InvalidCheckpoint]") -> str:
+    """Set the checkpoint in `folder` aside, or take that back, by what was found; what to say."""
+    from oobleck.host.checkpoints import Damaged, problem_of
+    from oobleck.host.setaside import read_mark, set_aside, take_back
+
+    lasting = {f: problem_of(error) for f, error in problems.items() if isinstance(error, Damaged)}
+    try:
+        marked = read_mark(folder) is not None
+        if lasting and not marked:
+            set_aside(folder, lasting, time.time())
+            return "; set aside"
+        if marked and not problems:
+            take_back(folder)
+            return "; no longer set aside"
+    except OSError as error:
+        return f"; cannot be {'set aside' if lasting else 'taken back'}: {error.strerror or error}"
+    return "; set aside" if marked else ""
 
 
 @checkpoint.command()
@@ -175,13 +202,14 @@ def export(path: str, output: Path) -> None:
     from oobleck.host.export import export as write_model
     from oobleck.planner.checkpoint import InvalidCheckpoint
 
-    folder, found = _newest(path)
+    folder, found, older = _newest(path, output)
     layers = len(found.manifest.files)
     try:
         with tqdm(total=layers, unit="layer", disable=None, leave=False) as bar:
             write_model(folder, found, output, on_layer=bar.update)
     except InvalidCheckpoint as error:
-        raise CommandFailed(f"{found.name}: {error}", FAILED) from error
+        hint = _instead(older, output)
+        raise CommandFailed(f"{found.name}: {error}{hint}", FAILED) from error
     except ValueError as error:
         raise CommandFailed(f"--output: {error}", USAGE) from error
     except OSError as error:
@@ -214,11 +242,15 @@ def _open(path: str) -> "Folder":
         raise CommandFailed(str(error), USAGE) from error
 
 
-def _checkpoints(path: str) -> "tuple[list[tuple[Folder, Found]], dict[str, str]]":
+def _checkpoints(
+    path: str, *, set_aside: bool = False
+) -> "tuple[list[tuple[Folder, Found]], dict[str, str]]":
     """The one checkpoint that `path` is, or all that are in it, newest first, with their folders;
-    and by name what is wrong with those whose manifest cannot be read. Ends the command where there
-    is neither."""
+    and by name what is wrong with the others. Ends the command where there is neither.
+
+    `set_aside`: those too that were found damaged before."""
     from oobleck.host.checkpoints import list_checkpoints, read_checkpoint
+    from oobleck.host.setaside import read_mark
     from oobleck.planner.checkpoint import InvalidCheckpoint
 
     folder = _open(path)
@@ -226,6 +258,9 @@ def _checkpoints(path: str) -> "tuple[list[tuple[Folder, Found]], dict[str, str]
     try:
         one = read_checkpoint(folder, name)
         if one is not None:
+            mark = None if set_aside else read_mark(folder)
+            if mark is not None:
+                return [], {name: f"{name}: {mark}; it is set aside"}
             return [(folder, one)], {}
         listing = list_checkpoints(folder)
     except InvalidCheckpoint as error:
@@ -234,18 +269,33 @@ def _checkpoints(path: str) -> "tuple[list[tuple[Folder, Found]], dict[str, str]
         raise _unreadable(path, error) from error
     if not listing.checkpoints and not listing.damaged:
         raise CommandFailed(f"there is no checkpoint in {path}", NO_SUCH_THING)
-    return [(folder.below(found.name), found) for found in listing.checkpoints], listing.damaged
+    found, damaged = listing.checkpoints, dict(listing.damaged)
+    if set_aside:
+        found = (*found, *listing.set_aside)
+        for one in listing.set_aside:
+            del damaged[one.name]
+    return [(folder.below(one.name), one) for one in found], damaged
 
 
-def _newest(path: str) -> "tuple[Folder, Found]":
-    """Ends the command where there is none, or where one that cannot be read may be newer."""
+def _newest(path: str, output: Path) -> "tuple[Folder, Found, list[tuple[Folder, Found]]]":
+    """And those before it. Ends the command where there is none, or where a damaged one may be
+    newer."""
     whole, damaged = _checkpoints(path)
     newest = whole[0][1].name if whole else ""
-    later = sorted(name for name in damaged if name > newest)
-    if later:
-        others = f"; name another one, such as {newest}" if newest else ""
-        raise CommandFailed(f"{damaged[later[-1]]}{others}", FAILED)
-    return whole[0]
+    if later := sorted(name for name in damaged if name > newest):
+        raise CommandFailed(f"{damaged[later[-1]]}{_instead(whole, output)}", FAILED)
+    return *whole[0], whole[1:]
+
+
+def _instead(candidates: "list[tuple[Folder, Found]]", output: Path) -> str:
+    """How to export the first of `candidates` that is whole."""
+    from oobleck.host.checkpoints import verify as verify_files
+
+    for folder, found in candidates:
+        if not verify_files(folder, found.manifest):
+            command = shlex.join(["oobleck", "checkpoint", "export", folder.url, "-o", str(output)])
+            return f"; the newest whole one is of step {found.manifest.step}: {command}"
+    return "; no other one there is whole" if candidates else ""
 
 
 def _unreadable(path: str, error: OSError) -> CommandFailed:

@@ -6,7 +6,9 @@ Reads and removes; workers write. Must not know torch or what is inside a layer'
 import hashlib
 from dataclasses import dataclass
 
+from oobleck.host.files import WrongFile
 from oobleck.host.folder import Folder
+from oobleck.host.setaside import DAMAGED, Mark, read_mark, set_aside
 from oobleck.planner.checkpoint import (
     MANIFEST,
     MOST_MANIFEST_BYTES,
@@ -37,20 +39,27 @@ class Found:
 class Listing:
     #: Newest first.
     checkpoints: tuple[Found, ...]
-    #: Folders whose manifest cannot be read, and why.
+    #: Folders whose manifest cannot be read, or that are set aside, and why.
     damaged: dict[str, str]
+    #: Of these, the ones that are set aside: what was found damaged in them is beside the manifest.
+    set_aside: tuple[Found, ...]
     #: Folders without a manifest: of saves under way, or that came to nothing.
     torn: tuple[str, ...]
 
 
+class Damaged(InvalidCheckpoint):
+    """A file is not what was written: whoever reads it finds the same, however often."""
+
+
 def list_checkpoints(folder: Folder) -> Listing:
     """Raises OSError where the folder itself cannot be read."""
-    found, damaged, torn = [], {}, []
+    found, aside, damaged, torn = [], [], {}, []
     for name in folder.names():
         if step_of(name) is None:
             continue
         try:
             checkpoint = read_checkpoint(folder.below(name), name)
+            mark = None if checkpoint is None else read_mark(folder.below(name))
         except InvalidCheckpoint as error:
             damaged[name] = str(error)
             continue
@@ -59,10 +68,16 @@ def list_checkpoints(folder: Folder) -> Listing:
             continue
         if checkpoint is None:
             torn.append(name)
+        elif mark is not None:
+            aside.append(checkpoint)
+            damaged[name] = f"{name}: {mark}; it is set aside"
         else:
             found.append(checkpoint)
-    found.sort(key=lambda item: item.age_order, reverse=True)
-    return Listing(checkpoints=tuple(found), damaged=damaged, torn=tuple(torn))
+    for some in (found, aside):
+        some.sort(key=lambda item: item.age_order, reverse=True)
+    return Listing(
+        checkpoints=tuple(found), damaged=damaged, set_aside=tuple(aside), torn=tuple(torn)
+    )
 
 
 def read_checkpoint(folder: Folder, name: str) -> Found | None:
@@ -81,14 +96,14 @@ def read_layer(folder: Folder, file: LayerFile) -> bytes:
     try:
         content = folder.read(file.name, most_bytes=file.bytes)
     except OSError as error:
-        raise InvalidCheckpoint(f"{file.name}: {error.strerror or error}") from error
+        raise _unreadable(file, error) from error
     _check(file, len(content), hashlib.sha256(content).hexdigest())
     return content
 
 
-def verify(folder: Folder, manifest: Manifest) -> dict[str, str]:
-    """Which files of a checkpoint are damaged, and how."""
-    bad = {}
+def verify(folder: Folder, manifest: Manifest) -> dict[str, InvalidCheckpoint]:
+    """Which files of a checkpoint are damaged or cannot be read, and how."""
+    bad: dict[str, InvalidCheckpoint] = {}
     for file in manifest.files:
         digest, size = hashlib.sha256(), 0
         try:
@@ -96,33 +111,70 @@ def verify(folder: Folder, manifest: Manifest) -> dict[str, str]:
                 digest.update(chunk)
                 size += len(chunk)
                 if size > file.bytes:
-                    raise InvalidCheckpoint(f"{file.name}: has more than {file.bytes} bytes")
+                    raise Damaged(f"{file.name}: has more than {file.bytes} bytes")
             _check(file, size, digest.hexdigest())
         except OSError as error:
-            bad[file.name] = str(error.strerror or error)
-        except InvalidCheckpoint as error:
-            bad[file.name] = str(error).partition(": ")[2]
+            bad[file.name] = _unreadable(file, error)
+        except Damaged as error:
+            bad[file.name] = error
     return bad
+
+
+def problem_of(error: InvalidCheckpoint) -> str:
+    """What is wrong with a file, without its name."""
+    return str(error).partition(": ")[2]
+
+
+def _unreadable(file: LayerFile, error: OSError) -> InvalidCheckpoint:
+    """A storage may fail for a moment; a file that is not there, or is none, stays so."""
+    lasts = isinstance(error, FileNotFoundError | WrongFile)
+    kind = Damaged if lasts else InvalidCheckpoint
+    return kind(f"{file.name}: {error.strerror or error}")
 
 
 def _check(file: LayerFile, size: int, sha256: str) -> None:
     if size != file.bytes:
-        raise InvalidCheckpoint(f"{file.name}: has {size} bytes, not {file.bytes}")
+        raise Damaged(f"{file.name}: has {size} bytes, not {file.bytes}")
     if sha256 != file.sha256:
-        raise InvalidCheckpoint(f"{file.name}: its content is not what was written (SHA-256)")
+        raise Damaged(f"{file.name}: its content is not what was written (SHA-256)")
 
 
-def prune(folder: Folder, *, keep: int, newest: str) -> None:
+def prune(folder: Folder, *, keep: int, newest: str, now: float) -> None:
     """Remove all but the `keep` newest checkpoints, of which `newest` is one. Raises OSError.
 
-    To be called by who has just published `newest`, while nothing else is saved there.
+    What is damaged does not count, and goes once `keep` whole ones were published after it was
+    found so. To be called by who has just published `newest`, while nothing else is saved there;
+    `now`: Unix time.
     """
-    others = [c for c in list_checkpoints(folder).checkpoints if c.name != newest]
+    listing = list_checkpoints(folder)
+    others = [c for c in listing.checkpoints if c.name != newest]
     others.sort(key=lambda checkpoint: checkpoint.manifest.created, reverse=True)
     for checkpoint in others[keep - 1 :]:
-        # The manifest first: what is half removed is no checkpoint.
-        folder.remove(f"{checkpoint.name}/{MANIFEST}")
-        folder.remove(checkpoint.name)
+        _remove(folder, checkpoint.name)
+    published = [now, *(checkpoint.manifest.created for checkpoint in others)]
+    for name in listing.damaged:
+        mark = _mark_of(folder.below(name), name, now)
+        if mark is not None and len(published) >= keep and published[keep - 1] > mark.found:
+            _remove(folder, name)
+
+
+def _mark_of(here: Folder, name: str, now: float) -> Mark | None:
+    """When and why a checkpoint was set aside; a manifest that is no manifest is so now. None: it
+    could not be read, which may pass. Raises OSError."""
+    try:
+        read_checkpoint(here, name)
+    except (InvalidCheckpoint, WrongFile) as error:
+        if not here.exists(DAMAGED):
+            set_aside(here, {MANIFEST: str(error)}, now)
+    except OSError:
+        return None
+    return read_mark(here)
+
+
+def _remove(folder: Folder, name: str) -> None:
+    # The manifest first: what is half removed is no checkpoint.
+    folder.remove(f"{name}/{MANIFEST}")
+    folder.remove(name)
 
 
 def sweep(folder: Folder, *, under_way: str) -> None:

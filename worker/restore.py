@@ -8,18 +8,28 @@ checkpoint is wanted.
 import hashlib
 import logging
 import secrets
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from oobleck.host.checkpoints import Found, Listing, list_checkpoints, read_layer
+from oobleck.host.checkpoints import (
+    Damaged,
+    Found,
+    Listing,
+    list_checkpoints,
+    problem_of,
+    read_layer,
+)
 from oobleck.host.folder import Folder, open_folder
 from oobleck.host.messages import Assign
+from oobleck.host.setaside import set_aside
 from oobleck.planner.checkpoint import (
     MOST_LAYER_HEADER_BYTES,
     InvalidCheckpoint,
     misfit,
+    step_of,
     why_not_begin,
 )
 from oobleck.planner.ids import Generation, WorkerId
@@ -96,7 +106,8 @@ class Restorer:
         self._data = data
         self._control = control
         self._known: dict[int, Found] = {}
-        self._damaged: tuple[str, ...] = ()
+        #: By folder.
+        self._damaged: dict[str, str] = {}
 
     def run(
         self, assign: Assign, transport: Transport, *, resume: bool, needed: bool
@@ -121,12 +132,13 @@ class Restorer:
             if resume and self._worker != first:  # what is refused is not written to by many
                 self._check_shared(folder, probe, first)
             shards = sorted(plan_shards(assign.plan)[self._worker])
-            passed_over = list(self._damaged)
+            passed_over = []
             for step, identity in candidates:
                 reasons = self._try(folder, step, identity, shards, assign, transport)
                 if not reasons:
                     name = self._known[identity].name
                     path = f"{folder.url.rstrip('/')}/{name}"
+                    passed_over += self._newer_damaged(step)
                     return Restored(step=step, path=path, passed_over=tuple(passed_over))
                 passed_over.append("; ".join(reasons))
                 log.warning("checkpoint passed over", extra={"step": step, "reason": reasons})
@@ -140,6 +152,10 @@ class Restorer:
                 f"{' | '.join(passed_over)}; remove them to begin anew, or name another path"
             )
         return None
+
+    def _newer_damaged(self, step: int) -> list[str]:
+        """What was known to be damaged and would have come first."""
+        return [why for name, why in self._damaged.items() if (step_of(name) or 0) > step]
 
     def _check_shared(self, folder: Folder, probe: str, first: WorkerId) -> None:
         """Raises CheckpointError where this node does not see or reach what `first` writes."""
@@ -156,7 +172,7 @@ class Restorer:
         """Step and identity of each checkpoint, newest first, as rank 0 sees them."""
         listing = self._listing(folder, assign.plan.generation, patient=not resume)
         self._known = {found.identity: found for found in listing.checkpoints}
-        self._damaged = tuple(listing.damaged.values())
+        self._damaged = listing.damaged
         table = torch.zeros(1 + _MOST_TRIED, 2, dtype=torch.int64)
         if self._worker == assign.plan.workers[0]:
             found = self._fitting(listing.checkpoints, resume=resume, needed=needed)
@@ -190,14 +206,15 @@ class Restorer:
     ) -> tuple[Found, ...]:
         """What may be tried; raises CheckpointError where that is nothing, or not to be."""
         job, data, path = self._job, self._data, self._spec.path
+        damaged = tuple(self._damaged.values())
         if resume:
             newest = (found[0].name, found[0].manifest) if found else None
-            refusal = why_not_begin(job, self._spec, newest, damaged=self._damaged, data=data)
+            refusal = why_not_begin(job, self._spec, newest, damaged=damaged, data=data)
             if refusal:
                 raise CheckpointError(refusal)
         fitting = [item for item in found if not misfit(item.manifest, job, data)]
-        if not fitting and (needed or (self._damaged and not resume)):
-            what = "; ".join(self._damaged) or "none of this training is there"
+        if not fitting and (needed or (damaged and not resume)):
+            what = "; ".join(damaged) or "none of this training is there"
             raise CheckpointError(f"checkpoint.path: no checkpoint in {path} can be used: {what}")
         return tuple(fitting[:_MOST_TRIED])
 
@@ -216,6 +233,8 @@ class Restorer:
             self._load(folder, identity, step, shards)
         except InvalidCheckpoint as error:
             reason = f"step {step}: {error}".encode()[:_REASON_BYTES]
+            if isinstance(error, Damaged):
+                self._set_aside(folder, self._known[identity].name, error)
         told = torch.zeros(_REASON_BYTES, dtype=torch.uint8)
         told[: len(reason)] = torch.tensor(list(reason), dtype=torch.uint8)
         reasons = [
@@ -226,6 +245,15 @@ class Restorer:
         if reasons:
             self._state.keep_only(())
         return reasons
+
+    def _set_aside(self, folder: Folder, name: str, error: Damaged) -> None:
+        """So that it does not count as one that is kept, and is not tried again."""
+        file = str(error).partition(": ")[0]
+        try:
+            set_aside(folder.below(name), {file: problem_of(error)}, time.time())
+        except OSError as failure:
+            reason = failure.strerror or str(failure)
+            log.warning("checkpoint not set aside", extra={"checkpoint": name, "reason": reason})
 
     def _load(self, folder: Folder, identity: int, step: int, shards: Iterable[Shard]) -> None:
         found = self._known.get(identity)

@@ -288,7 +288,7 @@ class Saving:
             for rank, (_, layers) in enumerate(self.order.writers):
                 if layers:
                     here.remove(part_file(rank))
-            prune(self._folder, keep=spec.keep, newest=self.order.name)
+            prune(self._folder, keep=spec.keep, newest=self.order.name, now=time.time())
         except OSError:
             log.exception("old checkpoints could not be removed")
 

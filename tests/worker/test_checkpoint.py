@@ -133,10 +133,13 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(warm, tmp_path)
     content = bytearray(victim.read_bytes())
     content[-9] ^= 1
     victim.write_bytes(content)
-    second = train(warm, job(tmp_path, at_end=False), TWO)
+    second = train(warm, job(tmp_path, at_end=False, keep=3), TWO)
     check(second, 4, STEPS)
     (reason,) = {reason for m in all_said(second, Restored) for reason in m.passed_over}
     assert reason.startswith("b: step 5: layer-00004.safetensors: its content is not what was")
+    listing = list_checkpoints(LocalFolder(tmp_path))
+    assert [found.manifest.step for found in listing.checkpoints] == [6, 4, 3], "whole ones count"
+    assert list(listing.damaged) == [newest]
 
 
 def fault(node: str, point: str, step: int, action: str = "kill_worker") -> FaultRule:

@@ -1,9 +1,11 @@
 """A checkpoint's files, written in this process, on disk and elsewhere; what is made of them."""
 
+import errno
 import json
 import secrets
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,18 +14,27 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.cli.main import oobleck
-from oobleck.host.checkpoints import list_checkpoints, prune, read_layer, sweep, verify
+from oobleck.host.checkpoints import (
+    Damaged,
+    list_checkpoints,
+    prune,
+    read_layer,
+    sweep,
+    verify,
+)
 from oobleck.host.export import export
-from oobleck.host.folder import Folder, open_folder
+from oobleck.host.folder import Folder, LocalFolder, open_folder
 from oobleck.host.messages import CheckpointSaved, SaveFailed
 from oobleck.planner.checkpoint import (
+    MANIFEST,
     InvalidCheckpoint,
     folder_name,
+    layer_file,
     misfit,
     step_of,
     why_not_begin,
@@ -143,7 +154,7 @@ def test_old_checkpoints_go_and_what_is_torn_is_swept_away(job, place):
     save(job, state, 1)
     assert folder_name(1, "meeting 1") in names(folder)
     assert list_checkpoints(folder).torn == ()
-    prune(folder, keep=1, newest=folder_name(1, "meeting 1"))
+    prune(folder, keep=1, newest=folder_name(1, "meeting 1"), now=time.time())
     sweep(folder, under_way="none")
     assert names(folder) == [folder_name(1, "meeting 1")]
 
@@ -181,6 +192,90 @@ def test_a_damaged_file_is_found_and_named(job, place, harm):
     assert list(verify(here, found.manifest)) == [file.name]
     with pytest.raises(InvalidCheckpoint, match=file.name):
         read_layer(here, file)
+
+
+def checkpoint(*arguments: str) -> Result:
+    return CliRunner().invoke(oobleck, ["checkpoint", *arguments], standalone_mode=False)
+
+
+def flip(folder: Folder, name: str) -> None:
+    """One bit of a layer's file; again, and it is what it was."""
+    here, file = folder.below(name), layer_file(2)
+    content = bytearray(here.read(file, most_bytes=1 << 20))
+    content[-9] ^= 1
+    here.write(file, [bytes(content)])
+
+
+def known_damaged(folder: Folder) -> list[str]:
+    return sorted(list_checkpoints(folder).damaged)
+
+
+def test_what_is_found_damaged_does_not_count_as_kept(job, place):
+    state, folder = trained(job), open_folder(place)
+    one, two, three, four, five = (folder_name(step, f"meeting {step}") for step in range(1, 6))
+    for step in (1, 2, 3):
+        save(job, state, step)
+    assert names(folder) == [three, two]
+    flip(folder, three)
+    found = checkpoint("verify", place)
+    assert found.return_value == 1
+    assert f"{three}  step 3  5 files  1 of 5 files damaged; set aside\n" in found.output
+    assert (names(folder), known_damaged(folder)) == ([two], [three])
+    assert f"damaged: {three}: {layer_file(2)}: its content" in checkpoint("list", place).output
+    save(job, state, 4)
+    assert (names(folder), known_damaged(folder)) == ([four, two], [three]), "a whole one stays"
+    save(job, state, 5)
+    assert (names(folder), known_damaged(folder)) == ([five, four], []), "nor for ever"
+    assert one not in folder.names()
+
+
+def test_one_that_is_whole_again_is_taken_back(job, place):
+    save(job, trained(job), 3)
+    folder, name = open_folder(place), folder_name(3, "meeting 3")
+    flip(folder, name)
+    assert checkpoint("verify", place).return_value == 1
+    assert checkpoint("verify", f"{place}/{name}").return_value == 1, "it is looked at again"
+    refused = checkpoint("export", f"{place}/{name}", "-o", "/nowhere")
+    assert str(refused.exception).endswith("; it is set aside")
+    flip(folder, name)
+    again = checkpoint("verify", place)
+    assert again.return_value == 0
+    assert again.output.endswith("ok; no longer set aside\n")
+    assert names(folder) == [name]
+
+
+def test_a_manifest_that_is_none_goes_when_as_many_as_are_kept_came_after_it(job, place):
+    state, folder = trained(job), open_folder(place)
+    one = folder_name(1, "meeting 1")
+    save(job, state, 1)
+    folder.write(f"{one}/{MANIFEST}", [b"{}"])
+    save(job, state, 2)
+    save(job, state, 3)
+    assert known_damaged(folder) == [one]
+    save(job, state, 4)
+    assert known_damaged(folder) == []
+    assert names(folder) == [folder_name(step, f"meeting {step}") for step in (4, 3)]
+
+
+class Stalled(LocalFolder):
+    """A disk that gives nothing back for now."""
+
+    def read(self, name: str, *, most_bytes: int) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_what_cannot_be_read_for_now_is_not_damaged(make_job, tmp_path):
+    job = replace(make_job(steps=9), checkpoint=CheckpointSpec(path=str(tmp_path)))
+    save(job, trained(job), 3)
+    (found,) = list_checkpoints(LocalFolder(tmp_path)).checkpoints
+    here, file = Stalled(tmp_path / found.name), found.manifest.files[1]
+    with pytest.raises(InvalidCheckpoint, match="Input/output error") as raised:
+        read_layer(here, file)
+    assert not isinstance(raised.value, Damaged)
+    assert not any(isinstance(e, Damaged) for e in verify(here, found.manifest).values())
 
 
 def test_a_folder_that_not_all_see_fails_the_save_with_the_node(job, monkeypatch):
@@ -301,9 +396,7 @@ def test_the_command_lists_verifies_and_exports(make_job, tmp_path):
     for step in (3, 5):
         save(job, trained(job), step)
 
-    def run(*arguments: str):
-        return CliRunner().invoke(oobleck, ["checkpoint", *arguments], standalone_mode=False)
-
+    run = checkpoint
     listed = json.loads(run("list", str(path), "--json").output)
     assert [(item["step"], item["state"], item["layers"]) for item in listed] == [
         (5, "complete", 5),
@@ -320,6 +413,11 @@ def test_the_command_lists_verifies_and_exports(make_job, tmp_path):
     assert [item["file"] for item in json.loads(bad.output)] == [victim.name]
     refused = run("export", str(path), "-o", str(tmp_path / "model"))
     assert f"{victim.name}: has" in str(refused.exception)
+    instead = f"; the newest whole one is of step 3: oobleck checkpoint export {listed[1]['path']} "
+    assert str(refused.exception).endswith(f"{instead}-o {tmp_path}/model")
+    Path(listed[0]["path"], "damaged.json").unlink()
+    refused = run("export", str(path), "-o", str(tmp_path / "model"))
+    assert str(refused.exception).endswith(f"{instead}-o {tmp_path}/model"), "known or not"
     assert not (tmp_path / "model").exists(), "nothing half stays"
     done = run("export", listed[1]["path"], "-o", str(tmp_path / "model"))
     assert done.output == f"step 3  {tmp_path}/model\n"
