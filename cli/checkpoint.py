@@ -16,6 +16,7 @@ from oobleck.cli.options import FAILED, NO_SUCH_THING, USAGE, json_option, maste
 from oobleck.host.command import CommandFailed, nearest, no_command
 from oobleck.host.display import inline
 from oobleck.host.endpoint import Endpoint
+from oobleck.planner.redact import HIDDEN
 
 if TYPE_CHECKING:
     from oobleck.cli.client import Master
@@ -228,6 +229,12 @@ def _path(target: str, master: Endpoint) -> str:
         job = connection.job(target)
     if not job.checkpoint_path:
         raise CommandFailed(f"job {target} takes no checkpoints", NO_SUCH_THING)
+    if HIDDEN in job.checkpoint_path:
+        raise CommandFailed(
+            f"the checkpoints of {target} are in {job.checkpoint_path}, and the master does not "
+            "tell the secret in that URL; name the URL instead of the job",
+            NO_SUCH_THING,
+        )
     return str(job.checkpoint_path)
 
 

@@ -5,9 +5,13 @@ window's title, hide or reorder what stands there. Whatever prints such text tak
 here. Must not know what the text is.
 """
 
+from oobleck.planner.redact import redact
+
 
 def inline(text: str) -> str:
-    """`text` as a part of one line: what would end it, move a cursor or hide is shown instead."""
+    """`text` as a part of one line: what would end it, move a cursor or hide is shown instead, and
+    the secrets of URLs are not."""
+    text = redact(text)
     if text.isprintable():
         return text
     return "".join(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from oobleck.host.files import check_size, open_regular, read_regular
+from oobleck.planner.redact import redact
 
 #: Read and hashed at a time.
 CHUNK_BYTES = 4 << 20
@@ -28,7 +29,7 @@ Content = bytes | memoryview
 class Folder(Protocol):
     """Names are relative to the folder and use `/`. All methods raise OSError."""
 
-    #: As the user named it.
+    #: As the user named it, without the secrets in it: for messages.
     url: str
 
     def names(self) -> list[str]:
@@ -162,10 +163,10 @@ def _open_remote(url: str) -> Folder:
     try:
         system, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise ValueError(
-            f"{url}: this machine cannot speak {protocol}: {error}; install the fsspec package "
-            "for it on every node"
-        ) from error
+        text = (
+            f"{url}: this machine cannot speak {protocol}: {error}; install the fsspec package for"
+        )
+        raise ValueError(f"{redact(text)} it on every node") from error
     return RemoteFolder(url, system, path)
 
 
@@ -173,7 +174,7 @@ class RemoteFolder:
     """Through fsspec. No rename is assumed, and listings are never taken from a cache."""
 
     def __init__(self, url: str, system: Any, path: str) -> None:
-        self.url = url
+        self.url = redact(url)
         self._system = system
         self._path = path.rstrip("/")
 
@@ -231,4 +232,4 @@ def _as_os_errors(url: str) -> Iterator[None]:
         raise
     except Exception as error:
         # Foreign code of any service; what it raises is for the caller to handle as one kind.
-        raise OSError(f"{url}: {type(error).__name__}: {error}") from error
+        raise OSError(redact(f"{url}: {type(error).__name__}: {error}")) from error

@@ -9,12 +9,13 @@ import sys
 import time
 
 from oobleck.host.display import inline, printable
+from oobleck.planner.redact import redact
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 def _value(value: object) -> str:
-    text = str(value)
+    text = redact(str(value))
     plain = text and text.isprintable() and not any(c in text for c in ' "=')
     return text if plain else inline(json.dumps(text))
 

@@ -17,6 +17,7 @@ from oobleck.master.job import ENDED, Job
 from oobleck.master.node import Drain, Node
 from oobleck.master.state import ClusterState
 from oobleck.planner.ids import WorkerId
+from oobleck.planner.redact import redact
 from oobleck.planner.units import count, listed
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.convert import (
@@ -56,9 +57,9 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         directory=str(config.job_directory(job.id)),
     )
     if job.spec.checkpoint is not None:
-        message.checkpoint_path = job.spec.checkpoint.path
+        message.checkpoint_path = redact(job.spec.checkpoint.path)
     if job.checkpoint is not None:
-        message.checkpoint = job.checkpoint.path
+        message.checkpoint = redact(job.checkpoint.path)
         message.checkpoint_step = job.checkpoint.step
     message.save_failure = job.save_failure
     message.journal_cut_at = job.journal_cut_at

@@ -20,6 +20,7 @@ from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import WorkerId, check_name
 from oobleck.planner.job import CheckpointSpec, JobSpec, ModelSpec, Precision, TrainingSpec
 from oobleck.planner.plan import Plan
+from oobleck.planner.redact import redact
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -162,7 +163,7 @@ def why_not_begin(
     `newest`: name and manifest of the newest checkpoint there; `damaged`: what cannot be read, and
     why; `data`: see `misfit`, None: not known.
     """
-    path = spec.path.rstrip("/")
+    path = redact(spec.path).rstrip("/")
     if newest is None:
         if not damaged and spec.resume != "require":
             return ""

@@ -9,6 +9,7 @@ import torch
 
 from oobleck.host.messages import Failed, Launch
 from oobleck.host.tokenfile import DataError
+from oobleck.planner.redact import redact
 from oobleck.worker.control import Control
 from oobleck.worker.device import DeviceError
 from oobleck.worker.errors import CheckpointError, Diverged, InvariantViolation, ModelError
@@ -24,15 +25,15 @@ def run(launch: Launch, control: Control, pid: int) -> int:
         Session(launch, control).run(pid)
     except InvariantViolation as error:
         log.exception("invariant violated")
-        control.report(Failed(kind="internal", message=f"{type(error).__name__}: {error}"))
+        control.report(Failed(kind="internal", message=redact(f"{type(error).__name__}: {error}")))
     except (DataError, DeviceError, OSError) as error:
-        control.report(Failed(kind="node", message=str(error)))
+        control.report(Failed(kind="node", message=redact(str(error))))
     except (CheckpointError, Diverged, ModelError, OutputError) as error:
-        control.report(Failed(kind="user", message=str(error)))
+        control.report(Failed(kind="user", message=redact(str(error))))
     except Exception as error:
         # The process boundary: whatever the model or the optimizer raised is the job's failure.
         log.exception("training failed")
-        control.report(Failed(kind="user", message=f"{launch.worker}: {describe(error)}"))
+        control.report(Failed(kind="user", message=redact(f"{launch.worker}: {describe(error)}")))
     return 1
 
 

@@ -34,6 +34,7 @@ from oobleck.planner.checkpoint import (
 )
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.job import CheckpointSpec, JobSpec
+from oobleck.planner.redact import redact
 from oobleck.planner.transfer import Shard, plan_shards
 from oobleck.worker.control import Control
 from oobleck.worker.errors import CheckpointError
@@ -148,7 +149,7 @@ class Restorer:
                 folder.remove(probe)
         if passed_over:
             raise CheckpointError(
-                f"checkpoint.path: no checkpoint in {self._spec.path} can be read: "
+                f"checkpoint.path: no checkpoint in {folder.url} can be read: "
                 f"{' | '.join(passed_over)}; remove them to begin anew, or name another path"
             )
         return None
@@ -161,7 +162,7 @@ class Restorer:
         """Raises CheckpointError where this node does not see or reach what `first` writes."""
         if not folder.exists(probe):
             raise CheckpointError(
-                f"checkpoint.path: what {first.node} writes to {self._spec.path} does not "
+                f"checkpoint.path: what {first.node} writes to {folder.url} does not "
                 f"appear on {self._worker.node}; name a place that all nodes share"
             )
         _check_writable(folder)
@@ -205,7 +206,7 @@ class Restorer:
         self, found: tuple[Found, ...], *, resume: bool, needed: bool
     ) -> tuple[Found, ...]:
         """What may be tried; raises CheckpointError where that is nothing, or not to be."""
-        job, data, path = self._job, self._data, self._spec.path
+        job, data, path = self._job, self._data, redact(self._spec.path)
         damaged = tuple(self._damaged.values())
         if resume:
             newest = (found[0].name, found[0].manifest) if found else None

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,6 +31,7 @@ from oobleck.planner.checkpoint import (
 from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.job import JobSpec
+from oobleck.planner.redact import redact
 from oobleck.worker.layerfile import moment_names, pack
 from oobleck.worker.layout import layout
 
@@ -147,7 +148,7 @@ class Saving:
             SaveFailed(
                 what="checkpoint",
                 step=order.step,
-                reason=f"cannot write to {self._folder.url}: {reason}",
+                reason=redact(f"cannot write to {self._folder.url}: {reason}"),
                 request=order.wish,
             )
         )
@@ -210,11 +211,12 @@ class Saving:
 
     def _manifest(self, files: list[LayerFile]) -> Manifest:
         job = self.order.job
+        weights = None if job.model.weights is None else redact(job.model.weights)
         return Manifest(
             job=self.order.job_id,
             step=self.order.step,
             created=time.time(),
-            model=job.model,
+            model=replace(job.model, weights=weights),
             training=job.training,
             data=self.order.data,
             files=tuple(sorted(files, key=lambda file: file.layer)),

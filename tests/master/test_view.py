@@ -1,5 +1,6 @@
 """What operators are told, where it is more than a copy of the state."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from oobleck.master.view import job_status, node_info
 from oobleck.planner.compile import compile_programs
 from oobleck.planner.estimate import estimate_profile
 from oobleck.planner.ids import JobId, NodeName
+from oobleck.planner.job import CheckpointSpec
 from oobleck.planner.simulate import simulate
 
 START = (
@@ -65,6 +67,16 @@ def test_when_a_node_was_heard_outlives_the_master() -> None:
     assert heard("n1") == (pytest.approx(0.5), True)
     player.play("9.2 reconnect n1\n")
     assert heard("n1") == (pytest.approx(0.3), False)
+
+
+def test_the_secret_of_a_place_is_told_to_nobody() -> None:
+    player = Player()
+    player.play(START)
+    job = player.state.jobs[JobId("demo-1")]
+    spec = CheckpointSpec(path="s3://KEY:hunter2@store/saved")
+    job.spec = dataclasses.replace(job.spec, checkpoint=spec)
+    status = job_status(player.state, job, CONFIG, 1.0)
+    assert status.checkpoint_path == "s3://***@store/saved"
 
 
 def test_a_drain_is_told_of_a_node_that_is_lost() -> None:

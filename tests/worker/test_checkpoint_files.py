@@ -142,6 +142,16 @@ def test_what_two_workers_write_is_one_checkpoint_that_reads_back(job, place):
     assert [name for name in here.names() if name.startswith(("part-", "."))] == []
 
 
+def test_the_secret_of_a_place_is_in_no_report_and_no_manifest(make_job):
+    place = f"memory://KEY:hunter2@{secrets.token_hex(4)}/saved"
+    job = replace(make_job(steps=9), checkpoint=CheckpointSpec(path=place))
+    (saved,) = save(job, trained(job), 3)
+    assert saved.path.startswith("memory://***@")
+    (found,) = list_checkpoints(open_folder(place)).checkpoints
+    content = open_folder(place).read(f"{found.name}/{MANIFEST}", most_bytes=1 << 20)
+    assert b"hunter2" not in content
+
+
 def test_old_checkpoints_go_and_what_is_torn_is_swept_away(job, place):
     state, folder = trained(job), open_folder(place)
     for step in (1, 2, 3):
