@@ -69,7 +69,7 @@ class FileTokenizer:
             from tokenizers import Tokenizer as Library
         except ImportError as error:
             raise DataError(
-                "a tokenizer file needs the package tokenizers: pip install 'oobleck[huggingface]'"
+                "a tokenizer file needs the package tokenizers: pip install 'tokenizers>=0.21'"
             ) from error
         where = Path(path)
         if where.is_dir():

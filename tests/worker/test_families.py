@@ -340,7 +340,7 @@ def test_bfloat16_autocast_stays_close(kind):
 def test_without_transformers_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "oobleck.worker.models.llama", None)
     monkeypatch.delattr("oobleck.worker.models.llama", raising=False)
-    with pytest.raises(ModelError, match=r"llama needs .* pip install 'oobleck\[huggingface\]'"):
+    with pytest.raises(ModelError, match=r"llama needs .* pip install 'transformers>=5.0'"):
         build_layer(spec_of("llama"), 1)
 
 

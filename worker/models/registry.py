@@ -29,7 +29,7 @@ def family(spec: ModelSpec) -> Family:
     except ImportError as error:
         raise ModelError(
             f"model.kind: {spec.kind} needs the package transformers, which this node cannot "
-            f"import ({error}); on every node: pip install 'oobleck[huggingface]'"
+            f"import ({error}); on every node: pip install 'transformers>=5.0'"
         ) from error
     return found
 
