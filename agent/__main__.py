@@ -58,8 +58,12 @@ async def serve(config: AgentConfig, holder: Holder, token: Credentials | None =
         except Denied as denied:
             click.echo(f"oobleck-agent: the master denies: {inline(str(denied))}", err=True)
             return 2
-        except (OSError, ValueError) as error:
-            click.echo(f"oobleck-agent: --credentials {holder.folder}: {error}", err=True)
+        except ValueError as error:
+            click.echo(f"oobleck-agent: --credentials {error}", err=True)
+            return 2
+        except OSError as error:
+            reason = f"{error.strerror}; name another folder"
+            click.echo(f"oobleck-agent: --credentials {holder.folder}: {reason}", err=True)
             return 2
     surroundings = Surroundings()
     incarnation = new_incarnation(surroundings)
@@ -173,17 +177,17 @@ def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:
 @click.option(
     "--credentials",
     type=click.Path(file_okay=False, path_type=Path),
-    envvar="OOBLECK_CREDENTIALS",
     metavar="DIR",
-    help="Folder of this node's certificate, which is put there when it joins.  [default: "
-    "~/.oobleck/nodes/NAME, where the master is not on this host]",
+    help="Folder of this node's certificate, which is put there when it joins; "
+    "OOBLECK_CREDENTIALS is for 'oobleck' and not read.  [default: ~/.oobleck/nodes/NAME, where "
+    "the master is not on this host]",
 )
 @click.option(
     "--token-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="A join token from 'oobleck pki token', for the first start; it may also stand in "
-    "OOBLECK_JOIN_TOKEN.",
+    help="A join token from 'oobleck pki token --out FILE', for the first start; it may also stand "
+    "in OOBLECK_JOIN_TOKEN.",
 )
 @click.option(
     "--pass-env",

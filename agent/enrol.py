@@ -1,7 +1,8 @@
 """The node's certificate: got by a join token, kept in a folder, renewed before it ends.
 
-Owns the folder. The key is made here, before the token is used, and never leaves it: a join that
-was cut off is repeated with the same key, which the master knows again. Must not know sessions.
+An agent uses no credentials but its node's, so it looks at the folder before it looks at a token.
+The key is made before the token is used, and never leaves the folder: a join that was cut off is
+repeated with the same key, which the master knows again. Must not know sessions.
 """
 
 import asyncio
@@ -18,16 +19,8 @@ import grpc
 
 from oobleck.host import pki
 from oobleck.host.address import pinned, stays_on_host
-from oobleck.host.credentials import (
-    AUTHORITY,
-    CERTIFICATE,
-    KEY,
-    Credentials,
-    make_private,
-    read_credentials,
-    read_secret,
-    write_private,
-)
+from oobleck.host.credentialfolder import check_free, check_holder, keep, own_key
+from oobleck.host.credentials import CERTIFICATE, Credentials, read_credentials, read_secret
 from oobleck.host.endpoint import Endpoint, check_insecure
 from oobleck.host.jointoken import read_token
 from oobleck.proto import control_pb2 as pb
@@ -91,21 +84,16 @@ def choose_way(
     if folder is None and token is None and stays_on_host(master):
         return Holder(master=pinned(master), folder=None, credentials=None)
     folder = folder or Path.home() / ".oobleck" / "nodes" / name
-    credentials = stored(folder)
-    if credentials is not None and token is not None and _is_newer(token, credentials):
-        credentials = None  # it was made because these are good no more
-    if credentials is None and token is None:
+    credentials = _stored(folder, name)
+    if token is not None and (credentials is None or _is_newer(token, credentials)):
+        _check_token(folder, token, name)
+        credentials = None  # the token was made because these are good no more
+    elif credentials is None:
         raise ValueError(
             f"--master {master}: the agent needs credentials, and {folder} has none that are "
-            f"valid; give it a token from 'oobleck pki token' by --token-file or {TOKEN_VARIABLE}"
+            "valid; make a token with 'oobleck pki token --out FILE' and give it by "
+            f"--token-file FILE or {TOKEN_VARIABLE}"
         )
-    if credentials is not None:
-        identity = pki.identity_of(credentials.certificate)
-        if (identity.role, identity.name) != ("agent", name):
-            raise ValueError(
-                f"--credentials {folder}: are of {identity.role} {identity.name}, and this node "
-                f"is {name}; name another folder, or the node with --name"
-            )
     return Holder(master=master, folder=folder, credentials=credentials)
 
 
@@ -114,24 +102,39 @@ def _is_newer(token: Credentials, credentials: Credentials) -> bool:
     return made > pki.identity_of(credentials.certificate).issued_at
 
 
-def stored(folder: Path) -> Credentials | None:
-    """The credentials in the folder; None: it has none, or they have ended. Raises ValueError."""
+def _stored(folder: Path, name: str) -> Credentials | None:
+    """The node's credentials in the folder; None: it has none, or they have ended. Raises
+    ValueError with the fix, also where they are somebody else's."""
     if not (folder / CERTIFICATE).exists():
         return None
+    try:
+        check_holder(folder, "agent", name)
+    except ValueError as error:
+        raise ValueError(f"--credentials {error}") from error
     found = read_credentials(folder)
     return found if pki.expiry(found.certificate) > time.time() else None
+
+
+def _check_token(folder: Path, token: Credentials, name: str) -> None:
+    """Raises ValueError where what the token gives could not be kept in the folder."""
+    if (role := pki.identity_of(token.certificate).role) != "agent":
+        raise ValueError(
+            f"the join token is for the role {role}; make an agent's with 'oobleck pki token'"
+        )
+    try:
+        check_free(folder, role, name, token.authority)
+    except ValueError as error:
+        raise ValueError(f"--credentials {error}") from error
 
 
 async def join(master: str, folder: Path, token: Credentials, name: str) -> Credentials:
     """Get a certificate by the token; tries until the master answers. Raises Denied, ValueError
     (the folder), OSError."""
-    key = _own_key(folder)
-    request = pb.JoinRequest(request=pki.new_request(key), name=name)
+    request = pb.JoinRequest(request=pki.new_request(own_key(folder)), name=name)
     reply = await _until_answered(master, token, request)
-    write_private(folder / AUTHORITY, token.authority)
-    write_private(folder / CERTIFICATE, reply.certificate.encode())
+    found = keep(folder, token.authority, reply.certificate.encode())
     logger.info("joined the cluster", extra={"master": master, "node": name})
-    return read_credentials(folder)
+    return found
 
 
 async def _until_answered(
@@ -156,13 +159,6 @@ async def _until_answered(
         else:
             return reply
         await asyncio.sleep(random.uniform(0.0, _JOIN_RETRY_S))
-
-
-def _own_key(folder: Path) -> pki.Key:
-    make_private(folder)
-    if not (folder / KEY).exists():
-        write_private(folder / KEY, pki.key_pem(pki.new_key()))
-    return pki.read_key(read_secret(folder / KEY))
 
 
 async def _call(
@@ -197,15 +193,11 @@ class Holder:
         request = pb.RenewRequest(request=pki.new_request(pki.read_key(old.key)))
         try:
             reply = await _call(self.endpoint, lambda stub: stub.Renew, request)
-            certificate = reply.certificate.encode()
-            write_private(folder / CERTIFICATE, certificate)
-        except (grpc.aio.AioRpcError, OSError) as error:
+            self.credentials = keep(folder, old.authority, reply.certificate.encode())
+        except (grpc.aio.AioRpcError, OSError, ValueError) as error:
             details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
             logger.warning("certificate not renewed, trying on", extra={"reason": details})
             return
-        self.credentials = Credentials(
-            authority=old.authority, certificate=certificate, key=old.key
-        )
         logger.info("certificate renewed")
 
 

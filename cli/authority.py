@@ -14,19 +14,22 @@ from pathlib import Path
 from oobleck.cli.options import FAILED, USAGE
 from oobleck.host import pki
 from oobleck.host.command import CommandFailed
+from oobleck.host.credentialfolder import check_free, keep, own_key
 from oobleck.host.credentials import (
     AUTHORITY,
-    Credentials,
     Role,
     make_private,
     read_file,
     read_secret,
-    write_credentials,
     write_private,
 )
 
 AUTHORITY_KEY = "ca.key"
+MASTER_CERTIFICATE = "master.crt"
+MASTER_KEY = "master.key"
 OPERATOR = "operator"
+#: What the folder is made of, and what is never written over.
+_PARTS = (AUTHORITY, AUTHORITY_KEY, MASTER_CERTIFICATE, MASTER_KEY, OPERATOR)
 #: Of certificates that are made here and not by the master, and of the master's own, which it
 #: renews by itself.
 _LIFE_S = 365 * 86_400.0
@@ -42,10 +45,10 @@ def make_authority(folder: Path, names: Sequence[str]) -> None:
     for name in names:
         if _SERVER_NAME.fullmatch(name) is None:
             raise CommandFailed(f"--name {name}: is no DNS name or IP address", USAGE)
-    if (folder / AUTHORITY).exists():
+    if found := [name for name in _PARTS if (folder / name).exists()]:
         raise CommandFailed(
-            f"--dir {folder}: has an authority already; use it, or move it away (all that it has "
-            "signed ends with it)",
+            f"--dir {folder}: has an authority already, or a part of one ({', '.join(found)}); use "
+            "it, or move it away (all that it has signed ends with it)",
             USAGE,
         )
     try:
@@ -53,11 +56,12 @@ def make_authority(folder: Path, names: Sequence[str]) -> None:
         authority = pki.Authority.new(f"cluster {pki.new_cluster_id()}")
         key = pki.new_key()
         write_private(folder / AUTHORITY_KEY, pki.key_pem(authority.key))
-        write_private(folder / "master.key", pki.key_pem(key))
+        write_private(folder / MASTER_KEY, pki.key_pem(key))
         write_private(
-            folder / "master.crt", authority.sign_master(key.public_key(), names, _MASTER_LIFE_S)
+            folder / MASTER_CERTIFICATE,
+            authority.sign_master(key.public_key(), names, _MASTER_LIFE_S),
         )
-        _write_signed(authority, folder / OPERATOR, "operator", "admin")
+        _keep_signed(authority, folder / OPERATOR, "operator", "admin")
         # Last: with it the folder is whole.
         write_private(folder / AUTHORITY, authority.certificate)
     except OSError as error:
@@ -73,15 +77,16 @@ def issue(folder: Path, target: Path, role: Role, name: str) -> None:
     except ValueError as error:
         raise CommandFailed(f"--dir: {error}", USAGE) from error
     try:
-        _write_signed(authority, target, role, name)
+        _keep_signed(authority, target, role, name)
+    except ValueError as error:
+        raise CommandFailed(f"--out: {error}", USAGE) from error
     except OSError as error:
         raise CommandFailed(f"{target}: {error.strerror}; choose another", FAILED) from error
 
 
-def _write_signed(authority: pki.Authority, target: Path, role: Role, name: str) -> None:
-    key = pki.new_key()
-    certificate = authority.sign(key.public_key(), pki.Identity(role=role, name=name), _LIFE_S)
-    write_credentials(
-        target,
-        Credentials(authority=authority.certificate, certificate=certificate, key=pki.key_pem(key)),
-    )
+def _keep_signed(authority: pki.Authority, target: Path, role: Role, name: str) -> None:
+    """Raises ValueError, OSError."""
+    check_free(target, role, name, authority.certificate)
+    key = own_key(target).public_key()
+    certificate = authority.sign(key, pki.Identity(role=role, name=name), _LIFE_S)
+    keep(target, authority.certificate, certificate)

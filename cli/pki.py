@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from oobleck.cli.options import NO_SUCH_THING, USAGE, F, json_option, master_option
+from oobleck.cli.options import FAILED, NO_SUCH_THING, USAGE, F, json_option, master_option
 from oobleck.host.command import CommandFailed
-from oobleck.host.credentials import CERTIFICATE, ROLES, Credentials, read_credentials, read_secret
+from oobleck.host.credentials import (
+    ROLES,
+    Credentials,
+    read_credentials,
+    read_file,
+    read_secret,
+    write_private,
+)
 from oobleck.host.endpoint import Endpoint
 from oobleck.planner.ids import check_name
 
@@ -66,7 +73,7 @@ def init(folder: Path, names: tuple[str, ...]) -> None:
         f"operator credentials {folder / OPERATOR}\n"
         f"start the master:    oobleck-master --pki {folder} --listen 0.0.0.0:4600 "
         "--state-dir DIR\n"
-        f"then let nodes in:   oobleck pki token --master HOST:4600 "
+        f"then let nodes in:   oobleck pki token --out FILE --master HOST:4600 "
         f"--credentials {folder / OPERATOR}"
     )
 
@@ -83,7 +90,10 @@ def init(folder: Path, names: tuple[str, ...]) -> None:
     help="Folder for the credentials.",
 )
 def issue(name: str, role: "Role", folder: Path, out: Path) -> None:
-    """Make credentials with the authority's own key, without a master or a token."""
+    """Make credentials with the authority's own key, without a master or a token.
+
+    A key that is in DIR is kept, and so are credentials of any other role, name or cluster.
+    """
     from oobleck.cli import authority
 
     _check_name(name, role)
@@ -103,16 +113,25 @@ def issue(name: str, role: "Role", folder: Path, out: Path) -> None:
     metavar="TIME",
     help="How long it is good: 30s, 10m, 2h.",
 )
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Put it into this file, for your eyes alone; a token that is there is replaced, and "
+    "nothing else.  [default: print it]",
+)
 @master_option
-def token(role: "Role", name: str, ttl: str, master: Endpoint) -> None:
-    """Print a join token: good for one certificate of that role, for a short time.
+def token(role: "Role", name: str, ttl: str, out: Path | None, master: Endpoint) -> None:
+    """Make a join token: good for one certificate of that role, for a short time.
 
-    Hand it over in a file or in OOBLECK_JOIN_TOKEN, never as an argument, which other users of a
-    host can read.
+    Hand it over in a file that nobody else can read, as --out makes one, or in OOBLECK_JOIN_TOKEN;
+    never as an argument, which other users of a host can read.
     """
     ttl_s = _seconds(ttl)
     if name:
         _check_name(name, role)
+    if out is not None:
+        _check_out(out)  # before there is a token
     from oobleck.cli.client import Master
     from oobleck.host import pki as certificates
     from oobleck.host.jointoken import format_token
@@ -122,15 +141,21 @@ def token(role: "Role", name: str, ttl: str, master: Endpoint) -> None:
         reply = connection.create_token(
             certificates.new_request(key), role=role, name=name, ttl_s=ttl_s
         )
-    click.echo(
-        format_token(
-            Credentials(
-                authority=reply.authority.encode(),
-                certificate=reply.certificate.encode(),
-                key=certificates.key_pem(key),
-            )
+    made = format_token(
+        Credentials(
+            authority=reply.authority.encode(),
+            certificate=reply.certificate.encode(),
+            key=certificates.key_pem(key),
         )
     )
+    if out is None:
+        click.echo(made)
+        return
+    try:
+        write_private(out, f"{made}\n".encode())
+    except OSError as error:
+        raise CommandFailed(f"--out {out}: {error.strerror}; name another file", FAILED) from error
+    click.echo(out)
 
 
 @pki.command()
@@ -156,6 +181,7 @@ def token(role: "Role", name: str, ttl: str, master: Endpoint) -> None:
     default=DEFAULT_CREDENTIALS,
     show_default=True,
     envvar="OOBLECK_CREDENTIALS",
+    show_envvar=True,
     metavar="DIR",
     help="Where to put the credentials.",
 )
@@ -163,31 +189,24 @@ def join(name: str, master: str, token_file: Path | None, folder: Path) -> None:
     """Get credentials for NAME, an operator or viewer, by a join token. Agents do it themselves."""
     from oobleck.cli.client import Master
     from oobleck.host import pki as certificates
-    from oobleck.host.credentials import KEY, make_private, write_credentials, write_private
+    from oobleck.host.credentialfolder import check_free, keep, own_key
 
     folder = folder.expanduser()
     shown = _read_token(token_file)
-    _check_name(name, certificates.identity_of(shown.certificate).role)
-    if (folder / CERTIFICATE).exists():
-        raise CommandFailed(f"--credentials {folder}: has a certificate already", USAGE)
+    role = certificates.identity_of(shown.certificate).role
+    _check_name(name, role)
     try:
-        make_private(folder)
+        check_free(folder, role, name, shown.authority)
         # Kept before the token is used up: the same key may ask again.
-        if not (folder / KEY).exists():
-            write_private(folder / KEY, certificates.key_pem(certificates.new_key()))
-        key = certificates.read_key(read_secret(folder / KEY))
+        request = certificates.new_request(own_key(folder))
         with Master(Endpoint(address=master, credentials=shown)) as connection:
-            reply = connection.join(certificates.new_request(key), name)
-        write_credentials(
-            folder,
-            Credentials(
-                authority=shown.authority,
-                certificate=reply.certificate.encode(),
-                key=certificates.key_pem(key),
-            ),
-        )
-    except (OSError, ValueError) as error:
-        raise CommandFailed(f"--credentials {folder}: {error}", USAGE) from error
+            reply = connection.join(request, name)
+        keep(folder, shown.authority, reply.certificate.encode())
+    except ValueError as error:
+        raise CommandFailed(f"--credentials {error}", USAGE) from error
+    except OSError as error:
+        reason = f"{error.strerror}; name another folder"
+        raise CommandFailed(f"--credentials {folder}: {reason}", USAGE) from error
     click.echo(folder)
 
 
@@ -202,21 +221,25 @@ def join(name: str, master: str, token_file: Path | None, folder: Path) -> None:
     metavar="DIR",
     help="The credentials to renew.",
 )
-@click.option("--master", envvar="OOBLECK_MASTER", required=True, metavar="HOST:PORT")
+@click.option(
+    "--master", envvar="OOBLECK_MASTER", required=True, show_envvar=True, metavar="HOST:PORT"
+)
 def renew(folder: Path, master: str) -> None:
     """Have your certificate replaced by one that lasts longer. Agents do it themselves."""
     from oobleck.cli.client import Master
     from oobleck.host import pki as certificates
-    from oobleck.host.credentials import write_private
+    from oobleck.host.credentialfolder import keep
 
     try:
         old = read_credentials(folder)
         request = certificates.new_request(certificates.read_key(old.key))
         with Master(Endpoint(address=master, credentials=old)) as connection:
             certificate = connection.renew(request).certificate.encode()
-        write_private(folder / CERTIFICATE, certificate)
-    except (OSError, ValueError) as error:
-        raise CommandFailed(f"--credentials: {error}", USAGE) from error
+        keep(folder, old.authority, certificate)
+    except ValueError as error:
+        raise CommandFailed(f"--credentials {error}", USAGE) from error
+    except OSError as error:
+        raise CommandFailed(f"--credentials {folder}: {error.strerror}", USAGE) from error
     click.echo(f"good until {_moment(certificates.expiry(certificate))}")
 
 
@@ -308,6 +331,20 @@ def _read_token(path: Path | None) -> Credentials:
     except ValueError as error:
         source = f"--token-file {path}" if path is not None else TOKEN_VARIABLE
         raise CommandFailed(f"{source}: {error}", USAGE) from error
+
+
+def _check_out(path: Path) -> None:
+    from oobleck.host.jointoken import read_token
+
+    if not path.exists():
+        return
+    try:
+        if not path.is_file():
+            raise ValueError("is no file")
+        read_token(read_file(path).decode(errors="replace"))
+    except ValueError as error:
+        text = f"--out {path}: is there, and is no join token; name another file"
+        raise CommandFailed(text, USAGE) from error
 
 
 def _check_name(name: str, role: str) -> None:

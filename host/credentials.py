@@ -1,14 +1,16 @@
 """What a process shows to prove who it is, in files: a folder per holder.
 
 `client.crt` and `client.key` are the holder's, `ca.crt` is the cluster's authority. Keys are
-readable for their owner alone; a folder where they are not is refused. Must not know certificates'
-contents, nor load the library for them.
+readable for their owner alone; a folder where they are not is refused. Who may be put into a folder
+is decided by `oobleck.host.credentialfolder`. Must not know certificates' contents, nor load the
+library for them.
 """
 
 import contextlib
 import os
 import secrets
 import ssl
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -64,15 +66,6 @@ def _check(folder: Path) -> None:
         ) from error
 
 
-def write_credentials(folder: Path, credentials: Credentials) -> None:
-    """Replaces those that are there. Raises OSError."""
-    make_private(folder)
-    # The key first: it fits the old certificate too where that is being renewed.
-    write_private(folder / KEY, credentials.key)
-    write_private(folder / AUTHORITY, credentials.authority)
-    write_private(folder / CERTIFICATE, credentials.certificate)
-
-
 def read_file(path: Path) -> bytes:
     """Raises ValueError with the file and the fix."""
     try:
@@ -99,16 +92,33 @@ def make_private(folder: Path) -> None:
 
 def write_private(path: Path, content: bytes) -> None:
     """Put the file in place at once, readable for its owner alone. Raises OSError."""
+    with _finished(path, content) as finished:
+        finished.replace(path)
+
+
+def create_private(path: Path, content: bytes) -> bool:
+    """The same unless something is there, which stays; whether it was put there. Raises OSError."""
+    with _finished(path, content) as finished:
+        try:
+            os.link(finished, path)
+        except FileExistsError:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def _finished(path: Path, content: bytes) -> Iterator[Path]:
+    """The file, whole and on the disk, under another name beside `path`, for as long."""
     # A name that nobody can have put a link at.
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    finished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(finished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o600)  # whatever the umask
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException:
+        yield finished
+    finally:
         with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise
+            finished.unlink()

@@ -62,11 +62,9 @@ class Secured:
 
     def token(self, *arguments: str) -> Path:
         """A file with a new one."""
-        made = self.oobleck("pki", "token", *arguments)
-        assert made.returncode == 0, made
         path = self.folder / f"token-{os.urandom(4).hex()}"
-        path.touch(0o600)
-        path.write_text(made.stdout)
+        made = self.oobleck("pki", "token", *arguments, "--out", str(path))
+        assert (made.returncode, made.stdout) == (0, f"{path}\n"), made
         return path
 
     def states(self) -> dict[str, str]:
@@ -89,12 +87,14 @@ def start_agent(secured: Secured, tmp_path: Path) -> Iterator[Start]:
     """Starts agents; gives the process and its log."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(name: str, *options: str) -> tuple[subprocess.Popen[bytes], Path]:
+    def start(name: str, *options: str, **environment: str) -> tuple[subprocess.Popen[bytes], Path]:
         log = tmp_path / f"{name}-{len(started)}.log"
         arguments = ("--master", secured.address, "--name", name, *options)
         with log.open("wb") as output:
             command = [sys.executable, "-m", "oobleck.agent", *arguments]
-            process = subprocess.Popen(command, stdout=output, stderr=output)
+            process = subprocess.Popen(
+                command, env={**os.environ, **environment}, stdout=output, stderr=output
+            )
         started.append(process)
         return process, log
 
@@ -169,6 +169,62 @@ def test_a_name_that_was_revoked_joins_anew_in_the_same_folder(
     again, log = start_agent("n3", *folder, "--token-file", str(secured.token()))
     until(lambda: "session began" in log.read_text())
     assert again.poll() is None
+
+
+def test_a_token_goes_into_a_file_of_its_owners(secured: Secured, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    before = os.umask(0o000)
+    try:
+        first = secured.oobleck("pki", "token", "--out", str(path))
+        again = secured.oobleck("pki", "token", "--role", "viewer", "--out", str(path))
+    finally:
+        os.umask(before)
+    assert (first.returncode, again.returncode) == (0, 0), (first, again)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert pki.identity_of(read_token(path.read_text()).certificate).role == "viewer"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_token_is_put_over_nothing_but_a_token(secured: Secured, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.write_text("important\n")
+    for path in (notes, Path("/dev/null")):
+        line = refused(secured.oobleck("pki", "token", "--out", str(path)), 2)
+        assert f"--out {path}: is there, and is no join token; name another file" in line
+    nowhere = secured.oobleck("pki", "token", "--out", str(tmp_path / "no" / "token"))
+    assert "no such file or directory; name another file" in refused(nowhere, 1).lower()
+    assert notes.read_text() == "important\n"
+
+
+def test_an_agent_uses_no_operators_credentials(secured: Secured, start_agent: Start) -> None:
+    """Neither those that its shell has exported, nor those that it is told of by mistake."""
+    before = {path: path.read_bytes() for path in secured.operator.iterdir()}
+    token = ("--token-file", str(secured.token()))
+    agent, log = start_agent("n5", "--credentials", str(secured.operator), *token)
+    assert agent.wait(DEADLINE_S) == 2
+    (line,) = log.read_text().splitlines()
+    assert "has the certificate of operator admin, which stays" in line
+    assert "name another folder" in line
+    exported = {"OOBLECK_CREDENTIALS": str(secured.operator), "HOME": str(secured.folder / "home")}
+    agent, log = start_agent("n5", *token, **exported)
+    until(lambda: secured.states().get("n5") == "live", log)
+    kept = read_credentials(secured.folder / "home" / ".oobleck" / "nodes" / "n5")
+    assert pki.identity_of(kept.certificate).uri == "oobleck://agent/n5"
+    assert {path: path.read_bytes() for path in secured.operator.iterdir()} == before
+
+
+def test_who_joins_writes_over_nobodys_credentials(secured: Secured, tmp_path: Path) -> None:
+    token = secured.token("--role", "viewer")
+    before = {path: path.read_bytes() for path in secured.operator.iterdir()}
+
+    def join(folder: Path) -> subprocess.CompletedProcess[str]:
+        shown = ("--token-file", str(token), "--credentials", str(folder))
+        return run("pki", "join", "kim", "--master", secured.address, *shown)
+
+    line = refused(join(secured.operator), 2)
+    assert "has the certificate of operator admin, which stays; viewer kim needs a folder" in line
+    assert {path: path.read_bytes() for path in secured.operator.iterdir()} == before
+    assert join(tmp_path / "kim").returncode == 0, "the token is still good"
 
 
 def test_operators_and_viewers_join_too(secured: Secured, tmp_path: Path) -> None:

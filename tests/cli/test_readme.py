@@ -1,0 +1,165 @@
+"""README's section "On real machines, by hand", line by line as a reader types it.
+
+Each machine is a network namespace with a home and one shell of its own. What is put in the places
+of README's own: addresses, which it says are the reader's; `job.yaml`; the virtual environment that
+its `every$` lines make; and `scp`, which here copies into the other machine's home.
+"""
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from bench.client import BIN, read_lines
+from bench.network import Network, unusable
+from oobleck.host import pki
+from oobleck.host.credentials import read_credentials
+from support.waiting import until
+
+ROOT = Path(__file__).parent.parent.parent
+SECTION = "### On real machines, by hand"
+MACHINES = {"10.0.0.1": "head", "10.0.0.2": "ops", "10.0.0.3": "n1"}
+#: What a daemon's log says once it is up.
+UP = {"oobleck-master": "listening on", "oobleck-agent": "session began"}
+STEPS = 3
+_LINE = re.compile(r"^    (\w+)\$ (.+)$", re.MULTILINE)
+_END = "the line has ended with"
+
+Line = tuple[str, str]
+
+
+def typed() -> list[Line]:
+    """Machine and line, in README's order."""
+    _, found, after = (ROOT / "README.md").read_text().partition(SECTION)
+    assert found
+    return _LINE.findall(re.split(r"^#", after, maxsplit=1, flags=re.MULTILINE)[0])
+
+
+def of_node(line: Line, name: str, address: str) -> Line:
+    """What README says of n1, for another node."""
+    machine, text = line
+    of_n1, n1 = r"\bn1\b", next(number for number, name in MACHINES.items() if name == "n1")
+    return re.sub(of_n1, name, machine), re.sub(of_n1, name, text).replace(n1, address)
+
+
+class Machine:
+    """A reader's shell on a host."""
+
+    def __init__(self, within: list[str], home: Path, path: str) -> None:
+        #: A copy of this project is here, for the reader.
+        self.folder = home / "oobleck"
+        self.folder.mkdir(parents=True)
+        self.home = home
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("OOBLECK_")}
+        self._shell = subprocess.Popen(
+            [*within, "bash"],
+            cwd=self.folder,
+            env={**kept, "HOME": str(home), "PATH": path, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            umask=0o022,
+            start_new_session=True,
+        )
+
+    def type(self, line: str) -> str:
+        """What the line prints; where it starts a daemon, once that is up. It must succeed."""
+        assert self._shell.stdin is not None
+        assert self._shell.stdout is not None
+        self._shell.stdin.write(f"{line}\ncode=$?; echo; echo {_END} $code\n")
+        self._shell.stdin.flush()
+        told = ""
+        while _END not in told:
+            part = self._shell.stdout.readline()
+            assert part, told
+            told += part
+        assert told.endswith(f"{_END} 0\n"), f"{line}\n{told}"
+        if line.endswith("&"):
+            log = self.folder / line.split()[-3]
+            (sign,) = (sign for program, sign in UP.items() if program in line)
+            until(lambda: log.exists() and sign in log.read_text(), f"{sign!r} of '{line}'")
+        return told
+
+    def close(self) -> None:
+        self._shell.kill()
+        self._shell.communicate()
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[dict[str, Machine]]:
+    """By README's address."""
+    if reason := unusable():
+        pytest.skip(reason)
+    homes, tools = tmp_path / "homes", tmp_path / "bin"
+    tools.mkdir()
+    (tools / "scp").write_text(f'#!/bin/sh\n[ "$1" = -p ] && cp -p "$2" "{homes}/${{3%:}}/"\n')
+    (tools / "scp").chmod(0o755)
+    path = f"{tools}:{BIN}:{os.environ['PATH']}"
+    with ExitStack() as stack:
+        net = stack.enter_context(Network(list(MACHINES.values())))
+        found = {}
+        for address, name in MACHINES.items():
+            found[address] = Machine(net.on(name), homes / net.address(name), path)
+            stack.callback(found[address].close)
+        yield found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_versions_are_those_that_are_tested() -> None:
+    (installed,) = (text for _, text in typed() if "--index-url" in text)
+    (pinned,) = re.findall(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert f" {pinned} " in installed
+
+
+@pytest.mark.cluster
+def test_who_follows_the_readme_gets_a_cluster_that_trains(
+    machines: dict[str, Machine], tmp_path: Path
+) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("follow the lines " * 200)
+    job = {
+        "name": "tiny",
+        "model": {"kind": "gpt", "layers": 2, "hidden": 16, "heads": 2, "sequence_length": 16},
+        "data": {"text": [str(corpus)]},
+        "training": {"steps": STEPS, "global_batch": 4, "microbatch": 1},
+        "fault_tolerance": 0,
+        "resources": {"min_nodes_per_pipeline": 2},
+        "profile": "estimate",
+    }
+    by_name = {name: machines[address] for address, name in MACHINES.items()}
+    head = by_name["head"]
+    (by_name["ops"].folder / "job.yaml").write_text(json.dumps(job))
+
+    lines = typed()
+    install = [text for machine, text in lines if machine == "every"]
+    assert all("pip install" in text or "-m venv" in text for text in install)
+    lines = lines[len(install) :]
+    of_n1 = [line for line in lines if of_node(line, "x", "y") != line]
+    rest = lines.index(of_n1[-1]) + 1
+    # On the head too: in the shell that has exported the first operator's credentials.
+    lines[rest:rest] = [of_node(line, "head", "10.0.0.1") for line in of_n1]
+
+    told = ""
+    for machine, text in lines:
+        for address, other in machines.items():
+            text = text.replace(address, other.home.name)
+        told = by_name[machine].type(text)
+        if "pki init" in text:
+            operator = head.home / ".oobleck/master/pki/operator"
+            before = contents(operator)
+
+    assert "succeeded" in told
+    assert len(read_lines(head.home / ".oobleck/master/jobs/tiny-1/metrics.jsonl")) == STEPS
+    assert contents(operator) == before
+    for name in ("n1", "head"):
+        kept = read_credentials(by_name[name].home / ".oobleck/nodes" / name)
+        assert pki.identity_of(kept.certificate).uri == f"oobleck://agent/{name}"
