@@ -28,3 +28,11 @@ def keep_freed_memory() -> bool:
     return bool(
         mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES) and mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIM)
     )
+
+
+def give_back() -> None:
+    """What is freed now goes back to the kernel, where the C library can do that."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        return

@@ -2,8 +2,9 @@
 
 On a CPU it is the process's own memory: pages that no file stands behind, so libraries' code and
 mapped data do not count. What was there before the first layer (interpreter, libraries' own
-tables, what the fork brought along) is the base, told beside it. On a GPU it is what torch's
-allocator has handed out, and the base is nothing.
+tables, what the fork brought along, connections) is the base, told beside it: a plan predicts
+what the layers take alone. On a GPU it is what torch's allocator has handed out, and the base is
+nothing.
 """
 
 import re
@@ -20,11 +21,17 @@ _FIELD = re.compile(rb"^(VmHWM|RssAnon|RssFile|RssShmem):\s*(\d+) kB$", re.MULTI
 
 
 class MemoryMeter:
-    """Begun before the process holds any layer."""
+    """Of one process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._base_bytes = 0 if device.type == "cuda" else _fields()["RssAnon"]
+        self._base_bytes = 0
+
+    def begin(self) -> None:
+        """The process holds no layer yet, and has all that it needs beside them: that is the
+        base."""
+        if self._device.type != "cuda":
+            self._base_bytes = _fields()["RssAnon"]
 
     def restart(self) -> None:
         """Forget the peak so far. Where the kernel does not allow that, it stays."""

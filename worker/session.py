@@ -23,7 +23,7 @@ from oobleck.planner.ids import WorkerId
 from oobleck.planner.plan import Plan
 from oobleck.planner.program import Program
 from oobleck.planner.work import Work
-from oobleck.worker import stacks
+from oobleck.worker import heap, stacks
 from oobleck.worker.commit import Progress, check_skipped
 from oobleck.worker.connect import Connector
 from oobleck.worker.control import Control
@@ -143,6 +143,7 @@ class Session:
         self._control.report(Ready(pid=pid, store=self._store.endpoint, data=inputs))
         while isinstance(wish := self._control.wait_begin(), Measure):
             self._measuring().run(wish)
+            heap.give_back()  # else it would count as what was there before the layers
         while True:
             wish = self._enter(wish)
 
@@ -181,6 +182,8 @@ class Session:
             with self._timeline.phase("rendezvous"):
                 programs = self._compile(assign.plan)
                 membership = self._meetings.join(assign, programs)
+            if not self._state.layers:
+                self._memory.begin()
             salvage = self._entry.run(assign, membership.transport, received=received)
             following = self._train(assign, membership, programs, salvage)
         except TransportError as error:

@@ -1,0 +1,33 @@
+"""What a worker's memory is held against: what training takes, without what was there before."""
+
+import subprocess
+import sys
+
+#: As a worker does: what its libraries keep and what measuring the model has freed comes first.
+SCRIPT = """
+import torch
+from oobleck.worker import heap
+from oobleck.worker.memory import MemoryMeter
+
+def mebibytes(count):
+    return [torch.ones(1 << 18) for _ in range(count)]
+
+heap.keep_freed_memory()
+meter = MemoryMeter(torch.device("cpu"))
+measured = mebibytes(48)
+kept = mebibytes(48)
+del measured
+heap.give_back()
+meter.begin()
+meter.restart()
+layers = mebibytes(64)
+use = meter.read()
+print((use.peak_bytes - use.base_bytes) >> 20)
+"""
+
+
+def test_the_peak_without_the_base_is_what_the_layers_take() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert 62 <= int(told.stdout) <= 72
