@@ -37,9 +37,6 @@ CLOSED_GRACE_S = 1.0
 FORK_TIMEOUT_S = 60.0
 #: Importing the libraries on a slow, busy machine.
 WARM_TIMEOUT_S = 180.0
-#: Another worker's host is asked for a sign of life every second, and where a link is full some
-#: of that gets lost.
-LEAST_SILENCE_S = 5.0
 #: From the fork to Ready (it opens the data and serves its store).
 READY_TIMEOUT_S = 120.0
 
@@ -84,7 +81,7 @@ def decide(state: NodeState, now: float) -> Decision:
                     slot=slot,
                     desired=state.desired,
                     faults=faults,
-                    silence_s=max(state.detection.lease_s + 1, LEAST_SILENCE_S),
+                    silence_s=state.detection.silence_s,
                 )
                 agenda.add(fork, record.budget.not_before)
     done = state.shutting_down and not state.workers and state.warm.started_at is None

@@ -1,7 +1,7 @@
 """How fast faults are found, and that what is no fault is not.
 
     python -m bench.detection [--modes fast balanced wan] [--exits 20] [--stops 5] [--hosts 20]
-        [--pause 30]
+        [--cuts 8] [--pause 30]
 
 On real clusters, in each of the modes of `oobleck-master --detection`:
 
@@ -11,10 +11,13 @@ On real clusters, in each of the modes of `oobleck-master --detection`:
   its journal, and until the next step is committed.
 - `silent`: all packets to and from a host are dropped, in a network of namespaces (this needs
   root), of two hosts in turn. How long until the master has each in its journal.
+- `cut`: the data network between two hosts is cut, of four in turn. How long until the next step is
+  committed, without one of the two.
 - `pause`: SIGSTOP of the master for so many seconds. Reconfigurations that follow: there must be
   none.
 
-In the mode `wan`, where all time-outs are several times as long, a fourth of the stops and hosts.
+In the mode `wan`, where all time-outs are several times as long, a fourth of the stops, hosts and
+cuts.
 A round in which anything else is lost too is told, and made again.
 
 Clocks are of this machine alone. What shares it with the cluster adds to all times.
@@ -28,6 +31,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from itertools import combinations
 from pathlib import Path
 
 from bench import network
@@ -225,6 +229,27 @@ def silences(mode: str, count: int) -> dict[str, list[float]]:
     return {"silent host: declared": declared}
 
 
+def cuts(mode: str, count: int) -> dict[str, list[float]]:
+    committed: list[float] = []
+    with NetCluster(_NODES, master_options=["--detection", mode]) as cluster:
+        watched = Watched(cluster)
+        pairs = list(combinations(cluster.agents, 2))
+        for number in range(count + _MOST_DISTURBED):
+            one, other = pairs[number % len(pairs)]
+            watched.settle()
+            at = time.time()
+            cluster.net.part([one], [other])
+            made = watched.first("reconfigured", "the recovery")
+            found = watched.committed_at(int(made["to_generation"])) - at
+            cluster.net.heal()
+            lost = {str(event["node"]) for event in watched.since("node_reset")}
+            if lost <= {one, other} and not watched.disturbed(*lost):
+                committed.append(found)
+            if len(committed) >= count:
+                break
+    return {"cut pair: the next step is committed": committed}
+
+
 def tell(mode: str, figures: Mapping[str, Sequence[float]]) -> None:
     for name, values in figures.items():
         if values:
@@ -244,6 +269,7 @@ def main() -> None:
     parser.add_argument("--exits", type=int, default=20)
     parser.add_argument("--stops", type=int, default=5)
     parser.add_argument("--hosts", type=int, default=20)
+    parser.add_argument("--cuts", type=int, default=8)
     parser.add_argument("--pause", type=float, default=30.0, help="0: none")
     arguments = parser.parse_args()
     print(f"{'mode':<10}{'seconds':<36}{'n':>4}  {'p50':>8}  {'p99':>8}  {'max':>8}")
@@ -257,12 +283,15 @@ def main() -> None:
                 print(
                     f"{mode:<10}master stopped for {arguments.pause:g} s: {found} reconfigurations"
                 )
-        if not arguments.hosts:
+        if not arguments.hosts and not arguments.cuts:
             continue
         if problem := network.unusable():
-            print(f"{mode:<10}silent host: not measured ({problem})")
-        else:
+            print(f"{mode:<10}silent hosts and cut pairs: not measured ({problem})")
+            continue
+        if arguments.hosts:
             tell(mode, silences(mode, -(-arguments.hosts // share)))
+        if arguments.cuts:
+            tell(mode, cuts(mode, -(-arguments.cuts // share)))
 
 
 if __name__ == "__main__":

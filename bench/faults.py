@@ -224,6 +224,12 @@ def _no_data(cluster: NetCluster, node: str) -> Callable[[], None]:
     return cluster.net.heal
 
 
+def _no_way(cluster: NetCluster, node: str) -> Callable[[], None]:
+    """Between the node and one other; of four, one that is not beside it in the ring."""
+    cluster.net.part([node], _others(cluster, node)[1:2])
+    return cluster.net.heal
+
+
 def _slow(cluster: NetCluster, node: str) -> Callable[[], None]:
     cluster.net.slow(node, 100_000)
     return cluster.net.heal
@@ -348,6 +354,7 @@ FAULTS = {
         Fault("mute", _mute, _node_lost),
         Fault("no-control", _no_control, _node_lost),
         Fault("no-data", _no_data, _answered),
+        Fault("no-way", _no_way, _answered),
         Fault("slow", _slow, _crawls_on, deadly=False),
         Fault("garbage", _garbage, _goes_on, deadly=False),
         Fault("disk-full", _disk_full, _trains_alone, deadly=False),

@@ -10,6 +10,7 @@
     ping time-out    1        2      10    and is closed without an answer
     answer           3        5      20    an agent gives up on a master that does not answer
     longest retry    1        2       8    agents connect anew after a random part of at most this
+    silence          5        5      21    workers' hosts that reach each other no more are found
     witness window   1        2       5    a closed stream and a peer's report prove a loss together
     regroup          1.5      3       8    workers that lost each other meet again; then doubled ...
     longest regroup 15       30      60    ... up to this
@@ -36,6 +37,11 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 _DAY_S = 86_400.0
 #: So many of the longest usual steps without progress are a hang.
 HUNG_STEPS = 4.0
+
+
+#: Another worker's host is asked for a sign of life every second, and where a link is full some
+#: of that gets lost.
+_LEAST_SILENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +95,12 @@ class Detection:
     profile_timeout_s: float = 60.0
     #: A node that fails again and again is put aside for so long, then twice as long; 0: never.
     quarantine_s: float = 60.0
+
+    @property
+    def silence_s(self) -> float:
+        """Without a sign of life for so long a worker's host is taken for unreachable by another
+        worker: later than the master takes a host for lost that nobody reaches."""
+        return max(self.lease_s + 1, _LEAST_SILENCE_S)
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -148,7 +148,8 @@ def _put_out(job: Job, event: NodeLeftOut | NodeReset, unix: float) -> Setback:
         kind = "network cut"
     doubts = job.incident.setbacks if job.incident is not None else ()
     vague = ("no progress", "peers disconnected") if kind == "network cut" else ("no progress",)
-    since = min((s.evidence_at for s in doubts if s.kind in vague), default=unix)
+    detect_s = event.detect_s if isinstance(event, NodeReset) else 0.0
+    since = min((s.evidence_at for s in doubts if s.kind in vague), default=unix - detect_s)
     return Setback(
         kind=kind,
         node=event.node,

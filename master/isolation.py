@@ -1,31 +1,36 @@
 """Which nodes the data network has cut off from the others, though all agents are heard.
 
-Workers meet anew where they lost each other, and say to whom there is no way: to the store of the
-meeting, or to a member of it. Each such pair of nodes cannot both take part. The nodes to go on
-without are the fewest that leave no such pair, and they are told only when two meetings at
-different nodes' stores say the same: with one meeting alone, whoever hosts it looks cut off in any
-partition. Workers that are cut off in the middle of training say so of their neighbours in the ring
-of lifelines: where all others have told, and each pair has the same one node in it, that is proof
-enough. A node that is given up is put aside as any that fails again and again, each time for
-longer, and joins again when its time is over. Where the others cannot go on without, all meet
-again, as they do where nobody knows who is to blame. Owns what is known of such pairs and what
-follows; `note` keeps, all else is pure.
+Workers that lose each other say to whom there is no way: peers whose hosts are silent in the middle
+of training, and in a meeting its store or a member. Each such pair of nodes cannot both take part.
+The nodes to go on without are the fewest that leave no such pair; where either way round will do,
+as of two nodes that do not reach each other, those whose loss costs less.
+
+Where all others have told, and of peers rather than of a store, that is proof enough: they go on at
+once. But not without half of the nodes or more, since a network that is gone as a whole often comes
+back. Else two meetings at different nodes' stores must say the same: with one meeting alone,
+whoever hosts it looks cut off in any partition. A node that is given up is put aside as any that
+fails again and again, each time for longer, and joins again when its time is over. Where the others
+cannot go on without, all meet again, as they do where nobody knows who is to blame. Owns what is
+known of such pairs and what follows; `note` keeps, all else is pure.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
+from typing import NamedTuple
 
 from oobleck.host.messages import PeerLost
-from oobleck.master import quarantine
+from oobleck.master import planning, quarantine
 from oobleck.master.decision import Decision, Look
 from oobleck.master.job import Job
 from oobleck.master.nodeevents import NodeQuarantined, NodeReset
-from oobleck.master.stalls import can_spare
+from oobleck.master.stalls import plan_without
 from oobleck.master.state import ClusterState
 from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.reconfigure import can_lose
 
 #: Two nodes, in the order of their names, one of which reported that it does not reach the other.
 Pair = tuple[NodeName, NodeName]
+Nodes = frozenset[NodeName]
 
 
 def note(state: ClusterState, job: Job, worker: WorkerId, lost: PeerLost) -> None:
@@ -45,18 +50,25 @@ def _pair(a: NodeName, b: NodeName) -> Pair:
 
 
 def give_up_at_once(look: Look, job: Job) -> Decision | None:
-    """Have the others go on without the one node that, as all others have told, its neighbours do
-    not reach any more; None: who is cut off is not that clear, or the node is needed."""
-    told = {w: {p.node for p in lost.unreached} for w, (_, lost) in job.seen.peers_lost.items()}
-    blamed = {(other, w.node) for w, others in told.items() for other in others - {w.node}}
-    for node in sorted({other for other, _ in blamed}):
-        witnesses = [by for other, by in blamed if other == node]
-        rest = {worker for worker in job.processes() if worker.node != node}
-        clear = len(witnesses) > 1 and all(node in pair for pair in blamed) and rest <= told.keys()
-        if clear and can_spare(look, job, {node}):
-            pairs = {_pair(other, by) for other, by in blamed}
-            return _go_on_without(look, job, {node}, pairs)
-    return None
+    """Have the others go on without the fewest nodes that leave no two that do not reach each
+    other, where all others have told; None: that is not so, or they are needed."""
+    told = {worker: lost.unreached for worker, (_, lost) in job.seen.peers_lost.items()}
+    known = {_pair(by.node, peer.node) for by, peers in told.items() for peer in peers}
+    pairs = {(one, other) for one, other in known if one != other}
+
+    def clear(nodes: Nodes) -> bool:
+        few = len(nodes) == 1 or 2 * len(nodes) < len(job.members)
+        return few and {w for w in job.processes() if w.node not in nodes} <= told.keys()
+
+    ways = sorted(_ways(job, pairs), key=clear, reverse=True)
+    if not any(map(clear, ways)):
+        return None
+    nodes = _cheapest(look, job, ways, with_state=False)
+    if nodes is None or not clear(nodes):
+        return None
+    silent_at = min(at for at, _ in job.seen.peers_lost.values()) - look.timing.silence_s
+    detect_s = look.now - max(silent_at, job.seen.recorded_at or 0.0)
+    return _go_on_without(look, job, nodes, pairs, detect_s=detect_s)
 
 
 def give_up(look: Look, job: Job) -> Decision | None:
@@ -67,51 +79,99 @@ def give_up(look: Look, job: Job) -> Decision | None:
     if host is None or host not in no_way:
         return None
     known = {pair for pairs in no_way.values() for pair in pairs}
-    nodes = _fewest(job, known)
-    if not nodes:
-        return None
+    before = {pair for at, pairs in no_way.items() if at != host for pair in pairs}
+
+    def agreed(nodes: Nodes) -> bool:
+        if nodes <= set(job.newcomers):
+            # They have trained nothing, and cost the others every meeting.
+            return bool(job.seen.regroups and look.timing.quarantine_s)
+        return nodes in _ways(job, before)
+
+    nodes = _cheapest(look, job, filter(agreed, _ways(job, known)), with_state=True)
+    return _go_on_without(look, job, nodes, known) if nodes else None
+
+
+class _Cost(NamedTuple):
+    """Of going on without some nodes; what counts most comes first."""
+
+    state_lost: bool
+    guarantees_lost: int
+    layers_moved: int
+
+
+def _cheapest(look: Look, job: Job, ways: Iterable[Nodes], *, with_state: bool) -> Nodes | None:
+    """The nodes whose loss costs the job least, of equals the first; None: it cannot go on without
+    any. `with_state`: state that they alone hold may go with them, where there is a checkpoint."""
+    costs = {nodes: cost for nodes in ways if (cost := _cost(look, job, nodes)) is not None}
+    best = min(costs, key=costs.__getitem__, default=None)
+    return None if best is None or (costs[best].state_lost and not with_state) else best
+
+
+def _cost(look: Look, job: Job, nodes: Nodes) -> _Cost | None:
+    """None: the others cannot go on without."""
+    assert job.made is not None, "only asked of a job with a plan"
     if nodes <= set(job.newcomers):
-        # They have trained nothing, and cost the others every meeting.
-        if not job.seen.regroups or not look.timing.quarantine_s:
-            return None
-    elif nodes != _fewest(job, (p for at, pairs in no_way.items() if at != host for p in pairs)):
+        return _Cost(state_lost=False, guarantees_lost=0, layers_moved=0)
+    if (plan := plan_without(look, job, nodes)) is None:
         return None
-    return _go_on_without(look, job, nodes, known) if can_spare(look, job, nodes) else None
+    held = job.made.plan.holdings()
+    moved = (set(layers) - set(held.get(w, ())) for w, layers in plan.holdings().items())
+    return _Cost(
+        state_lost=planning.lost_layers(look.state, job, plan) is not None,
+        guarantees_lost=job.made.can_lose - can_lose(plan),
+        layers_moved=sum(map(len, moved)),
+    )
 
 
-def _go_on_without(look: Look, job: Job, nodes: set[NodeName], pairs: set[Pair]) -> Decision:
-    actions = [event for node in sorted(nodes) for event in _events(look, job, node, pairs)]
+def _go_on_without(
+    look: Look, job: Job, nodes: Nodes, pairs: Set[Pair], *, detect_s: float = 0.0
+) -> Decision:
+    actions = [
+        event for node in sorted(nodes) for event in _events(look, job, node, pairs, detect_s)
+    ]
     reason = "; ".join(event.reason for event in actions if isinstance(event, NodeReset))
     return Decision(actions=tuple(actions), reason=reason)
 
 
 def _events(
-    look: Look, job: Job, name: NodeName, pairs: set[Pair]
+    look: Look, job: Job, name: NodeName, pairs: Set[Pair], detect_s: float
 ) -> Iterable[NodeReset | NodeQuarantined]:
-    told = {node for pair in pairs if name in pair for node in pair}
-    others = sorted(told & set(job.members) - {name})
-    do = "does" if len(others) == 1 else "do"
-    reason = f"data network of {name} is cut: {', '.join(others)} {do} not reach it"
-    yield NodeReset(job_id=job.id, node=name, reason=reason, cut_off=True)
+    reason = _reason(job, name, pairs)
+    yield NodeReset(job_id=job.id, node=name, reason=reason, cut_off=True, detect_s=detect_s)
     node = look.state.nodes[name]
     if look.timing.quarantine_s and node.drain is None:
         seconds = quarantine.next_s(node, look.timing.quarantine_s)
         yield NodeQuarantined(node=name, reason=reason, seconds=seconds)
 
 
-def _fewest(job: Job, pairs: Iterable[Pair]) -> set[NodeName]:
-    """Nodes without which all others reach each other, as far as is known: again and again the one
-    that is in most pairs; of equals a newcomer, then the last by name, so that it stays the same.
-    """
-    members = set(job.members)
-    left = {pair for pair in pairs if members.issuperset(pair)}
-    out: set[NodeName] = set()
+def _reason(job: Job, name: NodeName, pairs: Set[Pair]) -> str:
+    told = {node for pair in pairs if name in pair for node in pair}
+    others = sorted(told & set(job.members) - {name})
+    if len(others) == 1:
+        return f"data network between {name} and {others[0]} is cut"
+    return f"data network of {name} is cut: {', '.join(others)} do not reach it"
+
+
+def _ways(job: Job, pairs: Iterable[Pair]) -> tuple[Nodes, ...]:
+    """The fewest nodes without which all others reach each other, as far as is known: two ways
+    where they can be chosen."""
+    members = sorted(job.members)
+    between = {pair for pair in pairs if set(pair) <= set(members)}
+    ways = dict.fromkeys(_fewest(job, between, order) for order in (members, members[::-1]))
+    least = min(map(len, ways))
+    return tuple(nodes for nodes in ways if nodes and len(nodes) == least)
+
+
+def _fewest(job: Job, pairs: Set[Pair], order: Sequence[NodeName]) -> Nodes:
+    """Again and again the node that is in most pairs; of equals a newcomer, then the last in
+    `order`, so that it stays the same."""
+    left, out = set(pairs), set[NodeName]()
     while left:
         degrees = Counter(node for pair in left for node in pair)
-        worst = max(degrees, key=lambda node: (degrees[node], node in job.newcomers, node))
+        worst = max(degrees, key=lambda n: (degrees[n], n in job.newcomers, order.index(n)))
         out.add(worst)
         left = {pair for pair in left if worst not in pair}
-    return out
+    return frozenset(out)
 
 
 def _host(state: ClusterState, job: Job) -> NodeName | None:

@@ -92,6 +92,8 @@ class NodeReset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
     #: Since there is no way between it and others.
     cut_off: bool = False
+    #: From the first evidence to this, where no other event tells.
+    detect_s: float = 0.0
 
 
 class NodeDrainRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):

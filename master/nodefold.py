@@ -122,6 +122,6 @@ def _leave_out(job: Job, event: NodeLeftOut, now: float) -> None:
 
 def _reset(node: Node, job: Job, event: NodeReset, now: float) -> None:
     """Give its work to the others, and it comes back as any node that was given up does."""
-    lose(job, event, now)
+    lose(job, event, now, detect_s=event.detect_s)
     job.seen.stalls += 1
     node.stale_workers = True

@@ -14,7 +14,7 @@ progress only for so long. Then, from the mildest measure to the last one:
    without a step end the job (`meetings`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import lru_cache
 
 from oobleck.host.detection import patience_s
@@ -140,10 +140,13 @@ def _give_up(look: Look, job: Job, absent: Sequence[WorkerId], idle_s: float) ->
     return Decision(actions=tuple(out), reason="; ".join(event.reason for event in out))
 
 
-def can_spare(look: Look, job: Job, nodes: set[NodeName]) -> bool:
+def can_spare(look: Look, job: Job, nodes: Set[NodeName]) -> bool:
     """Whether the others can go on without these nodes and what only they hold."""
-    if nodes <= set(job.newcomers):
-        return True
+    return nodes <= set(job.newcomers) or plan_without(look, job, nodes) is not None
+
+
+def plan_without(look: Look, job: Job, nodes: Set[NodeName]) -> Plan | None:
+    """What the others would go on by; None: they cannot."""
     state = look.state
     rest = [
         node
@@ -151,7 +154,6 @@ def can_spare(look: Look, job: Job, nodes: set[NodeName]) -> bool:
         if state.is_ready(node, job) and node.facts.node not in nodes
     ]
     try:
-        planning.next_plan(look, job, rest, next_generation(look, job))
+        return planning.next_plan(look, job, rest, next_generation(look, job)).plan
     except PlanInfeasible:
-        return False
-    return True
+        return None

@@ -24,6 +24,7 @@ from oobleck.worker.rendezvous import Place
 from oobleck.worker.staged import StagedTransport
 from oobleck.worker.transport import Group, Transport
 from oobleck.worker.waiting import Waits
+from oobleck.worker.wires import Watch, nobody_watches
 
 Choice = Literal["gloo", "staged", "nccl"]
 
@@ -86,8 +87,10 @@ class Connector:
         groups: Sequence[Group],
         links: Sequence[Link],
         waits: Waits,
+        watch: Watch = nobody_watches,
     ) -> Transport:
-        """The transport of those who meet at `place`, once all of them have arrived.
+        """The transport of those who meet at `place`, once all of them have arrived. `watch` is
+        shown connections that carry messages, with the peers' ranks.
 
         Raises TransportError when it cannot be built, or `waits` is released meanwhile.
         """
@@ -106,6 +109,7 @@ class Connector:
             waits,
             peers=peers - {rank},
             meshed=meshed,
+            watch=watch,
         )
         if choice != "gloo" or self._stage_everything:
             host = StagedTransport(host, everything=self._stage_everything)

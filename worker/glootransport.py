@@ -32,7 +32,7 @@ from oobleck.worker.mesh import MeshSum
 from oobleck.worker.rendezvous import CONNECT_LIMIT, Place
 from oobleck.worker.transport import DISPOSE_DELAY_S, OPERATION_TIMEOUT, Group, Pending
 from oobleck.worker.waiting import Waits
-from oobleck.worker.wires import MOST_BYTES, Wires
+from oobleck.worker.wires import MOST_BYTES, Watch, Wires, nobody_watches
 
 _ABORT_TAG = (1 << 31) - 1
 
@@ -123,10 +123,11 @@ class GlooTransport:
         *,
         peers: Collection[int] = (),
         meshed: bool = False,
+        watch: Watch = nobody_watches,
     ) -> None:
         """`groups` must be the same sequence on all ranks: they are built in that order. `peers`
         are those with whom this one shares a wire, for messages that are not large: each is one of
-        the other's. `meshed`, the same on all: they are all others.
+        the other's. `meshed`, the same on all: they are all others. `watch` is shown the wires.
 
         Raises TransportError when one cannot be built, or `waits` is released meanwhile.
         """
@@ -142,7 +143,7 @@ class GlooTransport:
         for group in [self._everyone, *(g for g in groups if g != self._everyone)]:
             if rank in group and len(group) > 1:
                 self._backends[group] = self._build(place, group)
-        self._wires = Wires(place, rank, peers, address) if peers else None
+        self._wires = Wires(place, rank, peers, address, watch=watch) if peers else None
 
     def _build(self, place: Place, group: Group) -> _GlooGroup:
         timeout = connect_timeout(len(group))

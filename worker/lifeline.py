@@ -6,7 +6,9 @@ seconds later. So every worker also keeps a connection to the next rank, watched
 own, and its end is the word that the neighbour is gone: the kernel closes the sockets of a killed
 process whatever it was doing. Where a host is silent, or the way to it is cut, nobody closes
 anything: the kernels ask each other for a sign of life, which they give whatever their processes
-do, and end a connection without any.
+do, and end a connection without any. So they do on the other connections to peers that the lifeline
+is shown. There what is on its way makes the kernel less sure: a host that is silent is asked by one
+more connection, and a refusal is an answer too.
 
 A worker that leaves a generation on purpose says goodbye first.
 """
@@ -34,6 +36,8 @@ _MOST_QUESTIONS = 100
 #: By how many of the intervals at which the kernel asks the last signs of life of a host that falls
 #: silent may be apart, to one neighbour and the other.
 _APART = 1.1
+#: How long a host may take to answer one more connection.
+_ASK_S = 2.0
 #: Where struct tcp_info of Linux has the milliseconds since the last data and the last answer.
 _TCP_INFO = struct.Struct("=52x2I")
 
@@ -58,6 +62,9 @@ class Lifeline:
         self._callers = Callers(address, PROOF_BYTES, self._poll)
         #: By the neighbour's rank, and in a ring of two both to the same one.
         self._links: list[tuple[int, socket.socket]] = []
+        #: Connections that others use, and by rank whose hosts were asked in vain.
+        self._shown: list[tuple[int, socket.socket]] = []
+        self._unanswered: set[int] = set()
         self._wake_read, self._wake_write = socket.socketpair()
         place.set(f"lifeline/{rank}", f"{address}:{self._callers.port}")
 
@@ -80,21 +87,27 @@ class Lifeline:
             expected = self._place.proof("lifeline", str(before), str(self._rank))
             with pulse.WAITING:  # the one before may be stopped, and this one is not to blame
                 self._links.append((before, self._accept(expected, check_wanted)))
+            questions = max(1, ceil(self._silence_s / self._every_s) - 1)
             for _, link in self._links:
-                self._keep_alive(link)
+                self._keep_alive(link, questions)
         except OSError as error:
             raise TransportError(f"lifeline: {error}") from None
         finally:
             self._callers.close()
         threading.Thread(target=self._watch, args=(on_lost,), name="lifeline", daemon=True).start()
 
-    def _keep_alive(self, link: socket.socket) -> None:
+    def show(self, rank: int, link: socket.socket) -> None:
+        """Watch one more connection to a peer, for silence alone; from any thread."""
+        with contextlib.suppress(OSError):  # whoever uses it sees its end
+            self._keep_alive(link, _MOST_QUESTIONS)
+            self._shown.append((rank, link))
+
+    def _keep_alive(self, link: socket.socket, questions: int) -> None:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         # The kernel counts in whole seconds; the first is before the first question.
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, self._every_s)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, self._every_s)
-        questions = ceil(self._silence_s / self._every_s) - 1
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, questions))
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, questions)
 
     def _accept(self, expected: bytes, check_wanted: Callable[[], None]) -> socket.socket:
         deadline = time.monotonic() + CONNECT_LIMIT.total_seconds()
@@ -117,8 +130,13 @@ class Lifeline:
         for descriptor in (*watched, self._wake_read.fileno()):
             poll.register(descriptor, select.POLLIN)
         while watched:
-            ready = [descriptor for descriptor, _ in poll.poll()]
+            silent = self._asks_in_vain()
+            wait_s = 0 if silent else self._every_s
+            ready = [descriptor for descriptor, _ in poll.poll(1000 * wait_s)]
             if self._wake_read.fileno() in ready:
+                return
+            if silent:
+                on_lost(f"a peer's host does not answer for {self._silence_s:.0f} s")
                 return
             for descriptor in ready:
                 poll.unregister(descriptor)
@@ -134,11 +152,20 @@ class Lifeline:
                     on_lost(how)
                     return
 
+    def _asks_in_vain(self) -> bool:
+        """Whether a host that is silent on a shown connection does not answer another one."""
+        for rank, link in tuple(self._shown):
+            if _silent_s(link) >= self._silence_s - _ASK_S and not _answers(link):
+                self._unanswered.add(rank)
+                return True
+        return False
+
     def silent(self) -> list[int]:
-        """Ranks of neighbours whose hosts give no sign of life, about as long as makes one lost:
-        of a host that is cut off both neighbours know, whoever of them leaves first."""
+        """Ranks of peers whose hosts give no sign of life. Of neighbours it is about as long as
+        makes one lost: of a host that is cut off both know, whoever of them leaves first."""
         limit_s = self._silence_s - _APART * self._every_s
-        return sorted({rank for rank, link in self._links if _silent_s(link) >= limit_s})
+        neighbours = {rank for rank, link in self._links if _silent_s(link) >= limit_s}
+        return sorted(neighbours | self._unanswered)
 
     def close(self, *, goodbye: bool) -> None:
         """Leave the ring; without goodbye the neighbours take it for a death. May be repeated."""
@@ -160,3 +187,18 @@ def _silent_s(link: socket.socket) -> float:
         return 0.0
     data_ms, answer_ms = _TCP_INFO.unpack(told)
     return float(min(data_ms, answer_ms)) / 1e3
+
+
+def _answers(link: socket.socket) -> bool:
+    """Whether the host at the other end takes or refuses one more connection."""
+    try:
+        host = link.getpeername()[:2]
+    except OSError:
+        return True  # it has ended, which whoever uses it sees
+    try:
+        socket.create_connection(host, _ASK_S).close()
+    except ConnectionError:
+        return True
+    except OSError:
+        return False
+    return True

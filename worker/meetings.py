@@ -69,7 +69,7 @@ class Meetings:
         self, generation: Generation, error: TransportError, silent: Sequence[WorkerId] = ()
     ) -> None:
         """Tell the agent that a peer is gone; from any thread, more than once if need be. `silent`:
-        neighbours whose hosts do not answer."""
+        those whose hosts do not answer."""
         log.warning("peer lost", extra={"generation": generation, "detail": str(error)})
         way_gone = error if isinstance(error, Unreached) else None
         unreached = set(silent)

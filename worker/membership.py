@@ -41,7 +41,7 @@ class Membership:
 
         Raises TransportError when one is lost on the way, Superseded when a newer generation is
         wanted; nothing is left open then. `on_lost` is told, from another thread and at any time
-        once all have arrived, that a neighbour is gone, and which ones' hosts do not answer;
+        once all have arrived, that a peer is gone, and which ones' hosts do not answer;
         whatever waits for others is released then.
         `on_arrival` is called in between.
         """
@@ -68,11 +68,15 @@ class Membership:
                 await_arrival(place, size, lambda: control.check_newest(generation), generation)
                 on_arrival()
                 # Before the groups, in which a death is not noticed while they are built.
-                self._lifeline.connect(
-                    self._neighbour_lost, lambda: control.check_wanted(generation)
-                )
+                self._lifeline.connect(self._peer_lost, lambda: control.check_wanted(generation))
                 self.transport = connector.connect(
-                    place, rank, size, groups=groups, links=links, waits=waits
+                    place,
+                    rank,
+                    size,
+                    groups=groups,
+                    links=links,
+                    waits=waits,
+                    watch=self._lifeline.show,
                 )
             except BaseException:
                 self._lifeline.close(goodbye=False)
@@ -87,18 +91,18 @@ class Membership:
         try:
             control.check_wanted(generation)
             if self._lost:
-                raise TransportError("a neighbour was lost while groups were built")
+                raise TransportError("a peer was lost while groups were built")
         except BaseException:
             self.leave(orderly=False)
             raise
 
-    def _neighbour_lost(self, detail: str) -> None:
+    def _peer_lost(self, detail: str) -> None:
         self._on_lost(detail, self.silent())
         self._lost = True
         self._release()
 
     def silent(self) -> Sequence[WorkerId]:
-        """Neighbours whose hosts have not answered for about as long as makes a lost peer."""
+        """Peers whose hosts have not answered for about as long as makes a lost one."""
         return [self._members[rank] for rank in self._lifeline.silent()]
 
     def stand_down(self) -> None:

@@ -33,6 +33,9 @@ MOST_BYTES = 512 << 10
 #: More than ever wait in the pipe: each call that is waited for wakes once.
 _WAKES = 4096
 
+#: Who is shown connections to peers, by their ranks.
+Watch = Callable[[int, socket.socket], None]
+
 _GREETING = struct.Struct(f"!{PROOF_BYTES}sI")
 
 
@@ -42,6 +45,10 @@ def _peers_may_fail() -> Iterator[None]:
         yield
     except OSError as error:
         raise TransportError(f"wire: {error}") from None
+
+
+def nobody_watches(peer: int, connection: socket.socket) -> None:
+    pass
 
 
 class _Receive:
@@ -73,13 +80,23 @@ class _Send:
 class Wires:
     """A worker's connections, by the peers' ranks. The higher rank calls, the lower one listens."""
 
-    def __init__(self, place: Place, rank: int, peers: Collection[int], address: str) -> None:
+    def __init__(
+        self,
+        place: Place,
+        rank: int,
+        peers: Collection[int],
+        address: str,
+        *,
+        watch: Watch = nobody_watches,
+    ) -> None:
         """Returns when it has called; those who call this worker are let in when they are needed.
+        `watch` is shown every connection, with the peer's rank.
 
         Raises TransportError when a peer cannot be reached.
         """
         self.peers = frozenset(peers)
         self._rank = rank
+        self._watch = watch
         self._wires: dict[int, Wire] = {}
         self._expected = {peer for peer in peers if peer > rank}
         # New for these wires, so that nobody gets in by what was said to let in another.
@@ -116,6 +133,7 @@ class Wires:
         wire = self._wires[peer] = Wire(connection)
         self._by_descriptor[connection.fileno()] = wire
         self._poll.register(connection, select.POLLIN)
+        self._watch(peer, connection)
 
     def _listen_to(self, descriptor: int) -> None:
         """Take in what a caller says, or that there is one."""

@@ -70,6 +70,18 @@ def drill(
     assert_equal_to_reference(drill)
 
 
+def test_two_hosts_without_a_way_to_each_other(drill: Drill) -> None:
+    """One of the two goes at once: the workers meet without it, and not once more in vain."""
+    before = len(drill.cluster.events(drill.job_id))
+    drill.strike(FAULTS["no-way"], "n4")
+    events = drill.cluster.events(drill.job_id)[before:]
+    incident = next(event for event in events if event["event"] == "incident")
+    assert incident["root_cause"]["kind"] == "network cut"
+    assert incident["root_cause"]["reason"] == "data network between n4 and n2 is cut"
+    rules = [event["rule"] for event in events if event["event"] == "reconfigured"]
+    assert "regroup" not in rules
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_struck(drill: Drill, gatekeeper: Gatekeeper, case: Case) -> None:
     fault = FAULTS[case.fault]

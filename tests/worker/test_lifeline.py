@@ -94,3 +94,22 @@ def _nothing_lost(how: str) -> None:
 
 def _wanted() -> None:
     """Nothing newer is."""
+
+
+def test_a_silent_connection_to_a_host_that_answers_is_no_loss(place: Place) -> None:
+    """What is on its way may hide the signs of life: the host is asked by one more connection."""
+    lost: list[str] = []
+    ring = [Lifeline(place, rank, 2, "127.0.0.1", silence_s=1.2) for rank in range(2)]
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        for closed in [pool.submit(each.connect, lost.append, _wanted) for each in ring]:
+            closed.result()
+        peer = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        shown = stack.enter_context(socket.create_connection(peer.getsockname()))
+        stack.enter_context(peer.accept()[0])
+        ring[0].show(1, shown)
+        peer.settimeout(60)
+        for _ in range(2):
+            peer.accept()[0].close()
+        for each in ring:
+            each.close(goodbye=True)
+    assert lost == []
