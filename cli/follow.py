@@ -119,6 +119,8 @@ def _parts(status: pb.JobStatus) -> Iterator[tuple[int, str]]:
         yield 4, f"held out {text.evaluation(status.evaluation)}"
     if status.tokens_per_s:
         yield 3, f"{status.tokens_per_s:,.0f} tokens/s"
+    if still := text.last_step(status, "last step "):
+        yield 3, still
     if status.HasField("plan"):
         nodes = sum(len(pipeline.nodes) for pipeline in status.plan.pipelines)
         shape = " + ".join(str(len(pipeline.nodes)) for pipeline in status.plan.pipelines)

@@ -160,12 +160,20 @@ def versions_note(nodes: Iterable[pb.NodeInfo]) -> str:
 _LABEL = 12
 
 
+def last_step(job: pb.JobStatus, before: str = "") -> str:
+    """How long ago the last step was, after `before`, where the job does not get on; else empty."""
+    if job.tokens_per_s or not job.HasField("last_step_age_s"):
+        return ""
+    age_s = job.last_step_age_s
+    return f"{before}{f'{age_s:.1f} s' if age_s < 10 else about(age_s)} ago"
+
+
 def job_text(job: pb.JobStatus, width: int | None = None) -> str:
     """All about one job, plan included."""
     lines = [
         f"job         {job.job_id}",
         f"state       {job.state}" + (f": {inline(why)}" if (why := _why(job)) else ""),
-        f"step        {job.committed_step} of {job.steps}",
+        f"step        {job.committed_step} of {job.steps}{last_step(job, ', the last ')}",
     ]
     if job.HasField("loss"):
         lines.append(f"loss        {job.loss:.6f}")

@@ -31,7 +31,7 @@ from oobleck.proto.convert import (
 #: A worker that does not leave its generation within this time is worth a word.
 _SLOW_ANSWER_S = 5.0
 #: A job without a step for this long, and for so many usual steps, has no speed.
-_STILL_S = 5.0
+_STILL_S = 2.0
 _STILL_STEPS = 5
 _WAY_BACK = "; put that right, then 'oobleck node undrain' it or start its agent anew"
 
@@ -81,6 +81,8 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
             message.can_lose = job.made.can_lose
         if job.state not in ENDED:
             message.memory.extend(_memory(state, job))
+    if seen.recorded_at is not None and job.state not in ENDED:
+        message.last_step_age_s = max(0.0, now - seen.recorded_at)
     if rate > 0 and moving:
         step_tokens = seen.recent[-1].tokens
         message.eta_s = (training.steps - seen.committed_step) * step_tokens / rate

@@ -635,7 +635,7 @@ class ListJobsReply(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job_id", "name", "state", "reason", "generation", "committed_step", "steps", "loss", "tokens_per_s", "submitted_at", "started_at", "finished_at", "plan", "can_lose", "eta_s", "reconfigurations", "directory", "profile", "checkpoint", "checkpoint_step", "checkpoint_path", "save_failure", "evaluation", "skipped_steps", "memory", "incidents", "last_incident", "last_incident_at", "redo", "problem", "journal_cut_at")
+    __slots__ = ("job_id", "name", "state", "reason", "generation", "committed_step", "steps", "loss", "tokens_per_s", "submitted_at", "started_at", "finished_at", "plan", "can_lose", "eta_s", "reconfigurations", "directory", "profile", "checkpoint", "checkpoint_step", "checkpoint_path", "save_failure", "evaluation", "skipped_steps", "memory", "incidents", "last_incident", "last_incident_at", "redo", "problem", "journal_cut_at", "last_step_age_s")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -667,6 +667,7 @@ class JobStatus(_message.Message):
     REDO_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     JOURNAL_CUT_AT_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_AGE_S_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     name: str
     state: str
@@ -698,7 +699,8 @@ class JobStatus(_message.Message):
     redo: Redo
     problem: str
     journal_cut_at: float
-    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., submitted_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., can_lose: _Optional[int] = ..., eta_s: _Optional[float] = ..., reconfigurations: _Optional[int] = ..., directory: _Optional[str] = ..., profile: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., save_failure: _Optional[str] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., skipped_steps: _Optional[int] = ..., memory: _Optional[_Iterable[_Union[WorkerMemory, _Mapping]]] = ..., incidents: _Optional[int] = ..., last_incident: _Optional[str] = ..., last_incident_at: _Optional[float] = ..., redo: _Optional[_Union[Redo, _Mapping]] = ..., problem: _Optional[str] = ..., journal_cut_at: _Optional[float] = ...) -> None: ...
+    last_step_age_s: float
+    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., submitted_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., can_lose: _Optional[int] = ..., eta_s: _Optional[float] = ..., reconfigurations: _Optional[int] = ..., directory: _Optional[str] = ..., profile: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., save_failure: _Optional[str] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., skipped_steps: _Optional[int] = ..., memory: _Optional[_Iterable[_Union[WorkerMemory, _Mapping]]] = ..., incidents: _Optional[int] = ..., last_incident: _Optional[str] = ..., last_incident_at: _Optional[float] = ..., redo: _Optional[_Union[Redo, _Mapping]] = ..., problem: _Optional[str] = ..., journal_cut_at: _Optional[float] = ..., last_step_age_s: _Optional[float] = ...) -> None: ...
 
 class Redo(_message.Message):
     __slots__ = ("first_step", "last_step", "committed_step")

@@ -122,6 +122,14 @@ def test_the_newest_evaluation_is_shown() -> None:
     assert "held out    not finite (step 50)" in text.job_text(job(evaluation=evaluation))
 
 
+def test_a_job_that_stands_still_tells_since_when() -> None:
+    still = job(tokens_per_s=0.0, eta_s=0.0, last_step_age_s=3.1)
+    assert "step        57 of 200, the last 3.1 s ago" in text.job_text(still)
+    assert "  last step 3.1 s ago  " in progress_line(still)
+    moving = job(last_step_age_s=0.4)
+    assert " ago" not in text.job_text(moving) + progress_line(moving)
+
+
 def test_progress_line() -> None:
     assert progress_line(job()) == (
         "running  step 57/200  loss 2.3457  12,346 tokens/s  2 nodes (2)  generation 3  "

@@ -26,11 +26,13 @@ def test_a_job_that_does_not_move_has_no_speed() -> None:
     player = Player()
     player.play(START + "1.0 steps 1 1 1\n1.1 steps 2 2 1\n")
     job = player.state.jobs[JobId("demo-1")]
-    status = job_status(player.state, job, CONFIG, 6.0)
+    status = job_status(player.state, job, CONFIG, 3.0)
     assert status.tokens_per_s == pytest.approx(2560)
     assert status.eta_s == pytest.approx(9.8)
-    status = job_status(player.state, job, CONFIG, 6.2)
+    assert status.last_step_age_s == pytest.approx(1.9)
+    status = job_status(player.state, job, CONFIG, 3.2)
     assert (status.tokens_per_s, status.eta_s) == (0.0, 0.0)
+    assert status.last_step_age_s == pytest.approx(2.1)
 
 
 def test_steps_that_are_done_again_are_told_until_the_last_of_them() -> None:
