@@ -65,14 +65,20 @@ def save(job_id: str, no_wait: bool, master: Endpoint) -> None:
     from oobleck.cli.client import Master
 
     with Master(master) as connection:
-        number = connection.save_checkpoint(job_id)
         if no_wait:
+            connection.save_checkpoint(job_id)
             click.echo(f"{job_id} will take a checkpoint after the next step")
             return
-        record = _await_answer(connection, job_id, number)
+        record = take(connection, job_id)
+    click.echo(inline(f"step {record['step']}  {record['path']}"))
+
+
+def take(connection: "Master", job_id: str) -> dict[str, Any]:
+    """The record of a checkpoint that is taken now. Raises CommandFailed."""
+    record = _await_answer(connection, job_id, connection.save_checkpoint(job_id))
     if record["event"] == "checkpoint_failed":
         raise CommandFailed(f"{job_id} at step {record['step']}: {record['reason']}", FAILED)
-    click.echo(inline(f"step {record['step']}  {record['path']}"))
+    return record
 
 
 def _await_answer(connection: "Master", job_id: str, number: int) -> dict[str, Any]:

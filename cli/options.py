@@ -94,7 +94,8 @@ def set_option(function: F) -> F:
         "overrides",
         multiple=True,
         metavar="KEY=VALUE",
-        help="Replace a value of the job file, such as training.microbatch=4. May be repeated.",
+        help="Replace a value of the job file, such as training.microbatch=4; with null a section, "
+        "such as resources or checkpoint, is as if it were not there. May be repeated.",
     )(function)
 
 

@@ -3,6 +3,7 @@
 import secrets
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,7 +11,14 @@ from oobleck.cli import options
 from oobleck.cli.job import check_checkpoints, check_data, check_weights, read_job, read_profile
 from oobleck.cli.options import master_option, set_option
 from oobleck.host.command import CommandFailed
+from oobleck.host.display import inline
 from oobleck.host.endpoint import Endpoint
+
+if TYPE_CHECKING:
+    from oobleck.cli.client import Master
+
+#: States of a job whose workers take steps, and checkpoints between them.
+_TRAINS = ("running", "reconfiguring")
 
 
 @click.command(epilog="Exit codes: see 'oobleck --help'.")
@@ -64,13 +72,39 @@ def _follow(connection: object, job_id: str) -> int:
 
 @click.command()
 @click.argument("job_id", metavar="JOB")
+@click.option(
+    "--checkpoint", "save_first", is_flag=True, help="Take a checkpoint first, and wait for it."
+)
 @master_option
-def cancel(job_id: str, master: Endpoint) -> None:
-    """End a job. A job that has ended stays as it is."""
+def cancel(job_id: str, save_first: bool, master: Endpoint) -> None:
+    """End a job, and tell its newest checkpoint. A job that has ended stays as it is.
+
+    With --checkpoint a job that cannot take one now goes on.
+    """
     from oobleck.cli.client import Master
 
     with Master(master) as connection:
-        click.echo(f"{job_id} {connection.cancel(job_id).state}")
+        if save_first:
+            _save(connection, job_id)
+        job = connection.cancel(job_id)
+    click.echo(f"{job_id} {job.state}")
+    if job.checkpoint:
+        click.echo(inline(f"newest checkpoint: step {job.checkpoint_step}  {job.checkpoint}"))
+    elif job.checkpoint_path:
+        click.echo("no checkpoint was taken")
+
+
+def _save(connection: "Master", job_id: str) -> None:
+    from oobleck.cli.checkpoint import take
+
+    state = connection.job(job_id).state
+    try:
+        if state not in _TRAINS:
+            raise CommandFailed(f"{job_id} is {state} and can take none", options.FAILED)
+        take(connection, job_id)
+    except CommandFailed as error:
+        text = f"no checkpoint: {error.format_message()}; {job_id} is not cancelled; leave"
+        raise CommandFailed(f"{text} --checkpoint out to do without", error.exit_code) from error
 
 
 def is_here(master: Endpoint) -> bool:

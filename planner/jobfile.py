@@ -83,6 +83,8 @@ def _build(kind: type[T], value: Value, path: str) -> T:
             near = difflib.get_close_matches(key, fields, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(fields)}"
             raise InvalidJob(f"{entry.place}: unknown key {key!r}{where}; {hint}")
+        if entry.value.content is None and _has_defaults(hints[fields[key].name], fields[key]):
+            continue  # a section without anything in it
         below = f"{path}.{key}" if path else key
         arguments[fields[key].name] = _convert(hints[fields[key].name], entry.value, below)
     for key, field in fields.items():
@@ -102,6 +104,12 @@ def _build(kind: type[T], value: Value, path: str) -> T:
         place, full = _find(value, _FILE_KEYS.get(guilty, guilty), path)
         message = message.removeprefix(f"{guilty}: ")
         raise InvalidJob(f"{place}: {full}: {message}") from error
+
+
+def _has_defaults(hint: Any, field: "dataclasses.Field[Any]") -> bool:
+    """Whether it is a section that may be left out."""
+    section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+    return section and field.default_factory is not dataclasses.MISSING
 
 
 def _find(value: Value, key: str, path: str) -> tuple[str, str]:

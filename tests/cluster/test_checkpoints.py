@@ -49,10 +49,15 @@ def test_taken_on_demand_gone_back_to_when_all_is_lost_and_resumed(
     cluster.wait_step(job_id, reached + 3)
     steps = [line["step"] for line in cluster.metrics(job_id)]
     assert steps == list(range(1, len(steps) + 1))
-    cluster.oobleck("cancel", job_id)
+    told = cluster.oobleck("cancel", job_id, "--checkpoint").stdout.splitlines()
+    assert told[0] == f"{job_id} cancelled"
+    first, step, path = step, *told[1].removeprefix("newest checkpoint: step ").split()
+    assert int(step) >= reached + 3
+    assert Path(path, "manifest.json").exists()
 
-    (listed,) = json.loads(cluster.oobleck("checkpoint", "list", job_id, "--json").stdout)
+    listed, before = json.loads(cluster.oobleck("checkpoint", "list", job_id, "--json").stdout)
     assert (listed["step"], listed["path"], listed["state"]) == (int(step), path, "complete")
+    assert before["step"] == int(first)
     assert cluster.oobleck("checkpoint", "verify", str(tmp_path)).stdout.endswith("ok\n")
     again = cluster.submit(job(text, tmp_path, int(step) + 5))
     assert cluster.wait_end(again) == "succeeded", cluster.end_of(again)
@@ -68,3 +73,5 @@ def test_taken_on_demand_gone_back_to_when_all_is_lost_and_resumed(
     refused = cluster.oobleck("checkpoint", job_id, check=False)
     assert refused.returncode == 2
     assert "is cancelled: it trains no more" in refused.stderr
+    refused = cluster.oobleck("cancel", job_id, "--checkpoint", check=False)
+    assert f"no checkpoint: {job_id} is cancelled and can take none" in refused.stderr

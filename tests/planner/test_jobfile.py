@@ -252,6 +252,17 @@ def test_overrides_replace_and_add_values_in_order() -> None:
     assert parse_job(without, overrides=["resources.memory_per_worker=64MiB"]) == parse_job(JOB)
 
 
+def test_null_takes_a_section_out() -> None:
+    without = parse_job(JOB.partition("resources:")[0])
+    assert parse_job(JOB, overrides=["resources=null"]) == without
+    assert parse_job(f"{JOB}\ncheckpoint: {{path: saved}}", overrides=["checkpoint=null"]) == (
+        parse_job(JOB)
+    )
+    plain = parse_job(JOB, overrides=["training.optimizer=null", "training.optimizer.lr=0.5"])
+    assert plain.training.optimizer == OptimizerSpec(lr=0.5)
+    assert "training must be a mapping (key: value lines), not empty" in refusal(JOB, "training=")
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
