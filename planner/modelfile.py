@@ -154,7 +154,7 @@ class _Model:
             found = json.loads(self._read(path))
         except InvalidJob as error:
             raise self._wrong(name, str(error)) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._wrong(name, f"{path} is not valid JSON: {error}") from error
         if not isinstance(found, dict):
             raise self._wrong(name, f"{path} must hold one JSON object with a config's keys")

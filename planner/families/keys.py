@@ -1,6 +1,7 @@
 """Keys of configs under transformers' names: which there are, their types, and checks of values."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,10 @@ NO_EFFECT = frozenset(
 )
 
 
+#: Of whole numbers that stand for others.
+_MOST = 1 << 63
+
+
 class ConfigError(ValueError):
     """A config that cannot be used; `key` is the one to change."""
 
@@ -97,9 +102,11 @@ class Key:
         if value is None and (self.optional or self.default is None):
             return None
         if self.type is float and type(value) is int:
-            value = float(value)
+            value = float(value) if abs(value) < _MOST else math.inf
         if type(value) is not self.type:
             raise ConfigError(name, f"{value!r} is not {_ARTICLES[self.type]}")
+        if type(value) is float and not math.isfinite(value):
+            raise ConfigError(name, "is too large")
         if isinstance(value, int | float) and not value >= self.least:
             raise ConfigError(name, f"{value} is too small; it must be at least {self.least:g}")
         if self.choices and value not in self.choices:
@@ -132,7 +139,10 @@ def encode_config(config: Config) -> str:
 
 def decode_config(text: str) -> dict[str, Any]:
     """What `encode_config` was given; raises ValueError."""
-    found = json.loads(text)
+    try:
+        found = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("config: it is nested too deeply") from error
     if not isinstance(found, dict):
         raise ValueError("config: it must be a mapping of keys to values")
     return found

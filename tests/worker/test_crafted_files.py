@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,10 @@ from oobleck.planner.checkpoint import (
     layer_file,
     read_manifest,
 )
+from oobleck.planner.errors import InvalidJob
 from oobleck.planner.job import DataSpec, ModelSpec, TrainingSpec
+from oobleck.planner.jobfile import parse_job
+from oobleck.planner.modelfile import family_model
 from oobleck.planner.optimization import OptimizerSpec
 from oobleck.worker.corpus import Corpus
 from oobleck.worker.layerfile import moment_names, pack, unpack
@@ -42,6 +46,8 @@ pytestmark = pytest.mark.timeout(60)
 DEEP = "[" * 100_000
 MODEL = ModelSpec(layers=1, hidden=4, heads=1, sequence_length=4)
 SGD = OptimizerSpec(name="sgd", lr=0.1)
+TINY = {"vocab_size": 64, "n_positions": 16, "n_embd": 4, "n_layer": 2, "n_head": 1}
+LAST = (LayerFile(name=layer_file(3), layer=3, bytes=1, sha256="0" * 64),)
 OLDER, NEWER = "step-000000003-0123abcd", "step-000000005-0123abcd"
 
 Harm = Callable[[Path], object]
@@ -156,6 +162,28 @@ def test_a_bad_manifest_leaves_the_checkpoint_before_it(place: Path, harm: Harm)
     (reason,) = listing.damaged.values()
     assert reason.startswith(f"{NEWER}: manifest.json: ")
     assert len(reason) < 400
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "1e400", "-1e400", DEEP])
+def test_a_manifest_whose_config_has_numbers_without_end(number: str) -> None:
+    spec = family_model("gpt2", TINY, sequence_length=8)
+    whole = format_manifest(replace(manifest(), model=spec, files=manifest().files + LAST))
+    crafted = whole.replace(b'\\"attn_pdrop\\":0.1', b'\\"attn_pdrop\\":' + number.encode())
+    assert crafted != whole
+    with pytest.raises(InvalidCheckpoint, match=r"manifest\.json"):
+        read_manifest(crafted, NEWER)
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "1e400", DEEP])
+def test_a_config_file_of_a_job(number: str) -> None:
+    job = (
+        "name: a\nmodel: {kind: gpt2, config: config.json, sequence_length: 8}\n"
+        "data: {text: a}\ntraining: {steps: 3, global_batch: 2}"
+    )
+    config = json.dumps({**TINY, "attn_pdrop": "?"}).replace('"?"', number)
+    with pytest.raises(InvalidJob, match="config") as raised:
+        parse_job(job, read=lambda path: config)
+    assert "\n" not in str(raised.value)
 
 
 def test_a_crowd_of_names_is_no_folder_of_checkpoints() -> None:
