@@ -174,7 +174,7 @@ class LocalCluster(Cluster):
             path.write_text(json.dumps(list(fault_plan)))
             self._faults = ["--fault-plan", str(path)]
         # Tests fail nodes on purpose, and sooner than any that is to be put aside.
-        command += ["--master-flag=--quarantine-s=0", *self._faults, *options]
+        command += ["--master-flag=--quarantine-s=0", "--no-restart", *self._faults, *options]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True

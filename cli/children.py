@@ -1,7 +1,7 @@
 """The daemons that `oobleck local` runs: started, watched and stopped as subprocesses.
 
-They die with this process, however it ends. Must not know gRPC: the children are started before
-it is loaded, since forking beside its threads is not safe.
+They die with this process, however it ends, by a module that they are started through: no code of
+ours runs between fork and exec, which is not safe beside gRPC's threads. Must not know gRPC.
 """
 
 import os
@@ -10,15 +10,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from oobleck.host.process import die_with_parent, signal_name
+from oobleck.cli.options import USAGE
+from oobleck.host.process import signal_name
 
 #: Agents give their workers 2 s; the master goes after them.
 AGENT_GRACE_S = 3.3
 MASTER_GRACE_S = 1.0
+#: What dies is started again after so long; where it lives for less than QUICK_S each time, after
+#: twice as long as the time before, up to the longest.
+RESTART_S = 2.0
+QUICK_S = 10.0
+LONGEST_RESTART_S = 30.0
 _TAIL_BYTES = 4096
+
+
+def restart_pause_s(quick_ends: int) -> float:
+    """`quick_ends`: how often in a row it has ended soon after its start."""
+    return float(min(LONGEST_RESTART_S, RESTART_S * 2 ** min(10, max(0, quick_ends - 1))))
 
 
 class Child:
@@ -33,17 +43,37 @@ class Child:
         self.log = log
         #: Its end has been told.
         self.told = False
-        self.command = [sys.executable, "-m", module, *arguments, "--exit-with-parent"]
-        with log.open("ab") as output:
+        #: When it is to be started again; None: it is not.
+        self.due: float | None = None
+        self._module, self._piped = module, piped
+        self._quick_ends = 0
+        self.start()
+
+    def start(self) -> None:
+        """Also again, once it has ended."""
+        self.told, self.due, self._started_at = False, None, time.monotonic()
+        tied = [sys.executable, "-m", "oobleck.host.tied", str(os.getpid()), self._module]
+        with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                self.command,
+                [*tied, *self.arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if piped else output,
+                stdout=subprocess.PIPE if self._piped else output,
                 stderr=output,
                 start_new_session=True,
-                # The flag takes effect only once Python runs; this from the first moment on.
-                preexec_fn=partial(die_with_parent, os.getpid()),
             )
+
+    @property
+    def has_died(self) -> bool:
+        """Whether it has ended other than by a signal that it was to end by, or a refusal."""
+        return self.process.returncode not in (None, 0, USAGE)
+
+    def plan_restart(self) -> float:
+        """It is to be started again; after how many seconds."""
+        now = time.monotonic()
+        self._quick_ends = self._quick_ends + 1 if now - self._started_at < QUICK_S else 0
+        pause_s = restart_pause_s(self._quick_ends)
+        self.due = now + pause_s
+        return pause_s
 
     @property
     def pid(self) -> int:

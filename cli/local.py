@@ -43,9 +43,10 @@ Output, one fact per line:
   state /home/me/.oobleck/local/20260102-030405
   ready
 \b
-A daemon that dies is told in a line and not started again; the cluster goes on, without its
-master too. Each daemon's own output is in STATE/log. Exit codes: 0 ended by Ctrl-C or SIGTERM,
-1 the cluster could not start or all its daemons died, 2 wrong usage."""
+A daemon that dies is told in a line, and the cluster goes on, without its master too. An agent is
+started again after 2 s with its own flags, later each time where it keeps dying; one that was told
+to end is not, nor is the master. Each daemon's own output is in STATE/log. Exit codes: 0 ended by
+Ctrl-C or SIGTERM, 1 the cluster could not start or all its daemons died, 2 wrong usage."""
 
 
 @click.command(epilog=EPILOG)
@@ -95,6 +96,9 @@ master too. Each daemon's own output is in STATE/log. Exit codes: 0 ended by Ctr
     metavar="TIME",
     help="A node that is lost for so long is no longer known.  [default: the master's]",
 )
+@click.option(
+    "--no-restart", is_flag=True, help="For drills: leave it to others to start what dies."
+)
 @click.option("--master-flag", "master_flags", multiple=True, hidden=True)
 @click.option(
     "--oversubscribe", is_flag=True, help="Start more workers than this machine has room for."
@@ -108,6 +112,7 @@ def local(
     detection: Mode,
     keep_jobs: str | None,
     forget_nodes_after: str | None,
+    no_restart: bool,
     master_flags: tuple[str, ...],
     oversubscribe: bool,
 ) -> int:
@@ -119,7 +124,8 @@ def local(
     given = {"--keep-jobs": keep_jobs, "--forget-nodes-after": forget_nodes_after}
     kept = (part for flag, value in given.items() if value is not None for part in (flag, value))
     flags = ("--detection", detection, *kept, *master_flags)
-    cluster = Cluster(state_dir or fresh_state_dir(), master_flags=flags)
+    restart = not no_restart
+    cluster = Cluster(state_dir or fresh_state_dir(), master_flags=flags, restart=restart)
     with interrupts():
         try:
             cluster.start(address, nodes, workers, memory // (nodes * workers), fault_plan)
@@ -239,9 +245,12 @@ class Cluster:
         state_dir: Path,
         tell: Callable[[str], None] | None = None,
         master_flags: Sequence[str] = (),
+        *,
+        restart: bool = False,
     ) -> None:
         """`tell`: what to do with the lines; they are printed otherwise. `master_flags`: more of
-        them than the master needs."""
+        them than the master needs. `restart`: agents that die are started again."""
+        self._restart = restart
         self._master_flags = tuple(master_flags)
         self._state_dir = state_dir.absolute()
         self._tell = tell or say
@@ -365,6 +374,10 @@ class Cluster:
         """Until nothing is left to watch."""
         while True:
             self._tell_deaths()
+            for agent in self.agents:
+                if agent.due is not None and time.monotonic() >= agent.due:
+                    agent.start()
+                    self._tell(f"{agent.name} pid {agent.pid}")
             time.sleep(0.1)
 
     def _tell_deaths(self) -> None:
@@ -372,15 +385,18 @@ class Cluster:
         for child in children:
             if not child.alive and not child.told:
                 child.told = True
-                program = f"oobleck-{child.name.split()[0]}"
-                again = shlex.join([program, *child.arguments])
-                goes_on = "; training goes on without it" if child is self.master else ""
-                end = child.how_it_ended()
-                self._tell(
-                    f"{child.name} (pid {child.pid}) {end}{goes_on}; to start it again: {again}"
-                )
+                end, then = child.how_it_ended(), self._then(child)
+                self._tell(f"{child.name} (pid {child.pid}) {end}; {then}")
         if not any(child.alive for child in children):
             raise CommandFailed("all daemons have ended", FAILED)
+
+    def _then(self, child: Child) -> str:
+        """What becomes of one that has ended."""
+        if self._restart and child is not self.master and child.has_died:
+            return f"it is started again in {child.plan_restart():g} s"
+        program = f"oobleck-{child.name.split()[0]}"
+        goes_on = "training goes on without it; " if child is self.master else ""
+        return f"{goes_on}to start it again: {shlex.join([program, *child.arguments])}"
 
 
 def say(line: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from oobleck.cli.children import restart_pause_s
 from oobleck.cli.local import NODE_BYTES
 from support.commands import end, refused, run
 from support.waiting import PATIENCE_S, all_gone, until
@@ -22,10 +23,10 @@ pytestmark = pytest.mark.cluster
 class Local:
     """A running `oobleck local` and all processes below it."""
 
-    def __init__(self, state_dir: Path, nodes: int = 2) -> None:
+    def __init__(self, state_dir: Path, *options: str, nodes: int = 2) -> None:
         command = [sys.executable, "-m", "oobleck.cli.main", "local", "--nodes", str(nodes)]
         self.process = subprocess.Popen(
-            [*command, "--listen", "127.0.0.1:0", "--state-dir", str(state_dir)],
+            [*command, "--listen", "127.0.0.1:0", "--state-dir", str(state_dir), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -54,8 +55,8 @@ class Local:
 
 
 @pytest.fixture
-def local(tmp_path: Path) -> Iterator[Local]:
-    running = Local(tmp_path / "state")
+def local(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Local]:
+    running = Local(tmp_path / "state", *getattr(request, "param", ()))
     yield running
     if running.process.poll() is None:
         running.remember()
@@ -91,6 +92,30 @@ def test_kill_9_leaves_nothing(local: Local, moment: str) -> None:
     all_gone(local.family)
 
 
+def test_an_agent_that_dies_is_started_again_with_its_flags(local: Local) -> None:
+    address = local.until(r"master (\S+) pid \d+")[1]
+    local.until("ready")
+    dead = local.daemons()
+    command = psutil.Process(dead["n2"]).cmdline()
+    local.remember()
+    os.kill(dead["n2"], signal.SIGKILL)
+    local.until(r"agent n2 \(pid \d+\) was killed by SIGKILL; it is started again in 2 s")
+    again = int(local.until(r"agent n2 pid (\d+)")[1])
+    assert psutil.Process(again).cmdline() == command
+    wait_for_nodes(address, {"n1": dead["n1"], "n2": again})
+
+
+def test_who_keeps_dying_is_started_again_later_each_time() -> None:
+    assert [restart_pause_s(ends) for ends in (0, 1, 2, 3, 4, 5, 500)] == [2, 2, 4, 8, 16, 30, 30]
+
+
+def test_an_agent_that_was_told_to_end_stays_away(local: Local) -> None:
+    local.until("ready")
+    os.kill(local.daemons()["n2"], signal.SIGTERM)
+    local.until(r"agent n2 \(pid \d+\) ended with exit code 0.*; to start it again: .*")
+
+
+@pytest.mark.parametrize("local", [["--no-restart"]], indirect=True)
 def test_an_agent_that_dies_is_told_and_can_be_started_again(local: Local) -> None:
     address = local.until(r"master (\S+) pid \d+")[1]
     local.until("ready")
@@ -99,6 +124,7 @@ def test_an_agent_that_dies_is_told_and_can_be_started_again(local: Local) -> No
         r"agent n2 \(pid \d+\) was killed by SIGKILL; to start it again: (oobleck-agent .*)"
     )
     assert local.process.poll() is None
+    assert " --memory-per-worker " in told[1]
     command = [sys.executable, "-m", "oobleck.agent", *shlex.split(told[1])[1:]]
     again = subprocess.Popen(command, stderr=subprocess.DEVNULL, text=True)
     try:
