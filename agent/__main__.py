@@ -146,7 +146,15 @@ def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:
 @click.version_option(package_name="oobleck", prog_name="oobleck-agent")
 @click.option("--master", required=True, metavar="HOST:PORT", help="Where oobleck-master listens.")
 @click.option("--name", metavar="NAME", help="Name of this node.  [default: the host's name]")
-@click.option("--workers", default=1, show_default=True, metavar="G", help="Workers on this node.")
+@click.option(
+    "--workers-per-node",
+    "--workers",
+    "workers",
+    default=1,
+    show_default=True,
+    metavar="G",
+    help="Workers on this node, one per GPU.",
+)
 @click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),

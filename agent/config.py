@@ -41,10 +41,12 @@ class AgentConfig:
     def __post_init__(self) -> None:
         check_name(self.name, "node")
         if self.worker_slots < 1:
-            raise ValueError(f"--workers {self.worker_slots}: a node needs at least one worker")
+            raise ValueError(
+                f"--workers-per-node {self.worker_slots}: a node needs at least one worker"
+            )
         if self.worker_slots > MOST_WORKERS:
             raise ValueError(
-                f"--workers {self.worker_slots}: a node has at most {MOST_WORKERS}; "
+                f"--workers-per-node {self.worker_slots}: a node has at most {MOST_WORKERS}; "
                 "give one worker per GPU, or a few per CPU"
             )
         if self.memory_per_worker_bytes < 1:

@@ -53,6 +53,7 @@ Ctrl-C or SIGTERM, 1 the cluster could not start or all its daemons died, 2 wron
 @click.option("--nodes", type=int, required=True, metavar="N", help="Agents, named n1 to nN.")
 @click.option(
     "--workers-per-node",
+    "--workers",
     "workers",
     type=int,
     default=1,

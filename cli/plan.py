@@ -32,10 +32,12 @@ if TYPE_CHECKING:
 @set_option
 @click.option("--nodes", type=click.IntRange(min=1), required=True, metavar="N")
 @click.option(
+    "--workers-per-node",
     "--gpus-per-node",
+    "gpus_per_node",
     type=click.IntRange(min=1),
     metavar="G",
-    help="[default: the profile's, or 1]",
+    help="Workers of each node, one per GPU.  [default: the profile's, or 1]",
 )
 @click.option(
     "--fault-tolerance",

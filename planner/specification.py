@@ -100,7 +100,7 @@ def _memory_cause(profile: Profile) -> str:
     if memory is None:
         return (
             f"no cut of {len(layers)} layers uses all {profile.gpus_per_node} GPUs of a node; "
-            "lower --gpus-per-node (of agents, --workers)"
+            "lower --workers-per-node"
         )
     fewest = _sizes_with(profile, memory, len(layers))[0]
     return (

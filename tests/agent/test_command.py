@@ -36,6 +36,7 @@ SUPPORT = Path(__file__).parent.parent / "support"
         (["--master", "host:1", "--memory-per-worker", "9999999999PiB"], "more than any host has"),
         (["--master", "host:1", "--name", "A B"], "node name 'A B' is not allowed"),
         (["--master", "host:1", "--workers", "0"], "at least one worker"),
+        (["--master", "host:1", "--workers-per-node", "0"], "at least one worker"),
         (["--master", "host:1", "--memory-per-worker", "lots"], "--memory-per-worker: 'lots'"),
         (["--master", "host:1", "--fault-plan", __file__], "give a JSON list of faults"),
         ([], "Missing option '--master'"),

@@ -126,6 +126,8 @@ def test_no_such_node(master: str, verb: str) -> None:
         (("plan", "--nodes", "4"), "--profile"),
         (("plan", "--profile", "absent.json", "--nodes", "4"), "absent.json: No such file"),
         (("local", "--nodes", "0"), "--nodes 0: give at least 1"),
+        (("local", "--nodes", "1", "--workers-per-node", "0"), "--workers-per-node 0: give at"),
+        (("local", "--nodes", "1", "--workers", "0"), "--workers-per-node 0: give at"),
         (("local", "--nodes", "100000"), "--oversubscribe"),
         (("local", "--nodes", "2", "--listen", "nowhere"), "HOST:PORT"),
         (("local",), "Missing option '--nodes'"),

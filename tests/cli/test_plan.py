@@ -60,7 +60,7 @@ def test_flags_and_the_job_itself_come_before_the_profile(named: Callable[..., s
     assert report["plan"]["gpu_memory_bytes"] == usable_bytes(32 << 20)
     assert [stage["gpus"] for stage in report["templates"][0]["stages"]] == [2, 2, 2]
     assert "notes" not in report
-    many = planned(job, "--nodes", "2", *flags, "--gpus-per-node", "10")
+    many = planned(job, "--nodes", "2", *flags, "--workers-per-node", "10")
     assert many["notes"] == [
         "2 of 10 GPUs per node stay idle: the model's 4 layers make no pipeline that uses more "
         "than 8"

@@ -62,7 +62,7 @@ def test_too_little_memory_is_told_in_units_that_people_read() -> None:
 
 
 def test_gpus_without_use_are_a_cause_of_their_own() -> None:
-    with pytest.raises(PlanInfeasible, match="all 4 GPUs of a node; lower --gpus-per-node"):
+    with pytest.raises(PlanInfeasible, match="all 4 GPUs of a node; lower --workers-per-node"):
         node_specification(profile_of([1.0] * 2, gpus_per_node=4), nodes=1, fault_tolerance=0)
     with pytest.raises(PlanInfeasible, match="no time for 1 GPUs or fewer"):
         node_specification(profile_of([1.0] * 2, gpus=(2,)), nodes=1, fault_tolerance=0)
