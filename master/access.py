@@ -77,11 +77,20 @@ def caller(context: Context) -> "Identity | None":
 
 
 class Access:
-    def __init__(self, trust: Trust, refused: Counter[str], *, secured: bool) -> None:
-        """`secured`: whether callers have to show certificates; `refused`: counts denials."""
+    def __init__(
+        self,
+        trust: Trust,
+        refused: Counter[str],
+        *,
+        secured: bool,
+        allowed: Callable[[str], None] = lambda peer: None,
+    ) -> None:
+        """`secured`: whether callers have to show certificates; `refused`: counts denials;
+        `allowed`: is told who makes calls that are, as gRPC names peers."""
         self._trust = trust
         self._refused = refused
         self._secured = secured
+        self._allowed = allowed
         self._told: set[tuple[str, str]] = set()
 
     async def check(self, method: str, context: Context) -> None:
@@ -100,6 +109,7 @@ class Access:
                     raise Denied("the certificate has expired; join anew by a token")
             code = grpc.StatusCode.PERMISSION_DENIED
             _check_table(method, identity)
+            self._allowed(context.peer())
             return
         except Denied as denied:
             reason = str(denied)

@@ -30,6 +30,15 @@ def share_heaps() -> None:
     mallopt(_M_ARENA_MAX, _ARENAS)
 
 
+def give_back() -> None:
+    """What is free goes back to the kernel. Does nothing where the C library cannot."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return
+    trim(0)
+
+
 @contextlib.contextmanager
 def short_collections(now: Callable[[], float] = time.monotonic) -> Iterator[None]:
     """Within it, a full collection looks through what has come since the last one, and through

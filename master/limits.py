@@ -19,7 +19,7 @@ MOST_STREAMS = 64
 MOST_CONNECTIONS = 10_000
 #: Calls of all connections at a time; more are told RESOURCE_EXHAUSTED.
 MOST_CALLS = 20_000
-HANDSHAKE_S = 10.0
+HANDSHAKE_S = 5.0
 #: Pings that come too early; with the next one the connection is closed.
 MOST_PING_STRIKES = 10
 

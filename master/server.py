@@ -16,6 +16,7 @@ from oobleck.host.process import end_signals
 from oobleck.master import limits
 from oobleck.master.access import Access, AccessGuard
 from oobleck.master.config import MasterConfig, Unusable
+from oobleck.master.connections import Connections
 from oobleck.master.guard import CallGuard
 from oobleck.master.journal import Journal
 from oobleck.master.loop import Master
@@ -38,7 +39,13 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     authority = _read_authority(config)
     planner = PlanningProcess()
     master = Master(config, journal, planner=planner)
-    access = Access(master.state.trust, master.sessions.refused, secured=authority is not None)
+    connections = Connections(master.now)
+    access = Access(
+        master.state.trust,
+        master.sessions.refused,
+        secured=authority is not None,
+        allowed=connections.proven,
+    )
     server = grpc.aio.server(
         options=limits.server_options(config.timing),
         interceptors=(AccessGuard(access), CallGuard()),
@@ -62,21 +69,24 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     for signum in (signal.SIGTERM, *end_signals()):
         loop.add_signal_handler(signum, stopped.set)
     await server.start()
-    running = asyncio.create_task(master.run())
-    planning = asyncio.create_task(planner.run())
+    tasks = [
+        asyncio.create_task(master.run()),
+        asyncio.create_task(planner.run()),
+        asyncio.create_task(connections.watch(port)),
+    ]
     print(f"listening on {host}:{port}", flush=True)  # noqa: T201 - the line that callers wait for
     stopping = asyncio.create_task(stopped.wait())
     try:
-        await asyncio.wait((running, planning, stopping), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((*tasks, stopping), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in (running, planning, stopping):
+        for task in (*tasks, stopping):
             task.cancel()
         # Calls that are open now are cancelled, and gRPC tells of each in a traceback.
         logging.getLogger("grpc").setLevel(logging.CRITICAL)
         master.close()
         await server.stop(grace=0.1)
         await _all_ended()
-    for task in (running, planning):
+    for task in tasks:
         with contextlib.suppress(asyncio.CancelledError):
             await task
 

@@ -1,0 +1,167 @@
+"""A port that this process listens on, as the kernel knows it: who is connected, and whom it is not
+to let in.
+
+Who is connected is asked by netlink (sock_diag(7)), whose answer has everyone in a few messages,
+accepted or not. Whoever is not let in is turned away by a filter of the listening socket
+(SO_ATTACH_FILTER in socket(7)): what they send to connect is dropped, which costs this process
+nothing, and they send it again after a while. Needs no rights. Linux alone. Must not know what is
+spoken there.
+"""
+
+import contextlib
+import ctypes
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Collection, Iterator
+
+#: Of one who is connected: the address, four bytes or sixteen, and the port.
+Peer = tuple[bytes, int]
+
+_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY = 4, 20
+_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
+_ERROR, _DONE = 2, 3
+#: nlmsghdr
+_HEADER = struct.Struct("=IHHII")
+#: inet_diag_req_v2: family, protocol, extensions, states, port; then what any connection fits.
+_REQUEST = struct.Struct("=BBBxI2s2x36x8s")
+#: inet_diag_msg, up to its addresses: family, the other end's port and address.
+_ANSWER = struct.Struct("=B5x2s16x16s")
+#: ESTABLISHED; and CLOSE_WAIT, where the other end has closed and this process not yet.
+_STATES = 1 << 1 | 1 << 8
+_ANY_COOKIE = b"\xff" * 8
+_RECEIVED_BYTES = 256 << 10
+#: The kernel answers in milliseconds; nobody is to wait for ever where it does not.
+_ANSWER_S = 5.0
+#: What IPv6 sockets have before an IPv4 address.
+_MAPPED = bytes(10) + b"\xff\xff"
+
+_ATTACH_FILTER, _DETACH_FILTER = 26, 27
+#: Where the packet's network header begins; there are its version and the sender's address.
+_NETWORK = 0xFFF00000
+_SENDER_4, _SENDER_6 = _NETWORK + 12, _NETWORK + 8
+_LOAD, _LOAD_BYTE, _SHIFT_RIGHT, _IF_EQUAL, _GO, _RETURN = 0x20, 0x30, 0x74, 0x15, 0x05, 0x06
+_ALL_BYTES = 0xFFFFFFFF
+
+#: Code, instructions to pass over if true, if false, operand.
+_Instruction = tuple[int, int, int, int]
+_TAKE: _Instruction = (_RETURN, 0, 0, _ALL_BYTES)
+_DROP: _Instruction = (_RETURN, 0, 0, 0)
+
+
+class Port:
+    """The listening sockets of this process on a port; use it as a context."""
+
+    def __init__(self, port: int) -> None:
+        """Raises OSError where the kernel tells nothing."""
+        self._port = port
+        self._diag = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG)
+        self._diag.settimeout(_ANSWER_S)
+        #: By descriptor. They are not ours to close, nor to keep open by descriptors of our own.
+        self._families = _listening(port)
+
+    def __enter__(self) -> "Port":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._diag.close()
+
+    def peers(self) -> list[Peer]:
+        """Everyone who is connected, whether the connection is accepted or not. Raises OSError."""
+        return [peer for family in {*self._families.values()} for peer in self._ask(family)]
+
+    def _ask(self, family: int) -> Iterator[Peer]:
+        port = self._port.to_bytes(2)
+        body = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, _STATES, port, _ANY_COOKIE)
+        header = _HEADER.pack(_HEADER.size + len(body), _SOCK_DIAG_BY_FAMILY, _DUMP, 0, 0)
+        self._diag.send(header + body)
+        while True:
+            data = self._diag.recv(_RECEIVED_BYTES)
+            offset = 0
+            while offset < len(data):
+                length, kind, *_ = _HEADER.unpack_from(data, offset)
+                if kind == _DONE:
+                    return
+                if kind == _ERROR:
+                    (code,) = struct.unpack_from("=i", data, offset + _HEADER.size)
+                    raise OSError(-code, os.strerror(-code))
+                yield _peer(data, offset + _HEADER.size)
+                offset += (length + 3) & ~3
+
+    def refuse(self, networks: Collection[bytes]) -> None:
+        """Let in nobody of these from now on: IPv4 addresses, or the first eight bytes of IPv6
+        addresses. Who is connected stays so. Raises OSError."""
+        program = _program(networks)
+        buffer = ctypes.create_string_buffer(program, len(program))
+        filter_ = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
+        for descriptor in self._families:
+            with _lent(descriptor) as listening:
+                if networks:
+                    listening.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, filter_)
+                else:
+                    with contextlib.suppress(FileNotFoundError):  # it has no filter
+                        listening.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+
+
+def packed(host: str) -> bytes:
+    """Of an address as people write it. Raises ValueError."""
+    return _plain(ipaddress.ip_address(host.partition("%")[0]).packed)
+
+
+def _plain(address: bytes) -> bytes:
+    return address[len(_MAPPED) :] if address.startswith(_MAPPED) else address
+
+
+def _peer(data: bytes, offset: int) -> Peer:
+    family, port, address = _ANSWER.unpack_from(data, offset)
+    return _plain(address[:4] if family == socket.AF_INET else address), int.from_bytes(port)
+
+
+@contextlib.contextmanager
+def _lent(descriptor: int) -> Iterator[socket.socket]:
+    """The socket behind a descriptor, which stays open. Raises OSError if there is none."""
+    found = socket.socket(fileno=descriptor)
+    try:
+        yield found
+    finally:
+        found.detach()
+
+
+def _listening(port: int) -> dict[int, int]:
+    """Families of the sockets that listen on the port, by descriptor."""
+    found: dict[int, int] = {}
+    for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
+        with contextlib.suppress(OSError), _lent(descriptor) as one:  # what else is open
+            if (
+                one.family in (socket.AF_INET, socket.AF_INET6)
+                and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                and one.getsockname()[1] == port
+            ):
+                found[descriptor] = one.family
+    return found
+
+
+def _program(networks: Collection[bytes]) -> bytes:
+    """What drops the packets of `networks`, in the language of bpf(4)."""
+    of_four: list[_Instruction] = [(_LOAD, 0, 0, _SENDER_4)]
+    of_six: list[_Instruction] = []
+    for network in networks:
+        if len(network) == 4:
+            of_four += [(_IF_EQUAL, 0, 1, int.from_bytes(network)), _DROP]
+            continue
+        of_six += [
+            (_LOAD, 0, 0, _SENDER_6),
+            (_IF_EQUAL, 0, 3, int.from_bytes(network[:4])),
+            (_LOAD, 0, 0, _SENDER_6 + 4),
+            (_IF_EQUAL, 0, 1, int.from_bytes(network[4:])),
+            _DROP,
+        ]
+    version: list[_Instruction] = [
+        (_LOAD_BYTE, 0, 0, _NETWORK),
+        (_SHIFT_RIGHT, 0, 0, 4),
+        (_IF_EQUAL, 1, 0, 4),
+        (_GO, 0, 0, len(of_four) + 1),
+    ]
+    whole = [*version, *of_four, _TAKE, *of_six, _TAKE]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in whole)
