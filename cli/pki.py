@@ -247,7 +247,8 @@ def renew(folder: Path, master: str) -> None:
 @master_option
 @json_option("One JSON object: {tokens, credentials}.")
 def list_(master: Endpoint, as_json: bool) -> None:
-    """List tokens that can still be used, and who was given a certificate by the master."""
+    """List tokens that can still be used, and who was given a certificate by the master; and whose
+    tokens these are, or were."""
     from oobleck.cli import text
     from oobleck.cli.client import Master
 
@@ -256,9 +257,15 @@ def list_(master: Endpoint, as_json: bool) -> None:
     if as_json:
         click.echo(text.dump(text.plain(found)))
         return
-    rows = [("kind", "role", "name", "good until")]
+    rows = [("kind", "role", "name", "good until", "by a token of")]
     rows += [
-        (f"token {token.id}", token.role, token.name or "any", _moment(token.expires_at))
+        (
+            f"token {token.id}",
+            token.role,
+            token.name or "any",
+            _moment(token.expires_at),
+            _maker(token),
+        )
         for token in found.tokens
     ]
     rows += [
@@ -267,6 +274,7 @@ def list_(master: Endpoint, as_json: bool) -> None:
             held.role,
             held.name,
             "revoked" if held.revoked else _moment(held.expires_at),
+            _maker(held),
         )
         for held in found.credentials
     ]
@@ -286,7 +294,11 @@ def list_(master: Endpoint, as_json: bool) -> None:
 @click.option("--token", "token_id", metavar="ID", help="A token, by its id in 'oobleck pki list'.")
 @master_option
 def revoke(name: str | None, role: "Role | None", token_id: str | None, master: Endpoint) -> None:
-    """Take back all certificates that NAME was given so far, or a token. A node's session ends."""
+    """Take back all certificates that NAME was given so far, or a token. A node's session ends.
+
+    Tokens that NAME made and nobody has joined by end too. Who has joined by one stays, and is
+    named.
+    """
     if (name is None) == (token_id is None):
         raise CommandFailed("give a NAME, or --token ID", USAGE)
     from oobleck.cli.client import Master
@@ -300,7 +312,26 @@ def revoke(name: str | None, role: "Role | None", token_id: str | None, master: 
         role = role or _role_of(name, connection.credentials())
         _check_name(name, role)
         connection.revoke(pb.RevokeRequest(holder=pb.Holder(role=role, name=name)))
-    click.echo(f"revoked {role} {name}")
+        click.echo(f"revoked {role} {name}")
+        let_in = _let_in((role, name), connection.credentials())
+    if let_in:
+        who = ", ".join(f"{role} {name}" for role, name in let_in)
+        click.echo(f"still in by tokens of {name}, or of those who are: {who}")
+
+
+def _maker(entry: "pb.TokenInfo | pb.CredentialInfo") -> str:
+    return f"{entry.by.role} {entry.by.name}" if entry.HasField("by") else ""
+
+
+def _let_in(holder: tuple[str, str], known: "pb.ListCredentialsReply") -> list[tuple[str, str]]:
+    """Who has joined by a token of the holder, or of one who has, and is not revoked."""
+    revoked = {(held.role, held.name) for held in known.credentials if held.revoked}
+    found, more = {holder}, {holder}
+    while more:
+        by_these = [held for held in known.credentials if (held.by.role, held.by.name) in more]
+        more = {(held.role, held.name) for held in by_these} - found
+        found |= more
+    return sorted(found - revoked - {holder})
 
 
 def _role_of(name: str, known: "pb.ListCredentialsReply") -> "Role":

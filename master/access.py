@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from oobleck.host.credentials import Role
-from oobleck.master.trust import Denied, Trust, check_holder
+from oobleck.master.trust import Denied, Trust, check_caller
 
 if TYPE_CHECKING:
     from oobleck.host.pki import Identity
@@ -103,10 +103,7 @@ class Access:
                 raise Denied("show a certificate of this cluster ('oobleck pki join' gets one)")
             if identity is not None:
                 who = identity.uri
-                if not identity.token:
-                    check_holder(self._trust, (identity.role, identity.name), identity.issued_at)
-                if identity.expires_at <= time.time():
-                    raise Denied("the certificate has expired; join anew by a token")
+                check_caller(self._trust, identity, time.time())
             code = grpc.StatusCode.PERMISSION_DENIED
             _check_table(method, identity)
             self._allowed(context.peer())

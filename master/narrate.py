@@ -71,7 +71,8 @@ def tell(event: Journaled) -> None:
         case MasterStarted():
             fields = {}
         case TokenCreated():
-            fields = {"role": event.role, "holder": event.name or "any"}
+            by = "/".join(event.maker or ())
+            fields = {"role": event.role, "holder": event.name or "any", "by": by}
         case TokenRevoked():
             fields = {"token": event.fingerprint}
         case CredentialIssued() | CredentialsRevoked():

@@ -5,21 +5,23 @@ Every answer is journaled by the loop before it leaves. Who may call what is dec
 """
 
 import time
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 
 from oobleck.host.credentials import Role
 from oobleck.master.access import caller
 from oobleck.master.loop import Master
+from oobleck.master.requests import Requests
 from oobleck.master.trust import (
-    Decide,
-    Denied,
+    Holder,
     Trust,
     check_join,
     check_new_token,
+    check_renewal,
     find_token,
     is_revoked,
+    joined_by,
 )
 from oobleck.master.trustevents import (
     CredentialIssued,
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from oobleck.host.pki import Authority, Identity
 
 Context = grpc.aio.ServicerContext[Any, Any]
-T = TypeVar("T")
 
 SHORTEST_TTL_S = 1.0
 LONGEST_TTL_S = 7 * 86_400.0
@@ -65,9 +66,13 @@ class PkiService(rpc.PkiServicer):
             await _refuse(context, f"name: {error}")
         digest = pki.key_digest(key)
 
-        def decide(trust: Trust, unix: float) -> tuple[TrustChanged, bytes]:
+        def decide(trust: Trust, unix: float) -> tuple[TrustChanged | None, bytes]:
             role = check_join(trust, token.fingerprint, digest, name, unix)
-            certificate = authority.sign(key, pki.Identity(role=role, name=name), self._life_s)
+            identity = pki.Identity(role=role, name=name)
+            if (before := joined_by(trust, token.fingerprint, unix)) is not None:
+                # The first answer was lost: one that ends with it changes nothing.
+                return None, authority.sign(key, identity, before.expires_at - unix)
+            certificate = authority.sign(key, identity, self._life_s)
             issued = CredentialIssued(
                 role=role,
                 name=name,
@@ -77,7 +82,7 @@ class PkiService(rpc.PkiServicer):
             )
             return issued, certificate
 
-        return _reply(await self._change(decide, context), authority)
+        return _reply(await self._requests(context).change_trust(decide), authority)
 
     async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.CertificateReply:
         from oobleck.host import pki
@@ -86,6 +91,7 @@ class PkiService(rpc.PkiServicer):
         key = await _read_key(request.request, context)
 
         def decide(trust: Trust, unix: float) -> tuple[TrustChanged, bytes]:
+            check_renewal(trust, (holder.role, holder.name), self._life_s, unix)
             identity = pki.Identity(role=holder.role, name=holder.name)
             certificate = authority.sign(key, identity, self._life_s)
             issued = CredentialIssued(
@@ -93,12 +99,12 @@ class PkiService(rpc.PkiServicer):
             )
             return issued, certificate
 
-        return _reply(await self._change(decide, context), authority)
+        return _reply(await self._requests(context).change_trust(decide), authority)
 
     async def CreateToken(self, request: pb.TokenRequest, context: Context) -> pb.CertificateReply:
         from oobleck.host import pki
 
-        authority, _ = await self._ready(context)
+        authority, maker = await self._ready(context)
         key = await _read_key(request.request, context)
         try:
             role = _read_role(request.role)
@@ -117,10 +123,11 @@ class PkiService(rpc.PkiServicer):
                 role=role,
                 name=name,
                 expires_at=pki.expiry(certificate),
+                maker=(maker.role, maker.name),
             )
             return created, certificate
 
-        return _reply(await self._change(decide, context), authority)
+        return _reply(await self._requests(context).change_trust(decide), authority)
 
     async def ListCredentials(
         self, request: pb.ListCredentialsRequest, context: Context
@@ -134,18 +141,13 @@ class PkiService(rpc.PkiServicer):
                     role=token.role,
                     name=token.name,
                     expires_at=token.expires_at,
+                    by=_holder(token.maker),
                 )
                 for fingerprint, token in trust.tokens.items()
                 if token.expires_at > unix and not token.key
             ],
             credentials=[
-                pb.CredentialInfo(
-                    role=role,
-                    name=name,
-                    expires_at=given.expires_at,
-                    revoked=is_revoked(trust, (role, name)),
-                )
-                for (role, name), given in sorted(trust.given.items())
+                _credential(trust, holder) for holder in sorted({*trust.given, *trust.revoked})
             ],
         )
 
@@ -167,7 +169,7 @@ class PkiService(rpc.PkiServicer):
                 event = CredentialsRevoked(role=role, name=name)
             case _:
                 await _refuse(context, "what: is missing; name a holder or a token")
-        await self._change(lambda trust, unix: (event, None), context)
+        await self._requests(context).change_trust(lambda trust, unix: (event, None))
         return pb.RevokeReply()
 
     async def _ready(self, context: Context) -> "tuple[Authority, Identity]":
@@ -181,11 +183,8 @@ class PkiService(rpc.PkiServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         return self._authority, identity
 
-    async def _change(self, decide: Decide[T], context: Context) -> T:
-        try:
-            return await self._master.requests.change_trust(decide)
-        except Denied as denied:
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, str(denied))
+    def _requests(self, context: Context) -> Requests:
+        return self._master.requests.of(caller(context))
 
 
 async def _refuse(context: Context, text: str) -> NoReturn:
@@ -213,6 +212,21 @@ def _read_role(text: str) -> Role:
             return text
         case _:
             raise ValueError(f"role: {text[:80]!r} is not agent, operator or viewer")
+
+
+def _credential(trust: Trust, holder: Holder) -> pb.CredentialInfo:
+    given = trust.given.get(holder)
+    return pb.CredentialInfo(
+        role=holder[0],
+        name=holder[1],
+        expires_at=given.expires_at if given is not None else 0.0,
+        revoked=is_revoked(trust, holder),
+        by=_holder(given.by if given is not None else None),
+    )
+
+
+def _holder(holder: Holder | None) -> pb.Holder | None:
+    return pb.Holder(role=holder[0], name=holder[1]) if holder is not None else None
 
 
 def _reply(certificate: bytes, authority: "Authority") -> pb.CertificateReply:

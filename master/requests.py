@@ -1,11 +1,12 @@
 """What operators ask for: jobs, checkpoints, drains, and who may speak to the master.
 
 Each request becomes an event, once: one that is repeated with the same id is answered as the first
-time. The answer comes when the event is on disk. Must not know gRPC, nor who may ask what.
+time. The answer comes when the event is on disk. Whoever asks has to be trusted in the turn that
+decides on it: when the request came is before that. Must not know gRPC, nor who may ask what.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from oobleck.master.admit import Refusal
 from oobleck.master.config import MasterConfig
@@ -16,11 +17,14 @@ from oobleck.master.ledger import Ledger
 from oobleck.master.nodeevents import NodeDrainRequested, NodeUndrained
 from oobleck.master.sessions import Sessions
 from oobleck.master.storage import StorageFailed
-from oobleck.master.trust import Decide, Denied
+from oobleck.master.trust import Decide, Denied, check_caller
 from oobleck.master.trustevents import CredentialsRevoked
 from oobleck.planner.ids import JobId, NodeName
 from oobleck.planner.job import JobSpec
 from oobleck.planner.profile import Profile
+
+if TYPE_CHECKING:
+    from oobleck.host.pki import Identity
 
 T = TypeVar("T")
 
@@ -30,12 +34,31 @@ _NAME_IN_ID = 48
 
 class Requests:
     def __init__(
-        self, config: MasterConfig, ledger: Ledger, inbox: Inbox, sessions: Sessions
+        self,
+        config: MasterConfig,
+        ledger: Ledger,
+        inbox: Inbox,
+        sessions: Sessions,
+        caller: "Identity | None" = None,
     ) -> None:
+        """`caller`: who asks; None: somebody on this host, where all is in the clear.
+
+        All methods raise Denied where the caller is trusted no more, and StorageFailed.
+        """
         self._config = config
+        self._caller = caller
         self._ledger = ledger
         self._inbox = inbox
         self._sessions = sessions
+
+    def of(self, caller: "Identity | None") -> "Requests":
+        """The same for this caller."""
+        return Requests(self._config, self._ledger, self._inbox, self._sessions, caller)
+
+    def check(self) -> None:
+        """Whether the caller is still trusted. Raises Denied."""
+        if self._caller is not None:
+            check_caller(self._ledger.state.trust, self._caller, self._ledger.unix())
 
     async def submit(
         self,
@@ -45,10 +68,7 @@ class Requests:
         profile: Profile | None = None,
         profile_only: bool = False,
     ) -> JobId:
-        """`profile`: of the file that the job names; `profile_only`: end once it is measured.
-
-        Raises StorageFailed.
-        """
+        """`profile`: of the file that the job names; `profile_only`: end once it is measured."""
         ledger = self._ledger
         if ledger.problem and request_id not in ledger.state.requests:
             raise StorageFailed(ledger.problem)
@@ -84,8 +104,6 @@ class Requests:
     async def save(self, request_id: str, job_id: JobId) -> int:
         """The number of the request for a checkpoint of the job, which is known; 0: it has ended
         and was just forgotten.
-
-        Raises StorageFailed.
         """
 
         def answer(_: float) -> int:
@@ -103,7 +121,7 @@ class Requests:
         return await self._ask(answer)
 
     async def cancel(self, request_id: str, job_id: JobId) -> None:
-        """`job_id` is known. Raises StorageFailed."""
+        """`job_id` is known."""
 
         def answer(_: float) -> None:
             job = self._ledger.state.jobs.get(job_id)  # one that has ended may be forgotten
@@ -113,13 +131,13 @@ class Requests:
         await self._ask(answer)
 
     async def drain(self, request_id: str, node: NodeName, reason: str, *, force: bool) -> None:
-        """`node` is known. Raises StorageFailed."""
+        """`node` is known."""
         await self._about_node(
             NodeDrainRequested(node=node, request_id=request_id, reason=reason, force=force)
         )
 
     async def undrain(self, request_id: str, node: NodeName) -> None:
-        """`node` is known. Raises StorageFailed."""
+        """`node` is known."""
         await self._about_node(NodeUndrained(node=node, request_id=request_id))
 
     async def _about_node(self, event: NodeDrainRequested | NodeUndrained) -> None:
@@ -132,26 +150,32 @@ class Requests:
         await self._ask(answer)
 
     async def change_trust(self, decide: Decide[T]) -> T:
-        """What `decide` answers, once what it wants journaled is. Raises Denied, StorageFailed."""
+        """What `decide` answers, once what it wants journaled is. Raises what it raises."""
 
-        def answer(_: float) -> tuple[T] | Denied:
-            try:
-                event, value = decide(self._ledger.state.trust, self._ledger.unix())
-            except Denied as denied:
-                return denied
-            self._ledger.record(event)
+        def answer(_: float) -> T:
+            event, value = decide(self._ledger.state.trust, self._ledger.unix())
+            if event is not None:
+                self._ledger.record(event)
             if isinstance(event, CredentialsRevoked) and event.role == "agent":
                 refusal = Refusal(reason="its certificate was revoked", temporary=False)
                 self._sessions.end_of(NodeName(event.name), refusal)
-            return (value,)
+            return value
 
-        answered = await self._ask(answer)
+        return await self._ask(answer)
+
+    async def _ask(self, answer: Callable[[float], T]) -> T:
+        """What `answer` gives in the turn, if the caller is trusted then."""
+        if self._ledger.stuck:
+            raise StorageFailed(self._ledger.problem)
+
+        def handle(arrived_at: float) -> tuple[T] | Denied:
+            try:
+                self.check()
+                return (answer(arrived_at),)
+            except Denied as denied:
+                return denied
+
+        answered = await self._inbox.ask(handle, of_operator=True)
         if isinstance(answered, Denied):
             raise answered
         return answered[0]
-
-    async def _ask(self, answer: Callable[[float], T]) -> T:
-        """Raises StorageFailed where the journal takes nothing."""
-        if self._ledger.stuck:
-            raise StorageFailed(self._ledger.problem)
-        return await self._inbox.ask(answer, of_operator=True)

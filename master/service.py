@@ -13,11 +13,13 @@ from typing import Any
 
 import grpc
 
+from oobleck.master.access import caller
 from oobleck.master.draining import is_undecided
 from oobleck.master.job import ENDED, Job
 from oobleck.master.limits import MOST_DETAILS
 from oobleck.master.logs import Line
 from oobleck.master.loop import Master
+from oobleck.master.requests import Requests
 from oobleck.master.timelines import NotRecorded
 from oobleck.master.view import job_status, node_info
 from oobleck.planner.ids import JobId, NodeName, WorkerId
@@ -46,6 +48,9 @@ class OperatorService(rpc.OperatorServicer):
     def __init__(self, master: Master) -> None:
         self._master = master
 
+    def _requests(self, context: Context) -> Requests:
+        return self._master.requests.of(caller(context))
+
     async def _job(self, job_id: str, context: Context) -> Job:
         job = self._master.state.jobs.get(JobId(job_id))
         if job is None:
@@ -66,7 +71,7 @@ class OperatorService(rpc.OperatorServicer):
             spec, profile = await asyncio.to_thread(_read_submission, request)
         except ValueError as error:  # also InvalidJob
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_DETAILS])
-        job_id = await self._master.requests.submit(
+        job_id = await self._requests(context).submit(
             request.request_id, spec, profile=profile, profile_only=request.profile_only
         )
         return pb.SubmitReply(job_id=job_id)
@@ -99,7 +104,7 @@ class OperatorService(rpc.OperatorServicer):
     async def CancelJob(self, request: pb.CancelRequest, context: Context) -> pb.JobStatus:
         job = await self._job(request.job_id, context)
         await _check_request_id(request.request_id, context)
-        await self._master.requests.cancel(request.request_id, job.id)
+        await self._requests(context).cancel(request.request_id, job.id)
         return self._status(job)
 
     async def SaveCheckpoint(
@@ -118,7 +123,7 @@ class OperatorService(rpc.OperatorServicer):
             text = f"job {job.id} {why}"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
         return pb.SaveCheckpointReply(
-            number=await self._master.requests.save(request.request_id, job.id)
+            number=await self._requests(context).save(request.request_id, job.id)
         )
 
     async def GetProfile(self, request: pb.JobRequest, context: Context) -> pb.ProfileReply:
@@ -137,6 +142,7 @@ class OperatorService(rpc.OperatorServicer):
             trace = await self._master.timelines.trace(job, max(1, request.steps))
         except NotRecorded as reason:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(reason))
+        self._requests(context).check()  # it took its time
         return pb.TimelineReply(trace=trace.decode())
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesReply:
@@ -146,7 +152,7 @@ class OperatorService(rpc.OperatorServicer):
 
     async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.NodeInfo:
         node = await self._node(request.request_id, request.node, context)
-        await self._master.requests.drain(
+        await self._requests(context).drain(
             request.request_id, node, request.reason, force=request.force
         )
         await self._fate_of(node)
@@ -162,7 +168,7 @@ class OperatorService(rpc.OperatorServicer):
 
     async def UndrainNode(self, request: pb.UndrainNodeRequest, context: Context) -> pb.NodeInfo:
         node = await self._node(request.request_id, request.node, context)
-        await self._master.requests.undrain(request.request_id, node)
+        await self._requests(context).undrain(request.request_id, node)
         return await self._node_info(node, context)
 
     async def _node(self, request_id: str, name: str, context: Context) -> NodeName:

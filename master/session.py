@@ -60,7 +60,7 @@ class ControlService(rpc.ControlServicer):
         if identity is not None and identity.name != node:
             text = f"node: the certificate is of {identity.name}, which cannot speak for {node}"
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
-        session = await self._master.sessions.open(registration)
+        session = await self._master.sessions.open(registration, identity)
         if isinstance(session, Refusal):
             await context.write(refused_message(session))
             return

@@ -7,6 +7,7 @@ alone, once all that they tell is on disk. Must not know gRPC.
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from oobleck.master.admit import Refusal, admit
 from oobleck.master.config import MasterConfig
@@ -29,9 +30,13 @@ from oobleck.master.observations import (
     StreamClosed,
     StreamOpened,
 )
+from oobleck.master.trust import Denied, check_caller
 from oobleck.planner.ids import JobId, NodeName, WorkerId
 from oobleck.planner.jobfile import format_job
 from oobleck.proto.types import NodeStatus, Registration, WorkerReport
+
+if TYPE_CHECKING:
+    from oobleck.host.pki import Identity
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +66,14 @@ class Sessions:
 
     # ---- what agents tell
 
-    async def open(self, registration: Registration) -> AgentSession | Refusal:
+    async def open(
+        self, registration: Registration, caller: "Identity | None" = None
+    ) -> AgentSession | Refusal:
+        """`caller`: who registers; None: somebody on this host, where all is in the clear."""
         opened: list[AgentSession] = []
 
         def register(arrived_at: float) -> AgentSession | Refusal:
-            verdict = self._register(registration, arrived_at)
+            verdict = self._register(registration, caller, arrived_at)
             if isinstance(verdict, AgentSession):
                 opened.append(verdict)
             return verdict
@@ -81,8 +89,15 @@ class Sessions:
             self._inbox.post(closed)
             raise
 
-    def _register(self, registration: Registration, arrived_at: float) -> AgentSession | Refusal:
+    def _register(
+        self, registration: Registration, caller: "Identity | None", arrived_at: float
+    ) -> AgentSession | Refusal:
         facts, ledger = registration.facts, self._ledger
+        try:
+            if caller is not None:
+                check_caller(ledger.state.trust, caller, ledger.unix())
+        except Denied as denied:
+            return Refusal(reason=str(denied), temporary=False)
         verdict = admit(ledger.state, registration, arrived_at, self._timing)
         if isinstance(verdict, Refusal):
             log.warning("agent refused", extra={"node": facts.node, "reason": verdict.reason})

@@ -6,7 +6,7 @@ theirs that way. Nothing secret is kept: of a token there is the SHA-256 of its 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from oobleck.host.credentials import Role
 from oobleck.master.trustevents import (
@@ -17,6 +17,9 @@ from oobleck.master.trustevents import (
     TrustChanged,
 )
 
+if TYPE_CHECKING:
+    from oobleck.host.pki import Identity
+
 T = TypeVar("T")
 Holder = tuple[Role, str]
 
@@ -24,6 +27,9 @@ Holder = tuple[Role, str]
 MOST_TOKENS = 10_000
 #: Holders with certificates.
 MOST_HOLDERS = 100_000
+#: From one certificate of a holder to the next; where they live short, a part of their life.
+RENEWALS_APART_S = 60.0
+RENEWALS_APART_PART = 1 / 50
 #: Of a fingerprint, to name its token.
 _FEWEST_CHARACTERS = 6
 
@@ -32,8 +38,14 @@ class Denied(Exception):
     """The text says why, and the fix."""
 
 
+class TooSoon(Denied):
+    """The same may be asked for again later."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Token:
+    #: Who asked for it; None: the journal is from before this was kept.
+    maker: Holder | None = None
     role: Role
     #: The only name that may join by it; empty: any that is free.
     name: str
@@ -49,6 +61,8 @@ class Given:
 
     at: float
     expires_at: float
+    #: Who made the token that the holder joined by; None: the journal does not say.
+    by: Holder | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,8 +74,9 @@ class Trust:
     revoked: dict[Holder, float] = field(default_factory=dict)
 
 
-#: From what is trusted and the Unix time to what is to be journaled and the answer. Raises Denied.
-Decide = Callable[[Trust, float], tuple[TrustChanged, T]]
+#: From what is trusted and the Unix time to the answer and what, if anything, is to be journaled.
+#: Raises Denied.
+Decide = Callable[[Trust, float], tuple[TrustChanged | None, T]]
 
 
 def fold(trust: Trust, event: TrustChanged, unix: float) -> None:
@@ -71,17 +86,28 @@ def fold(trust: Trust, event: TrustChanged, unix: float) -> None:
             for old in [f for f, token in trust.tokens.items() if token.expires_at < unix]:
                 del trust.tokens[old]
             trust.tokens[event.fingerprint] = Token(
-                role=event.role, name=event.name, expires_at=event.expires_at
+                maker=event.maker, role=event.role, name=event.name, expires_at=event.expires_at
             )
         case TokenRevoked():
             trust.tokens.pop(event.fingerprint, None)
         case CredentialIssued():
-            trust.given[event.role, event.name] = Given(at=unix, expires_at=event.expires_at)
-            if event.token in trust.tokens:
-                trust.tokens[event.token].key = event.key
-                trust.tokens[event.token].joined = event.name
+            before = trust.given.get((event.role, event.name))
+            by = before.by if before is not None else None
+            if (token := trust.tokens.get(event.token)) is not None:
+                token.key, token.joined, by = event.key, event.name, token.maker
+            trust.given[event.role, event.name] = Given(at=unix, expires_at=event.expires_at, by=by)
         case CredentialsRevoked():
-            trust.revoked[event.role, event.name] = unix
+            holder = event.role, event.name
+            trust.revoked[holder] = unix
+            for ended in [f for f, token in trust.tokens.items() if _ends_with(token, holder)]:
+                del trust.tokens[ended]
+
+
+def _ends_with(token: Token, holder: Holder) -> bool:
+    """Whether the token is good no more when the holder is revoked."""
+    if token.key:
+        return (token.role, token.joined) == holder
+    return holder in (token.maker, (token.role, token.name))
 
 
 def check_new_token(trust: Trust, unix: float) -> None:
@@ -90,11 +116,26 @@ def check_new_token(trust: Trust, unix: float) -> None:
         raise Denied(f"there are {MOST_TOKENS} tokens already; revoke some, or wait")
 
 
-def check_holder(trust: Trust, holder: Holder, issued_at: float) -> None:
-    """Whether a certificate that was issued then is still good. Raises Denied."""
-    if issued_at <= trust.revoked.get(holder, -1.0):
-        raise Denied(
-            f"the certificate of {holder[0]} {holder[1]} was revoked; join anew by a token"
+def check_caller(trust: Trust, who: "Identity", unix: float) -> None:
+    """Whether what the caller shows is still good; of tokens joining says so. Raises Denied.
+
+    Asked when a call comes, and again in the turn that decides on it: the caller may be revoked
+    between the two.
+    """
+    if not who.token and who.issued_at <= trust.revoked.get((who.role, who.name), -1.0):
+        raise Denied(f"the certificate of {who.role} {who.name} was revoked; join anew by a token")
+    if who.expires_at <= unix:
+        raise Denied("the certificate has expired; join anew by a token")
+
+
+def check_renewal(trust: Trust, holder: Holder, life_s: float, unix: float) -> None:
+    """Raises Denied. `life_s`: of certificates."""
+    given = trust.given.get(holder)
+    apart_s = min(RENEWALS_APART_S, RENEWALS_APART_PART * life_s)
+    if given is not None and 0 <= unix - given.at < apart_s:
+        raise TooSoon(
+            f"{holder[0]} {holder[1]} was given a certificate {unix - given.at:.1f} s ago; ask for "
+            f"the next one {apart_s:g} s after it"
         )
 
 
@@ -123,6 +164,13 @@ def check_join(trust: Trust, fingerprint: str, key: str, name: str, unix: float)
     return token.role
 
 
+def joined_by(trust: Trust, fingerprint: str, unix: float) -> Given | None:
+    """What was given out for the token, if it is still good."""
+    token = trust.tokens[fingerprint]
+    given = trust.given.get((token.role, token.joined)) if token.key else None
+    return given if given is not None and given.expires_at > unix else None
+
+
 def is_held(trust: Trust, holder: Holder, unix: float) -> bool:
     """Whether a certificate of `holder` that was given out may be good."""
     given = trust.given.get(holder)
@@ -130,9 +178,9 @@ def is_held(trust: Trust, holder: Holder, unix: float) -> bool:
 
 
 def is_revoked(trust: Trust, holder: Holder) -> bool:
-    """Whether all that the holder was given are void."""
+    """Whether all that the holder was given are void, by the master or by the authority's key."""
     given = trust.given.get(holder)
-    return given is not None and given.at <= trust.revoked.get(holder, -1.0)
+    return holder in trust.revoked and (given is None or given.at <= trust.revoked[holder])
 
 
 def find_token(trust: Trust, beginning: str) -> str | None:

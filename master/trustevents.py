@@ -13,6 +13,8 @@ class TokenCreated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     name: str
     #: Unix time.
     expires_at: float
+    #: The operator who asked for it, with whom it ends; None: a journal from before this was kept.
+    maker: tuple[Role, str] | None = None
 
 
 class TokenRevoked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -33,7 +35,8 @@ class CredentialIssued(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class CredentialsRevoked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """No certificate that this holder was given before is good any more."""
+    """No certificate that this holder was given before is good any more, nor a token that was made
+    by the holder or that the holder could join by, but for those that others have joined by."""
 
     role: Role
     name: str

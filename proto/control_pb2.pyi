@@ -877,28 +877,32 @@ class ListCredentialsReply(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[TokenInfo, _Mapping]]] = ..., credentials: _Optional[_Iterable[_Union[CredentialInfo, _Mapping]]] = ...) -> None: ...
 
 class TokenInfo(_message.Message):
-    __slots__ = ("id", "role", "name", "expires_at")
+    __slots__ = ("id", "role", "name", "expires_at", "by")
     ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
     id: str
     role: str
     name: str
     expires_at: float
-    def __init__(self, id: _Optional[str] = ..., role: _Optional[str] = ..., name: _Optional[str] = ..., expires_at: _Optional[float] = ...) -> None: ...
+    by: Holder
+    def __init__(self, id: _Optional[str] = ..., role: _Optional[str] = ..., name: _Optional[str] = ..., expires_at: _Optional[float] = ..., by: _Optional[_Union[Holder, _Mapping]] = ...) -> None: ...
 
 class CredentialInfo(_message.Message):
-    __slots__ = ("role", "name", "expires_at", "revoked")
+    __slots__ = ("role", "name", "expires_at", "revoked", "by")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
     role: str
     name: str
     expires_at: float
     revoked: bool
-    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., expires_at: _Optional[float] = ..., revoked: _Optional[bool] = ...) -> None: ...
+    by: Holder
+    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., expires_at: _Optional[float] = ..., revoked: _Optional[bool] = ..., by: _Optional[_Union[Holder, _Mapping]] = ...) -> None: ...
 
 class RevokeRequest(_message.Message):
     __slots__ = ("holder", "token_id")

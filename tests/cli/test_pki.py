@@ -244,6 +244,34 @@ def test_operators_and_viewers_join_too(secured: Secured, tmp_path: Path) -> Non
     assert "was revoked" in refused(secured.oobleck("nodes", who=folder), 5)
 
 
+def test_an_operator_s_tokens_end_with_him(secured: Secured, tmp_path: Path) -> None:
+    def token(who: Path, role: str) -> Path:
+        made = secured.oobleck("pki", "token", "--role", role, "--ttl", "7d", who=who)
+        path = tmp_path / f"token-{os.urandom(4).hex()}"
+        path.touch(0o600)
+        path.write_text(made.stdout)
+        return path
+
+    def join(name: str, shown: Path) -> subprocess.CompletedProcess[str]:
+        arguments = ("--token-file", str(shown), "--credentials", str(tmp_path / name))
+        return run("pki", "join", name, "--master", secured.address, *arguments)
+
+    eve, mal = tmp_path / "eve", tmp_path / "mal"
+    assert join("eve", token(secured.operator, "operator")).returncode == 0
+    kept = token(eve, "operator")
+    assert join("mal", token(eve, "operator")).returncode == 0
+    assert join("vic", token(mal, "viewer")).returncode == 0
+    listed = secured.oobleck("pki", "list").stdout
+    assert re.search(r"certificate +viewer +vic +\S+ \S+ +operator mal$", listed, re.MULTILINE)
+    assert re.search(r"token \S+ +operator +any +\S+ \S+ +operator eve$", listed, re.MULTILINE)
+    revoked = secured.oobleck("pki", "revoke", "eve").stdout.splitlines()
+    assert revoked == [
+        "revoked operator eve",
+        "still in by tokens of eve, or of those who are: operator mal, viewer vic",
+    ]
+    assert "expired or was revoked" in refused(join("new", kept), 5)
+
+
 def test_a_token_can_be_taken_back_and_ends(secured: Secured, tmp_path: Path) -> None:
     def join(token: Path) -> subprocess.CompletedProcess[str]:
         arguments = ("pki", "join", "bob", "--master", secured.address)
