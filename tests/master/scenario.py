@@ -183,7 +183,7 @@ def measurement(forward_s: float) -> Measurement:
     return Measurement(embedding=embedding, block=block, head=head, device="abacus", torch="2")
 
 
-def facts_of(name: str, life: int, slots: int, torch: str) -> NodeFacts:
+def facts_of(name: str, life: int, slots: int, torch: str = "") -> NodeFacts:
     return NodeFacts(
         node=NodeName(name),
         incarnation=Incarnation(f"{life:04x}"),
