@@ -1,1 +1,5 @@
 """The operator's command."""
+
+from oobleck.host import tls
+
+tls.refuse_older()

@@ -1,6 +1,9 @@
 """Every RPC with every role against a real master, and what certificates bind."""
 
 import asyncio
+import socket
+import ssl
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +15,7 @@ from fake_agent import MasterProcess, facts, master
 
 from oobleck.cli.authority import make_authority
 from oobleck.host import pki
-from oobleck.host.credentials import ROLES, Credentials, read_credentials
+from oobleck.host.credentials import MASTER_NAME, ROLES, Credentials, read_credentials
 from oobleck.host.endpoint import Endpoint
 from oobleck.master.access import ALLOWED, JOIN
 from oobleck.proto import control_pb2 as pb
@@ -21,6 +24,7 @@ from oobleck.proto import convert
 from oobleck.proto.secure import open_aio_channel
 from oobleck.proto.types import PROTOCOL, NodeStatus, Registration
 from support import holders
+from support.commands import run
 
 DENIED = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
 #: What gRPC says where a message met the end of its call: how that ended is not known then.
@@ -144,6 +148,54 @@ def test_an_operator_does_not_talk_to_a_false_master(
             await server.stop(0)
 
     assert asyncio.run(ask()) is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_master_speaks_tls_1_3_alone(
+    running: MasterProcess, folder: Path, everyone: dict[str, Credentials]
+) -> None:
+    def version(newest: ssl.TLSVersion) -> str | None:
+        context = ssl.create_default_context(cafile=folder / "ca.crt")
+        own = folder / "operator" / "x"
+        context.load_cert_chain(own / "client.crt", own / "client.key")
+        context.set_alpn_protocols(["h2"])
+        context.maximum_version = newest
+        host, _, port = running.address.rpartition(":")
+        with (
+            socket.create_connection((host, int(port)), 30) as plain,
+            context.wrap_socket(plain, server_hostname=MASTER_NAME) as secured,
+        ):
+            return secured.version()
+
+    assert version(ssl.TLSVersion.TLSv1_3) == "TLSv1.3"
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        version(ssl.TLSVersion.TLSv1_2)
+
+
+def test_oobleck_calls_no_master_that_speaks_older_tls(
+    folder: Path, everyone: dict[str, Credentials]
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "master.crt", folder / "master.key")
+    context.set_alpn_protocols(["h2"])
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    problems: list[str] = []
+
+    def serve(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            try:
+                context.wrap_socket(connection, server_side=True).close()
+            except (ssl.SSLError, ConnectionError) as error:
+                problems.append(str(error))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        serving = threading.Thread(target=serve, args=(server,))
+        serving.start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        shown = ("--credentials", str(folder / "operator" / "x"))
+        assert run("nodes", "--master", address, *shown).returncode == 4
+        serving.join()
+    assert "NO_SHARED_CIPHER" in problems[0]
 
 
 def test_an_agent_speaks_for_its_own_node_alone(
