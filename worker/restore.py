@@ -32,10 +32,11 @@ from oobleck.planner.checkpoint import (
     step_of,
     why_not_begin,
 )
-from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.job import CheckpointSpec, JobSpec
 from oobleck.planner.redact import redact
 from oobleck.planner.transfer import Shard, plan_shards
+from oobleck.planner.units import listed
 from oobleck.worker.control import Control
 from oobleck.worker.errors import CheckpointError
 from oobleck.worker.layerfile import moment_names, unpack
@@ -71,6 +72,15 @@ def check_protocol(spec: CheckpointSpec) -> None:
         open_folder(spec.path)
     except ValueError as error:
         raise CheckpointError(f"checkpoint.path: {error}") from error
+
+
+def told_once(reasons: Iterable[tuple[NodeName, str]]) -> list[str]:
+    """Each reason with the nodes that gave it; '' is none."""
+    nodes: dict[str, set[NodeName]] = {}
+    for node, reason in reasons:
+        if reason:
+            nodes.setdefault(reason, set()).add(node)
+    return [f"{reason} (on {listed(names)})" for reason, names in nodes.items()]
 
 
 def _check_writable(folder: Folder) -> None:
@@ -238,11 +248,10 @@ class Restorer:
                 self._set_aside(folder, self._known[identity].name, error)
         told = torch.zeros(_REASON_BYTES, dtype=torch.uint8)
         told[: len(reason)] = torch.tensor(list(reason), dtype=torch.uint8)
-        reasons = [
-            f"{worker.node}: {bytes(row.tolist()).rstrip(bytes(1)).decode(errors='replace')}"
+        reasons = told_once(
+            (worker.node, bytes(row.tolist()).rstrip(bytes(1)).decode(errors="replace"))
             for worker, row in zip(assign.plan.workers, transport.all_gather(told), strict=True)
-            if row.any()
-        ]
+        )
         if reasons:
             self._state.keep_only(())
         return reasons

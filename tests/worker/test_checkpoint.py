@@ -32,6 +32,7 @@ from oobleck.planner.job import (
 from oobleck.planner.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.plan import Plan
 from oobleck.worker.output import read_output
+from oobleck.worker.restore import told_once
 from support.director import Director, WarmWorkers, make_plan
 from support.reference import ReferenceRun, train_reference
 
@@ -136,10 +137,20 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(warm, tmp_path)
     second = train(warm, job(tmp_path, at_end=False, keep=3), TWO)
     check(second, 4, STEPS)
     (reason,) = {reason for m in all_said(second, Restored) for reason in m.passed_over}
-    assert reason.startswith("b: step 5: layer-00004.safetensors: its content is not what was")
+    assert reason.startswith("step 5: layer-00004.safetensors: its content is not what was")
+    assert reason.endswith(" (on b)")
     listing = list_checkpoints(LocalFolder(tmp_path))
     assert [found.manifest.step for found in listing.checkpoints] == [6, 4, 3], "whole ones count"
     assert list(listing.damaged) == [newest]
+
+
+def test_why_a_checkpoint_is_passed_over_is_said_once_for_all_who_say_so() -> None:
+    damaged, cut = (
+        "step 5: layer-00004.safetensors: is cut",
+        "step 5: layer-00001.safetensors: is cut",
+    )
+    told = zip(map(NodeName, "abcd"), (damaged, "", cut, damaged), strict=True)
+    assert told_once(told) == [f"{damaged} (on a, d)", f"{cut} (on c)"]
 
 
 def fault(node: str, point: str, step: int, action: str = "kill_worker") -> FaultRule:
