@@ -57,7 +57,7 @@ def _rows(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if len(witnesses) > _MOST_WITNESSES + 1:
         yield "", f"and {len(witnesses) - _MOST_WITNESSES - 1} more"
     for number, other in enumerate(record["also_lost"]):
-        why = "came of it" if other["consequence"] else "by itself"
+        why = "because of that" if other["consequence"] else "a failure of its own"
         label = "also" if number == 0 else ""
         yield label, f"{_after(other['time'] - began)} {inline(other['summary'])} ({why})"
     yield from _phases(record)

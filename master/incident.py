@@ -15,6 +15,7 @@ import msgspec
 from oobleck.master.nodeevents import Sighting
 from oobleck.master.planevents import Cause, Transition
 from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.units import listed
 
 Kind = Literal[
     "worker died",
@@ -28,6 +29,7 @@ Kind = Literal[
     "no progress",
     "job error",
     "job failed",
+    "head cut off",
 ]
 #: What tells that something is wrong and not what.
 _VAGUE: tuple[Kind, ...] = ("peers disconnected", "no progress", "job failed")
@@ -37,6 +39,9 @@ _CONNECTION = re.compile(
     r"lost a peer|socket (was )?closed|ConnectionError|ConnectionResetError",
     re.IGNORECASE,
 )
+#: Nodes that fall silent within this time, and are so many of the plan's, do so together.
+_TOGETHER_S = 5.0
+_NEARLY_ALL = 0.9
 #: A worker that ends so shortly before or after its whole node does so because of it.
 _SAME_FALL_S = 10.0
 #: Sightings of one incident that are kept, the first ones.
@@ -68,6 +73,8 @@ class Setback(msgspec.Struct, frozen=True, kw_only=True):
     found_by: str = ""
     #: It had reported that it lost a peer before.
     lost_peer: bool = False
+    #: Who has come back since, of a lost node; empty: nobody.
+    back: Literal["", "same agent", "another agent"] = ""
 
     @property
     def followed_others(self) -> bool:
@@ -104,6 +111,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     #: From 1 within the job.
     number: int
     from_generation: Generation
+    #: How many nodes the plan had that it struck.
+    members: int = 0
     setbacks: tuple[Setback, ...] = ()
     sightings: tuple[Sighted, ...] = ()
     attempts: tuple[Attempt, ...] = ()
@@ -119,8 +128,41 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def root_cause(self) -> Setback:
         """What began it: the job's own error before all else, then the first that was not a
-        consequence of another, and want of progress only where nothing tells more."""
-        return min(self.setbacks, key=self._order)
+        consequence of another, and want of progress only where nothing tells more. Where the head
+        was cut off, that is no setback of its own."""
+        first = min(self.setbacks, key=self._order)
+        return self._cut_off() if first in self.silenced and self.head_is_cut_off else first
+
+    @property
+    def silenced(self) -> tuple[Setback, ...]:
+        """Nodes that fell silent together, if they are nearly all: they, or the head alone, have
+        lost the network."""
+        lost = [s for s in self.setbacks if s.kind == "node lost" and s.found_by == "lease"]
+        first = min((s.evidence_at for s in lost), default=0.0)
+        together = tuple(s for s in lost if s.evidence_at - first <= _TOGETHER_S)
+        nodes = {s.node for s in together}
+        return together if len(nodes) >= max(2, _NEARLY_ALL * self.members) else ()
+
+    @property
+    def head_is_cut_off(self) -> bool | None:
+        """Whether it was the head that those who fell silent together could not reach, since most
+        of them are back with the agents of before; None: nobody is back yet."""
+        back = [s.back for s in self.silenced]
+        if "another agent" in back:
+            return False
+        if "same agent" not in back:
+            return None if back else False
+        return 2 * back.count("same agent") > len(back)
+
+    def _cut_off(self) -> Setback:
+        silenced = self.silenced
+        nodes = listed({s.node for s in silenced})
+        return Setback(
+            kind="head cut off",
+            reason=f"the head was cut off from {nodes}, whose agents lived on",
+            evidence_at=min(s.evidence_at for s in silenced),
+            declared_at=min(s.declared_at for s in silenced),
+        )
 
     def _order(self, setback: Setback) -> tuple[int, float]:
         if setback.kind == "job error":
@@ -133,6 +175,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_consequence(self, setback: Setback) -> bool:
         """Whether another setback explains this one."""
+        if setback in self.silenced and self.head_is_cut_off:
+            return True
         others = [other for other in self.setbacks if other is not setback]
         if setback.kind in _VAGUE:
             return any(other.kind not in _VAGUE for other in others)

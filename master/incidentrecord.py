@@ -10,6 +10,7 @@ from oobleck.master.job import Job
 from oobleck.master.jobevents import JobCancelled, JobCaughtUp, JobFailed, JobSucceeded
 from oobleck.master.planevents import FirstStepCommitted, Transition
 from oobleck.planner.ids import Generation
+from oobleck.planner.units import listed
 
 
 def outcome(event: Journaled) -> str:
@@ -62,7 +63,28 @@ def record(job: Job, incident: Incident, event: Journaled, unix: float) -> dict[
 
 def summary_of(incident: Incident, event: Journaled, unix: float) -> str:
     """One line: the root cause and how it ended."""
-    return f"{headline(incident.root_cause)}; {_how_it_ended(incident, event, unix)}"
+    return f"{headline_of(incident)}; {_how_it_ended(incident, event, unix)}"
+
+
+def headline_of(incident: Incident) -> str:
+    """What failed, in half a sentence: the root cause, and all that failed beside it."""
+    root = incident.root_cause
+    if root in incident.silenced and incident.head_is_cut_off is None:
+        names = listed({setback.node for setback in incident.silenced})
+        return f"{names} fell silent together: the head is cut off from them, or they are lost"
+    beside = [s for s in incident.setbacks if s is not root and not incident.is_consequence(s)]
+    lost = {s.node for s in (root, *beside) if s.kind == root.kind == "node lost"}
+    told = headline(root)
+    if len(lost) > 1:
+        told = f"nodes {listed(lost)} were lost; {root.node}: {root.reason}"
+    more = {_subject(s) for s in beside} - {_subject(root), "", *(f"node {n}" for n in lost)}
+    return f"{told}; also lost: {listed(more)}" if more else told
+
+
+def _subject(setback: Setback) -> str:
+    if setback.worker is not None:
+        return f"worker {setback.worker}"
+    return f"node {setback.node}" if setback.node else ""
 
 
 def headline(setback: Setback) -> str:
@@ -80,10 +102,10 @@ def headline(setback: Setback) -> str:
             return f"node {_who(setback)} cannot take part: {setback.reason}"
         case "drained by force":
             return f"node {_who(setback)} was drained by force: {setback.reason or 'on demand'}"
-        case "network cut" | "peers disconnected" | "no progress" | "job failed":
+        case "network cut" | "peers disconnected" | "no progress" | "job failed" | "head cut off":
             return setback.reason
         case "job error":
-            return f"the job failed by itself on worker {_who(setback)}: {setback.reason}"
+            return f"the job's own error on worker {_who(setback)}: {setback.reason}"
 
 
 def _who(setback: Setback) -> str:

@@ -23,6 +23,7 @@ from oobleck.master.nodeevents import (
     NodeDrained,
     NodeLeftOut,
     NodeLost,
+    NodeRegistered,
     NodeReset,
     Sighting,
     WorkerLost,
@@ -49,6 +50,10 @@ def incident_after(
             job = active
             incident = _with_setback(job, _node_lost(job, event, unix))
             incident = _with_sightings(incident, event.sightings, unix)
+        case NodeRegistered():
+            if (active := state.job) is None or active.incident is None:
+                return None
+            job, incident = active, _with_return(state, active.incident, event)
         case WorkerLost() if not event.late:
             job = state.jobs[event.job_id]
             incident = _with_setback(job, _worker_lost(job, event, unix))
@@ -94,8 +99,23 @@ def closes(job: Job, event: Journaled) -> bool:
 
 
 def _with_setback(job: Job, setback: Setback) -> Incident:
-    incident = job.incident or Incident(number=job.incidents + 1, from_generation=job.generation)
+    incident = job.incident or Incident(
+        number=job.incidents + 1, from_generation=job.generation, members=len(job.members)
+    )
     return replace(incident, setbacks=(*incident.setbacks, setback))
+
+
+def _with_return(state: ClusterState, incident: Incident, event: NodeRegistered) -> Incident:
+    """A node that was lost is back, perhaps with the agent of before."""
+    name, known = event.facts.node, state.nodes.get(event.facts.node)
+    same = known is not None and known.facts.incarnation == event.facts.incarnation
+    setbacks = tuple(
+        replace(setback, back="same agent" if same else "another agent")
+        if setback.kind == "node lost" and setback.node == name and not setback.back
+        else setback
+        for setback in incident.setbacks
+    )
+    return replace(incident, setbacks=setbacks)
 
 
 def _node_lost(job: Job, event: NodeLost, unix: float) -> Setback:

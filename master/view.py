@@ -12,7 +12,7 @@ from oobleck.host.messages import StepRecord
 from oobleck.master import meetings, planning
 from oobleck.master.config import MasterConfig
 from oobleck.master.cordon import is_quarantined
-from oobleck.master.incidentrecord import headline
+from oobleck.master.incidentrecord import headline_of
 from oobleck.master.job import ENDED, Job
 from oobleck.master.node import Drain, Node
 from oobleck.master.state import ClusterState
@@ -93,7 +93,7 @@ def _tell_incident(message: pb.JobStatus, job: Job) -> None:
     """The one that is open, or the last one."""
     message.incidents = job.incidents
     if job.incident is not None:
-        message.last_incident = headline(job.incident.root_cause)
+        message.last_incident = headline_of(job.incident)
     elif job.last_incident is not None:
         message.last_incident = job.last_incident.summary
         message.last_incident_at = job.last_incident.at

@@ -67,7 +67,7 @@ incident 2: worker n2/0 (rank 1, pid 2018) was killed by SIGKILL; recovered in 0
               first seen    peer n1/0: socket closed, {first}
               witnesses     +0.030 s agent of n2: pid 2018 was killed by signal 9
                             +0.400 s master: n8: its agent's stream closed
-              also          +0.400 s node n8 (rank 7) was lost: closed (by itself)
+              also          +0.400 s node n8 (rank 7) was lost: closed (a failure of its own)
               seconds in      detect      plan     abort  rendezvous  transfer  first_step     total
                generation 2    0.030     0.000     0.000       0.000     0.110       0.000     0.140
                generation 3    0.010     0.000     0.000       0.000     0.200       0.000     0.210

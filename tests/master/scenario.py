@@ -872,7 +872,7 @@ class Player:
 def incident_lines(job_id: JobId, record: dict[str, Any]) -> Iterator[str]:
     yield f"{job_id} incident {record['incident']} {record['outcome']}: {record['summary']}"
     for other in record["also_lost"]:
-        kind = "a consequence" if other["consequence"] else "by itself"
+        kind = "a consequence" if other["consequence"] else "on its own"
         yield f"  also lost ({kind}): {other['summary']}"
     for seen in record["witnesses"]:
         after_s = seen["time"] - record["opened_at"]

@@ -81,6 +81,25 @@ def test_the_secret_of_a_place_is_told_to_nobody() -> None:
     assert status.checkpoint_path == "s3://***@store/saved"
 
 
+@pytest.mark.parametrize(
+    ("happened", "told"),
+    [
+        ("2.0 silent n3 n4\n", "nodes n3, n4 were lost; n3: not heard of for 5.0 s"),
+        ("2.0 silent n4\n2.1 exit n1/0\n", "node n4 (rank 2) was lost: not heard of for 5.0 s"),
+        ("2.0 silent n4\n2.1 exit n1/0\n", "; also lost: worker n1/0"),
+        (
+            "2.0 silent n1 n2 n3 n4\n",
+            "n1, n2, n3, n4 fell silent together: the head is cut off from them, or they are lost",
+        ),
+    ],
+)
+def test_status_names_all_that_failed_at_once(happened: str, told: str) -> None:
+    player = Player()
+    player.play(START + "1.0 steps 1 1 1\n" + happened + "8.0 look\n")
+    job = player.state.jobs[JobId("demo-1")]
+    assert told in job_status(player.state, job, CONFIG, 8.0).last_incident
+
+
 def test_a_drain_is_told_of_a_node_that_is_lost() -> None:
     player = Player()
     player.play(START + "1.0 close n4\n7.0 drain n4\n")

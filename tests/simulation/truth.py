@@ -36,6 +36,7 @@ _EXPLAINS = {
     "job error": {"fail_job", "sicken_node"},
     "job failed": _ANY,
     "network cut": _ANY,
+    "head cut off": _CONTROL_CUTS | {"freeze_host", "freeze_agent"},
     "drained by force": {"drain_node", "end_agent"},
 }
 #: Those that strike no node in particular.
