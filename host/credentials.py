@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from oobleck.host.files import read_regular
+
 #: In every master's certificate, and in no other.
 MASTER_NAME = "master.oobleck"
 
@@ -69,8 +71,7 @@ def _check(folder: Path) -> None:
 def read_file(path: Path) -> bytes:
     """Raises ValueError with the file and the fix."""
     try:
-        with path.open("rb") as file:
-            return file.read(_MOST_BYTES)
+        return read_regular(path, _MOST_BYTES)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ValueError(f"{path}: {reason}; name a folder with credentials") from error

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 from oobleck.cli import text
 from oobleck.host.checkpoints import list_checkpoints, read_layer, verify
+from oobleck.host.credentials import read_file, read_secret
 from oobleck.host.documents import read_documents
 from oobleck.host.folder import LocalFolder, bounded_names
 from oobleck.host.tokenfile import DataError, TokenFileInfo, TokenWriter, info_path, read_info
@@ -343,6 +344,16 @@ def test_a_tokenizer(tmp_path: Path, harm: Harm) -> None:
     harm(path)
     with pytest.raises(DataError, match=str(path)):
         load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("harm", [fifo, directory, sparse(1 << 40)], ids=said)
+def test_a_join_token_or_a_certificate(tmp_path: Path, harm: Harm) -> None:
+    path = tmp_path / "token"
+    path.touch()
+    harm(path)
+    for read in (read_file, read_secret):
+        with pytest.raises(ValueError, match=str(path)):
+            read(path)
 
 
 @pytest.mark.parametrize("harm", [fifo, directory, sparse(1 << 40), content(DEEP)], ids=said)
