@@ -9,8 +9,7 @@ then closes every pair of that group. It forgets some operations then; see `wait
 """
 
 import threading
-import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Protocol, cast
@@ -35,6 +34,8 @@ from oobleck.worker.waiting import Waits
 from oobleck.worker.wires import MOST_BYTES, Watch, Wires, nobody_watches
 
 _ABORT_TAG = (1 << 31) - 1
+#: Transports that are over and not yet freed, beside the one that is being built.
+_MOST_LEFT = 2
 
 
 class _GlooGroup(Protocol):
@@ -100,6 +101,33 @@ def _closes_all_pairs(backend: _GlooGroup, peer: int) -> bool:
     return False
 
 
+class _Disposal(threading.Thread):
+    """Frees what a transport holds, a while after its end or when it is told to hurry. No daemon:
+    an interpreter that ends while a group is being freed in one aborts the process."""
+
+    def __init__(self, free: Callable[[], None]) -> None:
+        super().__init__(name="dispose-transport")
+        self._free = free
+        self._hurry = threading.Event()
+
+    def run(self) -> None:
+        # Peers that are a moment behind may still read what was sent last.
+        self._hurry.wait(DISPOSE_DELAY_S)
+        self._free()
+
+    def hurry(self) -> None:
+        self._hurry.set()
+        self.join(DISPOSE_DELAY_S)
+
+
+def _make_room() -> None:
+    """However fast plans follow each other, a worker has few transports at a time. All that are
+    met now have left those of long before."""
+    leaving = [thread for thread in threading.enumerate() if isinstance(thread, _Disposal)]
+    for disposal in leaving[:-_MOST_LEFT]:
+        disposal.hurry()
+
+
 def connect_timeout(size: int) -> timedelta:
     """How long building a group of `size` may take, once all members are known to have arrived.
 
@@ -131,6 +159,7 @@ class GlooTransport:
 
         Raises TransportError when one cannot be built, or `waits` is released meanwhile.
         """
+        _make_room()
         self.rank = rank
         self.size = size
         self._address = address
@@ -238,16 +267,10 @@ class GlooTransport:
         self._waits.release()
 
     def dispose(self) -> None:
-        """Free threads and sockets, later and in the background.
-
-        Freeing takes tens of milliseconds, and peers that are a moment behind may still read what
-        was sent last. No daemon thread: an interpreter that ends while a group is being freed in
-        one aborts the process.
-        """
-        threading.Thread(target=self._free, name="dispose-transport").start()
+        """Free threads and sockets, later and in the background: it takes tens of milliseconds."""
+        _Disposal(self._free).start()
 
     def _free(self) -> None:
-        time.sleep(DISPOSE_DELAY_S)
         self._waits.close()
         if self._wires is not None:
             self._wires.close()

@@ -274,3 +274,13 @@ def test_what_an_abort_leaves_behind_is_no_message():
 )
 def test_the_choice(device, wanted, gpus_for_all, choice):
     assert choose(torch.device(device), wanted, gpus_for_all=gpus_for_all) == choice
+
+
+def test_few_transports_are_left_at_a_time_however_fast_they_follow_each_other() -> None:
+    server, waits = StoreServer("127.0.0.1"), Waits()
+    place = Place(server.endpoint, "often", own=server, waits=waits)
+    left = []
+    for _ in range(5):
+        GlooTransport(place, 0, 1, (), "127.0.0.1", waits).dispose()
+        left.append(sum(t.name == "dispose-transport" for t in threading.enumerate()))
+    assert max(left) <= 3
