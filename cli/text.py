@@ -343,6 +343,9 @@ def _sentence(record: dict[str, Any]) -> str:
 def _restored(record: dict[str, Any]) -> str:
     if record["event"] == "resumed":
         parts = [f"resumed after step {record['step']} from {record['path']}"]
+    elif not record["path"]:
+        again = count(record["lost_steps"], "step")
+        parts = [f"all begin anew at step 1 ({again} again): the state was lost"]
     else:
         again = count(record["lost_steps"], "step")
         parts = [f"all went back to step {record['step']} ({again} again): {record['path']}"]

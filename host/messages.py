@@ -85,7 +85,8 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
     plan: Plan
     rendezvous: Rendezvous
     boundary: bool
-    #: A part of the model is with nobody: all go back to the newest checkpoint.
+    #: A part of the model is with nobody: all go back to the newest checkpoint, or begin anew where
+    #: there is none and the job wants that.
     restore: bool = False
     #: Workers of the plan before that get this message too and are in no stage of this one: they
     #: leave with the switch, and wait for what is next.
@@ -327,7 +328,10 @@ class SaveFailed(msgspec.Struct, frozen=True, kw_only=True, tag="save_failed"):
 
 
 class Restored(msgspec.Struct, frozen=True, kw_only=True, tag="restored"):
-    """The worker goes on from a checkpoint, as all others of the generation do."""
+    """The worker goes on from a checkpoint, as all others of the generation do.
+
+    Without a path from step 0: the state was lost, and the job begins anew.
+    """
 
     generation: Generation
     step: int

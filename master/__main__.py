@@ -64,6 +64,14 @@ def choose_retention(forget_nodes_after: str, keep_jobs: int) -> Retention:
     return Retention(node_s=node_s, ended_jobs=keep_jobs)
 
 
+def choose_gives_way(waiting_gives_way_after: str) -> float:
+    """Raises ValueError with the flag and the fix."""
+    try:
+        return parse_seconds(waiting_gives_way_after)
+    except ValueError as error:
+        raise ValueError(f"--waiting-gives-way-after: {error}") from error
+
+
 def _check_listen(listen: str) -> None:
     try:
         split_address(listen)
@@ -145,6 +153,14 @@ def _time_out_flags(command: Callable[..., None]) -> Callable[..., None]:
     metavar="TIME",
     help="A node that is lost for so long is no longer known to 'oobleck nodes'.",
 )
+@click.option(
+    "--waiting-gives-way-after",
+    default="10m",
+    show_default=True,
+    metavar="TIME",
+    help="A job with a checkpoint that has waited for nodes for so long lets the next one that can "
+    "start train first.",
+)
 @click.option("--certificate-life-s", default=90 * 86_400.0, hidden=True)
 @_time_out_flags
 def main(
@@ -159,6 +175,7 @@ def main(
     detection: Mode,
     keep_jobs: int,
     forget_nodes_after: str,
+    waiting_gives_way_after: str,
     **time_outs: float | None,
 ) -> None:
     """Head of an Oobleck cluster: takes jobs, plans them onto nodes, and plans anew on losses.
@@ -189,6 +206,7 @@ def main(
             pki=choose_pki(listen, state, pki, insecure=insecure),
             certificate_life_s=certificate_life_s,
             retention=choose_retention(forget_nodes_after, keep_jobs),
+            gives_way_s=choose_gives_way(waiting_gives_way_after),
         )
         if crash_at is not None:
             point, _, times = crash_at.partition(":")

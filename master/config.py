@@ -10,6 +10,8 @@ class Unusable(Exception):
     """What the settings name cannot be used; the text is one line with the flag and the fix."""
 
 
+#: A job that waits for nodes gives way after so many seconds.
+GIVES_WAY_S = 600.0
 #: A node that is just lost may be about to come back, seconds.
 _LEAST_NODE_S = 60.0
 
@@ -47,6 +49,8 @@ class MasterConfig:
     #: Of the certificates that agents, operators and viewers are given.
     certificate_life_s: float = 90 * 86_400.0
     retention: Retention = Retention()
+    #: After so many seconds a job that waits for nodes gives way, if it has a checkpoint.
+    gives_way_s: float = GIVES_WAY_S
 
     def __post_init__(self) -> None:
         host, colon, port = self.listen.rpartition(":")

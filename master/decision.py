@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from oobleck.host.detection import Detection
-from oobleck.master.config import Retention
+from oobleck.master.config import GIVES_WAY_S, Retention
 from oobleck.master.events import Journaled
 from oobleck.master.questions import Planner, Question
 from oobleck.master.state import ClusterState
@@ -33,6 +33,8 @@ class Look:
     nonce: str
     planner: Planner
     retention: Retention = field(default_factory=Retention)
+    #: After so many seconds a job that waits for nodes gives way, if it has a checkpoint.
+    gives_way_s: float = GIVES_WAY_S
 
 
 #: None: the rule does not apply. May raise StillPlanning.

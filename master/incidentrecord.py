@@ -135,7 +135,7 @@ def _how_it_ended(incident: Incident, event: Journaled, unix: float) -> str:
     steps = _redone(incident)
     again = f"step {steps[-1]} done again" if len(steps) == 1 else f"{len(steps)} steps done again"
     if incident.lost_steps:
-        again = f"{incident.lost_steps} steps done again from a checkpoint"
+        again = f"{incident.lost_steps} committed steps done again"
     redone = again if steps or incident.lost_steps else "no step done again"
     return f"recovered in {unix - incident.opened_at:.3f} s, {redone}"
 

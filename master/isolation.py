@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 from oobleck.host.messages import PeerLost
-from oobleck.master import planning, quarantine
+from oobleck.master import holders, quarantine
 from oobleck.master.decision import Decision, Look
 from oobleck.master.job import Job
 from oobleck.master.nodeevents import NodeQuarantined, NodeReset
@@ -117,7 +117,7 @@ def _cost(look: Look, job: Job, nodes: Nodes) -> _Cost | None:
     held = job.made.plan.holdings()
     moved = (set(layers) - set(held.get(w, ())) for w, layers in plan.holdings().items())
     return _Cost(
-        state_lost=planning.lost_layers(look.state, job, plan) is not None,
+        state_lost=holders.lost_layers(look.state, job, plan) is not None,
         guarantees_lost=job.made.can_lose - can_lose(plan),
         layers_moved=sum(map(len, moved)),
     )

@@ -14,7 +14,14 @@ from oobleck.host.messages import CheckpointSaved, Restored
 from oobleck.master.incident import Incident, LastIncident
 from oobleck.master.jobevents import MeasuringStarted, ProfileChosen
 from oobleck.master.jobseen import JobSeen, SaveReport
-from oobleck.master.nodeevents import NodeDrained, NodeLeftOut, NodeLost, NodeReset, WorkerLost
+from oobleck.master.nodeevents import (
+    NodeDrained,
+    NodeLeftOut,
+    NodeLost,
+    NodeReset,
+    NodeYielded,
+    WorkerLost,
+)
 from oobleck.master.planevents import PlanMade
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job import JobSpec
@@ -40,7 +47,8 @@ JobState = Literal[
     "cancelled",
 ]
 #: What takes away something that the newest plan counts on.
-Loss = NodeLost | WorkerLost | NodeLeftOut | NodeReset | NodeDrained
+DeclaredLoss = NodeLost | WorkerLost | NodeLeftOut | NodeReset | NodeDrained
+Loss = DeclaredLoss | NodeYielded
 ENDED: tuple[JobState, ...] = ("succeeded", "failed", "cancelled")
 
 
@@ -89,6 +97,9 @@ class Job:
     stepped: Generation = NO_GENERATION
     #: Newest generation that was not to be entered at a step boundary.
     abrupt: Generation = NO_GENERATION
+    #: Nodes whose workers of `plans` are known to be gone: an agent was started anew, or has ended
+    #: as it was told to, or the job must do without a node that was drained.
+    emptied: set[NodeName] = field(default_factory=set)
     #: Most nodes that any plan was made for; the templates cover them.
     most_nodes: int = 0
     #: Losses of the newest plan's nodes and workers that no plan has answered yet.
@@ -105,7 +116,8 @@ class Job:
     checkpoint: CheckpointSaved | None = None
     #: Why the last save came to nothing; empty: it did not.
     save_failure: str = ""
-    #: The checkpoint that the workers' state goes back to, and the step that the job began at.
+    #: The checkpoint that the workers' state goes back to (without a path: the job began anew), and
+    #: the step that the job began at.
     restored: Restored | None = None
     resumed_step: int = 0
     #: The last step that was committed before all went back to a checkpoint, until it is committed
@@ -183,13 +195,19 @@ class Job:
         return tuple(sorted(nodes - self.lost_nodes))
 
     @property
+    def put_back(self) -> bool:
+        """Another job had the turn since the newest plan, which counts on nobody any more."""
+        return any(isinstance(loss, NodeYielded) for loss in self.losses)
+
+    @property
     def lost_workers(self) -> frozenset[WorkerId]:
         return frozenset(loss.worker for loss in self.losses if isinstance(loss, WorkerLost))
 
     @property
     def has_checkpoint(self) -> bool:
         """Whether there is a checkpoint, as far as is known, that the job can go back to."""
-        return self.checkpoint is not None or self.restored is not None
+        begun_with = self.restored is not None and self.restored.path != ""
+        return self.checkpoint is not None or begun_with
 
     def is_replaced(self, worker: WorkerId, process: Incarnation) -> bool:
         """Whether the newest plan counts on another process in the place of this one. What waits in

@@ -23,6 +23,7 @@ from oobleck.master.jobevents import (
     ProfileChosen,
     SaveProblem,
 )
+from oobleck.master.nodeevents import NodeYielded
 from oobleck.master.state import ClusterState
 from oobleck.master.transitions import move
 
@@ -42,7 +43,7 @@ def fold(state: ClusterState, event: JobEvent, now: float, unix: float) -> None:
         case JobCaughtUp():
             state.jobs[event.job_id].redo_until = 0
         case JobStarted() | JobPutBack() | JobWaiting():
-            _take_turn(state, state.jobs[event.job_id], event, unix)
+            _take_turn(state, state.jobs[event.job_id], event, now, unix)
         case MeasuringStarted() | ProfileChosen():
             _measure(state.jobs[event.job_id], event, now)
         case JobSucceeded() | JobFailed() | JobCancelled():
@@ -114,20 +115,32 @@ def _is_newest(job: Job, step: int) -> bool:
 
 
 def _take_turn(
-    state: ClusterState, job: Job, event: JobStarted | JobPutBack | JobWaiting, unix: float
+    state: ClusterState,
+    job: Job,
+    event: JobStarted | JobPutBack | JobWaiting,
+    now: float,
+    unix: float,
 ) -> None:
-    why = job.reason
+    before, why = job.state, job.reason
     move(job, event)
     match event:
         case JobStarted():
-            state.active, job.waiting_since = job.id, 0.0
+            state.active = job.id
+            if job.made is None:
+                job.waiting_since = 0.0
         case JobPutBack():
-            job.waiting_since = 0.0
             state.active, job.passed_over = None, True
             job.reason = f"{why}; {event.instead} has its turn meanwhile"
+            if job.made is None:
+                job.waiting_since = 0.0
+            else:
+                nodes = {worker.node for worker in (*job.made.plan.workers, *job.made.leaving)}
+                job.losses = tuple(NodeYielded(job_id=job.id, node=name) for name in sorted(nodes))
         case JobWaiting():
             job.measuring = None
             job.waiting_since = job.waiting_since or unix
+            if before != "waiting for nodes":
+                job.seen.waiting_since = now
             job.reason = "; ".join(event.causes)
 
 

@@ -118,6 +118,8 @@ class JobSeen:
     furthest_step: int = 0
     #: Since when the newest plan's processes have had the time to get up.
     planned_at: float | None = None
+    #: Since when it waits for nodes, where it does.
+    waiting_since: float | None = None
     #: When the newest generation last came any further on its way, in its steps or to its end.
     progressed_at: float | None = None
     #: How often it was given up on because it did not, since the last step.
@@ -167,6 +169,11 @@ class JobSeen:
     stillborn: dict[NodeName, list[WorkerExited]] = field(default_factory=dict)
     #: What was seen of failures, and when, that no event has carried yet.
     sightings: list[tuple[float, Sighting]] = field(default_factory=list)
+
+    @property
+    def waits_since(self) -> float:
+        """Of a job that waits for nodes: since when, in this master's life."""
+        return self.since if self.waiting_since is None else self.waiting_since
 
     def is_gone(self, process: Incarnation) -> bool:
         """Whether it has ended, or is about to."""

@@ -187,6 +187,7 @@ class Master:
                 nonce=nonce,
                 planner=self._planner,
                 retain=self.config.retention,
+                gives_way_s=self.config.gives_way_s,
             )
         except Exception as error:
             # One job that cannot be planned must not take the cluster along.

@@ -1,11 +1,11 @@
 """From a plan to the fact that it was made: its processes, rendezvous, and what it answers."""
 
 from oobleck.host.messages import Rendezvous
-from oobleck.master import planning, versions
+from oobleck.master import holders, versions
 from oobleck.master.decision import Look
 from oobleck.master.ending import transition
 from oobleck.master.job import Job
-from oobleck.master.nodeevents import WorkerLost
+from oobleck.master.nodeevents import NodeYielded, WorkerLost
 from oobleck.master.planevents import Cause, PlanMade
 from oobleck.master.sightings import carried
 from oobleck.master.state import ClusterState
@@ -54,7 +54,9 @@ def plan_made(
         cause=cause,
         rule=rule,
         reason=reason,
-        nodes_lost=tuple(loss.node for loss in job.losses if not isinstance(loss, WorkerLost)),
+        nodes_lost=tuple(
+            loss.node for loss in job.losses if not isinstance(loss, WorkerLost | NodeYielded)
+        ),
         workers_lost=tuple(loss.worker for loss in job.losses if isinstance(loss, WorkerLost)),
         nodes_joined=tuple(node for node in plan.nodes if node not in before),
         can_lose=can_lose(plan),
@@ -74,9 +76,9 @@ def plan_made(
 
 def _needs_handover(state: ClusterState, job: Job, plan: Plan) -> bool:
     """Whether layers of `plan` are with those alone that leave."""
-    if planning.lost_layers(state, job, plan, handed_over=False) is None:
+    if holders.lost_layers(state, job, plan, handed_over=False) is None:
         return False
-    return planning.lost_layers(state, job, plan) is None
+    return holders.lost_layers(state, job, plan) is None
 
 
 def _leaving(
@@ -86,7 +88,7 @@ def _leaving(
     plan before, since the switch takes their votes, and those that hand over layers."""
     leaving = set(job.processes()) if boundary else set()
     if handover:
-        leaving.update(planning.departing(state, job, plan))
+        leaving.update(holders.departing(state, job, plan))
     return tuple(sorted(leaving - set(plan.workers)))
 
 

@@ -37,6 +37,14 @@ class NodeRegistered(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stale_workers: bool = False
 
 
+class NodeYielded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A node's workers were ended for another job, which has the turn meanwhile. No event of its
+    own: what `JobPutBack` takes from the job that it is about."""
+
+    job_id: JobId
+    node: NodeName
+
+
 class NodeCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The agent has no stale workers any more."""
 

@@ -24,6 +24,7 @@ from oobleck.master.nodeevents import (
 )
 from oobleck.master.state import ClusterState
 from oobleck.master.transitions import lose
+from oobleck.planner.ids import NodeName
 
 
 def fold(state: ClusterState, event: NodeEvent, now: float, unix: float) -> None:
@@ -47,6 +48,7 @@ def fold(state: ClusterState, event: NodeEvent, now: float, unix: float) -> None
             cordon.fold(state, event, now, unix)
             if event.job_id is not None:
                 lose(state.jobs[event.job_id], event, now)
+                _note_emptied(state, event.node)
         case (
             NodeDrainRequested() | NodeKept() | NodeUndrained() | NodeQuarantined() | NodeReleased()
         ):
@@ -72,6 +74,8 @@ def _register(state: ClusterState, event: NodeRegistered, now: float) -> None:
     known = state.nodes.get(name)
     if state.job is not None:
         cordon.forgive(state.job, name)
+    if known is None or known.facts.incarnation != event.facts.incarnation or event.stale_workers:
+        _note_emptied(state, name)
     if known is not None:
         node.desired = known.desired
         node.drain = cordon.kept_by(known, event.facts)
@@ -80,6 +84,12 @@ def _register(state: ClusterState, event: NodeRegistered, now: float) -> None:
         if known.facts.incarnation == event.facts.incarnation and state.job is not None:
             _take_back_loss(state.job, event)
     state.nodes[name] = node
+
+
+def _note_emptied(state: ClusterState, name: NodeName) -> None:
+    """Workers end with their agent."""
+    if state.job is not None:
+        state.job.emptied.add(name)
 
 
 def _take_back_loss(job: Job, event: NodeRegistered) -> None:
@@ -95,7 +105,9 @@ def _take_back_loss(job: Job, event: NodeRegistered) -> None:
 
 def _lose_node(state: ClusterState, event: NodeLost, now: float, unix: float) -> None:
     node = state.nodes[event.node]
-    if event.cause != "left":
+    if event.cause == "left":
+        _note_emptied(state, event.node)
+    else:
         cordon.note_failure(node, event.reason, unix)
     node.registered = False
     node.reason = event.reason

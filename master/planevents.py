@@ -29,6 +29,7 @@ Cause = Literal[
     "node returned",
     "node left out",
     "node drained",
+    "put back",
     "journal cut",
 ]
 
@@ -80,7 +81,8 @@ class PlanMade(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     data: str = ""
     #: The series of torch that its nodes have; empty: more than one, or not known.
     torch: str = ""
-    #: A part of the model is with nobody: all go back to the newest checkpoint.
+    #: A part of the model is with nobody: all go back to the newest checkpoint, or begin anew where
+    #: there is none and the job wants that.
     restore: bool = False
     #: Of the generation before, where it did not come to its first step.
     overtaken: Transition | None = None

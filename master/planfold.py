@@ -16,6 +16,7 @@ def fold(state: ClusterState, event: PlanEvent, now: float, unix: float) -> None
     match event:
         case PlanFound():
             job.plans[event.plan.generation] = event.plan
+            job.emptied.difference_update(event.plan.nodes)
         case PlanMade():
             move(job, event)
             told = versions.pairs(versions.among(state, event.plan.nodes))
@@ -57,6 +58,7 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
     job.losses = ()
     job.most_nodes = max(job.most_nodes, len(event.plan.nodes))
     job.plans[event.plan.generation] = event.plan
+    job.emptied.difference_update(event.plan.nodes)
 
 
 def _note_replaced(job: Job, event: PlanMade) -> None:

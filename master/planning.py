@@ -1,29 +1,27 @@
 """Which plan is next: the planner's functions, asked with what the state holds.
 
-Owns the questions to the planner (`oobleck.master.questions`), and who holds what of a plan's
-layers. Pure. Must not know when a plan is due, nor how one is made.
+Owns the questions to the planner (`oobleck.master.questions`). Pure. Must not know when a plan is
+due, nor how one is made.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
-from oobleck.master.cordon import moves_off
+from oobleck.master import holders
 from oobleck.master.decision import Look
-from oobleck.master.job import NO_GENERATION, Job
+from oobleck.master.job import Job
 from oobleck.master.machines import Machines, profile_on, template_sizes
 from oobleck.master.node import Node
-from oobleck.master.nodeevents import NodeDrained, NodeLeftOut
+from oobleck.master.nodeevents import NodeLeftOut
 from oobleck.master.questions import Answer, Changed, FirstPlan, Made, NextPlan, NoPlan
-from oobleck.master.state import ClusterState
-from oobleck.planner.errors import LayerLost, ModelTooLarge, PlanInfeasible
-from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.errors import ModelTooLarge, PlanInfeasible
+from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.plan import Plan
 from oobleck.planner.profile import Profile
 from oobleck.planner.reconfigure import Reconfiguration
 from oobleck.planner.steptime import worker_peak_bytes
-from oobleck.planner.transfer import Shard, ShardTable, plan_shards, require_holders
-from oobleck.planner.units import count
+from oobleck.planner.units import count, listed
 
 A = TypeVar("A", Made, Changed)
 
@@ -96,7 +94,7 @@ def next_plan(
 ) -> Reconfiguration:
     """The plan after `job`'s newest one, on `live`. Raises StillPlanning, and PlanInfeasible, also
     where a layer of a model that has been trained has no holder in the new plan, and there is no
-    checkpoint."""
+    checkpoint, unless it is gone for good and the job wants to begin anew then."""
     if job.made is None:
         raise ValueError(f"job {job.id} has no plan to reconfigure")
     question = NextPlan(
@@ -108,20 +106,17 @@ def next_plan(
         generation=generation,
     )
     found = _expect(Changed, look.planner.answer(question)).found
-    if not job.has_checkpoint and (lost := lost_layers(look.state, job, found.plan)) is not None:
-        away = ", ".join(sorted(_may_bring_back(look.state, job)))
-        hope = f"only {away} with the workers of before can bring it back; or " if away else ""
-        fix = "cancel the job and submit it again, since there is no checkpoint"
-        raise PlanInfeasible(*lost.causes, hope + fix) from lost
-    return found
-
-
-def _may_bring_back(state: ClusterState, job: Job) -> frozenset[NodeName]:
-    """Nodes that are away, and had a part in the plans since the last step that is known of."""
-    drained = {loss.node for loss in job.losses if isinstance(loss, NodeDrained)}
-    trained = {node for plan in job.plans.values() for node in plan.nodes}
-    away = {node for node in trained if node in state.nodes and not state.nodes[node].connected}
-    return (job.lost_nodes | away) - drained
+    lost = holders.lost_layers(look.state, job, found.plan)
+    if lost is None or job.has_checkpoint:
+        return found
+    if job.spec.on_state_lost == "restart" and holders.gone_for_good(look, job) is not None:
+        return found
+    away = listed(holders.may_bring_back(look, job, lost.layers))
+    hope = f"only {away} with the workers of before can bring it back; or " if away else ""
+    fix = "cancel the job and submit it again, since there is no checkpoint"
+    if job.spec.on_state_lost == "restart":
+        fix = "it begins anew once nothing can, since there is no checkpoint"
+    raise PlanInfeasible(*lost.causes, hope + fix) from lost
 
 
 def _base(job: Job, newest: Plan) -> Plan:
@@ -130,89 +125,3 @@ def _base(job: Job, newest: Plan) -> Plan:
         return job.plans[job.newest_known]
     undone = any(isinstance(loss, NodeLeftOut) for loss in job.losses)
     return job.trained.plan if undone and job.trained is not None else newest
-
-
-def lost_layers(
-    state: ClusterState, job: Job, plan: Plan, *, handed_over: bool = True
-) -> LayerLost | None:
-    """The layers of a model that has been trained whose state is with nobody in `plan`.
-
-    `handed_over`: nor with workers on nodes that are being drained, who can give it to the others.
-    """
-    if _committed_step(state, job) == 0:
-        return None
-    try:
-        workers = (*plan.workers, *(departing(state, job, plan) if handed_over else ()))
-        require_holders(_held_layers(state, job, workers), plan.layer_count)
-    except LayerLost as lost:
-        return lost
-    return None
-
-
-def departing(state: ClusterState, job: Job, plan: Plan) -> tuple[WorkerId, ...]:
-    """Workers that `plan` is without, and that are there to hand over what they hold."""
-    return tuple(
-        WorkerId(name, worker.slot)
-        for name, node in sorted(state.nodes.items())
-        # One that may stay after all is still without a part in a plan that is not trained in yet.
-        if (moves_off(node) or name in job.leaving)
-        and node.connected
-        and node.seen.status.job_id == job.id
-        and name not in plan.nodes
-        and name not in job.lost_nodes
-        for worker in node.seen.status.workers
-        if not job.seen.is_gone(worker.incarnation)
-    )
-
-
-def _committed_step(state: ClusterState, job: Job) -> int:
-    """The last committed step that anyone tells of."""
-    told = (
-        worker.committed_step
-        for node in state.nodes.values()
-        if node.connected and node.seen.status.job_id == job.id
-        for worker in node.seen.status.workers
-    )
-    way = job.seen.way
-    agreed = 0 if way is None else way.committed_step or 0
-    return max(job.seen.committed_step, agreed, *told, 0)
-
-
-def _is_behind(worker: WorkerId, generation: Generation, stepped: Plan) -> bool:
-    """Whether a step that some of the others have committed, in `stepped`, has made what the worker
-    holds since `generation` worthless. Whoever has a part in that plan has entered it."""
-    return generation < stepped.generation and worker not in stepped.workers
-
-
-def _held_layers(
-    state: ClusterState, job: Job, workers: Iterable[WorkerId]
-) -> dict[WorkerId, frozenset[Shard]]:
-    """What the workers bring along from the newest generation that each has entered, and from those
-    since the last one that a step was committed in: until another is, they keep what plans take
-    away."""
-    shards: dict[Generation, ShardTable] = {}
-
-    def planned(generation: Generation, worker: WorkerId) -> frozenset[Shard]:
-        if generation not in job.plans:
-            return frozenset()
-        if generation not in shards:
-            shards[generation] = plan_shards(job.plans[generation])
-        return shards[generation].get(worker, frozenset())
-
-    held = {}
-    processes = {
-        worker: process
-        for worker in workers
-        if (process := state.nodes[worker.node].seen.status.worker(worker.slot)) is not None
-    }
-    newest = max((process.stepped for process in processes.values()), default=NO_GENERATION)
-    stepped = job.plans.get(newest)
-    for worker, process in processes.items():
-        reported = job.seen.entered.get(process.incarnation, frozenset())
-        entered = {process.generation, process.stepped, *reported}
-        last = max(entered)
-        if stepped is not None and _is_behind(worker, last, stepped):
-            continue
-        kept = {generation for generation in entered if generation >= max(newest, job.stepped)}
-        held[worker] = frozenset().union(*(planned(at, worker) for at in {last, *kept}))
-    return held

@@ -3,7 +3,16 @@
 A job's first plan is `oobleck.master.starting`'s. Must not know how plans are made.
 """
 
-from oobleck.master import draining, fitness, isolation, meetings, planning, replacing
+from oobleck.master import (
+    draining,
+    fitness,
+    holders,
+    isolation,
+    meetings,
+    planning,
+    replacing,
+    starting,
+)
 from oobleck.master.decision import Decision, Look
 from oobleck.master.job import Job
 from oobleck.master.losses import lost_workers
@@ -12,7 +21,7 @@ from oobleck.master.node import Node
 from oobleck.master.nodeevents import NodeDrained, NodeLost, NodeReset, WorkerLost
 from oobleck.master.planevents import Cause
 from oobleck.master.state import ClusterState
-from oobleck.master.waiting import names, wait
+from oobleck.master.waiting import give_up_lost, names, wait
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.plan import Plan
 
@@ -43,6 +52,8 @@ def replan(look: Look) -> Decision | None:
     if away:
         return Decision(reason=f"{names(away)}: back, or lost after the lease, before planning")
     unready = [node for node in members if not state.is_ready(node, job)]
+    if job.put_back and (start := starting.get_ready(look, job)) is not None:
+        return start
     coming = replacing.coming(state, job, unready) if job.losses and not again else []
     missing = [node for node in unready if node not in coming]
     patience = _for_replacements(look, job, missing)
@@ -52,7 +63,7 @@ def replan(look: Look) -> Decision | None:
     try:
         found = draining.next_plan(look, job, live)
     except PlanInfeasible as infeasible:
-        return patience or wait(state, job, infeasible)
+        return patience or give_up_lost(look, job) or wait(state, job, infeasible)
     if not any(is_up(state, worker) for worker in found.plan.workers):
         return Decision(reason=f"{names(coming)}: to be up before planning")
     if job.state == "waiting for nodes":
@@ -61,11 +72,11 @@ def replan(look: Look) -> Decision | None:
         if look.now < due:
             return Decision(wake_at=due, reason="enough nodes are here; more may follow")
     reason = found.reason
-    lost = planning.lost_layers(state, job, found.plan)
+    lost = holders.lost_layers(state, job, found.plan)
     if lost is not None and patience:
         return patience
     if lost is not None:
-        reason += f"; {lost}, so that all go back to the newest checkpoint"
+        reason += f"; {lost}, so that all {_way_back(job)}"
     if coming:
         reason += f"; a process is being started on {names(coming)}"
     if missing:
@@ -96,6 +107,10 @@ def _for_replacements(look: Look, job: Job, missing: list[Node]) -> Decision | N
     return Decision(wake_at=due, reason=f"{names(missing)}: replacement to come")
 
 
+def _way_back(job: Job) -> str:
+    return "go back to the newest checkpoint" if job.has_checkpoint else "begin anew at step 1"
+
+
 def _unanswered(job: Job) -> bool:
     """Losses were taken back before a plan: whether all still train is not known."""
     return job.state == "reconfiguring" and not job.on_the_way
@@ -106,7 +121,7 @@ def _forsaken(state: ClusterState, job: Job) -> bool:
     the plan was made, nobody had told yet of a step that those who are lost committed with them."""
     if job.made is None or not job.on_the_way or not job.seen.peers_lost or job.has_checkpoint:
         return False
-    return planning.lost_layers(state, job, job.made.plan) is not None
+    return holders.lost_layers(state, job, job.made.plan) is not None
 
 
 def _worker_losses(job: Job) -> str:
@@ -115,6 +130,8 @@ def _worker_losses(job: Job) -> str:
 
 
 def _cause(job: Job, plan: Plan) -> Cause:
+    if job.put_back:
+        return "put back"
     if any(isinstance(loss, NodeLost) for loss in job.losses):
         return "node lost"
     if any(isinstance(loss, NodeReset) for loss in job.losses):

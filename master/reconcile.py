@@ -24,7 +24,7 @@ from oobleck.master import (
     turns,
 )
 from oobleck.master.answering import AtOnce
-from oobleck.master.config import Retention
+from oobleck.master.config import GIVES_WAY_S, Retention
 from oobleck.master.decision import Decision, Look, Rule
 from oobleck.master.losses import lost_nodes, next_verdict
 from oobleck.master.nodeevents import NodeCleared
@@ -42,6 +42,7 @@ def reconcile(
     nonce: str,
     planner: Planner | None = None,
     retain: Retention = _RETENTION,
+    gives_way_s: float = GIVES_WAY_S,
 ) -> Decision:
     """What to do next, when to look again, and why. Pure: no clock, no I/O, no randomness.
 
@@ -54,6 +55,7 @@ def reconcile(
         nonce=nonce,
         planner=planner or AtOnce(),
         retention=retain,
+        gives_way_s=gives_way_s,
     )
     wake_at: float | None = None
     reasons: list[str] = []

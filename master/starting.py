@@ -38,10 +38,7 @@ def start(look: Look) -> Decision | None:
         if job.state == "waiting for nodes":
             return Decision(actions=(JobStarted(job_id=job.id),), reason="enough nodes are here")
         if pending:
-            return Decision(
-                wake_at=min(_look_again(look, node) for node in pending),
-                reason=f"nodes get ready for {job.id}: {names(pending)}",
-            )
+            return _getting_ready(look, job, pending)
         if (first := profiling.before_plan(look, job, ready)) is not None:
             return first
         plan = planning.first_plan(look, job, ready, next_generation(look, job))
@@ -61,6 +58,26 @@ def start(look: Look) -> Decision | None:
     event = plan_made(look, job, plan, boundary=False, cause="start", rule="start", reason=reason)
     out = [fitness.left_out(job, node, why) for node, why in others]
     return Decision(actions=(*out, event), reason=reason)
+
+
+def get_ready(look: Look, job: Job) -> Decision | None:
+    """Of a job that is about to go on after another one: which nodes it waits for; None: for none
+    any more."""
+    pending = [
+        node
+        for node in look.state.candidates(job)
+        if not look.state.is_ready(node, job)
+        and not _is_away(look, node)
+        and _start_deadline(look, node) > look.now
+    ]
+    return _getting_ready(look, job, pending) if pending else None
+
+
+def _getting_ready(look: Look, job: Job, pending: list[Node]) -> Decision:
+    return Decision(
+        wake_at=min(_look_again(look, node) for node in pending),
+        reason=f"nodes get ready for {job.id}: {names(pending)}",
+    )
 
 
 def _still_starting(look: Look, job: Job, nodes: list[Node], late: list[Node]) -> Decision | None:

@@ -3,7 +3,7 @@
     queued --JobStarted--> starting --FirstStepCommitted--> running
     running --a loss or PlanMade--> reconfiguring --FirstStepCommitted--> running
     starting, reconfiguring --JobWaiting--> waiting for nodes
-    waiting for nodes --JobPutBack (no plan yet)--> queued
+    waiting for nodes --JobPutBack--> queued
     waiting for nodes --JobStarted (no plan yet)--> starting, --PlanMade--> reconfiguring
     any of them --JobSucceeded, JobFailed, JobCancelled--> succeeded, failed, cancelled
 
@@ -19,7 +19,7 @@ Owns what makes an event a loss of the job too. Must not know what else an event
 from collections.abc import Mapping
 
 from oobleck.master.events import Journaled
-from oobleck.master.job import Job, JobState, Loss
+from oobleck.master.job import DeclaredLoss, Job, JobState
 from oobleck.master.jobevents import (
     JobCancelled,
     JobFailed,
@@ -117,7 +117,7 @@ def move(job: Job, event: Journaled) -> None:
         job.state, job.reason = to, ""
 
 
-def lose(job: Job, loss: Loss, now: float, *, detect_s: float = 0.0) -> None:
+def lose(job: Job, loss: DeclaredLoss, now: float, *, detect_s: float = 0.0) -> None:
     """The job has lost what its newest plan counts on, and no plan has answered that yet."""
     move(job, loss)
     job.losses = (*job.losses, loss)

@@ -7,9 +7,8 @@ silent agent) is told as the reason.
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
-from oobleck.host.detection import Detection
 from oobleck.host.messages import StepRecord
-from oobleck.master import meetings, planning
+from oobleck.master import meetings, planning, turns
 from oobleck.master.config import MasterConfig
 from oobleck.master.cordon import is_quarantined
 from oobleck.master.incidentrecord import headline_of
@@ -45,7 +44,7 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         job_id=job.id,
         name=job.spec.name,
         state=job.state,
-        reason=_reason(state, job, config.timing, now),
+        reason=_reason(state, job, config, now),
         generation=job.generation,
         committed_step=seen.committed_step,
         steps=training.steps,
@@ -75,7 +74,7 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         message.skipped_steps = seen.recent[-1].skipped_steps
     if seen.evaluation is not None:
         message.evaluation.CopyFrom(evaluation_message(seen.evaluation))
-    if job.made is not None:
+    if job.made is not None and not job.put_back:
         message.plan.ParseFromString(serialise_plan(job.made.plan))
         if job.state not in ENDED and not job.losses:
             message.can_lose = job.made.can_lose
@@ -141,15 +140,17 @@ def tokens_per_s(recent: Sequence[StepRecord]) -> float:
     return sum(record.tokens for record in recent[1:]) / span_s if span_s > 0 else 0.0
 
 
-def _reason(state: ClusterState, job: Job, timing: Detection, now: float) -> str:
+def _reason(state: ClusterState, job: Job, config: MasterConfig, now: float) -> str:
     if job.state in ENDED:
         return job.reason
     way, silent = job.seen.way, job.unanswered()
     if way is not None and silent and now - way.pushed_at > _SLOW_ANSWER_S:
         return f"{job.reason}; no answer so far from {', '.join(map(str, silent))}"
     here = all(state.nodes[name].connected for name in job.members)
-    if here and (again := meetings.told_in(job, timing, now)):
+    if here and (again := meetings.told_in(job, config.timing, now)):
         return again
+    if turn := turns.outlook(state, job, config.gives_way_s, now):
+        return f"{job.reason}; {turn}"
     return job.reason or _passing_reason(state, job)
 
 

@@ -1,11 +1,17 @@
-"""A job that no plan is possible for waits for nodes, and says what for."""
+"""A job that no plan is possible for waits for nodes, and says what for.
+
+Where its state is gone for good nothing is worth the wait: it fails.
+"""
 
 from collections.abc import Iterable
 
-from oobleck.master.decision import Decision
+from oobleck.master import holders
+from oobleck.master.decision import Decision, Look
+from oobleck.master.ending import transition
 from oobleck.master.job import Job
-from oobleck.master.jobevents import JobWaiting
+from oobleck.master.jobevents import JobFailed, JobWaiting
 from oobleck.master.node import Node
+from oobleck.master.sightings import carried
 from oobleck.master.state import ClusterState
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.units import count, listed
@@ -39,3 +45,24 @@ def wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) 
     if job.state == "waiting for nodes" and job.reason == reason:
         return Decision(reason=reason)
     return Decision(actions=(JobWaiting(job_id=job.id, causes=causes),), reason=reason)
+
+
+def give_up_lost(look: Look, job: Job) -> Decision | None:
+    """The end of a job whose state nobody has, nor can bring back, where there is no checkpoint and
+    it does not want to begin anew."""
+    if job.has_checkpoint or job.spec.on_state_lost == "restart":
+        return None
+    if (lost := holders.gone_for_good(look, job)) is None:
+        return None
+    reason = (
+        f"{lost}, nor can any node that is away bring it back, and there is no checkpoint; submit "
+        "the job again, with checkpoint.path to go on from one after such a loss, or with "
+        "on_state_lost: restart to begin anew by itself"
+    )
+    failed = JobFailed(
+        job_id=job.id,
+        reason=reason,
+        transition=transition(look, job),
+        sightings=carried(job, look.now),
+    )
+    return Decision(actions=(failed,), reason=reason)

@@ -13,6 +13,7 @@ from oobleck.planner.plan import Schedule
 
 Precision = Literal["fp32", "bf16", "fp64"]
 Recompute = Literal["none", "layer"]
+OnStateLost = Literal["fail", "restart"]
 TransportName = Literal["auto", "gloo"]
 #: Of a checkpoint's place, so that its name behind it still fits into a line of the wire.
 _MOST_PATH = 900
@@ -278,6 +279,9 @@ class JobSpec:
     profile: str = "measure"
     #: Nodes with another major.minor of torch than most may take part.
     allow_mixed_versions: bool = False
+    #: What becomes of the job where its state is with nobody any more and there is no checkpoint:
+    #: it ends (fail), or begins anew at step 1 (restart).
+    on_state_lost: OnStateLost = "fail"
 
     def __post_init__(self) -> None:
         check_name(self.name, "job")

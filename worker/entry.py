@@ -23,7 +23,7 @@ from oobleck.worker.commit import Progress, commit, count_votes, make_record
 from oobleck.worker.control import Control
 from oobleck.worker.faults import FaultInjector
 from oobleck.worker.rejoin import Agreement
-from oobleck.worker.restore import Restorer
+from oobleck.worker.restore import Checkpoint, Restorer
 from oobleck.worker.salvage import Contribution, Salvage, plan_salvage
 from oobleck.worker.state import ModelState
 from oobleck.worker.timeline import Timeline
@@ -139,17 +139,26 @@ class Entry:
         return received
 
     def _restore(self, assign: Assign, agreement: Agreement, transport: Transport) -> bool:
-        """Go on from a checkpoint where nobody has what is needed; whether that was done."""
-        if self._restorer is None:
+        """Go on from a checkpoint where nobody has what is needed, or begin anew where there is
+        none and the job wants that; whether either was done."""
+        anew = assign.restore and self._job.on_state_lost == "restart"
+        if self._restorer is None and not anew:
             return False
         fresh = agreement.step == 0 and not any(agreement.held.values())
         lost = agreement.step > 0 and _is_lost(agreement.held, assign.plan.layer_count)
         if not (assign.restore or fresh or lost):
             return False
-        with self._timeline.phase("restore"), pulse.FILES:
-            found = self._restorer.run(
-                assign, transport, resume=fresh and not assign.restore, needed=assign.restore
-            )
+        found: Checkpoint | None = None
+        if self._restorer is not None:
+            with self._timeline.phase("restore"), pulse.FILES:
+                found = self._restorer.run(
+                    assign,
+                    transport,
+                    resume=fresh and not assign.restore,
+                    needed=assign.restore and not anew,
+                )
+        if found is None and anew:
+            found = self._begin_anew(assign.plan)
         if found is None:
             return False
         generation = assign.plan.generation
@@ -167,6 +176,13 @@ class Entry:
         ):
             self._control.report(message)
         return True
+
+    def _begin_anew(self, plan: Plan) -> Checkpoint:
+        """Hold the plan's layers as they were before the first step."""
+        self._state.keep_only(())
+        for shard in sorted(plan_shards(plan)[self._worker]):
+            self._state.initialise(shard.layer, part=shard.part, parts=shard.parts)
+        return Checkpoint(step=0, path="", passed_over=())
 
     def _agree(self, plan: Plan, members: Sequence[WorkerId], transport: Transport) -> Agreement:
         return standings.exchange(

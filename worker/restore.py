@@ -58,9 +58,11 @@ _RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
+class Checkpoint:
+    """What training goes on from."""
+
     step: int
-    #: Folder or URL of the checkpoint.
+    #: Folder or URL; empty: there is none, and all begin anew.
     path: str
     #: Newer ones that could not be used, and why.
     passed_over: tuple[str, ...]
@@ -122,7 +124,7 @@ class Restorer:
 
     def run(
         self, assign: Assign, transport: Transport, *, resume: bool, needed: bool
-    ) -> Restored | None:
+    ) -> Checkpoint | None:
         """Hold the plan's layers as the newest checkpoint that is whole for all workers has them;
         None where there is none.
 
@@ -150,7 +152,7 @@ class Restorer:
                     name = self._known[identity].name
                     path = f"{folder.url.rstrip('/')}/{name}"
                     passed_over += self._newer_damaged(step)
-                    return Restored(step=step, path=path, passed_over=tuple(passed_over))
+                    return Checkpoint(step=step, path=path, passed_over=tuple(passed_over))
                 passed_over.append("; ".join(reasons))
                 log.warning("checkpoint passed over", extra={"step": step, "reason": reasons})
             transport.all_gather(torch.zeros(1))  # all have seen the probe

@@ -318,6 +318,10 @@ def test_elsewhere_a_line_comes_each_second_or_with_a_change_of_state() -> None:
             {"event": "restored", "step": 100, "path": "/saved/a", "lost_steps": 1},
             "all went back to step 100 (1 step again): /saved/a",
         ),
+        (
+            {"event": "restored", "step": 0, "path": "", "lost_steps": 5},
+            "all begin anew at step 1 (5 steps again): the state was lost",
+        ),
     ],
     ids=lambda value: value["event"] if isinstance(value, dict) else "",
 )

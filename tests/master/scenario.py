@@ -132,6 +132,7 @@ def job_spec(
     evaluate: int = 0,
     memory: int | None = None,
     mixed: int = 0,
+    restart: int = 0,
 ) -> JobSpec:
     """`evaluate`: every how many steps, of ten times the samples of a step."""
     return JobSpec(
@@ -145,6 +146,7 @@ def job_spec(
         profile="measure" if measure else "estimate",
         checkpoint=CheckpointSpec(path="/saved") if checkpoint else None,
         evaluation=EvaluationSpec(every=evaluate, fraction=0.1, samples=160) if evaluate else None,
+        on_state_lost="restart" if restart else "fail",
     )
 
 
@@ -750,9 +752,10 @@ class Player:
         self._report_save(SaveFailed(what=what, step=int(step), reason=reason))  # type: ignore[arg-type]
 
     def do_restored(self, step: str, generation: str, *names: str) -> None:
-        """The workers have loaded the checkpoint of the step, and go on into the generation."""
+        """The workers have loaded the checkpoint of the step, and go on into the generation; of
+        step 0: they begin anew."""
         for name in names:
-            path = f"/saved/{step}"
+            path = f"/saved/{step}" if int(step) else ""
             restored = Restored(generation=Generation(int(generation)), step=int(step), path=path)
             self._report_save(restored)
             for phase in ("aborted", "joined", "transferred"):

@@ -58,7 +58,7 @@ def test_the_last_jobs_that_ended_are_known_and_all_files_stay(tmp_path: Path) -
 
 def test_a_lost_node_is_known_for_as_long_as_was_asked_for() -> None:
     state = ClusterState()
-    apply(state, NodeRegistered(facts=facts_of("n1", 1, 1)), now=0.0, unix=0.0)
+    apply(state, NodeRegistered(facts=facts_of("n1", 1, 1, "2.13.0")), now=0.0, unix=0.0)
     lost = NodeLost(
         node=NodeName("n1"),
         incarnation=state.nodes[NodeName("n1")].facts.incarnation,

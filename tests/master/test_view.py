@@ -100,6 +100,26 @@ def test_status_names_all_that_failed_at_once(happened: str, told: str) -> None:
     assert told in job_status(player.state, job, CONFIG, 8.0).last_incident
 
 
+def test_a_job_that_waits_says_what_becomes_of_its_turn() -> None:
+    lose = "1.0 steps 1 5 1\n{}1.6 submit next f=0 min_nodes=1\n2.0 close n2 n3 n4\n10.0 look\n"
+    saved, unsaved = Player(), Player()
+    saved.play(START.replace("demo", "demo checkpoint=1") + lose.format("1.5 saved 3\n"))
+    unsaved.play(START + lose.format(""))
+
+    def reason(player: Player, name: str) -> str:
+        return job_status(player.state, player.state.jobs[JobId(name)], CONFIG, 107.0).reason
+
+    assert reason(saved, "demo-1").endswith(
+        "; gives way to next-2 in 500 s, and goes on from its checkpoint after it"
+    )
+    assert reason(unsaved, "demo-1").endswith(
+        "; keeps its turn before next-2, since its state is nowhere else: 'oobleck cancel demo-1' "
+        "gives it up"
+    )
+    saved.play("700.0 look\n")
+    assert reason(saved, "demo-1").endswith("next-2 has its turn meanwhile")
+
+
 def test_a_drain_is_told_of_a_node_that_is_lost() -> None:
     player = Player()
     player.play(START + "1.0 close n4\n7.0 drain n4\n")

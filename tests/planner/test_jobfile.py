@@ -96,6 +96,11 @@ def refusal(text: str, *overrides: str) -> str:
         ),
         (
             "fault_tolerance: 1",
+            "on_state_lost: no",
+            "job.yaml:10: on_state_lost must be fail or res",
+        ),
+        (
+            "fault_tolerance: 1",
             "checkpoint: {pth: saved}",
             "unknown key 'pth' in checkpoint; did you mean 'path'?",
         ),

@@ -9,7 +9,7 @@ import msgspec
 from simulation.clockwork import Process
 from simulation.network import Aborted, Context
 from simulation.trainer import DISK_ERROR
-from simulation.watch import Broken
+from simulation.watch import GONE, Broken
 
 from oobleck.master.inbox import MasterEnded
 from oobleck.master.job import Job
@@ -170,7 +170,7 @@ class Operator:
         # Without what hangs alone has, there is no way on; nor where processes end again and again.
         fruitless = self._world.hung or self._world.flapped
         known = fruitless and "without a committed step" in job.reason
-        known |= DISK_ERROR in job.reason
+        known |= DISK_ERROR in job.reason or GONE in job.reason
         if job.state == "failed" and job.id not in self._world.fails_at and not known:
             raise Broken(f"{job.id} failed: {job.reason}")
         if job.state == "succeeded":

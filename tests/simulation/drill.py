@@ -30,8 +30,6 @@ from oobleck.master.job import ENDED, Job
 from oobleck.planner.ids import NodeName
 from oobleck.planner.job import JobSpec
 from oobleck.planner.jobfile import parse_job
-from oobleck.planner.transfer import LayerLost, require_holders
-from oobleck.worker.rejoin import agree
 
 #: Faults strike in this span; by the end of it all is mended.
 TROUBLE_S = (1.0, 25.0)
@@ -148,6 +146,7 @@ class Drill:
             measure=int(draw.random() < 0.2),
             checkpoint=int(draw.random() < 0.4),
             evaluate=draw.choice((0, 0, 7)),
+            restart=int(draw.random() < 0.3),
         )
 
     # ---- peace
@@ -181,27 +180,9 @@ class Drill:
             elif lost_since is None:
                 lost_since = self.world.loop.clock
             elif self.world.loop.clock > lost_since + 40.0:
-                self._check_wait(waits[0])
-                self.operator.cancel_now(waits[0].id)
-                lost_since = None
+                # All that can come back is back, so it must have gone on, or failed.
+                raise Broken(f"{waits[0].id} waits in peace: {waits[0].reason}")
         raise Broken(f"not settled after {PEACE_S} s of peace: {self._told()}")
-
-    def _check_wait(self, job: Job) -> None:
-        """What it waits for is really gone, and it has not failed by its own fault."""
-        if self.world.tells_of_an_exception(job.id):
-            raise Broken(f"the model of {job.id} has raised an exception, and it waits")
-        workers = [t for t in self.world.trainers() if t.job_id == job.id and t.entered]
-        if not workers:
-            return
-        layers = job.spec.model.layer_count
-        agreement = agree({t.worker: t.standing(layers) for t in workers})
-        if agreement.step < max(self.world.ledger(job.id).steps):
-            return  # what they have is out of date
-        try:
-            require_holders(agreement.held, layers)
-        except LayerLost:
-            return
-        raise Broken(f"{job.id} waits for what its workers have: {job.reason}")
 
     def _jobs(self) -> list[Job]:
         assert self.world.master is not None

@@ -302,7 +302,8 @@ class Trainer:
 
     async def _restore(self, assign: Assign, agreement: Agreement, gathering: Gathering) -> bool:
         """As `oobleck.worker.entry` does it."""
-        if self._job.checkpoint is None:
+        anew = assign.restore and self._job.on_state_lost == "restart"
+        if self._job.checkpoint is None and not anew:
             return False
         plan = assign.plan
         fresh = agreement.step == 0 and not any(agreement.held.values())
@@ -316,7 +317,7 @@ class Trainer:
         await self._work("restore", self.world.draw.uniform(0.05, 1.0))
         found = await self._exchange(gathering, "checkpoint", self._ledger.checkpoint)
         step = found[plan.workers[0]]
-        if step == 0:
+        if step == 0 and not anew:
             if assign.restore:
                 self.fail("user", "checkpoint.path: there is no checkpoint though one is needed")
             return False
@@ -325,7 +326,8 @@ class Trainer:
         progress.layers = {s.layer: Held(step, s.part, s.parts) for s in shards}
         self._ledger.went_back(step, plan.generation)
         self.entered = generation = plan.generation
-        self.say(Restored(generation=generation, step=step, path=f"/saved/{step}"))
+        path = f"/saved/{step}" if step else ""
+        self.say(Restored(generation=generation, step=step, path=path))
         self.say(PhaseReached(generation=generation, phase="joined", committed_step=step))
         self.say(PhaseReached(generation=generation, phase="transferred"))
         return True

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 
+#: What a job says that fails for want of its state.
+GONE = "nor can any node that is away bring it back"
 #: What grows slowly is looked at only so often.
 _LOOK_S = 1.0
 #: What struck is found, answered and over in this time.
@@ -176,10 +178,32 @@ class Watch:
                 if event.job_id in self.ends:
                     self.broken(f"{event.job_id} ends again")
                 self.ends[event.job_id] = event
+                if isinstance(event, JobFailed) and GONE in event.reason:
+                    self._check_gone(event.job_id)
             case JobRestored(job_id=job_id, restored=restored):
                 self.restored[job_id] = max(restored.step, self.restored.get(job_id, 0))
             case _:
                 pass
+
+    def _check_gone(self, job_id: JobId) -> None:
+        """What a job fails for want of is with nobody, whether the master hears of him or not."""
+        master = self._world.master
+        assert master is not None
+        state = master.core.state
+        workers = [
+            trainer
+            for agent in self._world.all_agents()
+            # Of two agents of one name the one counts that came last.
+            if (node := state.nodes.get(agent.name)) is not None
+            and node.facts.incarnation == agent.incarnation
+            and not node.stale_workers
+            for trainer in agent.trainers.values()
+            if trainer.job_id == job_id and trainer.entered
+        ]
+        if self._world.have_all(state.jobs[job_id], workers):
+            self.broken(f"{job_id} fails for want of what its workers have")
+        if self._world.tells_of_an_exception(job_id):
+            self.broken(f"the model of {job_id} has raised an exception, and it fails of another")
 
     def assigned(self, agent: "Agent", desired: Any) -> None:
         """Agents are told only of what is journaled, and of nothing older than before."""

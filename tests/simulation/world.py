@@ -5,7 +5,7 @@ Everything that happens follows from the seed. Owns the transcript.
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import copy_context
 from pathlib import Path
 
@@ -23,9 +23,14 @@ from oobleck.host.messages import Assign
 from oobleck.host.surroundings import Surroundings
 from oobleck.master.config import MasterConfig
 from oobleck.master.events import Journaled
+from oobleck.master.job import Job
 from oobleck.master.state import ClusterState
 from oobleck.planner.ids import JobId, NodeName, WorkerId
+from oobleck.planner.transfer import LayerLost, require_holders
+from oobleck.worker.rejoin import agree
 
+#: A job with a checkpoint that waits for nodes so long gives way: within a drill's trouble.
+_GIVES_WAY_S = 8.0
 #: Virtual calendar at the start.
 UNIX = 1_700_000_000.0
 
@@ -38,7 +43,9 @@ class World:
         self.loop = VirtualLoop(limit_s)
         self.transcript: list[str] = []
         self.watch = Watch(self)
-        self.config = MasterConfig(listen="master:1", state_dir=state_dir, timing=timing)
+        self.config = MasterConfig(
+            listen="master:1", state_dir=state_dir, timing=timing, gives_way_s=_GIVES_WAY_S
+        )
         self.master: MasterHost | None = None
         self.agents: dict[NodeName, Agent] = {}
         #: Others with the name of a node, over wires of their own.
@@ -190,6 +197,20 @@ class World:
     def trainers(self) -> Iterator[Trainer]:
         for agent in self.all_agents():
             yield from agent.trainers.values()
+
+    def have_all(self, job: Job, trainers: Sequence[Trainer]) -> bool:
+        """Whether the workers have all of the job's newest state between them."""
+        if not trainers:
+            return False
+        layers = job.spec.model.layer_count
+        agreement = agree({t.worker: t.standing(layers) for t in trainers})
+        if agreement.step < max(self.ledger(job.id).steps):
+            return False  # what they have is out of date
+        try:
+            require_holders(agreement.held, layers)
+        except LayerLost:
+            return False
+        return True
 
     def all_live(self, assign: Assign) -> bool:
         live = {trainer.worker for trainer in self.trainers()}

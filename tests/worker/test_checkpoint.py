@@ -226,6 +226,33 @@ def test_all_copies_of_a_layer_lost_and_the_newest_checkpoint_takes_over(warm, t
             assert record.loss == pytest.approx(expected[step - 1].loss, rel=1e-12, abs=0)
 
 
+def test_a_state_that_is_lost_without_a_checkpoint_begins_anew_where_the_job_wants_that(
+    warm, tmp_path
+):
+    after = make_plan(2, [[("a", 3), ("d", 2)]], [4])
+    faults = [fault(node, "before:Backward", 3, "hold") for node in ("b", "c")]
+    spec = replace(job(tmp_path), checkpoint=None, on_state_lost="restart")
+    with Director(warm, spec, faults) as cluster:
+        cluster.start("a", "b", "c")
+        cluster.assign(THREE)
+        cluster.wait(lambda: all(map(cluster.has_faulted, ("b/0", "c/0"))), "step 3")
+        for node in "bc":
+            cluster.kill(node)
+        cluster.faults = ()
+        cluster.start("d")
+        cluster.assign(after, restore=True)
+        cluster.wait_finished(after)
+        cluster.stop()
+    assert {(m.step, m.path) for m in all_said(cluster, Restored)} == {(0, "")}
+    expected = reference().steps
+    assert sorted(cluster.records) == list(range(1, STEPS + 1))
+    for step, records in cluster.records.items():
+        assert {r.generation for r in records} == ({1, 2} if step < 3 else {2})
+        assert {r.samples_digest for r in records} == {expected[step - 1].samples_digest}
+        for record in records:
+            assert record.loss == pytest.approx(expected[step - 1].loss, rel=1e-12, abs=0)
+
+
 def test_checkpoints_that_cannot_be_read_for_a_moment_are_waited_for(warm, tmp_path):
     path, there = tmp_path / "checkpoints", tmp_path / "there"
     train(warm, job(there, steps=5), TWO)
