@@ -136,14 +136,16 @@ def check_checkpoints(job: "JobSpec") -> None:
         raise CommandFailed(refusal, options.USAGE)
 
 
-def check_data(job: "JobSpec") -> None:
-    """For a cluster on this machine: whether the data is there, enough of it, and fits the model.
+def check_inputs(job: "JobSpec") -> None:
+    """For a cluster on this machine: whether data and initial weights are there, and whole files,
+    and the data is enough and fits the model.
 
     Text that is still to be tokenised is only looked at as far as that takes no time.
     """
     _check("data", job.data, job)
     if job.evaluation is not None and job.evaluation.data is not None:
         _check("evaluation.data", job.evaluation.data, job)
+    check_weights(job)
 
 
 def _check(key: str, data: "DataSpec", job: "JobSpec") -> None:
@@ -163,7 +165,7 @@ def _check(key: str, data: "DataSpec", job: "JobSpec") -> None:
 
 
 def check_weights(job: "JobSpec") -> None:
-    """For a cluster on this machine: whether the initial weights are there, and whole files."""
+    """Whether the initial weights are on this machine, and whole files."""
     from oobleck.host.weightfiles import WeightsError, open_weights
 
     if job.model.weights is None:

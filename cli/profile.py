@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from oobleck.cli.children import stop
-from oobleck.cli.job import check_data, check_weights, read_job
+from oobleck.cli.job import check_inputs, read_job
 from oobleck.cli.local import Cluster, check_room, interrupts
 from oobleck.cli.options import (
     DEFAULT_MASTER,
@@ -31,7 +31,6 @@ from oobleck.cli.options import (
     json_option,
     set_option,
 )
-from oobleck.cli.submit import is_here
 from oobleck.cli.timeline import check_usage, record
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline, printable
@@ -133,15 +132,17 @@ def profile(
         _check_output("--output", output)
     if here:
         master = None
-    if master is None or is_here(master):
-        check_data(job)
-        check_weights(job)
+    if master is None:
+        check_inputs(job)
     with interrupts(), _measuring_master(master) as found:
         # gRPC comes after the daemons have been started: a fork beside its threads is not safe.
         from oobleck.cli.away import AWAY_S
         from oobleck.cli.client import Master
+        from oobleck.cli.victims import all_here
 
         with Master(found) as connection:
+            if master is not None and all_here(connection.nodes()):
+                check_inputs(job)
             # One that this command has started does not come back.
             text = _measure(connection, job, patience_s=0.0 if master is None else AWAY_S)
     if missing := json.loads(text).get("measured", {}).get("missing"):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from oobleck.cli import options
-from oobleck.cli.job import check_checkpoints, check_data, check_weights, read_job, read_profile
+from oobleck.cli.job import check_checkpoints, check_inputs, read_job, read_profile
 from oobleck.cli.options import master_option, set_option
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
@@ -31,19 +31,20 @@ _TRAINS = ("running", "reconfiguring")
 def submit(job_file: Path, overrides: tuple[str, ...], following: bool, master: Endpoint) -> int:
     """Queue the job that JOB.yaml (- for standard input) describes and print its id.
 
-    Relative paths in it are relative to its folder. With --follow the exit code is 1 when the job
-    fails or is cancelled; Ctrl-C stops following, not the job.
+    Relative paths in it are relative to its folder; its data need only be on the nodes. With
+    --follow the exit code is 1 when the job fails or is cancelled; Ctrl-C stops following, not the
+    job.
     """
     job = read_job(job_file, overrides)
-    if is_here(master):
-        check_data(job)
-        check_checkpoints(job)
-        check_weights(job)
     profile = read_profile(job)
     from oobleck.cli.client import Master
+    from oobleck.cli.victims import all_here
     from oobleck.planner.jobfile import format_job
 
     with Master(master) as connection:
+        if all_here(connection.nodes()):
+            check_inputs(job)
+            check_checkpoints(job)
         job_id = connection.submit(format_job(job), secrets.token_hex(16), profile=profile)
         click.echo(job_id)
         return _follow(connection, job_id) if following else 0
@@ -105,8 +106,3 @@ def _save(connection: "Master", job_id: str) -> None:
     except CommandFailed as error:
         text = f"no checkpoint: {error.format_message()}; {job_id} is not cancelled; leave"
         raise CommandFailed(f"{text} --checkpoint out to do without", error.exit_code) from error
-
-
-def is_here(master: Endpoint) -> bool:
-    host = master.address.rpartition(":")[0].strip("[]")
-    return host in ("localhost", "::1") or host.startswith("127.")

@@ -38,6 +38,13 @@ def is_here(node: pb.NodeInfo) -> bool:
     return False
 
 
+def all_here(nodes: Sequence[pb.NodeInfo]) -> bool:
+    """Whether this machine's files are the nodes' too: there are nodes, and their agents are all
+    processes of this machine."""
+    there = [node for node in nodes if node.state != "lost"]
+    return bool(there) and all(map(is_here, there))
+
+
 def victims(kind: str, node: pb.NodeInfo) -> list[int]:
     """The processes that a fault of `kind` strikes, in that order; empty: there are none now."""
     match kind:

@@ -12,7 +12,7 @@ import pytest
 
 from oobleck.cli.striker import Striker
 from oobleck.cli.strikes import KINDS, TO_THE_MASTER, Tally, schedule
-from oobleck.cli.victims import check_master_here, is_here, master_pid, victims
+from oobleck.cli.victims import all_here, check_master_here, is_here, master_pid, victims
 from oobleck.host.command import CommandFailed
 from oobleck.proto import control_pb2 as pb
 from support.commands import refused, run
@@ -74,6 +74,18 @@ def test_only_processes_of_this_machine_and_of_that_agent_are_struck() -> None:
     me = pb.NodeInfo(node="n1", hostname=socket.gethostname(), pid=os.getpid())
     assert not is_here(pb.NodeInfo(node="n1", hostname="elsewhere", pid=os.getpid()))
     assert not is_here(me), "a process that is no agent"
+    assert not all_here([]), "whose files the nodes will have is not known"
+    waits = [sys.executable, "-c", "input('up')", "oobleck-agent"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        assert agent.stdout.read(1), "it has begun"
+        mine = pb.NodeInfo(node="n1", state="live", hostname=socket.gethostname(), pid=agent.pid)
+        gone = pb.NodeInfo(node="n2", state="lost", hostname="elsewhere", pid=1)
+        far = pb.NodeInfo(node="n2", state="live", hostname="elsewhere", pid=agent.pid)
+        assert all_here([mine, gone])
+        assert not all_here([mine, far])
+        assert not all_here([gone])
+        agent.communicate(b"\n")
     me.workers.add(slot=0, pid=os.getppid())
     assert victims("kill-worker", me) == [], "a worker that is not the agent's child"
 

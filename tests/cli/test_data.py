@@ -1,4 +1,4 @@
-"""`oobleck data`, and what `oobleck submit` says of data that does not fit."""
+"""`oobleck data`, and what commands say of data on this machine that does not fit."""
 
 import json
 import resource
@@ -121,29 +121,29 @@ def test_a_disk_that_takes_no_more_is_no_wrong_usage(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-def submitted(folder: Path, data: str, vocabulary: int) -> str:
+def told_of(folder: Path, data: str, vocabulary: int) -> str:
     (folder / "job.yaml").write_text(JOB.format(data=data, vocabulary=vocabulary))
-    return refused(run("submit", str(folder / "job.yaml"), "--master", "127.0.0.1:1"), 2)
+    return refused(run("profile", str(folder / "job.yaml"), "--local"), 2)
 
 
-def test_a_vocabulary_that_is_too_small_is_refused_before_a_master_is_asked(folder, tmp_path):
+def test_a_vocabulary_that_is_too_small_is_refused_before_a_worker_starts(folder, tmp_path):
     np.arange(9, dtype=np.uint16).tofile(tmp_path / "out.bin")
     (tmp_path / "t.json").write_bytes((folder / "t.json").read_bytes())
     (tmp_path / "a.txt").write_text(TEXT)
-    text = submitted(tmp_path, "{text: a.txt, tokenizer: t.json}", 256)
+    text = told_of(tmp_path, "{text: a.txt, tokenizer: t.json}", 256)
     assert "data: tokenizer: " in text
     assert "set model.vocabulary to 3" in text
-    text = submitted(tmp_path, "{text: a.txt, tokenizer: a.txt}", 256)
+    text = told_of(tmp_path, "{text: a.txt, tokenizer: a.txt}", 256)
     assert f"{tmp_path}/a.txt is no tokenizer file" in text
-    text = submitted(tmp_path, "{text: a.txt}", 100)
+    text = told_of(tmp_path, "{text: a.txt}", 100)
     assert "a.txt has byte 117" in text
     assert "set model.vocabulary to 256" in text
     run("data", "prepare", f"{tmp_path}/a.txt", "-o", f"{tmp_path}/bytes.bin")
-    assert "has token 117, which is not below" in submitted(tmp_path, "{tokens: bytes.bin}", 100)
+    assert "has token 117, which is not below" in told_of(tmp_path, "{tokens: bytes.bin}", 100)
     with open(tmp_path / "bytes.bin", "ab") as file:
         file.write(b"more")
-    assert "was cut off or replaced" in submitted(tmp_path, "{tokens: bytes.bin}", 256)
-    text = submitted(tmp_path, "{tokens: out.bin}", 256)
+    assert "was cut off or replaced" in told_of(tmp_path, "{tokens: bytes.bin}", 256)
+    text = told_of(tmp_path, "{tokens: out.bin}", 256)
     assert f"data: nothing says what type the ids in {tmp_path}/out.bin have" in text
     (tmp_path / "job.yaml").write_text(
         JOB.format(data="{tokens: out.bin, tokenizer: t.json}", vocabulary=256)

@@ -218,18 +218,21 @@ def test_plan_blames_the_option(
     assert line.startswith(f"oobleck: {start}")
 
 
-def test_a_bad_override_and_missing_data(master: str, job_file: Callable[..., Path]) -> None:
-    path = str(job_file())
-    submit = ("submit", path, "--master", master, "--set")
+def test_a_bad_override(master: str, job_file: Callable[..., Path]) -> None:
+    submit = ("submit", str(job_file()), "--master", master, "--set")
     assert "microbatch" in refused(run(*submit, "training.microbatch=3"), 2)
-    assert "no file matches" in refused(run(*submit, "data.text=[nothing/*.txt]"), 2)
     blamed = "oobleck: --set fault_tolerance=9: training.global_batch: "
     assert refused(run(*submit, "fault_tolerance=9"), 2).startswith(blamed)
-    device = refused(run(*submit, "data.text=[/dev/null]"), 2)
-    assert "/dev/null is not a regular file" in device
-    few = refused(run(*submit, "model.sequence_length=5000"), 2)
-    assert "holds 1000 tokens, too few for one row of 5001" in few
     assert run("jobs", "--master", master).stdout.startswith("no jobs")
+
+
+def test_missing_data_of_workers_on_this_machine(job_file: Callable[..., Path]) -> None:
+    measure = ("profile", str(job_file()), "--local", "--set")
+    assert "no file matches" in refused(run(*measure, "data.text=[nothing/*.txt]"), 2)
+    device = refused(run(*measure, "data.text=[/dev/null]"), 2)
+    assert "/dev/null is not a regular file" in device
+    few = refused(run(*measure, "model.sequence_length=5000"), 2)
+    assert "holds 1000 tokens, too few for one row of 5001" in few
 
 
 def test_the_reader_of_a_pipe_may_leave(master: str) -> None:
