@@ -98,7 +98,9 @@ def fold(trust: Trust, event: TrustChanged, unix: float) -> None:
             trust.given[event.role, event.name] = Given(at=unix, expires_at=event.expires_at, by=by)
         case CredentialsRevoked():
             holder = event.role, event.name
-            trust.revoked[holder] = unix
+            # A clock may have been put back since the certificate was made.
+            given, before_at = trust.given.get(holder), trust.revoked.get(holder, unix)
+            trust.revoked[holder] = max(unix, given.at if given is not None else unix, before_at)
             for ended in [f for f, token in trust.tokens.items() if _ends_with(token, holder)]:
                 del trust.tokens[ended]
 
@@ -122,10 +124,15 @@ def check_caller(trust: Trust, who: "Identity", unix: float) -> None:
     Asked when a call comes, and again in the turn that decides on it: the caller may be revoked
     between the two.
     """
-    if not who.token and who.issued_at <= trust.revoked.get((who.role, who.name), -1.0):
+    if was_revoked(trust, who):
         raise Denied(f"the certificate of {who.role} {who.name} was revoked; join anew by a token")
     if who.expires_at <= unix:
         raise Denied("the certificate has expired; join anew by a token")
+
+
+def was_revoked(trust: Trust, who: "Identity") -> bool:
+    """Whether the certificate that a caller shows was taken back; tokens are no matter of this."""
+    return not who.token and who.issued_at <= trust.revoked.get((who.role, who.name), -1.0)
 
 
 def check_renewal(trust: Trust, holder: Holder, life_s: float, unix: float) -> None:
