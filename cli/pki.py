@@ -247,8 +247,10 @@ def renew(folder: Path, master: str) -> None:
 @master_option
 @json_option("One JSON object: {tokens, credentials}.")
 def list_(master: Endpoint, as_json: bool) -> None:
-    """List tokens that can still be used, and who was given a certificate by the master; and whose
-    tokens these are, or were."""
+    """List tokens that can still be used, and who was given a certificate by the master.
+
+    The last column says who made the token, or the one that the holder joined by.
+    """
     from oobleck.cli import text
     from oobleck.cli.client import Master
 
@@ -309,14 +311,14 @@ def revoke(name: str | None, role: "Role | None", token_id: str | None, master: 
             connection.revoke(pb.RevokeRequest(token_id=token_id))
             click.echo(f"revoked token {token_id}")
             return
-        role = role or _role_of(name, connection.credentials())
+        known = connection.credentials()  # whoever revokes himself may not ask for them afterwards
+        role = role or _role_of(name, known)
         _check_name(name, role)
         connection.revoke(pb.RevokeRequest(holder=pb.Holder(role=role, name=name)))
         click.echo(f"revoked {role} {name}")
-        let_in = _let_in((role, name), connection.credentials())
-    if let_in:
+    if let_in := _let_in((role, name), known):
         who = ", ".join(f"{role} {name}" for role, name in let_in)
-        click.echo(f"still in by tokens of {name}, or of those who are: {who}")
+        click.echo(f"still let in, by {name}'s tokens or by theirs: {who}")
 
 
 def _maker(entry: "pb.TokenInfo | pb.CredentialInfo") -> str:
@@ -392,5 +394,5 @@ def _seconds(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def _moment(unix: float, *, revoked: bool = False) -> str:
-    return "revoked" if revoked else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))
+def _moment(unix: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))

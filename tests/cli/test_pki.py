@@ -267,9 +267,14 @@ def test_an_operator_s_tokens_end_with_him(secured: Secured, tmp_path: Path) -> 
     revoked = secured.oobleck("pki", "revoke", "eve").stdout.splitlines()
     assert revoked == [
         "revoked operator eve",
-        "still in by tokens of eve, or of those who are: operator mal, viewer vic",
+        "still let in, by eve's tokens or by theirs: operator mal, viewer vic",
     ]
     assert "expired or was revoked" in refused(join("new", kept), 5)
+    himself = secured.oobleck("pki", "revoke", "mal", who=mal)
+    assert (himself.returncode, himself.stdout.splitlines()) == (
+        0,
+        ["revoked operator mal", "still let in, by mal's tokens or by theirs: viewer vic"],
+    )
 
 
 def test_a_token_can_be_taken_back_and_ends(secured: Secured, tmp_path: Path) -> None:
