@@ -83,10 +83,10 @@ class Access:
         refused: Counter[str],
         *,
         secured: bool,
-        allowed: Callable[[str], None] = lambda peer: None,
+        allowed: Callable[[str, "Identity | None"], None] = lambda peer, who: None,
     ) -> None:
         """`secured`: whether callers have to show certificates; `refused`: counts denials;
-        `allowed`: is told who makes calls that are, as gRPC names peers."""
+        `allowed`: is told of calls that are, by the peer's name in gRPC and who it is."""
         self._trust = trust
         self._refused = refused
         self._secured = secured
@@ -106,7 +106,7 @@ class Access:
                 check_caller(self._trust, identity, time.time())
             code = grpc.StatusCode.PERMISSION_DENIED
             _check_table(method, identity)
-            self._allowed(context.peer())
+            self._allowed(context.peer(), identity)
             return
         except Denied as denied:
             reason = str(denied)

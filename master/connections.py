@@ -1,10 +1,11 @@
 """The connections to the master's port, and how many of them may wait.
 
-A connection on which a call with a certificate of this cluster was allowed is *proven*; all others
-wait: in their handshake, silent, or with garbage. gRPC has one limit for all connections, of which
-one host could take all, and the memory with them. So each source has a share of those that wait:
-who has more is let in no more until it has had less for a while. Agents that come in a crowd from
-behind one address fit in. Must not know who may call what.
+A connection on which a call with a certificate of this cluster was allowed is *proven*, as far as
+its holder has not too many and is not revoked. All others wait: in their handshake, silent, with
+garbage, or with a join token. gRPC has one limit for all connections, of which one host could take
+all, and the memory with them. So each source has a share of those that wait: who has more is let in
+no more until it has had less for a while. Agents that come in a crowd from behind one address fit
+in. Must not know who may call what.
 """
 
 import asyncio
@@ -12,11 +13,15 @@ import ipaddress
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from oobleck.host.port import Peer, Port, packed
 from oobleck.host.process import open_files
 from oobleck.master.heap import give_back
+
+if TYPE_CHECKING:
+    from oobleck.host.pki import Identity
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +29,8 @@ log = logging.getLogger(__name__)
 MOST_OF_SOURCE = 1024
 #: Of all sources; where they have more, each one's share is less.
 MOST_WAITING = 4096
+#: Connections of one holder of certificates that are proven: an agent has one, `oobleck` one each.
+MOST_OF_HOLDER = 64
 #: Sources that are refused at a time.
 MOST_REFUSED = 256
 #: From the last time that a source had too many until it is let in again.
@@ -71,7 +78,7 @@ class Refusals:
     """Which sources are refused, by what was seen at the times that are given. Pure."""
 
     def __init__(self) -> None:
-        #: By source, those that were over it last at the end: when they last had too many.
+        #: By source, when it last had too many; those who had them last are at the end.
         self._over_at: dict[bytes, float] = {}
 
     def look(self, waiting: Mapping[bytes, int], now: float) -> frozenset[bytes]:
@@ -87,17 +94,20 @@ class Refusals:
 
 
 class Connections:
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], float], was_revoked: Callable[["Identity"], bool]) -> None:
         self._now = now
-        #: By the names that gRPC has for them; some of them may have ended.
-        self._proven: dict[str, Peer] = {}
+        self._was_revoked = was_revoked
+        #: On which calls were allowed, and whose (None: of this host, in the clear), by the names
+        #: that gRPC has for them, the oldest first. Some of them may have ended.
+        self._known: dict[str, tuple[Peer, Identity | None]] = {}
         self._told_at: dict[bytes, float] = {}
 
-    def proven(self, peer: str) -> None:
+    def allowed(self, peer: str, who: "Identity | None") -> None:
         """A call of this peer, as gRPC names it (ipv4:10.0.0.1:4242), was allowed."""
-        if peer not in self._proven:
+        # Anybody may have made many connections by one token before it lets somebody in.
+        if peer not in self._known and not (who is not None and who.token):
             host, _, port = unquote(peer).partition(":")[2].rpartition(":")
-            self._proven[peer] = packed(host.strip("[]")), int(port)
+            self._known[peer] = (packed(host.strip("[]")), int(port)), who
 
     async def watch(self, port: int) -> None:
         """Never returns; ends by cancellation."""
@@ -134,14 +144,18 @@ class Connections:
 
     def waiting(self, there: Port) -> Counter[bytes]:
         """How many connections wait, by source. Raises OSError."""
-        known = list(self._proven)
-        found = set(there.peers())
-        # Of those that have come since the kernel was asked it says nothing.
-        for name in known:
-            if self._proven[name] not in found:
-                del self._proven[name]
-        proven = set(self._proven.values())
-        return Counter(source_of(address) for address, _ in found - proven)
+        known = list(self._known.items())  # of later ones the kernel's answer says nothing
+        waiting = set(there.peers())
+        of_holder: Counter[str] = Counter()
+        for name, (peer, who) in known:
+            if peer not in waiting or (who is not None and self._was_revoked(who)):
+                del self._known[name]
+                continue
+            if who is not None:
+                of_holder[who.uri] += 1
+            if who is None or of_holder[who.uri] <= MOST_OF_HOLDER:
+                waiting.discard(peer)
+        return Counter(source_of(address) for address, _ in waiting)
 
     def _tell(self, sources: Iterable[bytes], waiting: Mapping[bytes, int]) -> None:
         now = self._now()

@@ -5,6 +5,7 @@ Must not know flags.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import socket
@@ -24,6 +25,7 @@ from oobleck.master.pkiservice import PkiService
 from oobleck.master.planningprocess import PlanningProcess
 from oobleck.master.service import OperatorService
 from oobleck.master.session import ControlService
+from oobleck.master.trust import was_revoked
 from oobleck.proto import control_pb2_grpc as rpc
 
 if TYPE_CHECKING:
@@ -39,12 +41,12 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     authority = _read_authority(config)
     planner = PlanningProcess()
     master = Master(config, journal, planner=planner)
-    connections = Connections(master.now)
+    connections = Connections(master.now, functools.partial(was_revoked, master.state.trust))
     access = Access(
         master.state.trust,
         master.sessions.refused,
         secured=authority is not None,
-        allowed=connections.proven,
+        allowed=connections.allowed,
     )
     server = grpc.aio.server(
         options=limits.server_options(config.timing),

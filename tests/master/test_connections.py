@@ -14,8 +14,10 @@ from oobleck.cli.authority import make_authority
 from oobleck.cli.client import Master
 from oobleck.host.credentials import read_credentials
 from oobleck.host.endpoint import Endpoint
+from oobleck.host.pki import Identity
 from oobleck.host.port import Port, packed
 from oobleck.master.connections import (
+    MOST_OF_HOLDER,
     MOST_OF_SOURCE,
     MOST_WAITING,
     REFUSED_S,
@@ -37,6 +39,10 @@ HOSTS = [number.to_bytes(4) for number in range(10)]
 
 def connect(source: str, port: int, timeout_s: float = DEADLINE_S) -> socket.socket:
     return socket.create_connection((HERE, port), timeout_s, source_address=(source, 0))
+
+
+def grpc_name(connection: socket.socket) -> str:
+    return "ipv4:{}:{}".format(*connection.getsockname())
 
 
 def refuses(source: str, port: int) -> bool:
@@ -91,11 +97,11 @@ def test_a_port_knows_who_is_connected_and_refuses_some(family: socket.AddressFa
     ):
         for source in (HERE, THERE, THERE):
             clients.enter_context(connect(source, port))
-        connections = Connections(time.monotonic)
+        connections = Connections(time.monotonic, lambda who: False)
         here, there = packed(HERE), packed(THERE)
         assert connections.waiting(watched) == {here: 1, there: 2}
         proven = clients.enter_context(connect(THERE, port))
-        connections.proven(f"ipv4:{THERE}:{proven.getsockname()[1]}")
+        connections.allowed(grpc_name(proven), None)
         assert connections.waiting(watched) == {here: 1, there: 2}
 
         watched.refuse({there})
@@ -112,6 +118,37 @@ def test_a_port_knows_who_is_connected_and_refuses_some(family: socket.AddressFa
         watched.refuse(())
         assert not refuses(THERE, port)
         watched.refuse(())
+
+
+def test_a_holder_has_some_connections_that_do_not_wait_until_it_is_revoked() -> None:
+    eve, ann = Identity(role="agent", name="eve"), Identity(role="viewer", name="ann")
+    token = Identity(role="agent", name="", token=True)
+    revoked: set[Identity] = set()
+    with (
+        socket.create_server((HERE, 0)) as server,
+        Port(port := server.getsockname()[1]) as watched,
+        contextlib.ExitStack() as clients,
+    ):
+        connections = Connections(time.monotonic, revoked.__contains__)
+
+        def call(who: Identity) -> socket.socket:
+            one = clients.enter_context(connect(HERE, port))
+            connections.allowed(grpc_name(one), who)
+            return one
+
+        def waiting() -> int:
+            return connections.waiting(watched)[packed(HERE)]
+
+        hers = [call(eve) for _ in range(MOST_OF_HOLDER + 2)]
+        call(ann)
+        assert waiting() == 2
+        call(token)
+        assert waiting() == 3
+        hers[0].close()
+        server.accept()[0].close()
+        assert waiting() == 2
+        revoked.add(eve)
+        assert waiting() == MOST_OF_HOLDER + 2
 
 
 def test_a_crowd_that_makes_no_call_shuts_its_own_door_alone(tmp_path: Path) -> None:
