@@ -54,6 +54,7 @@ def _wanted(state: ClusterState, job: Job) -> Wanted:
     return Wanted(
         job_id=job.id,
         slots=state.worker_slots(job),
+        torch=state.required_torch(job),
         made=job.made,
         losses=job.losses,
         on_the_way=job.on_the_way,
@@ -90,7 +91,7 @@ def _set(
     attempt = save = 0
     if wanted is not None:
         job = state.jobs[wanted.job_id]
-        candidate = state.is_candidate(node, job, wanted.slots)
+        candidate = state.is_candidate(node, job, wanted.slots, wanted.torch)
         if candidate or (member and cordon.moves_off(node)):
             job_id = job.id
             if member:

@@ -1,14 +1,12 @@
 """Rules about nodes that cannot take part in the job, which the job must not suffer from.
 
 What a process reports that has had no part in a step, while others have, counts against its node
-alone. So does reading other data than the rest, or having another torch. Such a node is left out
-until it registers anew.
+alone. So does reading other data than the rest. Such a node is left out until it registers anew.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 
-from oobleck.master import versions
 from oobleck.master.decision import Decision, Look
 from oobleck.master.job import Job
 from oobleck.master.node import Node
@@ -30,11 +28,7 @@ def leave_out(look: Look) -> Decision | None:
     state, job = look.state, look.state.job
     if job is None:
         return None
-    torch = versions.torch_for(state, job) if job.made is not None else ""
-    found = [
-        (node, _reason(state, job, node) or versions.why_not(node, torch))
-        for node in state.candidates(job)
-    ]
+    found = [(node, _reason(state, job, node)) for node in state.candidates(job)]
     out = tuple(left_out(job, node, reason) for node, reason in found if reason)
     if not out:
         return None

@@ -1,7 +1,7 @@
 """From a plan to the fact that it was made: its processes, rendezvous, and what it answers."""
 
 from oobleck.host.messages import Rendezvous
-from oobleck.master import holders, versions
+from oobleck.master import holders
 from oobleck.master.decision import Look
 from oobleck.master.ending import transition
 from oobleck.master.job import Job
@@ -102,7 +102,7 @@ def _data(state: ClusterState, job: Job, plan: Plan) -> str:
 
 
 def _torch(state: ClusterState, plan: Plan) -> str:
-    found = {versions.torch_of(state.nodes[node]) for node in plan.nodes} - {""}
+    found = {state.nodes[node].torch for node in plan.nodes} - {""}
     return found.pop() if len(found) == 1 else ""
 
 

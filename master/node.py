@@ -8,6 +8,7 @@ jobs other than by name.
 from dataclasses import dataclass, field
 from typing import Literal
 
+from oobleck.host.versions import series
 from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.proto.types import Assignment, NodeFacts, NodeStatus
 
@@ -112,6 +113,16 @@ class Node:
     failures: Failures = Failures()
     desired: Desired = Desired()
     seen: NodeSeen
+
+    @property
+    def torch(self) -> str:
+        """The series of its torch; empty: its agent does not tell."""
+        return series(self.facts.versions.torch)
+
+    def goes_with(self, torch: str) -> bool:
+        """Whether it can be beside nodes with that series (empty: any). An agent that does not tell
+        what it has is taken for one that has the same."""
+        return not torch or self.torch in ("", torch)
 
     @property
     def connected(self) -> bool:

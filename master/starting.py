@@ -19,11 +19,10 @@ def start(look: Look) -> Decision | None:
     state, job = look.state, look.state.job
     if job is None or job.made is not None:
         return None
-    candidates, odd = versions.alike(state, job)
+    candidates, _ = versions.alike(state, job)
     ready, unlike = fitness.like_data(
         state, [node for node in candidates if state.is_ready(node, job)]
     )
-    others = [*odd, *((node, fitness.OTHER_DATA) for node in unlike)]
     timeout_s = look.timing.start_timeout_s
     pending: list[Node] = []
     given_up: list[Node] = []
@@ -49,14 +48,14 @@ def start(look: Look) -> Decision | None:
         if given_up and (start := _still_starting(look, job, [*ready, *pending], given_up)):
             return start
         late = f"not ready after {timeout_s:g} s: {names(given_up)}"
-        why_not = dict.fromkeys(why for _, why in others)
-        more = (f"{names(n for n, why in others if why == each)}: {each}" for each in why_not)
-        return wait(state, job, infeasible, *([late] if given_up else []), *more)
+        odd = f"{names(unlike)}: {fitness.OTHER_DATA}"
+        more = [*([late] if given_up else []), *([odd] if unlike else [])]
+        return wait(state, job, infeasible, *more)
     reason = f"{count(len(ready), 'node')} {'is' if len(ready) == 1 else 'are'} ready"
     if idle := planning.idle_slots(plan, ready[0].facts.worker_slots):
         reason += f"; {idle}"
     event = plan_made(look, job, plan, boundary=False, cause="start", rule="start", reason=reason)
-    out = [fitness.left_out(job, node, why) for node, why in others]
+    out = [fitness.left_out(job, node, fitness.OTHER_DATA) for node in unlike]
     return Decision(actions=(*out, event), reason=reason)
 
 

@@ -28,6 +28,7 @@ class Wanted:
 
     job_id: JobId
     slots: int | None
+    torch: str
     made: PlanMade | None
     losses: tuple[Loss, ...]
     on_the_way: bool
@@ -41,6 +42,7 @@ class Wanted:
             other is not None
             and self.job_id == other.job_id
             and self.slots == other.slots
+            and self.torch == other.torch
             and self.made is other.made
             and self.on_the_way == other.on_the_way
             and self.measuring is other.measuring
@@ -81,14 +83,45 @@ class ClusterState:
         counts = Counter(n.facts.worker_slots for n in self.nodes.values() if n.registered)
         return max(counts, key=lambda slots: (counts[slots], slots)) if counts else None
 
+    def common_torch(self, job: Job) -> str:
+        """The series of torch that a plan of the job may use: the newest plan's while any node that
+        could take part has it, else what most of those have (of equally many, what the first one
+        has); empty: any will do. A member that is to be drained still takes part."""
+        if job.spec.allow_mixed_versions:
+            return ""
+        slots, series = self.worker_slots(job), job.made.torch if job.made is not None else ""
+        here = (
+            node
+            for name, node in self.nodes.items()
+            if job.has_member(name) or self._is_fit(node, job, slots)
+        )
+        if series and any(node.torch == series for node in here):
+            return series
+        counts = Counter(node.torch for node in self.fit(job) if node.torch)
+        return counts.most_common(1)[0][0] if counts else ""
+
+    def required_torch(self, job: Job) -> str:
+        """What a node must have to get work of the job. Before the first plan, which chooses, nodes
+        of all series get ready."""
+        return self.common_torch(job) if job.made is not None else ""
+
     def candidates(self, job: Job) -> list[Node]:
         """Nodes that may get work of the job, by name."""
+        torch = self.required_torch(job)
+        return [node for node in self.fit(job) if node.goes_with(torch)]
+
+    def fit(self, job: Job) -> list[Node]:
+        """Nodes that could take part in the job, whatever their torch is, by name."""
         slots = self.worker_slots(job)
         nodes = (node for _, node in sorted(self.nodes.items()))
-        return [node for node in nodes if self.is_candidate(node, job, slots)]
+        return [node for node in nodes if self._is_fit(node, job, slots)]
 
-    def is_candidate(self, node: Node, job: Job, slots: int | None) -> bool:
-        """Whether the node may get work of the job, which has `slots` workers per node."""
+    def is_candidate(self, node: Node, job: Job, slots: int | None, torch: str) -> bool:
+        """Whether the node may get work of the job, which has `slots` workers per node and that
+        series of torch."""
+        return self._is_fit(node, job, slots) and node.goes_with(torch)
+
+    def _is_fit(self, node: Node, job: Job, slots: int | None) -> bool:
         return (
             node.registered
             and not node.stale_workers

@@ -5,49 +5,30 @@ Another series may compute other numbers, and a checkpoint or a layer may not me
 Pure. Must not know how a node is left out.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from oobleck.host.versions import Differences, differences, series
+from oobleck.host.versions import Differences, differences
 from oobleck.master.job import Job
 from oobleck.master.node import Node
 from oobleck.master.state import ClusterState
 from oobleck.planner.ids import NodeName
 
 
-def torch_of(node: Node) -> str:
-    return series(node.facts.versions.torch)
-
-
-def torch_for(state: ClusterState, job: Job) -> str:
-    """The series that the job's nodes must have: its plan's while any node has that, else what most
-    candidates have (of equally many, what the first one has); empty: any will do."""
-    if job.spec.allow_mixed_versions:
-        return ""
-    if job.made is not None and job.made.torch:
-        registered = (node for node in state.nodes.values() if node.registered)
-        here = (node for node in registered if node.facts.node not in job.left_out)
-        if any(torch_of(node) == job.made.torch for node in here):
-            return job.made.torch
-    counts = Counter(torch for node in state.candidates(job) if (torch := torch_of(node)))
-    return counts.most_common(1)[0][0] if counts else ""
-
-
 def why_not(node: Node, torch: str) -> str:
-    """Why the node cannot be beside nodes with that series; empty: it can. An agent that does not
-    tell what it has is taken for one that has the same."""
-    if not torch or torch_of(node) in ("", torch):
+    """Why the node cannot be beside nodes with that series; empty: it can."""
+    if node.goes_with(torch):
         return ""
     return (
-        f"torch {torch_of(node)}, where the job's other nodes have {torch}: install the same, or "
+        f"torch {node.torch}, where the job's other nodes have {torch}: install the same, or "
         "give the job allow_mixed_versions: true"
     )
 
 
 def alike(state: ClusterState, job: Job) -> tuple[list[Node], list[tuple[Node, str]]]:
-    """The candidates that can be beside each other, and the others with the reason."""
-    torch = torch_for(state, job)
-    found = [(node, why_not(node, torch)) for node in state.candidates(job)]
+    """Of the nodes that could take part in the job, those that can be beside each other, and the
+    others with the reason."""
+    torch = state.common_torch(job)
+    found = [(node, why_not(node, torch)) for node in state.fit(job)]
     return [node for node, why in found if not why], [(node, why) for node, why in found if why]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
 from oobleck.host.messages import StepRecord
-from oobleck.master import meetings, planning, turns
+from oobleck.master import meetings, planning, turns, versions
 from oobleck.master.config import MasterConfig
 from oobleck.master.cordon import is_quarantined
 from oobleck.master.incidentrecord import headline_of
@@ -249,6 +249,8 @@ def _node_reason(state: ClusterState, node: Node, now: float) -> str:
     if job.made is None:
         return ""
     if not job.has_member(facts.node):
+        if why := versions.why_not(node, state.required_torch(job)):
+            return f"cannot join the job: {why}"
         if state.is_ready(node, job):
             return "ready to join the job"
         return "its workers start, to join the job"

@@ -5,7 +5,7 @@ Where its state is gone for good nothing is worth the wait: it fails.
 
 from collections.abc import Iterable
 
-from oobleck.master import holders
+from oobleck.master import holders, versions
 from oobleck.master.decision import Decision, Look
 from oobleck.master.ending import transition
 from oobleck.master.job import Job
@@ -14,6 +14,7 @@ from oobleck.master.node import Node
 from oobleck.master.sightings import carried
 from oobleck.master.state import ClusterState
 from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.ids import NodeName
 from oobleck.planner.units import count, listed
 
 _BACK = "put that right, and 'oobleck node undrain NODE' takes a node back"
@@ -24,7 +25,8 @@ def names(nodes: Iterable[Node]) -> str:
 
 
 def wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) -> Decision:
-    out = [f"{node} is left out: {why}" for node, why in sorted(job.left_out.items())]
+    out = _left_out(sorted(job.left_out.items()))
+    odd = _left_out((node.facts.node, why) for node, why in versions.alike(state, job)[1])
     slots = state.worker_slots(job) or 0
     connected = [node for node in state.nodes.values() if node.connected]
     others = [node for node in connected if node.facts.worker_slots != slots]
@@ -38,6 +40,7 @@ def wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) 
         *more,
         *([idle] if others else []),
         *([undrain] if drained else []),
+        *odd,
         *out,
         *([_BACK] if out else []),
     )
@@ -45,6 +48,17 @@ def wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) 
     if job.state == "waiting for nodes" and job.reason == reason:
         return Decision(reason=reason)
     return Decision(actions=(JobWaiting(job_id=job.id, causes=causes),), reason=reason)
+
+
+def _left_out(nodes: Iterable[tuple[NodeName, str]]) -> list[str]:
+    """Each reason once, with all that it keeps out."""
+    by_reason: dict[str, list[NodeName]] = {}
+    for node, why in nodes:
+        by_reason.setdefault(why, []).append(node)
+    return [
+        f"{listed(found)} {'is' if len(found) == 1 else 'are'} left out: {why}"
+        for why, found in by_reason.items()
+    ]
 
 
 def give_up_lost(look: Look, job: Job) -> Decision | None:

@@ -107,7 +107,8 @@ def test_ctrl_c_of_an_agent_is_known_at_once(small_cluster: LocalCluster, text: 
     os.kill(cluster.agents.pop("n3"), signal.SIGINT)
     cluster.wait(lambda: bool(cluster.events(job_id, "node_lost")), "the loss")
     (lost,) = cluster.events(job_id, "node_lost")
-    assert (lost["node"], lost["cause"], lost["detect_s"]) == ("n3", "left", 0.0)
+    assert (lost["node"], lost["cause"]) == ("n3", "left")
+    assert lost["detect_s"] < 1.0, "no lease was waited for"
     go_on(cluster, job_id)
 
 
@@ -122,9 +123,10 @@ def test_a_node_with_another_torch_stays_out_and_is_told(
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.13.0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     cluster.start_node("n4")
-    cluster.wait(lambda: bool(cluster.events(job_id, "node_left_out")), "n4 left out")
-    (out,) = cluster.events(job_id, "node_left_out")
-    assert (out["node"], out["reason"].partition(",")[0]) == ("n4", "torch 1.13")
+    left_out = "cannot join the job: torch 1.13, "
+    cluster.wait(
+        lambda: cluster.nodes().get("n4", {}).get("reason", "").startswith(left_out), "n4 left out"
+    )
     assert cluster.nodes()["n4"]["versions"]["torch"] == "1.13.0"
     assert "versions differ: torch 1.13.0 on n4, 2." in cluster.oobleck("nodes").stdout
     go_on(cluster, job_id)

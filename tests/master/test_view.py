@@ -182,6 +182,16 @@ def test_a_node_that_is_left_out_is_told_how_to_come_back() -> None:
     )
 
 
+def test_a_node_with_another_torch_is_told_what_to_install() -> None:
+    player = Player()
+    start = "0.0 register n1@2.13.0\n0.0 submit demo f=0 min_nodes=1\n0.5 ready n1\n"
+    player.play(start + "1.0 register n2@2.14.0\n")
+    assert node_info(player.state, player.state.nodes[NodeName("n2")], 3.0).reason == (
+        "cannot join the job: torch 2.14, where the job's other nodes have 2.13: install the same, "
+        "or give the job allow_mixed_versions: true"
+    )
+
+
 def test_workers_that_cannot_meet_are_told_with_the_time_of_their_next_meeting() -> None:
     player = Player()
     player.play(START + "1.0 steps 1 5 1\n10.0 peer_lost n1/0 1\n")
