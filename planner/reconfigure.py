@@ -7,8 +7,10 @@ counts, in this order:
 1. lost guarantees: as many pipelines as f asks for, as far as the nodes allow it, and no idle node;
 2. step time, with the time that state takes to move spread over the steps until the next loss;
    candidates within a band of the best are equal;
-3. bytes of state that move (`oobleck.planner.placement`);
-4. the paper's order of rules: reinstantiate, borrow, merge, then sizes chosen anew.
+3. where no node is lost, the most pipelines, which survive more losses; after a loss the job waits
+   for its state, so bytes come first;
+4. bytes of state that move (`oobleck.planner.placement`);
+5. the paper's order of rules: reinstantiate, borrow, merge, then sizes chosen anew.
 
 Owns the choice. Must not know who holds what in truth: `oobleck.planner.transfer` finds out
 whether all layers are still there.
@@ -220,8 +222,8 @@ def _least_cost(
     templates: Templates,
     profile: Profile,
 ) -> tuple[Change, Seats]:
-    """The change of least step time and transfer; of those that tie, of the fewest bytes, and of
-    those the first."""
+    """The change of least step time and transfer; of those that tie, where no node is lost, of the
+    most pipelines; of those of the fewest bytes, and of those the first."""
     fastest = min(time for time, _ in timed)
     state_bytes = [layer.state_bytes for layer in profile.layers]
     rate = profile.links.inter_node_bytes_per_s
@@ -236,6 +238,9 @@ def _least_cost(
         least = min(least, cost)
         ways.append((cost, seats.moved_bytes, number, change, seats))
     tied = [way for way in ways if way[0] <= least + TIE]
+    if alive.issuperset(plan.nodes):
+        most = max(len(change.slots) for *_, change, _ in tied)
+        tied = [way for way in tied if len(way[3].slots) == most]
     *_, best, seats = min(tied, key=lambda way: way[1:3])
     return best, seats
 

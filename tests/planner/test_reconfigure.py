@@ -173,6 +173,29 @@ def test_a_node_that_comes_back_brings_the_old_shape_back(profile: Profile) -> N
     assert len(kept) == 1
 
 
+@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("lost", [1, 2])
+def test_nodes_that_come_back_let_the_job_lose_as_many_as_before(
+    lost: int, one_by_one: bool
+) -> None:
+    """Three pipelines where f = 1 asks for two: of plans as fast, the one that can lose more."""
+    profile = profile_of([1.0] * 4)
+    templates = generate_templates(profile, range(1, 4))
+    first = instantiate(
+        templates,
+        names(3),
+        profile=profile,
+        microbatches=8,
+        min_pipelines=2,
+        generation=Generation(1),
+    )
+    away = ("n0", "n1")[:lost]
+    plan = after(first, profile, templates, lose=away).plan
+    for join in [(name,) for name in away] if one_by_one else [away]:
+        plan = after(plan, profile, templates, join=join).plan
+    assert can_lose(plan) == can_lose(first) == 2
+
+
 def test_the_same_nodes_keep_their_placement(profile: Profile) -> None:
     templates = generate_templates(profile, range(2, 4))
     plan = plan_of(templates, 3, 2)
