@@ -3,6 +3,8 @@
 Owns the types and their checks; `oobleck.planner.jobfile` reads them from a file's text.
 """
 
+import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -10,6 +12,7 @@ from oobleck.planner.families import Objective, decode_config, family_of
 from oobleck.planner.ids import check_name
 from oobleck.planner.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.plan import Schedule
+from oobleck.planner.redact import redact
 
 Precision = Literal["fp32", "bf16", "fp64"]
 Recompute = Literal["none", "layer"]
@@ -17,6 +20,23 @@ OnStateLost = Literal["fail", "restart"]
 TransportName = Literal["auto", "gloo"]
 #: Of a checkpoint's place, so that its name behind it still fits into a line of the wire.
 _MOST_PATH = 900
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def url_refusal(place: str) -> str:
+    """What is wrong with a path that is a URL; empty: it is none."""
+    if not _URL.match(place):
+        return ""
+    return (
+        f"{redact(place)}: URLs are not supported yet here; give a path that is the same on all "
+        "nodes, on disks of their own or a shared one"
+    )
+
+
+def _no_urls(name: str, places: Iterable[str | None]) -> None:
+    for place in places:
+        if place is not None and (why := url_refusal(place)):
+            raise ValueError(f"{name}: {why}")
 
 
 def _at_least(owner: object, minimum: float, *fields: str) -> None:
@@ -62,6 +82,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         _at_least(self, 1, "layers", "hidden", "heads", "sequence_length")
         _at_least(self, 2, "vocabulary")
+        _no_urls("weights", [self.weights])
         _at_most(self, layers=512, hidden=1 << 18, sequence_length=1 << 22, vocabulary=1 << 24)
         if self.hidden % self.heads:
             raise ValueError(
@@ -126,6 +147,9 @@ class DataSpec:
     def __post_init__(self) -> None:
         if bool(self.text) == (self.tokens is not None):
             raise ValueError("data: give exactly one of text (paths or globs) and tokens (a file)")
+        _no_urls("text", self.text)
+        for name in ("tokens", "tokenizer", "cache"):
+            _no_urls(name, [getattr(self, name)])
         for name in ("tokenizer", "separator", "cache"):
             if self.tokens is not None and getattr(self, name) is not None:
                 raise ValueError(
@@ -287,6 +311,7 @@ class JobSpec:
         check_name(self.name, "job")
         if not self.profile.strip():
             raise ValueError("profile: is empty; give measure, estimate or a profile file's path")
+        _no_urls("output", [self.output])
         _at_least(self, 0, "fault_tolerance")
         if self.resources.min_nodes_per_pipeline > self.model.layer_count:
             raise ValueError(

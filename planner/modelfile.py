@@ -22,7 +22,7 @@ from oobleck.planner.families import (
     encode_config,
     family_of,
 )
-from oobleck.planner.job import ModelSpec
+from oobleck.planner.job import ModelSpec, url_refusal
 from oobleck.planner.presets import PRESETS, Preset
 
 #: The text of a file that the job names; raises InvalidJob with what is wrong with the file.
@@ -142,6 +142,8 @@ class _Model:
                 )
             return self._read_config("config", value.content)
         weights = self._text("weights")
+        if why := url_refusal(weights or ""):
+            raise self._wrong("weights", why)
         built_in = self._text("kind") == "gpt"
         if weights is not None and "preset" not in self._entries and not built_in:
             return self._read_config("weights", str(PurePosixPath(weights) / "config.json"))

@@ -185,6 +185,25 @@ def refusal(text: str, *overrides: str) -> str:
         ("64MiB", "0", "job.yaml:12: resources.memory_per_worker: 0 is too small"),
         ('["path/or/glob"]', "[1]", "job.yaml:3: data.text[0] must be a text, not 1"),
         ('["path/or/glob"]', "[]", "job.yaml:3: data: give exactly one of text"),
+        (
+            "path/or/glob",
+            "s3://key:secret@store/corpus/*.txt",
+            "job.yaml:3: data.text: s3://***@store/corpus/*.txt: URLs are not supported yet here; "
+            "give a path that is the same on all nodes",
+        ),
+        ('text: ["path/or/glob"]', "tokens: https://h/t.bin", "data.tokens: https://h/t.bin: URLs"),
+        ('glob"]}', 'glob"], tokenizer: "hf://t"}', "job.yaml:3: data.tokenizer: hf://t: URLs are"),
+        (
+            "fault_tolerance",
+            "evaluation: {every: 5, data: {text: 'gs://b/x'}}\nfault_tolerance",
+            "job.yaml:10: evaluation.data.text: gs://b/x: URLs are not supported yet here",
+        ),
+        (
+            "fault_tolerance",
+            "output: s3://b/w\nfault_tolerance",
+            "job.yaml:10: output: s3://b/w: U",
+        ),
+        ("kind: gpt, layers: 8", "weights: s3://b/w", "job.yaml:2: model.weights: s3://b/w: URLs"),
         ("fault_tolerance: 1", "fault_tolerance: 16", "job.yaml:6: training.global_batch: 32 samp"),
         (
             "fault_tolerance: 1",
