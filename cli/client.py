@@ -93,12 +93,13 @@ class Master:
 
     def submit(
         self, job: str, request_id: str, *, profile: str = "", profile_only: bool = False
-    ) -> str:
-        """The job's id. `profile`: text of the profile file that the job names."""
+    ) -> pb.SubmitReply:
+        """`profile`: text of the profile file that the job names."""
         request = pb.SubmitRequest(
             request_id=request_id, job=job, profile=profile, profile_only=profile_only
         )
-        return str(self._change(self._stub.Submit, request).job_id)
+        reply: pb.SubmitReply = self._change(self._stub.Submit, request)
+        return reply
 
     def jobs(self) -> list[pb.JobStatus]:
         return list(self._heard(self._ask(self._stub.ListJobs, pb.ListJobsRequest())).jobs)

@@ -202,7 +202,7 @@ def _measure(connection: "Master", job: "JobSpec", *, patience_s: float) -> str:
     """The profile's text. Whatever ends this before the measurement has ended calls it off."""
     from oobleck.planner.jobfile import format_job
 
-    job_id = connection.submit(format_job(job), secrets.token_hex(16), profile_only=True)
+    job_id = connection.submit(format_job(job), secrets.token_hex(16), profile_only=True).job_id
     done = False
     try:
         text = _await_profile(connection, job_id, patience_s)

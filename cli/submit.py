@@ -45,9 +45,11 @@ def submit(job_file: Path, overrides: tuple[str, ...], following: bool, master: 
         if all_here(connection.nodes()):
             check_inputs(job)
             check_checkpoints(job)
-        job_id = connection.submit(format_job(job), secrets.token_hex(16), profile=profile)
-        click.echo(job_id)
-        return _follow(connection, job_id) if following else 0
+        reply = connection.submit(format_job(job), secrets.token_hex(16), profile=profile)
+        click.echo(reply.job_id)
+        if reply.warning:
+            click.echo(inline(f"oobleck: warning: {reply.warning}"), err=True)
+        return _follow(connection, reply.job_id) if following else 0
 
 
 def _follow(connection: object, job_id: str) -> int:

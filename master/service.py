@@ -20,6 +20,7 @@ from oobleck.master.limits import MOST_DETAILS
 from oobleck.master.logs import Line
 from oobleck.master.loop import Master
 from oobleck.master.requests import Requests
+from oobleck.master.starting import shortfall
 from oobleck.master.timelines import NotRecorded
 from oobleck.master.view import job_status, node_info
 from oobleck.planner.ids import JobId, NodeName, WorkerId
@@ -74,7 +75,9 @@ class OperatorService(rpc.OperatorServicer):
         job_id = await self._requests(context).submit(
             request.request_id, spec, profile=profile, profile_only=request.profile_only
         )
-        return pb.SubmitReply(job_id=job_id)
+        job = self._master.state.jobs.get(job_id)  # one that has ended may be forgotten
+        warning = "" if job is None else shortfall(self._master.state, job)
+        return pb.SubmitReply(job_id=job_id, warning=warning)
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsReply:
         jobs = self._master.state.jobs.values()

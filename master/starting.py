@@ -5,10 +5,11 @@ Nodes get ready for a job before it has a plan. Must not know later plans.
 
 from oobleck.master import fitness, planning, profiling, versions
 from oobleck.master.decision import Decision, Look
-from oobleck.master.job import Job
+from oobleck.master.job import ENDED, Job
 from oobleck.master.jobevents import JobFailed, JobStarted
 from oobleck.master.making import next_generation, plan_made
 from oobleck.master.node import Node
+from oobleck.master.state import ClusterState
 from oobleck.master.waiting import names, wait
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.units import count
@@ -57,6 +58,19 @@ def start(look: Look) -> Decision | None:
     event = plan_made(look, job, plan, boundary=False, cause="start", rule="start", reason=reason)
     out = [fitness.left_out(job, node, fitness.OTHER_DATA) for node in unlike]
     return Decision(actions=(*out, event), reason=reason)
+
+
+def shortfall(state: ClusterState, job: Job) -> str:
+    """What the cluster lacks for a job that has no plan yet; empty: nothing that is known."""
+    if job.made is not None or job.state in ENDED:
+        return ""
+    nodes = state.candidates(job)
+    try:
+        _check_enough(job, nodes)
+    except PlanInfeasible as infeasible:
+        causes = "; ".join(infeasible.causes)
+        return causes if planning.never_fits(job, nodes) else f"{causes}; the job waits until then"
+    return ""
 
 
 def get_ready(look: Look, job: Job) -> Decision | None:

@@ -575,10 +575,12 @@ class ProfileReply(_message.Message):
     def __init__(self, profile: _Optional[str] = ..., key: _Optional[str] = ...) -> None: ...
 
 class SubmitReply(_message.Message):
-    __slots__ = ("job_id",)
+    __slots__ = ("job_id", "warning")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    WARNING_FIELD_NUMBER: _ClassVar[int]
     job_id: str
-    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
+    warning: str
+    def __init__(self, job_id: _Optional[str] = ..., warning: _Optional[str] = ...) -> None: ...
 
 class JobRequest(_message.Message):
     __slots__ = ("job_id",)

@@ -125,6 +125,18 @@ def test_data_that_only_the_nodes_have(
     assert (result.returncode, result.stdout) == (0, "demo-1\n"), result
 
 
+def test_a_job_that_is_too_large_is_taken_with_a_warning(
+    cluster: str, job_file: Callable[..., Path]
+) -> None:
+    path = str(job_file(extra="fault_tolerance: 3\n"))
+    result = run("submit", path, "--master", cluster)
+    assert (result.returncode, result.stdout) == (0, "demo-1\n"), result
+    assert result.stderr.startswith("oobleck: warning: needs 4 nodes: fault_tolerance 3 and ")
+    assert result.stderr.endswith(
+        "2 are live; add 2 nodes or lower fault_tolerance to 1; the job waits until then\n"
+    )
+
+
 def test_a_node_that_is_forgotten_while_its_drain_is_waited_for_is_told_of() -> None:
     class Cluster:
         def nodes(self) -> list[object]:

@@ -38,7 +38,7 @@ def test_a_master_that_dies_with_the_answer_has_one_job(
     starting.start()
     try:
         with client.Master(address) as master:
-            assert master.submit(_JOB, "the-request") == "demo-1"
+            assert master.submit(_JOB, "the-request").job_id == "demo-1"
             starting.join()
             assert len(second) == 1, "the first master has answered"
             assert [job.job_id for job in master.jobs()] == ["demo-1"]

@@ -265,6 +265,7 @@ def test_a_request_that_is_repeated_gives_the_same_job_and_jobs_queue(tmp_path: 
             again = await control.Submit(pb.SubmitRequest(request_id="a", job=job_text()))
             other = await control.Submit(pb.SubmitRequest(request_id="b", job=job_text()))
             assert (first.job_id, again.job_id, other.job_id) == ("demo-1", "demo-1", "demo-2")
+            assert first.warning.startswith("no node is ready; start oobleck-agent")
             jobs = (await control.ListJobs(pb.ListJobsRequest())).jobs
             assert [job.state for job in jobs] == ["waiting for nodes", "queued"]
             assert jobs[0].reason.startswith("no node is ready")

@@ -9,6 +9,7 @@ from scenario import UNIX, Player
 
 from oobleck.host.detection import Detection
 from oobleck.master.config import MasterConfig
+from oobleck.master.starting import shortfall
 from oobleck.master.view import job_status, node_info
 from oobleck.planner.compile import compile_programs
 from oobleck.planner.estimate import estimate_profile
@@ -33,6 +34,20 @@ def test_a_job_that_does_not_move_has_no_speed() -> None:
     status = job_status(player.state, job, CONFIG, 3.2)
     assert (status.tokens_per_s, status.eta_s) == (0.0, 0.0)
     assert status.last_step_age_s == pytest.approx(2.1)
+
+
+def test_what_the_cluster_lacks_for_a_job_is_told_until_it_starts() -> None:
+    player = Player()
+    player.play("0.0 register n1 n2\n0.0 submit demo\n")
+    (large,) = player.state.jobs.values()
+    assert shortfall(player.state, large) == (
+        "needs 4 nodes: fault_tolerance 1 and pipelines of at least 2 nodes; 2 are live; add 2 "
+        "nodes or lower fault_tolerance to 0; the job waits until then"
+    )
+    player.play("0.2 register n3 n4\n")
+    assert shortfall(player.state, large) == ""
+    player.play("0.5 ready n1 n2 n3 n4\n0.7 enter 1 n1 n2 n3 n4\n1.0 close n3\n9.0 look\n")
+    assert shortfall(player.state, large) == "", "a started one says itself what it waits for"
 
 
 def test_steps_that_are_done_again_are_told_until_the_last_of_them() -> None:
