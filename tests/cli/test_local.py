@@ -101,8 +101,8 @@ def test_an_agent_that_dies_is_started_again_with_its_flags(local: Local) -> Non
     os.kill(dead["n2"], signal.SIGKILL)
     local.until(r"agent n2 \(pid \d+\) was killed by SIGKILL; it is started again in 2 s")
     again = int(local.until(r"agent n2 pid (\d+)")[1])
-    assert psutil.Process(again).cmdline() == command
     wait_for_nodes(address, {"n1": dead["n1"], "n2": again})
+    assert psutil.Process(again).cmdline() == command
 
 
 def test_who_keeps_dying_is_started_again_later_each_time() -> None:

@@ -35,10 +35,9 @@ def rows(text: str) -> dict[str, tuple[float, ...]]:
 
 
 def differing() -> dict[str, tuple[float, ...]]:
-    """The fields in which the modes differ."""
-    found = {
-        f.name: tuple(getattr(DETECTIONS[m], f.name) for m in MODES) for f in fields(Detection)
-    }
+    """The spans in which the modes differ; one of them follows from others."""
+    names = (*(field.name for field in fields(Detection)), "silence_s")
+    found = {name: tuple(getattr(DETECTIONS[m], name) for m in MODES) for name in names}
     return {name: values for name, values in found.items() if len(set(values)) > 1}
 
 
