@@ -42,6 +42,10 @@ ROOT = (
     "the agent runs as root, and its workers too: jobs can read and write whatever root can; start "
     "it as a user of its own, as deploy/oobleck-agent.service does"
 )
+WITHHELD = (
+    "variables of the agent's environment are not passed to workers; --pass-env NAME names those "
+    "that they need"
+)
 
 EPILOG = """SIGTERM drains the node: its work moves to others, then the agent ends, within seconds
 where no master is there to move it. SIGINT, SIGHUP, or a second SIGTERM, ends it at once. Exit
@@ -243,7 +247,9 @@ def agent(
             check_own_address(address)
         token = read_join_token(token_file)
         more = read_patterns(pass_env)
-        environment = {**worker_environment(device), **passed_on(os.environ, more)}
+        passed = passed_on(os.environ, more)
+        withheld = len(os.environ) - len(passed)
+        environment = {**worker_environment(device), **passed}
         gpus = find_gpus(environment) if device == "cuda" else ()
         config = AgentConfig(
             master=master,
@@ -271,6 +277,8 @@ def agent(
     except ValueError as error:
         raise command.CommandFailed(str(error), 2) from error
     log.configure()
+    if withheld:
+        logger.info(WITHHELD, extra={"variables": withheld})
     return asyncio.run(serve(config, holder, token))
 
 

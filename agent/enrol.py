@@ -47,7 +47,8 @@ _FINAL = (
 
 #: Where a join token may stand in the environment.
 TOKEN_VARIABLE = "OOBLECK_JOIN_TOKEN"
-
+#: Where operators' credentials are, for `oobleck`.
+OPERATOR_VARIABLE = "OOBLECK_CREDENTIALS"
 
 _ENDED = "the join token has ended (or the clock is wrong); make another with 'oobleck pki token'"
 
@@ -92,9 +93,15 @@ def choose_way(
         raise ValueError(
             f"--master {master}: the agent needs credentials, and {folder} has none that are "
             "valid; make a token with 'oobleck pki token --out FILE' and give it by "
-            f"--token-file FILE or {TOKEN_VARIABLE}"
+            f"--token-file FILE or {TOKEN_VARIABLE}{_hint()}"
         )
     return Holder(master=master, folder=folder, credentials=credentials)
+
+
+def _hint() -> str:
+    if OPERATOR_VARIABLE not in os.environ:
+        return ""
+    return f"; {OPERATOR_VARIABLE} is not read by agents: give --credentials DIR"
 
 
 def _is_newer(token: Credentials, credentials: Credentials) -> bool:

@@ -16,13 +16,18 @@ PASSED = (
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_*", "GLIBC_TUNABLES", "PYTHON*", "VIRTUAL_ENV"),
     # threads and devices
     *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "BLIS_*", "NUMEXPR_*", "ONEDNN_*"),
+    *("DNNL_*", "ATEN_CPU_CAPABILITY", "CUBLASLT_*", "NVSHMEM_*"),
     *("CUDA_*", "CUBLAS_*", "CUDNN_*", "NVIDIA_*", "TORCH*", "PYTORCH_*", "TRITON_*"),
+    # compilers of kernels
+    *("CC", "CXX", "CPATH", "LIBRARY_PATH"),
     # the network between workers
     *("NCCL_*", "GLOO_*", "UCX_*", "FI_*", "OFI_*", "IBV_*", "RES_OPTIONS", "LOCALDOMAIN"),
+    *("RDMAV_*", "UCC_*"),
     # models and tokenizers; not HF_TOKEN, since nothing is fetched
     *("HF_HOME", "HF_HUB_*", "HF_DATASETS_*", "TRANSFORMERS_*", "TOKENIZERS_*", "RAYON_*"),
     # checkpoints at a URL
     *("FSSPEC_*", "AWS_*", "GOOGLE_*", "GCSFS_*", "AZURE_*", "SSL_CERT_FILE", "SSL_CERT_DIR"),
+    *("STORAGE_EMULATOR_HOST", "CLOUDSDK_CONFIG"),
     *("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "http_proxy", "https_proxy", "no_proxy", "all_proxy"),
     *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY"),
 )

@@ -36,8 +36,9 @@ def installed() -> Versions:
 
 def _version(distribution: str) -> str:
     try:
-        return metadata.version(distribution)[:_MOST_CHARACTERS]
-    except metadata.PackageNotFoundError:
+        # Without a version in its metadata it is None, or a KeyError from Python 3.14 on.
+        return (metadata.version(distribution) or "")[:_MOST_CHARACTERS]
+    except (metadata.PackageNotFoundError, KeyError, ValueError, OSError):
         return ""
 
 

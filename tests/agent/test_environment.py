@@ -16,7 +16,11 @@ AGENT = [sys.executable, "-m", "oobleck.agent"]
 
 def test_workers_get_what_they_need_and_no_more() -> None:
     needed = dict.fromkeys(
-        ("PATH", "HOME", "LC_ALL", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG"), "x"
+        (
+            *("PATH", "HOME", "LC_ALL", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG"),
+            *("RDMAV_FORK_SAFE", "CC", "NVSHMEM_DEBUG", "UCC_TLS", "STORAGE_EMULATOR_HOST"),
+        ),
+        "x",
     )
     foreign = dict.fromkeys(
         ("OOBLECK_JOIN_TOKEN", "HF_TOKEN", "GITHUB_TOKEN", "DB_PASSWORD", "SSH_AUTH_SOCK"), "x"
@@ -57,5 +61,6 @@ def test_what_workers_are_forked_from_does_not_have_the_agents_secrets(tmp_path:
     finally:
         agent.terminate()
         assert agent.wait(PATIENCE_S) == 0
+    assert "not passed to workers; --pass-env NAME names those that they need" in log.read_text()
     told = "runs as root" in log.read_text()
     assert told == (os.geteuid() == 0), "who is root is told"

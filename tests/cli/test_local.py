@@ -105,6 +105,18 @@ def test_an_agent_that_dies_is_started_again_with_its_flags(local: Local) -> Non
     assert psutil.Process(again).cmdline() == command
 
 
+@pytest.mark.parametrize("local", [["--nodes", "1"]], indirect=True)
+def test_the_last_daemon_is_started_again_too(local: Local) -> None:
+    local.until("ready")
+    pids = local.daemons()
+    local.remember()
+    os.kill(pids["master"], signal.SIGKILL)
+    local.until(r"master \(pid \d+\) was killed by SIGKILL; training goes on .*")
+    os.kill(pids["n1"], signal.SIGKILL)
+    local.until(r"agent n1 \(pid \d+\) was killed by SIGKILL; it is started again in 2 s")
+    local.until(r"agent n1 pid \d+")
+
+
 def test_who_keeps_dying_is_started_again_later_each_time() -> None:
     assert [restart_pause_s(ends) for ends in (0, 1, 2, 3, 4, 5, 500)] == [2, 2, 4, 8, 16, 30, 30]
 

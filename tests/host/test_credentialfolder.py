@@ -84,6 +84,15 @@ def test_an_agent_takes_no_token_that_it_could_not_keep(tmp_path: Path) -> None:
     assert not (tmp_path / "n2").exists()
 
 
+def test_an_agent_says_that_it_does_not_read_the_operators_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OOBLECK_CREDENTIALS", str(tmp_path))
+    told = "OOBLECK_CREDENTIALS is not read by agents: give --credentials DIR"
+    with pytest.raises(ValueError, match=told):
+        choose_way("198.51.100.1:1", "n1", tmp_path / "n1", None, insecure=False)
+
+
 def test_an_authority_and_its_operator_are_never_written_over(tmp_path: Path) -> None:
     """Each of the folder's files alone tells that something is there that could be needed."""
     home = tmp_path / "pki"

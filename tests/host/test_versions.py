@@ -18,6 +18,17 @@ def test_what_is_installed_is_read_without_importing_it(
     assert installed().torch == "2.12.0"
 
 
+@pytest.mark.parametrize("text", [b"", b"Name: torch\n", b"Version: \xff\xfe\n"])
+def test_damaged_metadata_take_nobody_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes
+) -> None:
+    broken = tmp_path / "torch-1.0.dist-info"
+    broken.mkdir()
+    (broken / "METADATA").write_bytes(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert installed().torch == ""
+
+
 @pytest.mark.parametrize(
     ("version", "expected"), [("2.13.1+cpu", "2.13"), ("2.13", "2.13"), ("2", "2"), ("", "")]
 )
