@@ -70,7 +70,7 @@ class NetCluster(Cluster):
         self._fault_plan.write_text(json.dumps(list(fault_plan)))
         memory = psutil.virtual_memory().total // (nodes * workers_per_node)
         self._agent_options = (
-            "--workers",
+            "--workers-per-node",
             str(workers_per_node),
             "--memory-per-worker",
             f"{memory}",

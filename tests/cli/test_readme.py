@@ -8,7 +8,9 @@ its `every$` lines make; and `scp`, which here copies into the other machine's h
 import json
 import os
 import re
+import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +21,7 @@ from bench.client import BIN, read_lines
 from bench.network import Network, unusable
 from oobleck.host import pki
 from oobleck.host.credentials import read_credentials
-from support.waiting import until
+from support.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).parent.parent.parent
 SECTION = "### On real machines, by hand"
@@ -69,16 +71,22 @@ class Machine:
         )
 
     def type(self, line: str) -> str:
-        """What the line prints; where it starts a daemon, once that is up. It must succeed."""
+        """What the line prints; where it starts a daemon, once that is up. It must succeed, and in
+        time: at the deadline it is killed, with all else that this shell has started."""
         assert self._shell.stdin is not None
         assert self._shell.stdout is not None
         self._shell.stdin.write(f"{line}\ncode=$?; echo; echo {_END} $code\n")
         self._shell.stdin.flush()
+        deadline = threading.Timer(PATIENCE_S, os.killpg, (self._shell.pid, signal.SIGKILL))
+        deadline.start()
         told = ""
-        while _END not in told:
-            part = self._shell.stdout.readline()
-            assert part, told
-            told += part
+        try:
+            while _END not in told:
+                part = self._shell.stdout.readline()
+                assert part, f"{line}\n{told}has not ended after {PATIENCE_S:g} s, or its shell has"
+                told += part
+        finally:
+            deadline.cancel()
         assert told.endswith(f"{_END} 0\n"), f"{line}\n{told}"
         if line.endswith("&"):
             log = self.folder / line.split()[-3]
