@@ -1,0 +1,5 @@
+"""What this program costs, measured; each module says how it is run."""
+
+from oobleck.host import tls
+
+tls.refuse_older()

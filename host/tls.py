@@ -6,11 +6,18 @@ end. TLS 1.3 has ciphers of its own, which this leaves as they are.
 """
 
 import os
+import sys
 
 _CIPHERS = "GRPC_SSL_CIPHER_SUITES"
+_GRPC = "grpc._cython.cygrpc"
 _OF_RSA_KEYS = "ECDHE-RSA-AES256-GCM-SHA384"
 
 
 def refuse_older() -> None:
-    """Has an effect only before gRPC is loaded, which is when it reads the environment."""
+    """Raises RuntimeError where gRPC is loaded, which is when it reads the environment."""
+    if _GRPC in sys.modules and os.environ.get(_CIPHERS) != _OF_RSA_KEYS:
+        raise RuntimeError(
+            "gRPC was loaded before oobleck and would speak TLS 1.2; import oobleck's packages "
+            f"first, or start with {_CIPHERS}={_OF_RSA_KEYS}"
+        )
     os.environ[_CIPHERS] = _OF_RSA_KEYS

@@ -1,9 +1,12 @@
 """What tests compute on, and their order: those of whole clusters first, so that all processes end
-together."""
+together. gRPC, which many tests load, is told first which TLS it speaks."""
 
 import pytest
 
+from oobleck.host import tls
 from support import devices
+
+tls.refuse_older()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
