@@ -198,8 +198,8 @@ def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:
     "--token-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="A join token from 'oobleck pki token --out FILE', for the first start; it may also stand "
-    "in OOBLECK_JOIN_TOKEN.",
+    help="A join token from 'oobleck pki token --out FILE', in a regular file, not a pipe, for the "
+    "first start; it may also stand in OOBLECK_JOIN_TOKEN.",
 )
 @click.option(
     "--pass-env",

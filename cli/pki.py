@@ -172,7 +172,7 @@ def token(role: "Role", name: str, ttl: str, out: Path | None, master: Endpoint)
     "--token-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help=f"The token.  [default: what {TOKEN_VARIABLE} holds]",
+    help=f"The token, in a regular file, not a pipe.  [default: what {TOKEN_VARIABLE} holds]",
 )
 @click.option(
     "--credentials",
@@ -372,8 +372,6 @@ def _check_out(path: Path) -> None:
     if not path.exists():
         return
     try:
-        if not path.is_file():
-            raise ValueError("is no file")
         read_token(read_file(path).decode(errors="replace"))
     except ValueError as error:
         text = f"--out {path}: is there, and is no join token; name another file"

@@ -65,7 +65,10 @@ class Port:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Who was refused would stay so, with nobody to end it."""
         self._diag.close()
+        with contextlib.suppress(OSError):  # the sockets are closed
+            self.refuse(())
 
     def peers(self) -> list[Peer]:
         """Everyone who is connected, whether the connection is accepted or not. Raises OSError."""
@@ -86,7 +89,8 @@ class Port:
                 if kind == _ERROR:
                     (code,) = struct.unpack_from("=i", data, offset + _HEADER.size)
                     raise OSError(-code, os.strerror(-code))
-                yield _peer(data, offset + _HEADER.size)
+                if kind == _SOCK_DIAG_BY_FAMILY:
+                    yield _peer(data, offset + _HEADER.size)
                 offset += (length + 3) & ~3
 
     def refuse(self, networks: Collection[bytes]) -> None:

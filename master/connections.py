@@ -25,22 +25,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Connections of one source that wait: a thousand agents behind one address may come at once.
-MOST_OF_SOURCE = 1024
+#: Connections of one source that wait: two thousand agents behind one address may come at once.
+MOST_OF_SOURCE = 2048
 #: Of all sources; where they have more, each one's share is less.
 MOST_WAITING = 4096
 #: Connections of one holder of certificates that are proven: an agent has one, `oobleck` one each.
 MOST_OF_HOLDER = 64
-#: Sources that are refused at a time.
-MOST_REFUSED = 256
+#: Sources that are refused at a time: where net.core.optmem_max is 20 KiB, as older kernels have
+#: it, a filter of 128 IPv6 networks is too large.
+MOST_REFUSED = 100
 #: From the last time that a source had too many until it is let in again.
 REFUSED_S = 10.0
 #: Of an IPv6 address, the part that a host cannot choose.
 _NETWORK_BYTES = 8
 
 #: Between two looks at all connections, which takes 2 ms where they are a thousand. One more comes
-#: as soon as so many files have been opened since; kernels before 6.2 do not tell how many are.
+#: as soon as so many files have been opened since. Kernels before 6.2 do not tell how many are, so
+#: there all looks are as close as `_BLIND_LOOK_S`.
 _LOOK_S = 1.0
+_BLIND_LOOK_S = 0.2
 _GLANCE_S = 0.05
 _GROWTH = 256
 #: From a look that failed to the next.
@@ -130,7 +133,8 @@ class Connections:
         while True:
             await asyncio.sleep(_GLANCE_S)
             are_open = open_files()
-            if self._now() < looked_at + _LOOK_S and are_open < were_open + _GROWTH:
+            look_s = _LOOK_S if are_open else _BLIND_LOOK_S
+            if self._now() < looked_at + look_s and are_open < were_open + _GROWTH:
                 continue
             looked_at, were_open = self._now(), are_open
             # In a thread: with many it takes a while.
