@@ -48,7 +48,7 @@ class Listing:
 
 
 class Damaged(InvalidCheckpoint):
-    """A file is not what was written: whoever reads it finds the same, however often."""
+    """A file is not what was written, as far as whoever reads it here can tell."""
 
 
 def list_checkpoints(folder: Folder) -> Listing:
@@ -103,21 +103,25 @@ def read_layer(folder: Folder, file: LayerFile) -> bytes:
 
 def verify(folder: Folder, manifest: Manifest) -> dict[str, InvalidCheckpoint]:
     """Which files of a checkpoint are damaged or cannot be read, and how."""
-    bad: dict[str, InvalidCheckpoint] = {}
-    for file in manifest.files:
-        digest, size = hashlib.sha256(), 0
-        try:
-            for chunk in folder.chunks(file.name):
-                digest.update(chunk)
-                size += len(chunk)
-                if size > file.bytes:
-                    raise Damaged(f"{file.name}: has more than {file.bytes} bytes")
-            _check(file, size, digest.hexdigest())
-        except OSError as error:
-            bad[file.name] = _unreadable(file, error)
-        except Damaged as error:
-            bad[file.name] = error
-    return bad
+    found = {file.name: verify_layer(folder, file) for file in manifest.files}
+    return {name: problem for name, problem in found.items() if problem is not None}
+
+
+def verify_layer(folder: Folder, file: LayerFile) -> InvalidCheckpoint | None:
+    """None: the file is what was written. Keeps no more than a part of it in memory."""
+    digest, size = hashlib.sha256(), 0
+    try:
+        for chunk in folder.chunks(file.name):
+            digest.update(chunk)
+            size += len(chunk)
+            if size > file.bytes:
+                raise Damaged(f"{file.name}: has more than {file.bytes} bytes")
+        _check(file, size, digest.hexdigest())
+    except OSError as error:
+        return _unreadable(file, error)
+    except Damaged as error:
+        return error
+    return None
 
 
 def problem_of(error: InvalidCheckpoint) -> str:

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from oobleck.host.checkpoints import (
     list_checkpoints,
     problem_of,
     read_layer,
+    verify_layer,
 )
 from oobleck.host.folder import Folder, open_folder
 from oobleck.host.messages import Assign
@@ -83,6 +84,23 @@ def told_once(reasons: Iterable[tuple[NodeName, str]]) -> list[str]:
         if reason:
             nodes.setdefault(reason, set()).add(node)
     return [f"{reason} (on {listed(names)})" for reason, names in nodes.items()]
+
+
+def second_readers(
+    accused: Sequence[tuple[WorkerId, int | None]],
+) -> dict[int, WorkerId]:
+    """By layer whose file a worker finds damaged: the first worker on another node, who reads it
+    too. `accused`: by each worker at most one. What is wrong may be the node that reads; where all
+    workers are on one node, nobody can tell."""
+    found: dict[int, NodeName] = {}
+    for worker, layer in accused:
+        if layer is not None:
+            found.setdefault(layer, worker.node)
+    return {
+        layer: others[0]
+        for layer, node in found.items()
+        if (others := [worker for worker, _ in accused if worker.node != node])
+    }
 
 
 def _check_writable(folder: Folder) -> None:
@@ -241,31 +259,48 @@ class Restorer:
         transport: Transport,
     ) -> list[str]:
         """Load the layers from one checkpoint; why that is not possible, on any worker."""
-        reason = b""
+        told = torch.zeros(1 + _REASON_BYTES, dtype=torch.int64)
         try:
             self._load(folder, identity, step, shards)
         except InvalidCheckpoint as error:
             reason = f"step {step}: {error}".encode()[:_REASON_BYTES]
+            told[1 : 1 + len(reason)] = torch.tensor(list(reason))
             if isinstance(error, Damaged):
-                self._set_aside(folder, self._known[identity].name, error)
-        told = torch.zeros(_REASON_BYTES, dtype=torch.uint8)
-        told[: len(reason)] = torch.tensor(list(reason), dtype=torch.uint8)
+                told[0] = 1 + self._layer_of(identity, error)
+        rows = [row.tolist() for row in transport.all_gather(told)]
+        workers = assign.plan.workers
         reasons = told_once(
-            (worker.node, bytes(row.tolist()).rstrip(bytes(1)).decode(errors="replace"))
-            for worker, row in zip(assign.plan.workers, transport.all_gather(told), strict=True)
+            (worker.node, bytes(row[1:]).rstrip(bytes(1)).decode(errors="replace"))
+            for worker, row in zip(workers, rows, strict=True)
         )
         if reasons:
             self._state.keep_only(())
+        accused = [
+            (worker, row[0] - 1 if row[0] else None)
+            for worker, row in zip(workers, rows, strict=True)
+        ]
+        for layer, reader in second_readers(accused).items():
+            if reader == self._worker and identity in self._known:
+                self._confirm(folder, self._known[identity], layer)
         return reasons
 
-    def _set_aside(self, folder: Folder, name: str, error: Damaged) -> None:
-        """So that it does not count as one that is kept, and is not tried again."""
+    def _layer_of(self, identity: int, error: Damaged) -> int:
         file = str(error).partition(": ")[0]
+        return [file.name for file in self._known[identity].manifest.files].index(file)
+
+    def _confirm(self, folder: Folder, found: Found, layer: int) -> None:
+        """Set aside what another node finds damaged and this one too, so that it does not count as
+        one that is kept, and is not tried again."""
+        here, file = folder.below(found.name), found.manifest.files[layer]
+        problem = verify_layer(here, file)
+        if not isinstance(problem, Damaged):
+            return
         try:
-            set_aside(folder.below(name), {file: problem_of(error)}, time.time())
+            set_aside(here, {file.name: problem_of(problem)}, time.time())
         except OSError as failure:
             reason = failure.strerror or str(failure)
-            log.warning("checkpoint not set aside", extra={"checkpoint": name, "reason": reason})
+            fields = {"checkpoint": found.name, "reason": reason}
+            log.warning("checkpoint not set aside", extra=fields)
 
     def _load(self, folder: Folder, identity: int, step: int, shards: Iterable[Shard]) -> None:
         found = self._known.get(identity)
@@ -283,7 +318,10 @@ class Restorer:
             most = (1 + len(moments)) * flat.size * dtype.itemsize + MOST_LAYER_HEADER_BYTES + 8
             if file.bytes > most:
                 raise InvalidCheckpoint(f"{file.name}: {file.bytes} bytes are more than a layer's")
-            content = read_layer(here, file)
+            try:
+                content = read_layer(here, file)
+            except Damaged:  # what was cut short on its way is whole the second time
+                content = read_layer(here, file)
             try:
                 snapshot = unpack(content, flat, moments, dtype)
             except InvalidCheckpoint as error:

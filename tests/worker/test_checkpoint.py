@@ -32,7 +32,7 @@ from oobleck.planner.job import (
 from oobleck.planner.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.plan import Plan
 from oobleck.worker.output import read_output
-from oobleck.worker.restore import told_once
+from oobleck.worker.restore import second_readers, told_once
 from support.director import Director, WarmWorkers, make_plan
 from support.reference import ReferenceRun, train_reference
 
@@ -127,13 +127,36 @@ def test_workers_that_share_layers_save_whole_ones_and_take_their_shares_of_them
     check(train(warm, job(tmp_path), TWO), 6, STEPS)
 
 
-def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(warm, tmp_path):
-    train(warm, job(tmp_path, steps=5), THREE)
-    newest = list_checkpoints(LocalFolder(tmp_path)).checkpoints[0].name
-    victim = tmp_path / newest / "layer-00004.safetensors"
+def damage_newest(path: Path) -> str:
+    newest = list_checkpoints(LocalFolder(path)).checkpoints[0].name
+    victim = path / newest / "layer-00004.safetensors"
     content = bytearray(victim.read_bytes())
     content[-9] ^= 1
     victim.write_bytes(content)
+    return newest
+
+
+def test_what_one_node_alone_finds_damaged_is_passed_over_and_not_set_aside(warm, tmp_path):
+    alone = make_plan(1, [[("a", 5)]], [4])
+    train(warm, job(tmp_path, steps=5), alone)
+    newest = damage_newest(tmp_path)
+    second = train(warm, job(tmp_path, steps=6, at_end=False, keep=3), alone)
+    check(second, 4, 6)
+    assert not (tmp_path / newest / "damaged.json").exists()
+
+
+def test_who_reads_a_damaged_file_too_is_on_another_node() -> None:
+    a, b, c = (WorkerId(NodeName(name), 0) for name in "abc")
+    a_too = replace(a, slot=1)
+    assert second_readers([(a, 4), (a_too, None), (b, None), (c, 2)]) == {4: b, 2: a}
+    assert second_readers([(a, 4), (b, 4), (c, None)]) == {4: b}
+    assert second_readers([(a, 4), (a_too, None)]) == {}
+    assert second_readers([(a, None), (b, None)]) == {}
+
+
+def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(warm, tmp_path):
+    train(warm, job(tmp_path, steps=5), THREE)
+    newest = damage_newest(tmp_path)
     second = train(warm, job(tmp_path, at_end=False, keep=3), TWO)
     check(second, 4, STEPS)
     (reason,) = {reason for m in all_said(second, Restored) for reason in m.passed_over}
