@@ -6,12 +6,13 @@ The nodes to go on without are the fewest that leave no such pair; where either 
 as of two nodes that do not reach each other, those whose loss costs less.
 
 Where all others have told, and of peers rather than of a store, that is proof enough: they go on at
-once. But not without half of the nodes or more, since a network that is gone as a whole often comes
-back. Else two meetings at different nodes' stores must say the same: with one meeting alone,
-whoever hosts it looks cut off in any partition. A node that is given up is put aside as any that
-fails again and again, each time for longer, and joins again when its time is over. Where the others
-cannot go on without, all meet again, as they do where nobody knows who is to blame. Owns what is
-known of such pairs and what follows; `note` keeps, all else is pure.
+once. One node's word against another's is none. And not without half of the nodes or more, since a
+network that is gone as a whole often comes back. Else two meetings at different nodes' stores must
+say the same: with one meeting alone, whoever hosts it looks cut off in any partition. A node that
+is given up is put aside as any that fails again and again, each time for longer, and joins again
+when its time is over. Where the others cannot go on without, all meet again, as they do where
+nobody knows who is to blame. Owns what is known of such pairs and what follows; `note` keeps, all
+else is pure.
 """
 
 from collections import Counter
@@ -53,8 +54,10 @@ def give_up_at_once(look: Look, job: Job) -> Decision | None:
     """Have the others go on without the fewest nodes that leave no two that do not reach each
     other, where all others have told; None: that is not so, or they are needed."""
     told = {worker: lost.unreached for worker, (_, lost) in job.seen.peers_lost.items()}
-    known = {_pair(by.node, peer.node) for by, peers in told.items() for peer in peers}
-    pairs = {(one, other) for one, other in known if one != other}
+    pairs = _proven(
+        {(by.node, peer.node) for by, peers in told.items() for peer in peers},
+        {worker.node for worker in told},
+    )
 
     def clear(nodes: Nodes) -> bool:
         few = len(nodes) == 1 or 2 * len(nodes) < len(job.members)
@@ -69,6 +72,19 @@ def give_up_at_once(look: Look, job: Job) -> Decision | None:
     silent_at = min(at for at, _ in job.seen.peers_lost.values()) - look.timing.silence_s
     detect_s = look.now - max(silent_at, job.seen.recorded_at or 0.0)
     return _go_on_without(look, job, nodes, pairs, detect_s=detect_s)
+
+
+def _proven(accusations: Set[tuple[NodeName, NodeName]], told: Set[NodeName]) -> set[Pair]:
+    """The pairs but those where one node's word stands alone against another's: both have told,
+    only one does not reach the other, and nobody else complains of either."""
+    pairs = {_pair(by, of) for by, of in accusations if by != of}
+    degrees = Counter(node for pair in pairs for node in pair)
+
+    def contested(pair: Pair) -> bool:
+        alone = all(degrees[node] == 1 for node in pair)
+        return alone and set(pair) <= told and not {pair, pair[::-1]} <= accusations
+
+    return {pair for pair in pairs if not contested(pair)}
 
 
 def give_up(look: Look, job: Job) -> Decision | None:
@@ -163,8 +179,9 @@ def _ways(job: Job, pairs: Iterable[Pair]) -> tuple[Nodes, ...]:
 
 
 def _fewest(job: Job, pairs: Set[Pair], order: Sequence[NodeName]) -> Nodes:
-    """Again and again the node that is in most pairs; of equals a newcomer, then the last in
-    `order`, so that it stays the same."""
+    """Take out the node that is in most pairs until no pair is left. Where several are in as many,
+    a newcomer goes first, then the one that comes last in `order`: whoever tells first, the answer
+    is the same."""
     left, out = set(pairs), set[NodeName]()
     while left:
         degrees = Counter(node for pair in left for node in pair)
