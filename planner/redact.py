@@ -12,7 +12,12 @@ _WORD = re.compile(r"\S+")
 #: Where the host's part of a URL ends.
 _END = re.compile(r"[/?#]")
 _PORT = re.compile(r"[^:]*:[0-9]{1,5}")
-_VALUE = re.compile(r"([?&;][^?=&;]{0,100}=)[^&;'\"]+")
+_VALUE = re.compile(r"([?&;#][^?=&;#]{0,100}=)[^&;#'\"]+")
+#: A password with a space in it, which is no end of a URL then; a port is no password.
+_SPACED = re.compile(r"://[^\s/?#@:\[]{1,200}:(?!\d{1,5}\b)[^\s/?#@][^\n/?#@]{0,200}@")
+#: Of these the part before `@` names a container or a user, and is no secret.
+_NAMED = re.compile(r"(?:^|[^a-z0-9+.-])(?:abfss?|wasbs?|hdfs)$")
+_NAMED_CHARACTERS = 6
 _SECRET = re.compile(r"token|secret|sig|passw|credential|key", re.IGNORECASE)
 
 
@@ -20,23 +25,26 @@ def redact(text: str) -> str:
     """`text` with the secrets of the URLs in it hidden."""
     if "://" not in text:
         return text
-    return _WORD.sub(lambda word: _redact_word(word[0]), text)
+    whole = _SPACED.sub(f"://{HIDDEN}@", text)
+    return _WORD.sub(lambda word: _redact_word(word[0]), whole)
 
 
 def _redact_word(word: str) -> str:
     if "://" not in word:
         return word
-    first, *others = word.split("://")
-    shown = "://".join([first, *map(_without_user, others)])
+    parts = word.split("://")
+    shown = "://".join([parts[0], *map(_without_user, parts, parts[1:])])
     return _VALUE.sub(
         lambda value: f"{value[1]}{HIDDEN}" if _SECRET.search(value[1]) else value[0], shown
     )
 
 
-def _without_user(rest: str) -> str:
+def _without_user(before: str, rest: str) -> str:
     """What stands behind `://`, without who opens it: the host's part up to its last `@`."""
     host = _END.split(rest, maxsplit=1)[0]
     at = host.rfind("@")
     if at < 0 and ":" in host and not _PORT.fullmatch(host):
         at = rest.find("@")  # a slash in the password cuts the host's part short
+    elif _NAMED.search(before[-_NAMED_CHARACTERS:].lower()) and not set(":@") & set(host[:at]):
+        return rest
     return rest if at < 0 else HIDDEN + rest[at:]

@@ -31,6 +31,10 @@ from oobleck.planner.redact import redact
         ("https://x/p?v=1&X-Amz-Signature=hunter2", "https://x/p?v=1&X-Amz-Signature=***"),
         ("az://x?sig=hunter2;secret_key=hunter2", "az://x?sig=***;secret_key=***"),
         ("https://x/p?PASSWORD=hunter2", "https://x/p?PASSWORD=***"),
+        ("https://x/p#token=hunter2", "https://x/p#token=***"),
+        ("'s3://k:my hunter2@store/path' is torn", "'s3://***@store/path' is torn"),
+        ("abfs://k:hunter2@store/path", "abfs://***@store/path"),
+        ("myhdfs://hunter2@store/path", "myhdfs://***@store/path"),
     ],
 )
 def test_secrets_are_hidden(url: str, shown: str) -> None:
@@ -40,7 +44,19 @@ def test_secrets_are_hidden(url: str, shown: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["s3://store/path@2", "s3://store:9000/path", "http://x/p?v=1&w=2", "a@b: c", "/a:b@c"]
+    "text",
+    [
+        "s3://store/path@2",
+        "s3://store:9000/path",
+        "http://x/p?v=1&w=2",
+        "a@b: c",
+        "/a:b@c",
+        "abfs://container@account.dfs.core.windows.net/path",
+        "abfss://container@account/path",
+        "wasbs://container@account/path",
+        "filecache::hdfs://user@nn:9000/path",
+        "http://x:9000 is asked by a@b",
+    ],
 )
 def test_what_is_no_secret_stays(text: str) -> None:
     assert redact(text) == text
