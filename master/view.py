@@ -13,6 +13,7 @@ from oobleck.master.config import MasterConfig
 from oobleck.master.cordon import is_quarantined
 from oobleck.master.incidentrecord import headline_of
 from oobleck.master.job import ENDED, Job
+from oobleck.master.jobseen import JobSeen
 from oobleck.master.node import Drain, Node
 from oobleck.master.state import ClusterState
 from oobleck.planner.ids import WorkerId
@@ -80,8 +81,8 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
             message.can_lose = job.made.can_lose
         if job.state not in ENDED:
             message.memory.extend(_memory(state, job))
-    if seen.recorded_at is not None and job.state not in ENDED:
-        message.last_step_age_s = max(0.0, now - seen.recorded_at)
+    if (age_s := _step_age_s(seen, now)) is not None and job.state not in ENDED:
+        message.last_step_age_s = age_s
     if rate > 0 and moving:
         step_tokens = seen.recent[-1].tokens
         message.eta_s = (training.steps - seen.committed_step) * step_tokens / rate
@@ -125,11 +126,21 @@ def _memory(state: ClusterState, job: Job) -> Iterator[pb.WorkerMemory]:
 
 def _is_moving(job: Job, now: float) -> bool:
     """Whether the last step is so recent that the next one is not overdue."""
-    recent, recorded_at = job.seen.recent, job.seen.recorded_at
-    if recorded_at is None or not recent:
+    recent, age_s = job.seen.recent, _step_age_s(job.seen, now)
+    if age_s is None or not recent:
         return False
     usual_s = median(record.step_seconds for record in recent)
-    return now - recorded_at <= max(_STILL_S, _STILL_STEPS * usual_s)
+    return age_s <= max(_STILL_S, _STILL_STEPS * usual_s)
+
+
+def _step_age_s(seen: JobSeen, now: float) -> float | None:
+    """Of the last recorded step, by the calendar where a master before this one recorded it; None:
+    there is none."""
+    if seen.recorded_at is None:
+        return None
+    if seen.recent and seen.recent[-1].time < seen.since_unix:
+        return max(0.0, seen.since_unix + (now - seen.since) - seen.recent[-1].time)
+    return max(0.0, now - seen.recorded_at)
 
 
 def tokens_per_s(recent: Sequence[StepRecord]) -> float:

@@ -36,6 +36,14 @@ def test_a_job_that_does_not_move_has_no_speed() -> None:
     assert status.last_step_age_s == pytest.approx(2.1)
 
 
+def test_a_step_that_a_master_before_recorded_is_as_old_as_the_calendar_says() -> None:
+    player = Player()
+    player.play(START + "1.0 steps 1 2 1\n601.0 restart\n602.0 look\n")
+    job = player.state.jobs[JobId("demo-1")]
+    status = job_status(player.state, job, CONFIG, 603.0)
+    assert (status.last_step_age_s, status.tokens_per_s) == (pytest.approx(602.0), 0.0)
+
+
 def test_what_the_cluster_lacks_for_a_job_is_told_until_it_starts() -> None:
     player = Player()
     player.play("0.0 register n1 n2\n0.0 submit demo\n")
