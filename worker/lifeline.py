@@ -14,6 +14,7 @@ A worker that leaves a generation on purpose says goodbye first.
 """
 
 import contextlib
+import errno
 import hmac
 import select
 import socket
@@ -38,6 +39,7 @@ _MOST_QUESTIONS = 100
 _APART = 1.1
 #: How long a host may take to answer one more connection.
 _ASK_S = 2.0
+_NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 #: Where struct tcp_info of Linux has the milliseconds since the last data and the last answer.
 _TCP_INFO = struct.Struct("=52x2I")
 
@@ -153,9 +155,10 @@ class Lifeline:
                     return
 
     def _asks_in_vain(self) -> bool:
-        """Whether a host that is silent on a shown connection does not answer another one."""
+        """Whether a host that is silent on a shown connection does not answer another one. A
+        death elsewhere is told later by one such question at most: one in vain is the last."""
         for rank, link in tuple(self._shown):
-            if _silent_s(link) >= self._silence_s - _ASK_S and not _answers(link):
+            if _silent_s(link) >= self._silence_s - _ASK_S and not answers(link):
                 self._unanswered.add(rank)
                 return True
         return False
@@ -189,7 +192,7 @@ def _silent_s(link: socket.socket) -> float:
     return float(min(data_ms, answer_ms)) / 1e3
 
 
-def _answers(link: socket.socket) -> bool:
+def answers(link: socket.socket) -> bool:
     """Whether the host at the other end takes or refuses one more connection."""
     try:
         host = link.getpeername()[:2]
@@ -197,8 +200,6 @@ def _answers(link: socket.socket) -> bool:
         return True  # it has ended, which whoever uses it sees
     try:
         socket.create_connection(host, _ASK_S).close()
-    except ConnectionError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:  # any other is a refusal, or trouble of this host's own
+        return not isinstance(error, TimeoutError) and error.errno not in _NO_WAY
     return True

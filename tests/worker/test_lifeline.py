@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from oobleck.planner.ids import Generation
 from oobleck.worker import pulse
 from oobleck.worker.errors import Superseded
-from oobleck.worker.lifeline import Lifeline
+from oobleck.worker.lifeline import Lifeline, answers
 from oobleck.worker.rendezvous import PROOF_BYTES, Place, StoreServer
 from oobleck.worker.waiting import Waits
 from support.waiting import until
@@ -113,3 +114,17 @@ def test_a_silent_connection_to_a_host_that_answers_is_no_loss(place: Place) -> 
         for each in ring:
             each.close(goodbye=True)
     assert lost == []
+
+
+def test_who_has_no_descriptor_left_to_ask_with_does_not_call_the_other_host_silent() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        peer = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        link = stack.enter_context(socket.create_connection(peer.getsockname()))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                socket.socket()
+            assert answers(link)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
