@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from oobleck.host.detection import Detection
 from oobleck.master.adoption import runs_unknown
 from oobleck.master.events import Journaled
+from oobleck.master.job import Job
 from oobleck.master.losses import last_sign, reconnect_s
 from oobleck.master.node import Node
 from oobleck.master.nodeevents import NodeLost, NodeRegistered
@@ -34,9 +35,10 @@ def admit(
     known = state.nodes.get(facts.node)
     job = state.job
     same = known is not None and known.facts.incarnation == facts.incarnation
-    # It was given up, and no plan has been made without it since: its workers still count.
-    returned = same and job is not None and facts.node in job.lost_nodes
-    counted = returned or runs_unknown(state, registration.running)
+    counted = runs_unknown(state, registration.running)
+    if job is not None and (same or known is None):
+        # It was given up, and no step has been committed without it since: its workers count.
+        counted |= facts.node in job.lost_nodes or _holds_state(job, registration)
     stale_workers = bool(registration.status.workers) and not counted
     registered = NodeRegistered(facts=facts, stale_workers=stale_workers)
     if known is None or not known.registered:
@@ -54,6 +56,15 @@ def admit(
         detect_s=now - last_sign(state, known),
     )
     return (restarted, registered)
+
+
+def _holds_state(job: Job, registration: Registration) -> bool:
+    """Whether workers of the node may hold layers by a plan that no committed step has outdated."""
+    node, status = registration.facts.node, registration.status
+    return status.job_id == job.id and any(
+        worker.generation in job.plans and node in job.plans[worker.generation].nodes
+        for worker in status.workers
+    )
 
 
 def _both_live(known: Node, newer: Incarnation, timing: Detection) -> bool:

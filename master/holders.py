@@ -4,6 +4,7 @@ By the plans that live workers have entered (`Job.plans`) and by what their agen
 not know what is decided by it.
 """
 
+import math
 from collections.abc import Iterable
 
 from oobleck.master.cordon import moves_off
@@ -23,7 +24,7 @@ def lost_layers(
 
     `handed_over`: nor with workers on nodes that are being drained, who can give it to the others.
     """
-    if committed_step(state, job) == 0:
+    if not was_trained(state, job):
         return None
     try:
         workers = (*plan.workers, *(departing(state, job, plan) if handed_over else ()))
@@ -37,7 +38,7 @@ def gone_for_good(look: Look, job: Job) -> LayerLost | None:
     """The layers of a model that has been trained whose state no worker has any more, in the plan
     or not, nor can any node that is away bring back."""
     state = look.state
-    if committed_step(state, job) == 0:
+    if not was_trained(state, job):
         return None
     here = [
         WorkerId(name, worker.slot)
@@ -67,18 +68,29 @@ def _held_away(look: Look, job: Job) -> dict[WorkerId, frozenset[Shard]]:
     held: dict[WorkerId, frozenset[Shard]] = {}
     for plan in job.plans.values():
         for worker, shards in plan_shards(plan).items():
-            if _may_return(look, job, worker.node):
+            if look.now < _may_return_until(look, job, worker.node):
                 held[worker] = held.get(worker, frozenset()) | shards
     return held
 
 
-def _may_return(look: Look, job: Job, name: NodeName) -> bool:
-    """Whether the node is away and may come back with the workers that it had."""
+def given_up_at(look: Look, job: Job) -> float | None:
+    """When the next node that is away is not expected back any more; None: none of them."""
+    names = {name for plan in job.plans.values() for name in plan.nodes}
+    ends = (_may_return_until(look, job, name) for name in names)
+    return min((end for end in ends if look.now < end < math.inf), default=None)
+
+
+def _may_return_until(look: Look, job: Job, name: NodeName) -> float:
+    """Until when the node, which is away, may come back with the workers that it had. It cannot
+    while the master is away, so that time does not count. One that the journal has lost may."""
     node = look.state.nodes.get(name)
-    if node is None or node.connected or name in job.emptied:
-        return False
-    lost_at = node.seen.lost_at
-    return node.registered or lost_at is None or look.now < lost_at + look.retention.node_s
+    if name in job.emptied or (node is not None and node.connected):
+        return -math.inf
+    if node is not None and node.registered:
+        return math.inf
+    lost_at = node.seen.lost_at if node is not None else None
+    since = job.seen.since if lost_at is None else max(lost_at, job.seen.since)
+    return since + look.retention.node_s
 
 
 def departing(state: ClusterState, job: Job, plan: Plan) -> tuple[WorkerId, ...]:
@@ -95,6 +107,11 @@ def departing(state: ClusterState, job: Job, plan: Plan) -> tuple[WorkerId, ...]
         for worker in node.seen.status.workers
         if not job.seen.is_gone(worker.incarnation)
     )
+
+
+def was_trained(state: ClusterState, job: Job) -> bool:
+    """Whether there is a state to lose. After a restart of the master the step may be unknown."""
+    return job.stepped > NO_GENERATION or committed_step(state, job) > 0
 
 
 def committed_step(state: ClusterState, job: Job) -> int:

@@ -74,7 +74,8 @@ def _register(state: ClusterState, event: NodeRegistered, now: float) -> None:
     known = state.nodes.get(name)
     if state.job is not None:
         cordon.forgive(state.job, name)
-    if known is None or known.facts.incarnation != event.facts.incarnation or event.stale_workers:
+    anew = known is not None and known.facts.incarnation != event.facts.incarnation
+    if anew or event.stale_workers:
         _note_emptied(state, name)
     if known is not None:
         node.desired = known.desired

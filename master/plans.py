@@ -3,6 +3,8 @@
 A job's first plan is `oobleck.master.starting`'s. Must not know how plans are made.
 """
 
+from dataclasses import replace
+
 from oobleck.master import (
     draining,
     fitness,
@@ -63,14 +65,17 @@ def replan(look: Look) -> Decision | None:
     try:
         found = draining.next_plan(look, job, live)
     except PlanInfeasible as infeasible:
-        return patience or give_up_lost(look, job) or wait(state, job, infeasible)
+        given_up_at = holders.given_up_at(look, job)
+        waits = replace(wait(state, job, infeasible), wake_at=given_up_at)
+        return patience or give_up_lost(look, job) or waits
     if not any(is_up(state, worker) for worker in found.plan.workers):
         return Decision(reason=f"{names(coming)}: to be up before planning")
     if job.state == "waiting for nodes":
         # Those that come back after the same disturbance come back together.
         due = max(node.seen.ready_at or look.now for node in live) + look.timing.join_settle_s
         if look.now < due:
-            return Decision(wake_at=due, reason="enough nodes are here; more may follow")
+            # It goes on in a moment: it gives its turn to nobody.
+            return Decision(wake_at=due, reason="enough nodes are here; more may follow", hold=True)
     reason = found.reason
     lost = holders.lost_layers(state, job, found.plan)
     if lost is not None and patience:

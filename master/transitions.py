@@ -2,7 +2,7 @@
 
     queued --JobStarted--> starting --FirstStepCommitted--> running
     running --a loss or PlanMade--> reconfiguring --FirstStepCommitted--> running
-    starting, reconfiguring --JobWaiting--> waiting for nodes
+    starting, running, reconfiguring --JobWaiting--> waiting for nodes
     waiting for nodes --JobPutBack--> queued
     waiting for nodes --JobStarted (no plan yet)--> starting, --PlanMade--> reconfiguring
     any of them --JobSucceeded, JobFailed, JobCancelled--> succeeded, failed, cancelled
@@ -66,6 +66,7 @@ TRANSITIONS: Mapping[tuple[JobState, type[Journaled]], JobState] = {
     ("running", NodeLeftOut): "reconfiguring",
     ("running", NodeReset): "reconfiguring",
     ("running", NodeDrained): "reconfiguring",
+    ("running", JobWaiting): "waiting for nodes",
     ("running", JobSucceeded): "succeeded",
     ("running", JobFailed): "failed",
     ("running", JobCancelled): "cancelled",

@@ -8,7 +8,7 @@ are ended, and it goes on from there. Without one its state is in its workers' m
 keeps its turn as long as it may get on. No job that trains is interrupted for another one.
 """
 
-from oobleck.master import holders, planning, versions
+from oobleck.master import holders, planning, starting, versions
 from oobleck.master.decision import Decision, Look
 from oobleck.master.job import Job
 from oobleck.master.jobevents import JobPutBack, JobStarted
@@ -35,15 +35,21 @@ def give_way(look: Look) -> Decision | None:
         return None
     if look.now < due:
         return Decision(wake_at=due, reason=f"{other.id} can start, {job.id} may yet go on")
+    if not _has_nothing_to_lose(look, job) and (ready := starting.get_ready(look, job)) is not None:
+        return ready  # it may go on with them
     event = JobPutBack(job_id=job.id, instead=other.id)
     return Decision(actions=(event,), reason=f"{other.id} can start, {job.id} cannot")
 
 
 def _gives_way_at(look: Look, job: Job) -> float | None:
     """None: it keeps its turn."""
-    if job.made is None or job.put_back or holders.committed_step(look.state, job) == 0:
-        return look.now  # its workers have nothing to lose
+    if _has_nothing_to_lose(look, job):
+        return look.now
     return job.seen.waits_since + look.gives_way_s if job.has_checkpoint else None
+
+
+def _has_nothing_to_lose(look: Look, job: Job) -> bool:
+    return job.made is None or job.put_back or not holders.was_trained(look.state, job)
 
 
 def outlook(state: ClusterState, job: Job, gives_way_s: float, now: float) -> str:

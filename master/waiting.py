@@ -11,6 +11,7 @@ from oobleck.master.ending import transition
 from oobleck.master.job import Job
 from oobleck.master.jobevents import JobFailed, JobWaiting
 from oobleck.master.node import Node
+from oobleck.master.nodeevents import NodeLost
 from oobleck.master.sightings import carried
 from oobleck.master.state import ClusterState
 from oobleck.planner.errors import PlanInfeasible
@@ -68,10 +69,15 @@ def give_up_lost(look: Look, job: Job) -> Decision | None:
         return None
     if (lost := holders.gone_for_good(look, job)) is None:
         return None
-    reason = (
-        f"{lost}, nor can any node that is away bring it back, and there is no checkpoint; submit "
-        "the job again, with checkpoint.path to go on from one after such a loss, or with "
-        "on_state_lost: restart to begin anew by itself"
+    why = [f"{loss.node}: {loss.reason}" for loss in job.losses if isinstance(loss, NodeLost)]
+    reason = "; ".join(
+        (
+            f"{lost}, nor can any node that is away bring it back, and there is no checkpoint",
+            *_left_out(sorted(job.left_out.items())),
+            *why,
+            "submit the job again, with checkpoint.path to go on from one after such a loss, or "
+            "with on_state_lost: restart to begin anew by itself",
+        )
     )
     failed = JobFailed(
         job_id=job.id,

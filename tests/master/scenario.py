@@ -816,6 +816,11 @@ class Player:
         for job_id, records in steps.items():
             self._observe(RecordsReceived(job_id=job_id, records=records))
 
+    def do_down(self, seconds: str) -> None:
+        """As `restart`, after so long."""
+        self.now += float(seconds)
+        self.do_restart()
+
     def do_drain(self, name: str, *options: str) -> None:
         """An operator's wish; `force`."""
         self.lives += 1
