@@ -4,9 +4,11 @@ import logging
 import secrets
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
+from oobleck.cli.job import check_checkpoints, read_job
 from oobleck.cli.main import oobleck
 from oobleck.host import command
 from oobleck.host.checkpoints import list_checkpoints
@@ -102,7 +104,12 @@ def test_a_refused_submission(tmp_path: Path, capfd: pytest.CaptureFixture[str],
         f"data: {{text: [a.txt]}}\ntraining: {{steps: 3, global_batch: 2}}\n"
         f"checkpoint: {{path: '{url}', resume: require}}\n"
     )
-    assert command.run(oobleck, "oobleck", ["submit", str(tmp_path / "job.yaml")]) == 2
+
+    @click.command()
+    def check() -> None:
+        check_checkpoints(read_job(tmp_path / "job.yaml", ()))
+
+    assert command.run(check, "oobleck", []) == 2
     wrong = ["--set", f"checkpoint.every={url}"]
     assert command.run(oobleck, "oobleck", ["submit", str(tmp_path / "job.yaml"), *wrong]) == 2
     told = capfd.readouterr()
