@@ -51,7 +51,7 @@ _WEIGHTS = {
     "break_warm": 1,
     "sicken_node": 1,
     "fail_job": 1,
-    "strike_twice": 4,
+    "strike_twice": 8,
     "start_second_master": 1,
 }
 #: Where on the way into the next generation a second fault strikes.

@@ -82,7 +82,8 @@ class World:
         #: Faults may still strike; and since when they do not.
         self.in_trouble = True
         self.peace_at = 0.0
-        self._ambush: tuple[str, int, Callable[[], None]] | None = None
+        #: Strikes to come: at which phase, and after which generation.
+        self._ambushes: list[tuple[str, int, Callable[[], None]]] = []
         #: How far that of the master was ever off.
         self._jumps = {0.0}
         self._starts = 0
@@ -118,12 +119,19 @@ class World:
 
     def ambush(self, phase: str, after: int, strike: Callable[[], None]) -> None:
         """Strike when the first worker gets to the phase in a generation later than `after`."""
-        self._ambush = phase, after, strike
+        self._ambushes.append((phase, after, strike))
+
+    @property
+    def in_ambush(self) -> bool:
+        """Whether a strike is still to come."""
+        return bool(self._ambushes)
 
     def reached(self, phase: str, generation: int) -> None:
-        if self._ambush is not None and self._ambush[0] == phase and generation > self._ambush[1]:
-            strike, self._ambush = self._ambush[2], None
-            self.loop.call_soon(strike, context=self._own)
+        for ambush in list(self._ambushes):
+            where, after, strike = ambush
+            if where == phase and generation > after:
+                self._ambushes.remove(ambush)
+                self.loop.call_soon(strike, context=self._own)
 
     def delay_s(self) -> float:
         """Of a message between hosts: now and then a long one."""
