@@ -34,7 +34,7 @@ from oobleck.planner.jobfile import parse_job
 #: Faults strike in this span; by the end of it all is mended.
 TROUBLE_S = (1.0, 25.0)
 #: Longer than that only for second faults, which strike when the job goes on after the first.
-_AMBUSH_S = 15.0
+_AMBUSH_S = 15
 #: In peace, everything must have ended in this time. A thread that hangs and alone has a part of
 #: the model is given `Detection.fruitless_s`.
 PEACE_S = 1500.0
@@ -129,8 +129,9 @@ class Drill:
             if world.loop.clock < TROUBLE_S[1]:
                 self.faults.strike()
         await asyncio.sleep(max(0.0, TROUBLE_S[1] - world.loop.clock))
-        while world.in_ambush and world.loop.clock < TROUBLE_S[1] + _AMBUSH_S:
-            await asyncio.sleep(0.5)
+        for _ in range(_AMBUSH_S):
+            if world.in_ambush:
+                await asyncio.sleep(1.0)
         self.faults.mend()
         await self._settle()
         if draw.random() < _CALM:

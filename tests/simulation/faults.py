@@ -45,7 +45,7 @@ _WEIGHTS = {
     "jump_calendar": 2,
     "fail_forks": 1,
     "drain_node": 3,
-    "undrain_node": 1,
+    "undrain_node": 2,
     "end_agent": 3,
     "flap_node": 2,
     "break_warm": 1,
