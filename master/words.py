@@ -4,7 +4,9 @@ Writes to what is `seen` of the job, and that the node was heard. What a process
 one has replaced changes nothing. Must not know what is decided by it.
 """
 
-from oobleck.host.messages import CheckpointSaved, Measured, Restored, SaveFailed
+import msgspec
+
+from oobleck.host.messages import CheckpointSaved, Measured, PeerLost, Restored, SaveFailed
 from oobleck.master import isolation, sightings
 from oobleck.master.job import Job
 from oobleck.master.observations import (
@@ -99,9 +101,19 @@ def _hear_peer_lost(state: ClusterState, job: Job, event: PeerLostReported, now:
     # Workers may still be in an older generation than a plan for a step boundary.
     in_time = job.abrupt <= event.lost.generation <= job.generation
     if in_time and not _is_stale(job, event):
-        job.seen.peers_lost.setdefault(event.worker, (now, event.lost))
+        at, first = job.seen.peers_lost.get(event.worker, (now, event.lost))
+        job.seen.peers_lost[event.worker] = at, _with_more(first, event.lost)
         isolation.note(state, job, event.worker, event.lost)
         sightings.note(state, event, now)
+
+
+def _with_more(first: PeerLost, then: PeerLost) -> PeerLost:
+    """A worker's training and its lifeline both tell, and not both of them know whom it misses."""
+    return msgspec.structs.replace(
+        first,
+        unreached=tuple(sorted({*first.unreached, *then.unreached})),
+        store_unreached=first.store_unreached or then.store_unreached,
+    )
 
 
 def _take_measurement(job: Job, event: MeasurementReported) -> None:
