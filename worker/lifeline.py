@@ -21,7 +21,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import ceil
 
 from oobleck.worker import pulse
@@ -68,6 +68,9 @@ class Lifeline:
         self._shown: list[tuple[int, socket.socket]] = []
         self._unanswered: set[int] = set()
         self._wake_read, self._wake_write = socket.socketpair()
+        #: Whoever of this worker and the watching thread ends last closes the sockets.
+        self._left, self._unwatched = threading.Event(), threading.Event()
+        self._unwatched.set()
         place.set(f"lifeline/{rank}", f"{address}:{self._callers.port}")
 
     def connect(self, on_lost: Callable[[str], None], check_wanted: Callable[[], None]) -> None:
@@ -96,7 +99,12 @@ class Lifeline:
             raise TransportError(f"lifeline: {error}") from None
         finally:
             self._callers.close()
-        threading.Thread(target=self._watch, args=(on_lost,), name="lifeline", daemon=True).start()
+        self._unwatched.clear()
+        links = [link for _, link in self._links]
+        watch = threading.Thread(
+            target=self._watch, args=(links, on_lost), name="lifeline", daemon=True
+        )
+        watch.start()
 
     def show(self, rank: int, link: socket.socket) -> None:
         """Watch one more connection to a peer, for silence alone; from any thread."""
@@ -125,9 +133,19 @@ class Lifeline:
                     link.close()
         raise TimeoutError("the neighbour did not connect")
 
-    def _watch(self, on_lost: Callable[[str], None]) -> None:
+    def _watch(self, links: Sequence[socket.socket], on_lost: Callable[[str], None]) -> None:
+        try:
+            self._wait_for_an_end(links, on_lost)
+        finally:
+            self._unwatched.set()
+            if self._left.is_set():
+                self._dispose(links)
+
+    def _wait_for_an_end(
+        self, links: Sequence[socket.socket], on_lost: Callable[[str], None]
+    ) -> None:
         # Not select: a worker of a large cluster has descriptors beyond its limit of 1024.
-        watched = {link.fileno(): link for _, link in self._links}
+        watched = {link.fileno(): link for link in links}
         poll = select.poll()
         for descriptor in (*watched, self._wake_read.fileno()):
             poll.register(descriptor, select.POLLIN)
@@ -164,11 +182,11 @@ class Lifeline:
         return False
 
     def silent(self) -> list[int]:
-        """Ranks of peers whose hosts give no sign of life. Of neighbours it is about as long as
-        makes one lost: of a host that is cut off both know, whoever of them leaves first."""
+        """Ranks of peers whose hosts give no sign of life, for about as long as makes one lost: of
+        a way that is cut the workers at both ends know, whoever of them leaves first."""
         limit_s = self._silence_s - _APART * self._every_s
-        neighbours = {rank for rank, link in self._links if _silent_s(link) >= limit_s}
-        return sorted(neighbours | self._unanswered)
+        links = (*self._links, *self._shown)
+        return sorted(self._unanswered | {r for r, link in links if _silent_s(link) >= limit_s})
 
     def close(self, *, goodbye: bool) -> None:
         """Leave the ring; without goodbye the neighbours take it for a death. May be repeated."""
@@ -180,6 +198,13 @@ class Lifeline:
                 if goodbye:
                     link.sendall(_GOODBYE)
                 link.shutdown(socket.SHUT_RDWR)
+        self._left.set()
+        if self._unwatched.is_set():
+            self._dispose([link for _, link in links])
+
+    def _dispose(self, links: Sequence[socket.socket]) -> None:
+        for link in (*links, self._wake_read):
+            link.close()
 
 
 def _silent_s(link: socket.socket) -> float:

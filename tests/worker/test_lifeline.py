@@ -1,7 +1,6 @@
 """The ring of lifelines: who waits for the neighbour to close it is not taken for hung."""
 
 import contextlib
-import gc
 import resource
 import socket
 import threading
@@ -17,12 +16,6 @@ from oobleck.worker.lifeline import Lifeline, answers
 from oobleck.worker.rendezvous import PROOF_BYTES, Place, StoreServer
 from oobleck.worker.waiting import Waits
 from support.waiting import until
-
-# The ring's connections are shut down at its end, and closed by the collector once nobody watches.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*unclosed.*:ResourceWarning",
-    "ignore:Exception ignored in.*socket:pytest.PytestUnraisableExceptionWarning",
-)
 
 
 @pytest.fixture
@@ -68,25 +61,28 @@ def test_silent_strangers_keep_no_neighbours_waiting(place: Place) -> None:
         assert lost == []
 
 
-def test_neighbours_that_give_no_sign_of_life_are_known_by_rank(place: Place) -> None:
+def test_peers_that_give_no_sign_of_life_are_known_by_rank(place: Place) -> None:
     """Kernels ask each other every second: these are silent in between, for the shortest limit."""
     ring = [
-        Lifeline(place, rank, 3, "127.0.0.1", silence_s=silence_s)
-        for rank, silence_s in enumerate((1.2, 3600.0, 1.2))
+        Lifeline(place, rank, 4, "127.0.0.1", silence_s=silence_s)
+        for rank, silence_s in enumerate((1.2, 3600.0, 3600.0, 1.2))
     ]
+    stack = contextlib.ExitStack()
     try:
-        with ThreadPoolExecutor(3) as pool:
+        with ThreadPoolExecutor(4) as pool:
             for closed in [pool.submit(each.connect, _nothing_lost, _wanted) for each in ring]:
                 closed.result()
-        until(lambda: ring[0].silent() == [1, 2], "silence of both neighbours")
-        until(lambda: ring[2].silent() == [0, 1], "silence of both neighbours")
+        peer = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        shown = stack.enter_context(socket.create_connection(peer.getsockname()))
+        ring[0].show(2, shown)
+        until(lambda: ring[0].silent() == [1, 2, 3], "silence of both neighbours and one more")
+        until(lambda: ring[3].silent() == [0, 2], "silence of both neighbours")
         assert ring[1].silent() == []
     finally:
+        stack.close()
         for each in ring:
             each.close(goodbye=True)
         until(lambda: not any(t.name == "lifeline" for t in threading.enumerate()), "their threads")
-        ring.clear()
-        gc.collect()
 
 
 def _nothing_lost(how: str) -> None:
