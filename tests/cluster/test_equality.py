@@ -233,7 +233,8 @@ def test_more_nodes_at_once_than_a_plan_can_lose_cost_steps_and_no_more(
 
     (restored,) = cluster.events(job_id, "restored")
     assert (restored["step"], restored["lost_steps"]) == (saved, 7 - saved)
-    assert {event["node"] for event in cluster.events(job_id, "node_lost")} == set(victims)
+    lost = [event["node"] for event in cluster.events(job_id, "node_lost") if event["in_plan"]]
+    assert sorted(lost) == sorted(victims)
     expected = reference("fp64", steps)
     metrics = cluster.metrics(job_id)
     assert [line["step"] for line in metrics] == list(range(1, steps + 1))
