@@ -1,10 +1,10 @@
 """How an incident looks on a terminal: what failed, who saw it, and what it cost. Pure."""
 
-import textwrap
 import time
 from collections.abc import Iterator
 from typing import Any
 
+from oobleck.cli.table import folded, grouped, longest_word, wrapped
 from oobleck.host.display import inline
 from oobleck.planner.units import count, format_bytes
 
@@ -14,37 +14,52 @@ _MOST_WITNESSES = 8
 _RARE = ("waiting", "redo")
 _INDENT = " " * 14
 _LABEL = 14
+#: Columns before a value that stands beside its label, and below it.
+_VALUES = len(_INDENT) + _LABEL
+_BELOW = 4
 _BOLD, _RED, _GREEN, _YELLOW, _PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[32m", "\x1b[33m", "\x1b[0m"
 _COLOURS = {"recovered": _GREEN, "succeeded": _GREEN, "failed": _RED, "cancelled": _YELLOW}
 
 
 def block(record: dict[str, Any], *, colour: bool = False, width: int | None = None) -> str:
     """The `incident` record as a headline and lines of label and value below it."""
-    lines = [_headline(record, colour)]
-    for label, value in _rows(record):
-        for number, text in enumerate(_wrap(value, width)):
-            head = label if number == 0 else ""
-            lines.append(f"{_INDENT}{head:<{_LABEL}}{inline(text)}".rstrip())
+    room = None if width is None else max(30, width - _VALUES)
+    lines = [_headline(record, colour, width)]
+    for label, value in _rows(record, room):
+        lines += _labelled(label, inline(value), room)
     return "\n".join(lines)
 
 
-def _wrap(value: str, width: int | None) -> list[str]:
-    if width is None or "\n" in value:
-        return value.split("\n")
-    return textwrap.wrap(value, max(30, width - len(_INDENT) - _LABEL)) or [""]
+def _labelled(label: str, value: str, room: int | None) -> Iterator[str]:
+    """The value beside its label; below it where there is no room for one of its words."""
+    head, indent = f"{_INDENT}{label}", _VALUES
+    if room is None or len(value) <= room:
+        texts = [value]
+    elif longest_word(value) <= room:
+        texts = wrapped(value, room)
+    else:
+        yield head
+        head, indent = "", _BELOW
+        texts = wrapped(value, room + _VALUES - _BELOW)
+    for text in texts:
+        yield f"{head:<{indent}}{text}".rstrip()
+        head = ""
 
 
-def _headline(record: dict[str, Any], colour: bool) -> str:
+def _headline(record: dict[str, Any], colour: bool, width: int | None) -> str:
     ended, total = inline(record["outcome"]), f"{record['total_s']:.3f} s"
     how = f"recovered in {total}" if ended == "recovered" else f"{ended} after {total}"
     number, cause = f"incident {record['incident']}", inline(record["root_cause"]["summary"])
+    line = f"{clock(record['opened_at'])}  {number}: {cause};"
+    fits = width is None or len(line) + 1 + len(how) <= width
+    line = folded(line, width, indent=len(_INDENT))
     if colour:
-        number = f"{_BOLD}{number}{_PLAIN}"
+        line = line.replace(number, f"{_BOLD}{number}{_PLAIN}", 1)
         how = f"{_COLOURS.get(ended, '')}{how}{_PLAIN}"
-    return f"{clock(record['opened_at'])}  {number}: {cause}; {how}"
+    return f"{line} {how}" if fits else f"{line}\n{_INDENT}{how}"
 
 
-def _rows(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _rows(record: dict[str, Any], room: int | None) -> Iterator[tuple[str, str]]:
     began = record["opened_at"]
     first, witnesses = record["first_seen"], record["witnesses"]
     if first is not None:
@@ -60,15 +75,18 @@ def _rows(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
         why = "because of that" if other["consequence"] else "a failure of its own"
         label = "also" if number == 0 else ""
         yield label, f"{_after(other['time'] - began)} {inline(other['summary'])} ({why})"
-    yield from _phases(record)
+    yield from _phases(record, room)
     if cost := _cost(record):
         yield "cost", cost
     if record["to_generation"]:
         yield "generation", _generations(record)
     if record["outcome"] == "recovered":
         yield "can lose", f"{count(record['can_lose'], 'more node')}, whichever"
-    if tail := record["root_cause"]["log_tail"]:
-        yield "last words", "\n".join(f"| {inline(line)}" for line in tail)
+    label = "last words"
+    for line in record["root_cause"]["log_tail"]:
+        for text in [line] if room is None else wrapped(inline(line), room - 2) or [""]:
+            yield label, f"| {text}"
+            label = ""
 
 
 def _witness(seen: dict[str, Any]) -> str:
@@ -93,27 +111,31 @@ def _after(span_s: float) -> str:
     return f"+{max(0.0, span_s):.3f} s"
 
 
-def _phases(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _phases(record: dict[str, Any], room: int | None) -> Iterator[tuple[str, str]]:
     """A row of names over rows of seconds: the sums, and before them each generation's where
-    there were several."""
+    there were several. Names that there is no room for come below, with seconds of their own."""
     phases: dict[str, float] = {
         name: s for name, s in record["phases"].items() if s or name not in _RARE
     }
     attempts = [a for a in record["attempts"] if a["phases"] is not None]
     if not attempts:
         return
-    names = [*phases, "total"]
-    widths = [max(8, len(name)) for name in names]
-    yield "seconds in", "  ".join(n.rjust(w) for n, w in zip(names, widths, strict=True))
-    several = attempts if len(attempts) > 1 else []
-    for attempt in several:
-        spans = [*(attempt["phases"].get(name, 0.0) for name in phases), attempt["total_s"]]
-        yield f" generation {attempt['generation']}"[:_LABEL], _spans(spans, widths)
-    yield " all", _spans([*phases.values(), sum(phases.values())], widths)
-
-
-def _spans(spans: list[float], widths: list[int]) -> str:
-    return "  ".join(f"{s:.3f}".rjust(w) for s, w in zip(spans, widths, strict=True))
+    spans = [(" all", [*phases.values(), sum(phases.values())])]
+    if len(attempts) > 1:
+        spans[:0] = [
+            (
+                f" generation {attempt['generation']}"[:_LABEL],
+                [*(attempt["phases"].get(name, 0.0) for name in phases), attempt["total_s"]],
+            )
+            for attempt in attempts
+        ]
+    rows = [("seconds in", [*phases, "total"])]
+    rows += [(label, [f"{span_s:.3f}" for span_s in of_label]) for label, of_label in spans]
+    widths = [max(8, *map(len, column)) for column in zip(*(row for _, row in rows), strict=True)]
+    most = sum(widths) + 2 * len(widths) if room is None else room
+    for columns in grouped(widths, most, most):
+        for label, row in rows:
+            yield label, "  ".join(row[index].rjust(widths[index]) for index in columns)
 
 
 def _cost(record: dict[str, Any]) -> str:

@@ -253,37 +253,14 @@ def list_(master: Endpoint, as_json: bool) -> None:
     """
     from oobleck.cli import text
     from oobleck.cli.client import Master
+    from oobleck.cli.table import terminal_width
 
     with Master(master) as connection:
         found = connection.credentials()
     if as_json:
         click.echo(text.dump(text.plain(found)))
         return
-    rows = [("kind", "role", "name", "good until", "by a token of")]
-    rows += [
-        (
-            f"token {token.id}",
-            token.role,
-            token.name or "any",
-            _moment(token.expires_at),
-            _maker(token),
-        )
-        for token in found.tokens
-    ]
-    rows += [
-        (
-            "certificate",
-            held.role,
-            held.name,
-            "revoked" if held.revoked else _moment(held.expires_at),
-            _maker(held),
-        )
-        for held in found.credentials
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        click.echo("  ".join(cells).rstrip())
+    click.echo(credentials_table(found, terminal_width()))
 
 
 @pki.command()
@@ -319,6 +296,20 @@ def revoke(name: str | None, role: "Role | None", token_id: str | None, master: 
     if let_in := _let_in((role, name), known):
         who = ", ".join(f"{role} {name}" for role, name in let_in)
         click.echo(f"still let in, by {name}'s tokens or by theirs: {who}")
+
+
+def credentials_table(found: "pb.ListCredentialsReply", width: int | None) -> str:
+    """A line for each token and each holder."""
+    from oobleck.cli.table import table
+
+    rows = [
+        (one.name or "any", f"token {one.id}", one.role, _moment(one.expires_at), _maker(one))
+        for one in found.tokens
+    ]
+    for held in found.credentials:
+        until = "revoked" if held.revoked else _moment(held.expires_at)
+        rows.append((held.name, "certificate", held.role, until, _maker(held)))
+    return table(("NAME", "KIND", "ROLE", "GOOD UNTIL", "BY A TOKEN OF"), rows, width=width)
 
 
 def _maker(entry: "pb.TokenInfo | pb.CredentialInfo") -> str:

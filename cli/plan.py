@@ -88,6 +88,7 @@ def plan(
 ) -> None:
     """Show the templates and the plan for JOB.yaml, or for a profile, on N nodes."""
     from oobleck.cli import text
+    from oobleck.cli.table import terminal_width
 
     question = _question(job_file, profile_file, overrides, Flags(**flags))
     if schedule is not None:
@@ -97,7 +98,12 @@ def plan(
     data = report.data()
     if question.notes:
         data["notes"] = list(question.notes)
-    click.echo(text.dump(data) if as_json else printable(report_text(data, report.drawing())))
+    if as_json:
+        click.echo(text.dump(data))
+        return
+    width = terminal_width()
+    drawing = report.drawing() if width is None else report.drawing(width)
+    click.echo(report_text(data, drawing, width))
 
 
 def _question(
@@ -133,9 +139,9 @@ def _report(question: Question, nodes: int, lost: int) -> "PlanReport":
         raise CommandFailed(str(error), USAGE) from error
 
 
-def report_text(report: dict[str, Any], drawing: str) -> str:
+def report_text(report: dict[str, Any], drawing: str, width: int | None = None) -> str:
     """The drawing between the templates that it is made of and what follows losses."""
-    from oobleck.cli.table import table, terminal_width
+    from oobleck.cli.table import folded, table
 
     rows = [
         (
@@ -150,7 +156,7 @@ def report_text(report: dict[str, Any], drawing: str) -> str:
     ]
     heads = ("TEMPLATE NODES", "STAGES", "ITERATION", "LAYERS")
     parts = [
-        table(heads, rows, width=terminal_width()),
+        table(heads, rows, width=width),
         *report.get("notes", []),
         drawing.rstrip(),
     ]
@@ -162,7 +168,8 @@ def report_text(report: dict[str, Any], drawing: str) -> str:
             f"{loss['lost']} lost: {loss['rule']}, then {_shape(loss['plan'])}, "
             f"{loss['plan']['step_s']:.4g} s per step ({loss['reason']})"
         )
-    return "\n\n".join(parts)
+    lines = printable("\n\n".join(parts)).split("\n")
+    return "\n".join(folded(line, width, indent=2) for line in lines)
 
 
 def _shape(plan: dict[str, Any]) -> str:

@@ -13,8 +13,8 @@ from oobleck.host.display import inline
 
 #: A column of text narrower than this is not readable.
 _NARROWEST = 24
-#: A name is cut to no less.
-_SHORTEST_NAME = 8
+#: Spaces before what stands below its row.
+_BELOW = 4
 #: What a cell without a value holds.
 _NOTHING = frozenset({"", "-"})
 
@@ -57,43 +57,64 @@ def table(
     """Columns as wide as their widest cell; a column of numbers is aligned to the right.
 
     Where that is wider than `width`, a last column of prose is wrapped: under its head if there is
-    room, else below its row. What is still too wide is cut.
+    room, else below its row. If the others are still too wide, a row goes on below. Nothing is cut:
+    a name is there to be given to the next command.
     """
     cells = [[inline(str(cell)) for cell in row] for row in rows]
     lines = _lines(heads, cells)
     if width is None or max(map(len, lines)) <= width:
         return "\n".join(lines)
-    if max(len(row[-1]) for row in cells) < _NARROWEST:
-        return "\n".join(_lines(heads, _cut(heads, cells, width)))
-    short = _lines(heads[:-1], _cut(heads[:-1], [row[:-1] for row in cells], width))
+    prose = [row[-1] for row in cells]
+    if max(map(len, prose)) < _NARROWEST:
+        return "\n".join(line for row in _stacked(heads, cells, width) for line in row)
+    others = heads[:-1], [row[:-1] for row in cells]
+    short = _lines(*others)
     indent = 2 + max(map(len, short))
-    below = width - indent < _NARROWEST
-    if below:
-        indent = 4
-    else:
-        short = [line.ljust(indent - 2) for line in short]
-        short[0] = f"{short[0]}  {heads[-1]}"
-    out = [short[0]]
-    for line, row in zip(short[1:], cells, strict=True):
-        wrapped = _wrapped(row[-1], max(_NARROWEST, width - indent))
-        if not below and wrapped:
-            line = f"{line}  {wrapped.pop(0)}"
-        out += [line.rstrip(), *(" " * indent + more for more in wrapped)]
+    if width - indent < max(_NARROWEST, *map(longest_word, prose)):
+        stacked = _stacked(*others, width)
+        room = max(_NARROWEST, width - _BELOW)
+        below = [[], *(wrapped(text, room) for text in prose)]
+        return "\n".join(
+            line
+            for row, more in zip(stacked, below, strict=True)
+            for line in [*row, *(" " * _BELOW + text for text in more)]
+        )
+    out = [f"{short[0].ljust(indent)}{heads[-1]}"]
+    for line, text in zip(short[1:], prose, strict=True):
+        first, *more = wrapped(text, width - indent) or [""]
+        out += [f"{line.ljust(indent)}{first}".rstrip(), *(" " * indent + text for text in more)]
     return "\n".join(out)
 
 
-def _cut(heads: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> list[list[str]]:
-    """The cells, with the longest names shortened until a line fits; numbers stay whole."""
+def _stacked(heads: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> list[list[str]]:
+    """The lines of the heads and of each row: as many columns as fit, then the next ones below."""
     widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-    names = [index for index in range(len(heads)) if not _are_numbers(row[index] for row in cells)]
-    too_wide = sum(widths) + 2 * (len(widths) - 1) - width
-    while too_wide > 0 and names:
-        widest = max(names, key=widths.__getitem__)
-        if widths[widest] <= max(_SHORTEST_NAME, len(heads[widest])):
-            break
-        widths[widest] -= 1
-        too_wide -= 1
-    return [[cut(cell, most) for cell, most in zip(row, widths, strict=True)] for row in cells]
+    blocks = []
+    for columns in grouped(widths, width, width - _BELOW):
+        several = [[row[index] for index in columns] for row in [heads, *cells]]
+        blocks.append(_lines(several[0], several[1:]))
+    return [
+        [first, *(" " * _BELOW + line for line in more if line)]
+        for first, *more in zip(*blocks, strict=True)
+    ]
+
+
+def grouped(widths: Sequence[int], room: int, room_below: int) -> list[list[int]]:
+    """Columns of such widths side by side, two spaces apart: as many as there is room for, then
+    below them the next ones."""
+    groups: list[list[int]] = [[]]
+    used = 0
+    for index, wide in enumerate(widths):
+        used += wide + (2 if groups[-1] else 0)
+        if groups[-1] and used > (room if len(groups) == 1 else room_below):
+            groups.append([])
+            used = wide
+        groups[-1].append(index)
+    return groups
+
+
+def longest_word(text: str) -> int:
+    return max(map(len, text.split()), default=0)
 
 
 def cut(line: str, most: int) -> str:
@@ -105,11 +126,12 @@ def folded(line: str, width: int | None, *, indent: int = 0) -> str:
     """`line`, where it is longer than `width` continued below, behind `indent` spaces."""
     if width is None or len(line) <= width:
         return line
-    return "\n".join(_wrapped(line, max(width, indent + _NARROWEST), indent))
+    return "\n".join(wrapped(line, max(width, indent + _NARROWEST), indent))
 
 
-def _wrapped(text: str, width: int, indent: int = 0) -> list[str]:
-    """Lines of at most `width`; names with hyphens stay whole."""
+def wrapped(text: str, width: int, indent: int = 0) -> list[str]:
+    """Lines of at most `width`, all but the first behind `indent` spaces; names with hyphens stay
+    whole."""
     return textwrap.wrap(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 

@@ -1,10 +1,12 @@
 """Pipelines as text: which layers on which GPUs, and when each stage computes what.
 
-Owns layout alone; pipelines that are alike are drawn once. Must not decide or estimate.
+Owns layout alone; pipelines that are alike are drawn once. Boxes and strips are as wide as they
+may be; sentences are on one line, which whoever prints it folds. Must not decide or estimate.
 """
 
 from collections.abc import Sequence
 
+from oobleck.planner.ids import NodeName
 from oobleck.planner.plan import Plan, Schedule, Stage
 from oobleck.planner.profile import Profile
 from oobleck.planner.program import BackwardInput, BackwardWeight, Forward
@@ -12,20 +14,20 @@ from oobleck.planner.steptime import KindEstimate, StepEstimate
 from oobleck.planner.timeline import Event, timeline
 from oobleck.planner.units import count, format_bytes
 
-#: Columns of a drawing.
-WIDTH = 100
+#: Columns of a drawing where nobody says how many there are, and the fewest.
+WIDTH, NARROWEST = 80, 40
 #: A timeline of more stages or micro-batches is not readable.
 MOST_STAGES, MOST_MICROBATCHES = 16, 26
-#: Of pipelines that are alike, so many are named.
+#: Of pipelines that are alike, and of the nodes of each, so many are named.
 _NAMED = 4
 
 
-def draw_pipelines(plan: Plan, estimate: StepEstimate, *, memory_limit: int) -> str:
+def draw_pipelines(plan: Plan, estimate: StepEstimate, *, memory_limit: int, width: int) -> str:
     """Each kind of pipeline once: stages in their order, with node, layers, GPUs, peak memory."""
-    return "\n".join(_draw_kind(plan, kind, memory_limit) for kind in estimate.kinds)
+    return "\n".join(_draw_kind(plan, kind, memory_limit, width) for kind in estimate.kinds)
 
 
-def _draw_kind(plan: Plan, kind: KindEstimate, memory_limit: int) -> str:
+def _draw_kind(plan: Plan, kind: KindEstimate, memory_limit: int, width: int) -> str:
     pipeline = kind.pipeline
     nodes = count(len(pipeline.nodes), "node")
     if kind.count == 1:
@@ -44,19 +46,21 @@ def _draw_kind(plan: Plan, kind: KindEstimate, memory_limit: int) -> str:
         _column(stage, peak, memory_limit, gpus=_shared(pipeline.stages))
         for stage, peak in zip(pipeline.stages, kind.peak_bytes, strict=True)
     ]
-    lines += _boxes(columns, [stage.workers[0].node for stage in pipeline.stages])
+    lines += _boxes(columns, [stage.workers[0].node for stage in pipeline.stages], width)
     if kind.count > 1:
         others = [
-            f"{number} ({', '.join(plan.pipelines[number].nodes)})"
-            for number in kind.numbers[1:_NAMED]
+            f"{number} ({some(plan.pipelines[number].nodes)})" for number in kind.numbers[1:_NAMED]
         ]
         more = f" and {kind.count - _NAMED} more" if kind.count > _NAMED else ""
-        lines.append(_cut(f"  the same: pipeline {', '.join(others)}", WIDTH - len(more)) + more)
+        lines.append(f"  the same: pipeline {', '.join(others)}{more}")
     return "\n".join(lines)
 
 
-def _cut(line: str, width: int) -> str:
-    return line if len(line) <= width else line[: width - 3] + "..."
+def some(nodes: Sequence[NodeName]) -> str:
+    """The names of the first nodes, and of the last one."""
+    if len(nodes) > _NAMED + 1:
+        return f"{', '.join(nodes[:_NAMED])}, ... {nodes[-1]}"
+    return ", ".join(nodes)
 
 
 def _shared(stages: Sequence[Stage]) -> bool:
@@ -77,18 +81,18 @@ def _column(stage: Stage, peak: int, limit: int, *, gpus: bool) -> list[str]:
     return [stage.workers[0].node, layers, *([device] if gpus else []), memory]
 
 
-def _boxes(columns: Sequence[Sequence[str]], nodes: Sequence[str]) -> list[str]:
-    """Boxes side by side, in as many rows as WIDTH needs; `||` where the node changes."""
+def _boxes(columns: Sequence[Sequence[str]], nodes: Sequence[str], width: int) -> list[str]:
+    """Boxes side by side, in as many rows as they need; `||` where the node changes."""
     lines: list[str] = []
     row: list[int] = []
-    width = 2
+    used = 0
     for number, column in enumerate(columns):
-        wide = max(map(len, column)) + 3
-        if row and width + wide > WIDTH:
+        wide = max(map(len, column)) + len(" || ")
+        if row and used + wide > width:
             lines += _row(columns, nodes, row)
-            row, width = [], 2
+            row, used = [], 0
+        used += wide if row else wide + len("  ")
         row.append(number)
-        width += wide + (number > 0 and nodes[number] != nodes[number - 1])
     return lines + _row(columns, nodes, row)
 
 
@@ -111,7 +115,9 @@ def _row(columns: Sequence[Sequence[str]], nodes: Sequence[str], row: Sequence[i
     return lines
 
 
-def draw_timeline(kind: KindEstimate, profile: Profile, schedule: Schedule) -> str | None:
+def draw_timeline(
+    kind: KindEstimate, profile: Profile, schedule: Schedule, *, width: int
+) -> str | None:
     """When each stage computes what, a line per stage; None where that would not be readable."""
     pipeline = kind.pipeline
     if len(pipeline.stages) > MOST_STAGES or pipeline.microbatches > MOST_MICROBATCHES:
@@ -121,10 +127,10 @@ def draw_timeline(kind: KindEstimate, profile: Profile, schedule: Schedule) -> s
     if end <= 0:
         return None
     label = len(f"stage {len(rows) - 1}")
-    columns = WIDTH - label - 2
+    columns = max(NARROWEST, width) - label - 2
     split = any(event[0] is BackwardInput for row in rows for event in row)
     legend = "0-9 forward, a-z backward" + (", + weight gradients" if split else "") + ", . idle"
-    lines = [f"pipeline {kind.numbers[0]} up to its gradient sums ({end:.4g} s): {legend}"]
+    lines = [f"pipeline {kind.numbers[0]} up to its gradient sums ({end:.4g} s):", f"  {legend}"]
     for stage, row in enumerate(rows):
         lines.append(f"{f'stage {stage}'.rjust(label)}  {_strip(row, end, columns)}")
     return "\n".join(lines)

@@ -6,7 +6,7 @@ from typing import Any
 
 from oobleck.planner.catalogue import Catalogue, Offer
 from oobleck.planner.choose import ScheduleChoice, choose_schedule, keep_schedule, with_residents
-from oobleck.planner.drawing import draw_pipelines, draw_timeline
+from oobleck.planner.drawing import WIDTH, draw_pipelines, draw_timeline, some
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.firstplan import make_first_plan
 from oobleck.planner.ids import Generation, NodeName
@@ -21,8 +21,6 @@ from oobleck.planner.units import count, format_bytes
 #: Planning for more takes too long to be of use.
 MOST_NODES = 1 << 16
 MOST_SAMPLES = 1 << 17
-#: So many idle nodes are named.
-_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +75,9 @@ class PlanReport:
             ]
         return report
 
-    def drawing(self) -> str:
+    def drawing(self, width: int = WIDTH) -> str:
         """The plan's pipelines, the timeline of the first where it is small, and the step."""
-        return draw(self.first, self.profile)
+        return draw(self.first, self.profile, width)
 
 
 def make_report(
@@ -180,19 +178,20 @@ def _losses(
         plan = outcome.plan
 
 
-def draw(outcome: Outcome, profile: Profile) -> str:
+def draw(outcome: Outcome, profile: Profile, width: int = WIDTH) -> str:
     """The pipelines of a plan, each kind once, and what a step takes."""
     plan, estimate = outcome.plan, outcome.estimate
-    parts = [draw_pipelines(plan, estimate, memory_limit=profile.gpu_memory_bytes)]
+    parts = [draw_pipelines(plan, estimate, memory_limit=profile.gpu_memory_bytes, width=width)]
     if outcome.idle:
         parts.append(_idle(outcome))
-    strip = draw_timeline(estimate.kinds[0], profile, plan.schedule)
+    strip = draw_timeline(estimate.kinds[0], profile, plan.schedule, width=width)
     if strip is not None:
         parts.append(strip)
     parts.append(
         f"schedule: {outcome.choice.reason}\n"
-        f"estimated step: {estimate.step_s:.4g} s, of which GPUs idle {100 * estimate.bubble:.1f}%;"
-        f" peak memory {format_bytes(estimate.peak_bytes)} of "
+        f"estimated step: {estimate.step_s:.4g} s, "
+        f"of which GPUs idle {100 * estimate.bubble:.1f}%\n"
+        f"peak memory: {format_bytes(estimate.peak_bytes)} of "
         f"{format_bytes(profile.gpu_memory_bytes)} per GPU"
     )
     return "\n\n".join(parts) + "\n"
@@ -200,11 +199,10 @@ def draw(outcome: Outcome, profile: Profile) -> str:
 
 def _idle(outcome: Outcome) -> str:
     idle, plan = outcome.idle, outcome.plan
-    named = ", ".join(idle[:_NAMED]) + (f", ... {idle[-1]}" if len(idle) > _NAMED else "")
     microbatches = sum(pipeline.microbatches for pipeline in plan.pipelines)
     return (
-        f"idle: {count(len(idle), 'node')} ({named}): no pipelines of these templates use them, "
-        f"with a share of the step's micro-batches ({microbatches}) for each"
+        f"idle: {count(len(idle), 'node')} ({some(idle)}): no pipelines of these templates use "
+        f"them, with a share of the step's micro-batches ({microbatches}) for each"
     )
 
 

@@ -262,8 +262,8 @@ def test_an_operator_s_tokens_end_with_him(secured: Secured, tmp_path: Path) -> 
     assert join("mal", token(eve, "operator")).returncode == 0
     assert join("vic", token(mal, "viewer")).returncode == 0
     listed = secured.oobleck("pki", "list").stdout
-    assert re.search(r"certificate +viewer +vic +\S+ \S+ +operator mal$", listed, re.MULTILINE)
-    assert re.search(r"token \S+ +operator +any +\S+ \S+ +operator eve$", listed, re.MULTILINE)
+    assert re.search(r"^vic +certificate +viewer +\S+ \S+ +operator mal$", listed, re.MULTILINE)
+    assert re.search(r"^any +token \S+ +operator +\S+ \S+ +operator eve$", listed, re.MULTILINE)
     revoked = secured.oobleck("pki", "revoke", "eve").stdout.splitlines()
     assert revoked == [
         "revoked operator eve",

@@ -114,18 +114,15 @@ def test_the_drawing_shows_stages_memory_and_the_timeline() -> None:
         "  | layers 0-3  | layers 4-7  |\n"
         "  | 4.0 KiB 82% | 4.0 KiB 82% |\n"
         "\n"
-        "pipeline 0 up to its gradient sums (8.604 s): 0-9 forward, a-z backward, "
-        "+ weight gradients, . idle\n"
-        "stage 0  0001112222....aaaaaaa333bbbbbb444ccccccc555dddddd6666eeeeee777ffffff8888"
-        "gggggghhhhhhhiiiiii\n"
-        "stage 1  ...0001111.aaa2222bbb+++333cccc++4444ddd+++555eeee+++666fff+++777gggg+++"
-        "888hhh+++iiii+++++.\n"
-        "stage 2  ......00aaa11bb...22cc++...33ddd+....44ee++...55fff++...66gg++...77hhh++"
-        "...88ii++++++......\n"
+        "pipeline 0 up to its gradient sums (8.604 s):\n"
+        "  0-9 forward, a-z backward, + weight gradients, . idle\n"
+        "stage 0  0011122....aaaaa333bbbbb44ccccc555dddd666eeeee77fffff888ggggghhhhhiiiii\n"
+        "stage 1  ..00011.aaa222bbb++33ccc++444dd+++55eee++66fff++777ggg++88hhh++iii++++.\n"
+        "stage 2  .....00a11bb..2cc++..33dd+...4ee++..55ff+..66gg+...77h++..88ii++++.....\n"
         "\n"
         "schedule: zb-h1: 7.2% faster than 1f1b, 7.2% faster than gpipe\n"
-        "estimated step: 8.905 s, of which GPUs idle 13.8%; peak memory 4.0 KiB of 4.9 KiB per "
-        "GPU\n"
+        "estimated step: 8.905 s, of which GPUs idle 13.8%\n"
+        "peak memory: 4.0 KiB of 4.9 KiB per GPU\n"
     )
 
 
@@ -167,9 +164,20 @@ def test_long_pipelines_are_drawn_in_several_rows() -> None:
     profile = profile_of([0.1] * 30)
     outcome = Outcome(plan=plan, choice=choose_schedule(plan, profile))
     text = draw(outcome, profile)
-    assert all(len(line) <= 102 for line in text.splitlines())
+    assert all(len(line) <= 80 for line in text.splitlines())
     for layer in range(30):
         assert f"| layer {layer} " in text
+
+
+@pytest.mark.parametrize("width", [80, 132])
+def test_boxes_and_strips_are_as_wide_as_they_may_be(width: int) -> None:
+    plan = plan_of_cuts(([1] * 16, 20))
+    profile = profile_of([0.1] * 16)
+    outcome = Outcome(plan=plan, choice=choose_schedule(plan, profile))
+    lines = draw(outcome, profile, width).splitlines()
+    assert {len(line) for line in lines if line.startswith("stage 1")} == {width}
+    boxes = {len(line) for line in lines if line.startswith("  | ")}
+    assert width - 20 < max(boxes) <= width
 
 
 @pytest.mark.parametrize("nodes", [512, 4096])
