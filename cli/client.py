@@ -54,6 +54,10 @@ def _new_id() -> str:
     return secrets.token_hex(16)
 
 
+class StillFresh(CommandFailed):
+    """There is nothing to renew yet."""
+
+
 class Unreachable(CommandFailed):
     def __init__(self, address: str, reason: str, *, reached: bool = False) -> None:
         """`reached`: the request may have come to the master, and its reply was lost."""
@@ -242,6 +246,8 @@ class Master:
                 return CommandFailed(f"denied: {details}", options.DENIED)
             case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.FAILED_PRECONDITION:
                 return CommandFailed(details, options.USAGE)
+            case grpc.StatusCode.ALREADY_EXISTS:
+                return StillFresh(details)
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
                 return CommandFailed(details)
             case code:

@@ -19,6 +19,7 @@ from oobleck.host.credentials import (
     read_secret,
     write_private,
 )
+from oobleck.host.display import inline
 from oobleck.host.endpoint import Endpoint
 from oobleck.planner.ids import check_name
 
@@ -225,8 +226,11 @@ def join(name: str, master: str, token_file: Path | None, folder: Path) -> None:
     "--master", envvar="OOBLECK_MASTER", required=True, show_envvar=True, metavar="HOST:PORT"
 )
 def renew(folder: Path, master: str) -> None:
-    """Have your certificate replaced by one that lasts longer. Agents do it themselves."""
-    from oobleck.cli.client import Master
+    """Have your certificate replaced by one that lasts longer. Agents do it themselves.
+
+    One of the last minute stays as it is.
+    """
+    from oobleck.cli.client import Master, StillFresh
     from oobleck.host import pki as certificates
     from oobleck.host.credentialfolder import keep
 
@@ -234,7 +238,11 @@ def renew(folder: Path, master: str) -> None:
         old = read_credentials(folder)
         request = certificates.new_request(certificates.read_key(old.key))
         with Master(Endpoint(address=master, credentials=old)) as connection:
-            certificate = connection.renew(request).certificate.encode()
+            try:
+                certificate = connection.renew(request).certificate.encode()
+            except StillFresh as fresh:
+                click.echo(f"nothing to do: {inline(fresh.message)}", err=True)
+                certificate = old.certificate
         keep(folder, old.authority, certificate)
     except ValueError as error:
         raise CommandFailed(f"--credentials {error}", USAGE) from error

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from oobleck.master.inbox import MasterEnded
 from oobleck.master.limits import MOST_DETAILS, deadline_s
 from oobleck.master.storage import StorageFailed
-from oobleck.master.trust import Denied, TooSoon
+from oobleck.master.trust import Denied, StillFresh, TooSoon
 from oobleck.proto.bounds import check_bounds
 
 log = logging.getLogger(__name__)
@@ -77,6 +77,8 @@ async def _answering(context: Any) -> AsyncIterator[None]:
         yield
     except MasterEnded:
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the master has ended")
+    except StillFresh as refused:
+        await context.abort(grpc.StatusCode.ALREADY_EXISTS, str(refused))
     except TooSoon as refused:
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(refused))
     except Denied as denied:

@@ -91,7 +91,7 @@ class PkiService(rpc.PkiServicer):
         key = await _read_key(request.request, context)
 
         def decide(trust: Trust, unix: float) -> tuple[TrustChanged, bytes]:
-            check_renewal(trust, (holder.role, holder.name), self._life_s, unix)
+            check_renewal(trust, holder, self._life_s, unix)
             identity = pki.Identity(role=holder.role, name=holder.name)
             certificate = authority.sign(key, identity, self._life_s)
             issued = CredentialIssued(

@@ -42,6 +42,10 @@ class TooSoon(Denied):
     """The same may be asked for again later."""
 
 
+class StillFresh(TooSoon):
+    """... and the caller's certificate is not older than that."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Token:
     #: Who asked for it; None: the journal is from before this was kept.
@@ -135,15 +139,17 @@ def was_revoked(trust: Trust, who: "Identity") -> bool:
     return not who.token and who.issued_at <= trust.revoked.get((who.role, who.name), -1.0)
 
 
-def check_renewal(trust: Trust, holder: Holder, life_s: float, unix: float) -> None:
-    """Raises Denied. `life_s`: of certificates."""
-    given = trust.given.get(holder)
+def check_renewal(trust: Trust, who: "Identity", life_s: float, unix: float) -> None:
+    """Raises Denied. `who`: as the caller's certificate says; `life_s`: of certificates."""
+    given = trust.given.get((who.role, who.name))
     apart_s = min(RENEWALS_APART_S, RENEWALS_APART_PART * life_s)
-    if given is not None and 0 <= unix - given.at < apart_s:
-        raise TooSoon(
-            f"{holder[0]} {holder[1]} was given a certificate {unix - given.at:.1f} s ago; ask for "
-            f"the next one {apart_s:g} s after it"
-        )
+    if given is None or not 0 <= (age_s := unix - given.at) < apart_s:
+        return
+    kind = StillFresh if unix - who.issued_at < apart_s else TooSoon
+    raise kind(
+        f"{who.role} {who.name} was given a certificate {age_s:.1f} s ago; it can be renewed in "
+        f"{apart_s - age_s:.1f} s"
+    )
 
 
 def check_join(trust: Trust, fingerprint: str, key: str, name: str, unix: float) -> Role:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from fake_agent import MasterProcess, facts, master
 from scenario import job_spec
 
+from oobleck.cli import authority
 from oobleck.host import pki
 from oobleck.host.credentials import Credentials, Role
 from oobleck.host.detection import DETECTIONS
@@ -20,6 +22,7 @@ from oobleck.master.loop import Master
 from oobleck.master.requests import Requests
 from oobleck.master.trust import (
     Denied,
+    StillFresh,
     TooSoon,
     Trust,
     check_caller,
@@ -41,6 +44,7 @@ from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.secure import open_aio_channel
 from oobleck.proto.types import PROTOCOL, NodeStatus, Registration
 from support import holders
+from support.commands import run
 
 LIMIT_S = 60.0
 END = 1e9
@@ -114,14 +118,20 @@ def test_a_journal_that_does_not_say_who_made_a_token_is_read() -> None:
 @pytest.mark.parametrize(("life_s", "apart_s"), [(90 * 86_400.0, 60.0), (20.0, 0.4)])
 def test_a_holder_renews_once_in_a_while(life_s: float, apart_s: float) -> None:
     trust = Trust()
-    check_renewal(trust, EVE, life_s, 100.0)
+    before = pki.Identity(role="operator", name="eve", issued_at=10.0)
+    now = replace(before, issued_at=100.0)
+    check_renewal(trust, before, life_s, 100.0)
     fold(trust, CredentialIssued(role="operator", name="eve", expires_at=END), 100.0)
     for unix in (100.0, 100.0 + 0.9 * apart_s):
-        with pytest.raises(TooSoon, match="operator eve was given a certificate"):
-            check_renewal(trust, EVE, life_s, unix)
-    check_renewal(trust, EVE, life_s, 100.0 + apart_s)
-    check_renewal(trust, EVE, life_s, 50.0)  # the calendar was put back
-    check_renewal(trust, ("viewer", "eve"), life_s, 100.0)
+        again = f"{unix - 100:.1f} s ago; it can be renewed in {100 + apart_s - unix:.1f} s"
+        for shown, kind in ((now, StillFresh), (before, TooSoon)):
+            with pytest.raises(TooSoon) as refusal:
+                check_renewal(trust, shown, life_s, unix)
+            assert type(refusal.value) is kind
+            assert str(refusal.value) == f"operator eve was given a certificate {again}"
+    check_renewal(trust, now, life_s, 100.0 + apart_s)
+    check_renewal(trust, now, life_s, 50.0)  # the calendar was put back
+    check_renewal(trust, replace(now, role="viewer"), life_s, 100.0)
 
 
 def test_what_a_caller_asks_who_is_revoked_in_that_turn_is_denied(tmp_path: Path) -> None:
@@ -223,8 +233,19 @@ def test_a_holder_who_asks_all_the_time_is_given_one_certificate(
     answers = asyncio.run(renew_often())
     refused = [one for one in answers if isinstance(one, grpc.aio.AioRpcError)]
     assert len(answers) == len(refused) + 1 == 32
-    assert {one.code() for one in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert {one.code() for one in refused} == {grpc.StatusCode.ALREADY_EXISTS}
     assert told(running, "mallory") == 1
+
+
+def test_renewing_twice_is_no_error(running: MasterProcess, folder: Path, tmp_path: Path) -> None:
+    shown = tmp_path / "ned"
+    authority.issue(folder, shown, "viewer", "ned")
+    arguments = ("pki", "renew", "--master", running.address, "--credentials", str(shown))
+    first, again = run(*arguments), run(*arguments)
+    assert (first.returncode, first.stderr) == (0, "")
+    assert (again.returncode, again.stdout) == (0, first.stdout)
+    assert again.stderr.startswith("nothing to do: viewer ned was given a certificate ")
+    assert told(running, "ned") == 1
 
 
 def test_a_token_lets_in_once_however_often_it_is_shown(
