@@ -5,8 +5,9 @@
     DIR/client.crt   replaced by a certificate of the same role and name alone
 
 So a process that is given the wrong folder cannot destroy what is there. Nor can two that are given
-the same one at a time: each file is put into an empty place by a link, which the kernel gives to
-one of them, and what stands there changes its holder no more.
+the same one at a time: each file is put into an empty place by a link (or is made there, where the
+file system has no links), which the kernel gives to one of them, and what stands there changes its
+holder no more.
 
 Loads the cryptography library. Must not know masters or tokens.
 """

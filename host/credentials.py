@@ -7,6 +7,7 @@ library for them.
 """
 
 import contextlib
+import errno
 import os
 import secrets
 import ssl
@@ -27,6 +28,10 @@ AUTHORITY = "ca.crt"
 CERTIFICATE = "client.crt"
 KEY = "client.key"
 _MOST_BYTES = 64 << 10
+#: Of a file's mode: what all but its owner may do.
+_OTHERS = 0o077
+#: What file systems without hard links answer.
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +86,7 @@ def read_secret(path: Path) -> bytes:
     """Raises ValueError with the file and the fix, also where others may read it."""
     content = read_file(path)
     mode = path.stat().st_mode & 0o777
-    if mode & 0o077:
+    if mode & _OTHERS:
         raise ValueError(f"{path}: others may read it (mode {mode:o}); run: chmod 600 {path}")
     return content
 
@@ -98,12 +103,28 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def create_private(path: Path, content: bytes) -> bool:
-    """The same unless something is there, which stays; whether it was put there. Raises OSError."""
+    """The same unless something is there, which stays; whether it was put there. Raises OSError.
+
+    A file system without hard links gets it written in place: if the process is killed meanwhile,
+    a part of it stays, which is refused by whoever reads it.
+    """
     with _finished(path, content) as finished:
         try:
             os.link(finished, path)
         except FileExistsError:
             return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return _create_in_place(path, content)
+    return True
+
+
+def _create_in_place(path: Path, content: bytes) -> bool:
+    try:
+        _write(path, content)
+    except FileExistsError:
+        return False
     return True
 
 
@@ -112,14 +133,26 @@ def _finished(path: Path, content: bytes) -> Iterator[Path]:
     """The file, whole and on the disk, under another name beside `path`, for as long."""
     # A name that nobody can have put a link at.
     finished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(finished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o600)  # whatever the umask
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        _write(finished, content)
         yield finished
     finally:
         with contextlib.suppress(OSError):
             finished.unlink()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Make the file, which must not be there. Raises OSError, also where others could read it."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            with contextlib.suppress(PermissionError):  # FAT has one mode for all files
+                os.fchmod(descriptor, 0o600)  # whatever the umask
+            if os.fstat(descriptor).st_mode & _OTHERS:
+                raise OSError(errno.EPERM, "its file system lets others read every file")
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        path.unlink()
+        raise

@@ -1,5 +1,7 @@
 """A folder of credentials changes its holder no more, whoever is told to write there."""
 
+import errno
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +14,7 @@ from oobleck.cli.authority import issue, make_authority
 from oobleck.host import pki
 from oobleck.host.command import CommandFailed
 from oobleck.host.credentialfolder import keep, own_key
-from oobleck.host.credentials import Credentials, Role, read_credentials
+from oobleck.host.credentials import Credentials, Role, create_private, read_credentials
 
 HERE = pki.Authority.new("here")
 ELSEWHERE = pki.Authority.new("elsewhere")
@@ -60,6 +62,35 @@ def test_what_is_there_stays(tmp_path: Path, write: Callable[[Path], object], fi
     assert "name another folder, or move this one away" in str(refused.value)
     assert "\n" not in str(refused.value)
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_hard_links_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def no_link(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", no_link)
+    put(tmp_path, "operator", "ann")
+    before = contents(tmp_path)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+    with pytest.raises(ValueError, match="has the certificate of operator ann"):
+        put(tmp_path, "viewer", "eve")
+    for path in tmp_path.iterdir():
+        assert not create_private(path, b"another")
+    assert contents(tmp_path) == before
+
+
+def test_a_file_system_where_others_read_everything_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FAT does: the mode of a file is what it is."""
+    chmod = os.fchmod
+    monkeypatch.setattr(os, "fchmod", lambda file, mode: chmod(file, 0o755))
+    with pytest.raises(OSError, match="its file system lets others read every file"):
+        own_key(tmp_path)
+    assert not contents(tmp_path)
 
 
 def test_credentials_that_have_ended_stay_too(tmp_path: Path) -> None:
