@@ -52,7 +52,9 @@ def replan(look: Look) -> Decision | None:
     members = [state.nodes[name] for name in job.members]
     away = [node for node in members if not node.connected]
     if away:
-        return Decision(reason=f"{names(away)}: back, or lost after the lease, before planning")
+        # Until that is known the job gives its turn to nobody.
+        reason = f"{names(away)}: back, or lost after the lease, before planning"
+        return Decision(reason=reason, hold=True)
     unready = [node for node in members if not state.is_ready(node, job)]
     if job.put_back and (start := starting.get_ready(look, job)) is not None:
         return start
@@ -109,7 +111,7 @@ def _for_replacements(look: Look, job: Job, missing: list[Node]) -> Decision | N
     due = job.seen.declared_at + look.timing.replacement_grace_s
     if look.now >= due:
         return None
-    return Decision(wake_at=due, reason=f"{names(missing)}: replacement to come")
+    return Decision(wake_at=due, reason=f"{names(missing)}: replacement to come", hold=True)
 
 
 def _way_back(job: Job) -> str:
