@@ -8,7 +8,7 @@ from oobleck.host.messages import PhaseReached, StepRecord
 from oobleck.master.job import Job
 from oobleck.master.node import Node
 from oobleck.master.state import ClusterState
-from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.ids import Generation, Incarnation, WorkerId
 from oobleck.proto.types import NodeStatus, WorkerStatus
 
 
@@ -30,6 +30,7 @@ def take_status(state: ClusterState, node: Node, status: NodeStatus, now: float)
                 # Who has lost a peer may have what nobody else has any more.
                 changed |= worker.stepped != last.stepped and bool(job.seen.peers_lost)
             changed |= _take_progress(job, worker, now)
+            _note_entered(job, worker.incarnation, worker.generation)
     return changed
 
 
@@ -70,13 +71,18 @@ def _redoes(job: Job, worker: WorkerStatus) -> bool:
     return step > first
 
 
+def _note_entered(job: Job, process: Incarnation, generation: Generation) -> None:
+    """The phase may have been told to a master before; the next status names another generation."""
+    before = job.seen.entered.get(process, frozenset())
+    # Where a plan is not known any more a step has been committed in a newer one.
+    if generation in job.plans and generation not in before:
+        job.seen.entered[process] = before | {generation}
+
+
 def take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -> None:
     process = job.processes().get(worker)
-    known = reached.generation in job.plans  # else a step has been committed in a newer one
-    if reached.phase == "transferred" and process is not None and known:
-        job.seen.entered[process] = job.seen.entered.get(process, frozenset()) | {
-            reached.generation
-        }
+    if reached.phase == "transferred" and process is not None:
+        _note_entered(job, process, reached.generation)
     way = job.seen.way
     note_progress(job, reached.generation, now)
     if way is None or reached.generation != job.generation:
