@@ -9,7 +9,7 @@ from oobleck.host.messages import Assign
 from oobleck.master.desired import set_desired
 from oobleck.master.events import Journaled
 from oobleck.master.jobevents import JobCancelled, JobFailed, JobRestored, JobSucceeded
-from oobleck.master.planevents import PlanMade
+from oobleck.master.planevents import FirstStepCommitted, PlanMade
 from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.planner.transfer import LayerLost, Shard, require_holders
 from oobleck.worker.rejoin import Agreement
@@ -143,6 +143,8 @@ class Watch:
         self._versions: dict[str, int] = {}
         #: Newest generation that each start of an agent was told of.
         self._told: dict[tuple[Incarnation, JobId], int] = {}
+        #: Jobs that go back to a checkpoint or begin anew, until their next step.
+        self._anew: set[JobId] = set()
         #: The newest checkpoint that each job went back to.
         self.restored: dict[JobId, int] = {}
         #: How many events of each kind were journaled.
@@ -172,6 +174,8 @@ class Watch:
                     self.broken(f"generation {plan.generation} of {job_id} after {newest}")
                 if job_id in self.ends:
                     self.broken(f"a plan for {job_id}, which has ended")
+                if event.restore:
+                    self._check_begins_anew(job_id)
                 self.plans[key] = event
                 self._made_at[key] = self._world.loop.clock
             case JobSucceeded() | JobFailed() | JobCancelled():
@@ -179,14 +183,26 @@ class Watch:
                     self.broken(f"{event.job_id} ends again")
                 self.ends[event.job_id] = event
                 if isinstance(event, JobFailed) and GONE in event.reason:
-                    self._check_gone(event.job_id)
+                    self._check_gone(event.job_id, "fails")
+                    self._check_exception(event.job_id)
+            case FirstStepCommitted(job_id=job_id):
+                self._anew.discard(job_id)
             case JobRestored(job_id=job_id, restored=restored):
                 self.restored[job_id] = max(restored.step, self.restored.get(job_id, 0))
             case _:
                 pass
 
-    def _check_gone(self, job_id: JobId) -> None:
-        """What a job fails for want of is with nobody, whether the master hears of him or not."""
+    def _check_begins_anew(self, job_id: JobId) -> None:
+        """Plans until the next step say so again."""
+        master = self._world.master
+        assert master is not None
+        if job_id not in self._anew and not master.core.state.jobs[job_id].has_checkpoint:
+            self._check_gone(job_id, "begins anew")
+        self._anew.add(job_id)
+
+    def _check_gone(self, job_id: JobId, what: str) -> None:
+        """What a job fails or begins anew for want of is with nobody, whether the master hears of
+        him or not."""
         master = self._world.master
         assert master is not None
         state = master.core.state
@@ -194,14 +210,15 @@ class Watch:
             trainer
             for agent in self._world.all_agents()
             # Of two agents of one name the one counts that came last.
-            if (node := state.nodes.get(agent.name)) is not None
-            and node.facts.incarnation == agent.incarnation
-            and not node.stale_workers
+            if (node := state.nodes.get(agent.name)) is None
+            or node.facts.incarnation == agent.incarnation
             for trainer in agent.trainers.values()
             if trainer.job_id == job_id and trainer.entered
         ]
         if self._world.have_all(state.jobs[job_id], workers):
-            self.broken(f"{job_id} fails for want of what its workers have")
+            self.broken(f"{job_id} {what} for want of what its workers have")
+
+    def _check_exception(self, job_id: JobId) -> None:
         if self._world.tells_of_an_exception(job_id):
             self.broken(f"the model of {job_id} has raised an exception, and it fails of another")
 
