@@ -48,6 +48,8 @@ class Progress:
     skipped: int = 0
     #: Newest generation in which this state's ancestors went back to a checkpoint.
     lineage: int = 0
+    #: Newest generation in which it agreed with others on a step.
+    joined: int = 0
 
     def restart(self, step: int, lineage: int) -> None:
         """All layers held are those of a checkpoint: what is known of other steps is void."""
@@ -56,13 +58,15 @@ class Progress:
         self.ballot = None
         self.losses.clear()
         self.row_digests.clear()
-        self.skipped, self.lineage = 0, lineage
+        self.skipped, self.lineage, self.joined = 0, lineage, lineage
 
-    def join(self, step: int, lineage: int, skipped: int) -> None:
+    def join(self, step: int, lineage: int, skipped: int, generation: int) -> None:
         """Go on from the agreed `step`, the last of `skipped` ones as far as others know."""
         stands_there = (self.committed, self.lineage) == (step, lineage)
         self.skipped = max(skipped, self.skipped if stands_there else 0)
-        self.committed, self.lineage = step, lineage
+        self.committed, self.lineage, self.joined = step, lineage, generation
+        if self.voted > step:  # the others did not know of that vote, and hold another one
+            self.voted, self.voted_generation, self.ballot = 0, _NO_GENERATION, None
 
     def begin(
         self, step: int, *, losses: Container[int] = (), positions: Container[int] = ()

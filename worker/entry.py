@@ -115,7 +115,7 @@ class Entry:
         )
         with self._timeline.phase("transfer"):
             received += self._mover.run(plan, plan.workers, agreement, transport)
-        progress.join(agreement.step, agreement.lineage, agreement.skipped)
+        progress.join(agreement.step, agreement.lineage, agreement.skipped, plan.generation)
         self._control.report(
             PhaseReached(generation=plan.generation, phase="transferred", received_bytes=received)
         )
@@ -134,7 +134,7 @@ class Entry:
         if agreement.vote_holder is not None:
             self._learn_vote(members, agreement, transport)
         received = self._mover.run(plan, members, agreement, transport)
-        progress.join(agreement.step, agreement.lineage, agreement.skipped)
+        progress.join(agreement.step, agreement.lineage, agreement.skipped, plan.generation)
         transport.all_gather(torch.zeros(1))  # whoever leaves may end: all has arrived
         return received
 

@@ -8,10 +8,13 @@ A step is committed once any worker holds the result of its vote: the vote compl
 after every worker has put in its share, and it puts it in only with every reduced gradient in
 hand. So if anyone has committed step s, those behind hold the reduced gradients of s and roll
 forward; if no survivor has, nobody alive has changed a weight, and step s is done again.
+
+One that was away meanwhile may come back and have committed s in a generation before: what the
+others agreed on without it holds, unless all of them can still roll forward.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.transfer import Shard, ShardTable
@@ -50,6 +53,8 @@ class Standing:
     begun: int
     #: Steps in a row up to `committed` that were skipped.
     skipped: int = 0
+    #: Newest generation in which it agreed with others on a step; 0: none.
+    joined: int = 0
     #: What it holds of each layer, and what another share has taken the place of since the last
     #: commit, whose gradients are not those of `reduced`.
     layers: tuple[Held, ...]
@@ -67,6 +72,7 @@ class Standing:
             self.voted_generation,
             self.begun,
             self.skipped,
+            self.joined,
             *(
                 number
                 for held in (*self.layers, *self.former)
@@ -77,7 +83,7 @@ class Standing:
     @classmethod
     def from_row(cls, row: Sequence[int]) -> "Standing":
         lineage, committed, reduced, reduced_generation, first, end, *rest = row
-        voted, voted_generation, begun, skipped, *rest = rest
+        voted, voted_generation, begun, skipped, joined, *rest = rest
         held = [Held(*rest[i : i + _NUMBERS]) for i in range(0, len(rest), _NUMBERS)]
         return cls(
             lineage=lineage,
@@ -89,6 +95,7 @@ class Standing:
             voted_generation=voted_generation,
             begun=begun,
             skipped=skipped,
+            joined=joined,
             layers=tuple(held[: len(held) // 2]),
             former=tuple(held[len(held) // 2 :]),
         )
@@ -119,8 +126,9 @@ def agree(standings: Mapping[WorkerId, Standing]) -> Agreement:
     # Since the others went back to a checkpoint, what a worker has that did not is of no use.
     lineage = max(standing.lineage for standing in standings.values())
     members, standings = standings, {w: s for w, s in standings.items() if s.lineage == lineage}
-    # Whoever has seen a vote counts as having committed it: it needs nobody else to apply it.
-    step = max(max(s.committed, s.voted) for s in standings.values())
+    while outrun := _outrun(standings):
+        standings = _without_newest(standings, outrun)
+    step = _newest(standings)
     holders = sorted(w for w, s in standings.items() if s.voted == step and step > 0)
     generations = {standings[w].voted_generation for w in holders}
     if len(generations) > 1:
@@ -152,6 +160,47 @@ def agree(standings: Mapping[WorkerId, Standing]) -> Agreement:
         skipped=max((s.skipped for s in standings.values() if s.committed == step), default=0),
         begun=frozenset(w for w, standing in standings.items() if standing.begun == step + 1),
     )
+
+
+def _newest(standings: Mapping[WorkerId, Standing]) -> int:
+    """The newest committed step. Whoever has seen a vote counts as having committed it: it needs
+    nobody else to apply it."""
+    return max(max(s.committed, s.voted) for s in standings.values())
+
+
+def _outrun(standings: Mapping[WorkerId, Standing]) -> frozenset[WorkerId]:
+    """Workers that have committed the newest step, and without which others have agreed on another
+    one since, and begun it again: they have not the gradients any more to follow, or have committed
+    it in another vote."""
+    step = _newest(standings)
+    ahead = {w: s for w, s in standings.items() if max(s.committed, s.voted) == step}
+    joined = max(s.joined for s in ahead.values())
+    voted = max((s.voted_generation for s in ahead.values() if s.voted == step), default=0)
+    if any(s.joined > joined and not _follows(s, step, voted) for s in standings.values()):
+        return frozenset(ahead)
+    return frozenset(
+        w for w, s in ahead.items() if s.voted == step and max(s.voted_generation, s.joined) < voted
+    )
+
+
+def _follows(standing: Standing, step: int, generation: int) -> bool:
+    """Whether it has applied the step that was voted on in `generation`, or can."""
+    if max(standing.committed, standing.voted) >= step:
+        return True
+    of = (standing.committed, standing.reduced, standing.reduced_generation)
+    return of == (step - 1, step, generation)
+
+
+def _without_newest(
+    standings: Mapping[WorkerId, Standing], outrun: Set[WorkerId]
+) -> dict[WorkerId, Standing]:
+    """As if those in `outrun` had not seen their last vote; who has applied it has nothing left."""
+    step = _newest(standings)
+    return {
+        worker: replace(standing, voted=0, voted_generation=0) if worker in outrun else standing
+        for worker, standing in standings.items()
+        if not (worker in outrun and standing.committed == step)
+    }
 
 
 def _at(version: int, layers: Sequence[Held]) -> frozenset[Shard]:

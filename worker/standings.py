@@ -44,6 +44,7 @@ def exchange(
         lineage=progress.lineage,
         begun=progress.begun,
         skipped=progress.skipped,
+        joined=progress.joined,
         layers=_told(state.layers, layer_count),
         former=_told(state.former, layer_count),
     )

@@ -72,8 +72,14 @@ class Progress:
     voted: int = 0
     voted_generation: Generation = _NO_GENERATION
     lineage: int = 0
+    joined: int = 0
     layers: dict[int, Held] = field(default_factory=dict)
     former: dict[int, Held] = field(default_factory=dict)
+
+    def join(self, agreement: Agreement, generation: Generation) -> None:
+        self.committed, self.lineage, self.joined = agreement.step, agreement.lineage, generation
+        if self.voted > agreement.step:
+            self.voted, self.voted_generation = 0, _NO_GENERATION
 
 
 class Trainer:
@@ -252,7 +258,7 @@ class Trainer:
             )
         )
         await self._transfer(plan, agreement, gathering)
-        progress.committed, progress.lineage = agreement.step, agreement.lineage
+        progress.join(agreement, plan.generation)
         self.entered = plan.generation
         self.say(PhaseReached(generation=plan.generation, phase="transferred", received_bytes=1))
 
@@ -267,7 +273,7 @@ class Trainer:
             return
         await self._roll_forward(plan, agreement, gathering)
         await self._transfer(plan, agreement, gathering)
-        self.progress.committed, self.progress.lineage = agreement.step, agreement.lineage
+        self.progress.join(agreement, plan.generation)
         await self._exchange(gathering, "arrived", None)
 
     async def _roll_forward(self, plan: Plan, agreement: Agreement, gathering: Gathering) -> bool:
@@ -296,6 +302,7 @@ class Trainer:
             voted=progress.voted,
             voted_generation=progress.voted_generation,
             begun=progress.begun,
+            joined=progress.joined,
             layers=told[0],
             former=told[1],
         )
@@ -322,7 +329,9 @@ class Trainer:
                 self.fail("user", "checkpoint.path: there is no checkpoint though one is needed")
             return False
         shards = gathering.shards[self.worker]
-        progress = self.progress = Progress(committed=step, lineage=plan.generation)
+        progress = self.progress = Progress(
+            committed=step, lineage=plan.generation, joined=plan.generation
+        )
         progress.layers = {s.layer: Held(step, s.part, s.parts) for s in shards}
         self._ledger.went_back(step, plan.generation)
         self.entered = generation = plan.generation

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.transfer import Shard
 from oobleck.worker.commit import Progress
 from oobleck.worker.errors import InvariantViolation
@@ -24,6 +24,7 @@ def standing(
     reduced_layers: range | None = None,
     lineage: int = 0,
     skipped: int = 0,
+    joined: int = 0,
 ) -> Standing:
     """Of a model of three layers; `reduced` and `voted` are (step, generation)."""
     if reduced_layers is None:
@@ -40,6 +41,7 @@ def standing(
         voted_generation=voted[1],
         begun=committed if begun is None else begun,
         skipped=skipped,
+        joined=joined,
         layers=tuple(Held(held) if layer in layers else Held() for layer in range(3)),
         former=(Held(),) * 3,
     )
@@ -133,7 +135,41 @@ def test_layers_kept_from_an_older_plan_are_worth_nothing_after_a_commit() -> No
 
 def test_one_step_voted_in_two_generations_is_a_bug() -> None:
     with pytest.raises(InvariantViolation, match="generations"):
-        agree({A: standing(5, voted=(5, 1)), B: standing(5, voted=(5, 2))})
+        agree({A: standing(5, voted=(5, 1), joined=2), B: standing(5, voted=(5, 2), joined=2)})
+
+
+def test_a_step_that_others_have_begun_again_without_its_only_voter_is_done_again() -> None:
+    # a alone saw the vote on step 6 and was cut off; b and c met without it, and it is back.
+    ahead = standing(6, voted=(6, 1), layers=(2,), begun=6, joined=1)
+    begun = standing(5, begun=6, joined=2)
+    waiting = standing(5, reduced=(6, 1), layers=(2,), begun=6, joined=2)
+    agreement = agree({A: ahead, B: begun, C: waiting})
+    assert (agreement.step, agreement.roll_forward) == (5, frozenset())
+    assert agreement.held == {A: frozenset(), B: whole(0, 1), C: whole(2)}
+    assert agreement.begun == {B, C}
+    # A vote that was not applied is no loss: the layers are those of the step before.
+    agreement = agree({A: standing(5, voted=(6, 1), layers=(2,), joined=1), B: begun})
+    assert (agreement.step, agreement.vote_holder) == (5, None)
+    assert agreement.held == {A: whole(2), B: whole(0, 1)}
+
+
+def test_who_met_without_the_only_voter_follows_it_while_all_still_can() -> None:
+    ahead = standing(6, voted=(6, 1), layers=(2,), joined=1)
+    agreement = agree({A: ahead, B: standing(5, reduced=(6, 1), begun=6, joined=2)})
+    assert (agreement.step, agreement.roll_forward, agreement.vote_holder) == (6, {B}, A)
+
+
+def test_of_a_step_that_was_voted_on_again_the_newer_vote_counts() -> None:
+    older, newer = (standing(6, voted=(6, g), layers=(g,), joined=g) for g in (1, 2))
+    agreement = agree({A: older, B: newer})
+    assert (agreement.step, agreement.vote_holder) == (6, None)
+    assert agreement.held == {A: frozenset(), B: whole(2)}
+
+
+def test_who_agrees_on_the_step_before_forgets_the_vote() -> None:
+    progress = Progress(committed=6, voted=6, voted_generation=Generation(1))
+    progress.join(5, 0, 0, 3)
+    assert (progress.committed, progress.voted, progress.joined) == (5, 0, 3)
 
 
 def test_who_has_begun_the_step_that_is_done_again_may_have_some_of_it() -> None:
@@ -153,15 +189,15 @@ def test_who_comes_learns_how_many_steps_in_a_row_were_skipped() -> None:
         (Progress(committed=3, skipped=3), 2),
         (Progress(), 2),
     ):
-        known.join(agreement.step, agreement.lineage, agreement.skipped)
+        known.join(agreement.step, agreement.lineage, agreement.skipped, 2)
         assert (known.committed, known.skipped) == (5, expected)
     gone_back = Progress(committed=5, skipped=5)
-    gone_back.join(5, 2, 0)
+    gone_back.join(5, 2, 0, 2)
     assert gone_back.skipped == 0
 
 
 def test_rows_carry_a_standing_whole() -> None:
-    one = standing(5, reduced=(6, 3), layers=(1,), skipped=2)
+    one = standing(5, reduced=(6, 3), layers=(1,), skipped=2, joined=3)
     assert Standing.from_row(one.to_row()) == one
 
 
