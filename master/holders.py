@@ -66,9 +66,10 @@ def may_bring_back(look: Look, job: Job, layers: Iterable[int]) -> frozenset[Nod
 def _held_away(look: Look, job: Job) -> dict[WorkerId, frozenset[Shard]]:
     """What workers on nodes that are away may hold, by any plan since the last step."""
     held: dict[WorkerId, frozenset[Shard]] = {}
+    dead = job.lost_workers  # and no plan counts on others in their places yet
     for plan in job.plans.values():
         for worker, shards in plan_shards(plan).items():
-            if look.now < _may_return_until(look, job, worker.node):
+            if worker not in dead and look.now < _may_return_until(look, job, worker.node):
                 held[worker] = held.get(worker, frozenset()) | shards
     return held
 
