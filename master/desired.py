@@ -98,6 +98,8 @@ def _set(
                 generation, save = job.generation, wanted.save
             elif job.measuring is not None:
                 attempt = job.measuring.wish.attempt
+        elif _keeps_state(node, job):
+            job_id = job.id
     drained = node.drain is not None and node.drain.done
     if (
         desired.job_id != job_id
@@ -121,6 +123,22 @@ def _set(
         node.seen.assigned_at = None
     elif node.seen.assigned_at is None:
         node.seen.assigned_at = now
+
+
+def _keeps_state(node: Node, job: Job) -> bool:
+    """Whether the node is in quarantine, and what its workers hold may yet be asked for: until a
+    step is committed without it."""
+    name = node.facts.node
+    return (
+        node.registered
+        and not node.stale_workers
+        and cordon.is_quarantined(node)
+        and (name in job.lost_nodes or job.on_the_way)
+        and job.trained is not None
+        and name in job.trained.plan.nodes
+        and name not in job.emptied
+        and name not in job.left_out
+    )
 
 
 def next_version(node: Node, unix: float) -> int:

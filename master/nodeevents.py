@@ -93,7 +93,7 @@ class NodeLeftOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class NodeReset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Workers of the node do not come to a meeting of the others: all that it has are ended, and
-    it gets new ones."""
+    it gets new ones; where they are cut off, once the others have committed a step."""
 
     job_id: JobId
     node: NodeName
