@@ -5,7 +5,7 @@
                     fast  balanced   wan   seconds
     heartbeat        0.5      1       3    an agent tells its status at least this often
     lease            2        4      20    a node that is not heard of for this long is lost
-    return           5       10      40    the same after the master's own pause or restart
+    return           5       10      40    the same where it may be the master that was away
     ping every       1        2      10    a connection that says nothing is asked whether it lives
     ping time-out    1        2      10    and is closed without an answer
     answer           3        5      20    an agent gives up on a master that does not answer
@@ -54,7 +54,7 @@ class Detection:
     #: A node that is not heard of for this long is lost.
     lease_s: float = 4.0
     #: The same for one that was not heard of since the master started or was paused itself, and for
-    #: those whose streams were cut together with many others.
+    #: those whose streams were cut together with many others, or that fell silent with all others.
     return_s: float = 10.0
     #: Both ends of a connection ask each other this often, and close it without an answer.
     ping_every_s: float = 2.0

@@ -31,7 +31,8 @@ from oobleck.proto.types import Hung, WorkerExited
 _MISSED_AFTER = 0.5
 #: So many streams that end within the witness window are cut together.
 _MANY = 8
-#: Of heartbeats: a stream whose node was silent for longer before its end was not cut.
+#: Of heartbeats: a node that was silent for longer before its stream's end fell silent, and others
+#: have just come to their own end. Nodes last heard of within as long fell silent together.
 _SILENT = 2
 #: Who is waited for has at most so many times the time to return, however many come back.
 _MOST_RETURNS = 3
@@ -39,7 +40,7 @@ _MOST_RETURNS = 3
 
 def lost_nodes(state: ClusterState, now: float, timing: Detection) -> tuple[NodeLost, ...]:
     lost = []
-    leases = _Leases.of(state, timing)
+    leases = _Leases.of(state, now, timing)
     cut_off = _cut_off(state)
     for _, node in sorted(state.nodes.items()):
         if not node.registered:
@@ -94,7 +95,7 @@ def _loss(
 
 def next_verdict(state: ClusterState, now: float, timing: Detection) -> float | None:
     """When a node may be lost though nothing has happened by then."""
-    leases = _Leases.of(state, timing)
+    leases = _Leases.of(state, now, timing)
     ends = [leases.end(node) for node in state.nodes.values() if node.registered]
     missed = [due for name in _away(state) if (due := _missed_at(state, name, timing)) is not None]
     return min([*ends, *(due for due in missed if due > now)], default=None)
@@ -115,14 +116,30 @@ class _Leases:
     cuts: list[float]
     #: When the last node came; None: none has, or no node is away.
     opened_at: float | None
+    #: When nodes were last heard of, and when those that are back from a silence were before it, in
+    #: order; empty: none is silent for a lease.
+    heard: list[float]
+    heard_before: list[float]
 
     @classmethod
-    def of(cls, state: ClusterState, timing: Detection) -> "_Leases":
+    def of(cls, state: ClusterState, now: float, timing: Detection) -> "_Leases":
         seen = [node.seen for node in state.nodes.values() if node.registered]
+        heard, before = list[float](), list[float]()
+        if any(now - one.last_heard >= timing.lease_s for one in seen):
+            heard = sorted(one.last_heard for one in seen)
+            before = sorted(
+                one.heard_before
+                for one in seen
+                if one.heard_before is not None
+                and one.opened_at is not None
+                and one.opened_at - one.heard_before > _SILENT * timing.heartbeat_s
+            )
         if all(one.session is not None for one in seen):
-            return cls(timing=timing, cuts=[], opened_at=None)
+            return cls(timing=timing, cuts=[], opened_at=None, heard=heard, heard_before=before)
         return cls(
             timing=timing,
+            heard=heard,
+            heard_before=before,
             # Of those that are lost by now too, so that the others' time does not change with that.
             cuts=sorted(
                 node.seen.cut_at for node in state.nodes.values() if node.seen.cut_at is not None
@@ -134,7 +151,7 @@ class _Leases:
 
     def lease_s(self, node: Node) -> float:
         """While nobody comes back."""
-        back = node.seen.awaited or self._cut_with_many(node)
+        back = node.seen.awaited or self._cut_with_many(node) or self._silent_with_all(node)
         return self.timing.return_s if back else self.timing.lease_s
 
     def said(self, node: Node) -> str:
@@ -143,19 +160,34 @@ class _Leases:
             why = " once the master was away"
         elif self._cut_with_many(node):
             why = " where many streams are cut"
+        elif self._silent_with_all(node):
+            why = " where all nodes fall silent together"
         return f"{self.lease_s(node):g} s{why}"
 
     def _cut_with_many(self, node: Node) -> bool:
         closed_at, window_s = node.seen.closed_at, self.timing.witness_window_s
-        if closed_at is None:
-            return False
-        if closed_at - node.seen.last_heard > _SILENT * self.timing.heartbeat_s:
+        if closed_at is None or self._fell_silent(node):
             return False
         return (
             bisect_right(self.cuts, closed_at + window_s)
             - bisect_left(self.cuts, closed_at - window_s)
             >= _MANY
         )
+
+    def _silent_with_all(self, node: Node) -> bool:
+        """Whether all that have been heard of since are back from the same silence."""
+        if len(self.heard) < 2 or not self._fell_silent(node):
+            return False
+        together_s = _SILENT * self.timing.heartbeat_s
+        first, last = node.seen.last_heard - together_s, node.seen.last_heard + together_s
+        since = len(self.heard) - bisect_right(self.heard, last)
+        back = bisect_right(self.heard_before, last) - bisect_left(self.heard_before, first)
+        return since <= back
+
+    def _fell_silent(self, node: Node) -> bool:
+        """Rather than that its stream was cut, by the end of its agent or on the way."""
+        closed_at, last_heard = node.seen.closed_at, node.seen.last_heard
+        return closed_at is None or closed_at - last_heard > _SILENT * self.timing.heartbeat_s
 
     def end(self, node: Node) -> float:
         heard_at, lease_s = node.seen.last_heard, self.lease_s(node)
@@ -168,7 +200,7 @@ class _Leases:
 
 def reconnect_s(state: ClusterState, node: Node, now: float, timing: Detection) -> float:
     """How long the node still has to come back, unless something proves its loss."""
-    return _Leases.of(state, timing).end(node) - now
+    return _Leases.of(state, now, timing).end(node) - now
 
 
 def _missed_at(state: ClusterState, name: NodeName, timing: Detection) -> float | None:

@@ -34,6 +34,8 @@ class NodeSeen:
     #: When its newest stream began, and when the last one ended that has; None: never.
     opened_at: float | None = None
     cut_at: float | None = None
+    #: When it was last heard of before its newest stream began.
+    heard_before: float | None = None
     status: NodeStatus = field(default_factory=NodeStatus)
     #: Since when it could prepare for the active job, and since when it is ready for it.
     assigned_at: float | None = None

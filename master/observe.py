@@ -69,7 +69,7 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
 def _open(state: ClusterState, event: StreamOpened, now: float) -> None:
     node = state.nodes[event.node]
     node.seen.session, node.seen.running = event.session, event.running
-    node.seen.opened_at = now
+    node.seen.opened_at, node.seen.heard_before = now, node.seen.last_heard
     if state.job is not None:
         sightings.forget_stream(state.job, event.node)
     node.seen.closed_at = None
