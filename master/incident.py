@@ -118,12 +118,20 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     attempts: tuple[Attempt, ...] = ()
     #: Committed steps that are done again from a checkpoint.
     lost_steps: int = 0
+    #: Unix time of the last step before the first generation that answered; 0: not known.
+    trained_until: float = 0.0
 
     @property
     def opened_at(self) -> float:
         """Unix time of the first evidence."""
         seen = [sighted.at for sighted in self.sightings]
         return min([*(setback.evidence_at for setback in self.setbacks), *seen])
+
+    @property
+    def stands_since(self) -> float:
+        """Unix time since when training stood: where nodes are silent and their workers train on,
+        as of a head that is cut off, later than the first evidence."""
+        return max(self.opened_at, self.trained_until)
 
     @property
     def root_cause(self) -> Setback:

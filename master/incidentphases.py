@@ -8,13 +8,13 @@ REDO = "redo"
 
 
 def phases(incident: Incident, closed_at: float, waiting_since: float) -> dict[str, float]:
-    """Seconds by phase; they add up to the time from `opened_at` to `closed_at`.
+    """Seconds by phase; they add up to the time from `stands_since` to `closed_at`.
 
     A generation counts until the first evidence against it. `waiting_since`: the Unix time since
     when the job waits for nodes as the incident ends; 0: it does not.
     """
     spans: dict[str, float] = dict.fromkeys((*PHASES, REDO), 0.0)
-    at = incident.opened_at
+    at = incident.stands_since
 
     def book(phase: str, until: float) -> None:
         nonlocal at

@@ -12,6 +12,9 @@ from oobleck.master.planevents import FirstStepCommitted, Transition
 from oobleck.planner.ids import Generation
 from oobleck.planner.units import listed
 
+#: So long training went on after the first evidence, for the summary to say so.
+_WORTH_TELLING_S = 1.0
+
 
 def outcome(event: Journaled) -> str:
     match event:
@@ -33,6 +36,7 @@ def record(job: Job, incident: Incident, event: Journaled, unix: float) -> dict[
     others = [s for s in incident.setbacks if s is not root]
     witnesses = _witnesses(incident)
     made, ended = job.made, outcome(event)
+    trained_on = incident.trained_until > incident.opened_at
     return {
         "event": "incident",
         "incident": incident.number,
@@ -46,7 +50,8 @@ def record(job: Job, incident: Incident, event: Journaled, unix: float) -> dict[
         "witnesses": witnesses,
         "opened_at": incident.opened_at,
         "closed_at": unix,
-        "total_s": unix - incident.opened_at,
+        "trained_until": incident.stands_since if trained_on else None,
+        "total_s": _stood_s(incident, unix),
         "phases": phases(incident, unix, job.waiting_since),
         "attempts": list(_attempts(incident)),
         "steps_redone": len(_redone(incident)) + incident.lost_steps,
@@ -137,7 +142,13 @@ def _how_it_ended(incident: Incident, event: Journaled, unix: float) -> str:
     if incident.lost_steps:
         again = f"{incident.lost_steps} committed steps done again"
     redone = again if steps or incident.lost_steps else "no step done again"
-    return f"recovered in {unix - incident.opened_at:.3f} s, {redone}"
+    on_s = incident.stands_since - incident.opened_at
+    trained_on = f"trained on for {on_s:.1f} s, " if on_s >= _WORTH_TELLING_S else ""
+    return f"{trained_on}recovered in {_stood_s(incident, unix):.3f} s, {redone}"
+
+
+def _stood_s(incident: Incident, unix: float) -> float:
+    return max(0.0, unix - incident.stands_since)
 
 
 def _setback(setback: Setback) -> dict[str, object]:

@@ -217,6 +217,9 @@ def _at_end(
     incident = _with_transition(job, incident, event.transition, unix)
     if isinstance(event, FirstStepCommitted | JobFailed):
         incident = _with_sightings(incident, event.sightings, unix)
+    if isinstance(event, FirstStepCommitted) and not incident.trained_until:
+        ahead = event.trained_until > unix  # that host's calendar
+        incident = replace(incident, trained_until=0.0 if ahead else event.trained_until)
     return incident
 
 

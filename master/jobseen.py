@@ -108,6 +108,8 @@ class JobSeen:
     since_unix: float = 0.0
     committed_step: int = 0
     recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=RECENT_RECORDS))
+    #: The last one of a generation before the newest of them; None: not known.
+    last_before: StepRecord | None = None
     #: When the last of them came.
     recorded_at: float | None = None
     #: Others have come and wait for those of steps before.

@@ -107,6 +107,9 @@ class FirstStepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     transition: Transition
     #: As in PlanMade.
     sightings: tuple[Sighting, ...] = ()
+    #: Unix time of the last step of a generation before, by the calendar of a worker's host; 0: not
+    #: known.
+    trained_until: float = 0.0
 
 
 PlanEvent = PlanMade | PlanFound | FirstStepCommitted

@@ -110,6 +110,8 @@ def take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None:
     seen = job.seen
     for record in records:
         seen.committed_step = record.step
+        if seen.recent and seen.recent[-1].generation < record.generation:
+            seen.last_before = seen.recent[-1]
         seen.recent.append(record)
         _note_step(job, record.step, record.generation, now)
         way = seen.way
