@@ -44,14 +44,14 @@ def first_step(look: Look) -> Decision | None:
         return None
     newest = job.seen.recent[-1] if job.seen.recent else None
     again = newest is not None and newest.generation < job.generation  # it has a record already
-    last = newest if again else job.seen.last_before
+    before = newest if again else job.seen.last_before
     event = FirstStepCommitted(
         job_id=job.id,
         generation=job.generation,
         step=step,
         transition=way,
         sightings=carried(job, look.now),
-        trained_until=last.time if last is not None else 0.0,
+        trained_until=before.time if before is not None else 0.0,
     )
     return Decision(actions=(event,), reason=f"generation {job.generation} has committed a step")
 
