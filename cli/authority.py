@@ -18,6 +18,7 @@ from oobleck.host.credentialfolder import check_free, keep, own_key
 from oobleck.host.credentials import (
     AUTHORITY,
     Role,
+    create_private,
     make_private,
     read_file,
     read_secret,
@@ -45,17 +46,15 @@ def make_authority(folder: Path, names: Sequence[str]) -> None:
     for name in names:
         if _SERVER_NAME.fullmatch(name) is None:
             raise CommandFailed(f"--name {name}: is no DNS name or IP address", USAGE)
-    if found := [name for name in _PARTS if (folder / name).exists()]:
-        raise CommandFailed(
-            f"--dir {folder}: has an authority already, or a part of one ({', '.join(found)}); use "
-            "it, or move it away (all that it has signed ends with it)",
-            USAGE,
-        )
     try:
+        if found := [name for name in _PARTS if (folder / name).exists()]:
+            raise _taken(folder, found)
         make_private(folder)
         authority = pki.Authority.new(f"cluster {pki.new_cluster_id()}")
         key = pki.new_key()
-        write_private(folder / AUTHORITY_KEY, pki.key_pem(authority.key))
+        # Of several that are run at once, the one that puts its key there makes the folder.
+        if not create_private(folder / AUTHORITY_KEY, pki.key_pem(authority.key)):
+            raise _taken(folder, [AUTHORITY_KEY])
         write_private(folder / MASTER_KEY, pki.key_pem(key))
         write_private(
             folder / MASTER_CERTIFICATE,
@@ -64,8 +63,18 @@ def make_authority(folder: Path, names: Sequence[str]) -> None:
         _keep_signed(authority, folder / OPERATOR, "operator", "admin")
         # Last: with it the folder is whole.
         write_private(folder / AUTHORITY, authority.certificate)
+    except ValueError as error:
+        raise CommandFailed(f"--dir: {error}", USAGE) from error
     except OSError as error:
         raise CommandFailed(f"--dir {folder}: {error.strerror}; choose another", FAILED) from error
+
+
+def _taken(folder: Path, found: Sequence[str]) -> CommandFailed:
+    return CommandFailed(
+        f"--dir {folder}: has an authority already, or a part of one ({', '.join(found)}); use "
+        "it, or move it away (all that it has signed ends with it)",
+        USAGE,
+    )
 
 
 def issue(folder: Path, target: Path, role: Role, name: str) -> None:

@@ -191,3 +191,37 @@ def test_of_many_that_come_at_once_one_gets_the_folder(tmp_path: Path) -> None:
             tried = threads.map(come, crowd, [folder] * len(crowd), [start] * len(crowd))
             kept = [found for found in tried if found is not None]
         assert kept == [read_credentials(folder)]
+
+
+def init(folder: Path, start: Barrier) -> str:
+    """What it is refused with; empty: it made the authority."""
+    start.wait()
+    try:
+        make_authority(folder, ())
+    except CommandFailed as refused:
+        return refused.message
+    return ""
+
+
+def test_of_authorities_that_are_made_at_once_one_is_whole_and_the_others_are_refused(
+    tmp_path: Path,
+) -> None:
+    for attempt in range(6):
+        folder, start = tmp_path / f"{attempt}", Barrier(3)
+        with ThreadPoolExecutor(3) as threads:
+            told = sorted(threads.map(init, [folder] * 3, [start] * 3))
+        assert told[0] == "", told
+        assert all("has an authority already, or a part of one" in line for line in told[1:]), told
+        certificate = (folder / "ca.crt").read_bytes()
+        assert pki.matches(certificate, pki.read_key((folder / "ca.key").read_bytes()))
+        master = pki.read_key((folder / "master.key").read_bytes())
+        assert pki.matches((folder / "master.crt").read_bytes(), master)
+        assert read_credentials(folder / "operator").authority == certificate
+
+
+def test_what_was_left_of_an_authority_stays(tmp_path: Path) -> None:
+    """As by a process that was killed while it made one."""
+    (tmp_path / "ca.key").write_text("left")
+    with pytest.raises(CommandFailed, match=r"a part of one \(ca.key\)"):
+        make_authority(tmp_path, ())
+    assert contents(tmp_path) == {"ca.key": b"left"}
