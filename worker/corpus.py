@@ -18,6 +18,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from oobleck.host.display import inline
 from oobleck.host.documents import is_plain
 from oobleck.host.files import open_regular
 from oobleck.host.tokenfile import DataError, TokenFileInfo, read_info, type_of
@@ -130,7 +131,8 @@ class Corpus:
         """Over names (`named` instead where it is given), sizes and a part of the content."""
         digest = hashlib.sha256()
         for path, size in zip(self._paths, sizes, strict=True):
-            digest.update(f"{named or os.path.basename(path)}\0{size}\0".encode())
+            # A name may be bytes that are no text.
+            digest.update(os.fsencode(f"{named or os.path.basename(path)}\0{size}\0"))
             for offset, count in _digest_extents(size):
                 digest.update(_read_file(path, offset, count))
         return digest.digest()
@@ -138,11 +140,11 @@ class Corpus:
 
 @contextmanager
 def _about(key: str) -> Iterator[None]:
-    """Errors name the key of the job file."""
+    """Errors name the key of the job file, and files by names that a message can carry."""
     try:
         yield
     except DataError as error:
-        raise DataError(f"{key}: {error}") from error
+        raise DataError(inline(f"{key}: {error}")) from error
 
 
 def expand(patterns: Sequence[str]) -> list[str]:

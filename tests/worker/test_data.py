@@ -9,8 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from oobleck.host.channel import frame
 from oobleck.host.tokenfile import DataError
 from oobleck.planner.job import DataSpec
+from oobleck.worker.corpus import Corpus
 from oobleck.worker.data import Dataset, permute, row_digest, samples_digest
 
 
@@ -132,6 +134,21 @@ def refused(spec: DataSpec, *, vocabulary: int = 256) -> str:
         Dataset(spec, 8, vocabulary)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["grün.txt".encode(), b"gr\xfcn.txt"])
+def test_a_file_may_have_any_name_and_the_fingerprint_covers_its_bytes(tmp_path, name):
+    content = bytes(range(20))
+    (tmp_path / os.fsdecode(name)).write_bytes(content)
+    corpus = Corpus(DataSpec(text=(f"{tmp_path}/*",)), 256)
+    assert corpus.fingerprint == hashlib.sha256(name + b"\00020\0" + content).digest()
+
+
+def test_a_refusal_of_a_file_whose_name_is_no_text_can_be_sent(tmp_path):
+    os.mkfifo(tmp_path / os.fsdecode(b"gr\xfcn.txt"))
+    with pytest.raises(DataError, match=r"gr\\udcfcn.txt is not a regular file") as caught:
+        Corpus(DataSpec(text=(f"{tmp_path}/*",)), 256)
+    frame(str(caught.value))
 
 
 def test_refusals_name_the_pattern_and_the_fix(tmp_path):
