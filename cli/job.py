@@ -57,14 +57,6 @@ def read_job(
 
 def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
     """Workers run elsewhere, so relative paths would mean something else there."""
-    try:
-        str(base).encode()
-    except UnicodeEncodeError as error:
-        raise CommandFailed(
-            f"the folder {str(base)!a} has a name that is not UTF-8 text, and a job cannot "
-            "name it; move the job file and its data",
-            options.USAGE,
-        ) from error
 
     def absolute(path: str | None) -> str | None:
         return None if path is None else str(base / os.path.expanduser(path))
@@ -78,25 +70,25 @@ def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
             cache=absolute(data.cache),
         )
 
-    checkpoint = job.checkpoint
-    if checkpoint is not None and "://" not in checkpoint.path:
-        path = str(base / os.path.expanduser(checkpoint.path))
-        try:
+    checkpoint, evaluation = job.checkpoint, job.evaluation
+    try:
+        if checkpoint is not None and "://" not in checkpoint.path:
+            path = str(base / os.path.expanduser(checkpoint.path))
             checkpoint = dataclasses.replace(checkpoint, path=path)
-        except ValueError as error:  # of the folder before it
-            raise CommandFailed(f"checkpoint.{error} (it is {path!a})", options.USAGE) from error
-    evaluation = job.evaluation
-    if evaluation is not None and evaluation.data is not None:
-        evaluation = dataclasses.replace(evaluation, data=of_data(evaluation.data))
-    return dataclasses.replace(
-        job,
-        model=dataclasses.replace(job.model, weights=absolute(job.model.weights)),
-        data=of_data(job.data),
-        evaluation=evaluation,
-        output=absolute(job.output),
-        checkpoint=checkpoint,
-        profile=absolute(job.profile_path) or job.profile,
-    )
+        if evaluation is not None and evaluation.data is not None:
+            evaluation = dataclasses.replace(evaluation, data=of_data(evaluation.data))
+        return dataclasses.replace(
+            job,
+            model=dataclasses.replace(job.model, weights=absolute(job.model.weights)),
+            data=of_data(job.data),
+            evaluation=evaluation,
+            output=absolute(job.output),
+            checkpoint=checkpoint,
+            profile=absolute(job.profile_path) or job.profile,
+        )
+    except ValueError as error:  # only the folder was not looked at yet
+        text = f"{error} (its folder is {str(base)!a}: move the job file and what it names)"
+        raise CommandFailed(text, options.USAGE) from error
 
 
 def read_profile(job: "JobSpec") -> str:

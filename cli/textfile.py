@@ -14,6 +14,7 @@ from pathlib import Path
 
 from oobleck.cli import options
 from oobleck.host.command import CommandFailed
+from oobleck.host.files import open_at_once
 
 #: How long the writer of a pipe may be silent; one that nobody writes to would be waited for.
 PIPE_TIMEOUT_S = 5.0
@@ -51,6 +52,8 @@ def read_text(path: Path, wanted: Wanted) -> str:
     most = wanted.most_mib << 20
     try:
         if str(path) == "-":
+            if sys.stdin is None:  # closed by whoever started this process
+                raise _refused(path, wanted, "standard input is closed")
             raw = sys.stdin.buffer.read(most + 1)
         else:
             raw = _read_file(path, wanted, most)
@@ -70,8 +73,7 @@ def _refused(path: Path, wanted: Wanted, problem: str) -> CommandFailed:
 
 
 def _read_file(path: Path, wanted: Wanted, most: int) -> bytes:
-    # Without O_NONBLOCK, opening a pipe that nobody writes to waits for ever.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = open_at_once(path)
     with open(descriptor, "rb", buffering=0) as file:
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISREG(mode):

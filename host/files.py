@@ -15,12 +15,16 @@ class WrongFile(OSError):
     """What is there is no regular file, or is too large: a second look would find the same."""
 
 
-def open_regular(path: str | Path, *, buffering: int = -1) -> BinaryIO:
-    """For reading. Raises OSError."""
+def open_at_once(path: str | Path) -> int:
+    """A descriptor for reading, of a pipe also before anybody writes to it. Raises OSError."""
     if "\0" in str(path):
         raise WrongFile(errno.EINVAL, "a name with a NUL is no file's")
-    # Without O_NONBLOCK, opening a pipe that nobody writes to waits for ever.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def open_regular(path: str | Path, *, buffering: int = -1) -> BinaryIO:
+    """For reading. Raises OSError."""
+    descriptor = open_at_once(path)
     try:
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):

@@ -18,7 +18,7 @@ Precision = Literal["fp32", "bf16", "fp64"]
 Recompute = Literal["none", "layer"]
 OnStateLost = Literal["fail", "restart"]
 TransportName = Literal["auto", "gloo"]
-#: Of a checkpoint's place, so that its name behind it still fits into a line of the wire.
+#: Of a path, so that a checkpoint's name behind it still fits into a line of the wire.
 _MOST_PATH = 900
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -33,10 +33,22 @@ def url_refusal(place: str) -> str:
     )
 
 
-def _no_urls(name: str, places: Iterable[str | None]) -> None:
+def _check_place(name: str, place: str, what: str) -> None:
+    """Of every path and URL of a job. `what`: is to be given instead of nothing."""
+    if not place.strip():
+        raise ValueError(f"{name}: is empty; give {what}")
+    if not place.isprintable():
+        raise ValueError(f"{name}: has characters that cannot be printed; name another place")
+    if len(place) > _MOST_PATH:
+        raise ValueError(f"{name}: is longer than {_MOST_PATH} characters; name another place")
+
+
+def _check_paths(name: str, places: Iterable[str | None]) -> None:
     for place in places:
-        if place is not None and (why := url_refusal(place)):
-            raise ValueError(f"{name}: {why}")
+        if place is not None:
+            _check_place(name, place, "a path")
+            if why := url_refusal(place):
+                raise ValueError(f"{name}: {why}")
 
 
 def _at_least(owner: object, minimum: float, *fields: str) -> None:
@@ -82,7 +94,7 @@ class ModelSpec:
     def __post_init__(self) -> None:
         _at_least(self, 1, "layers", "hidden", "heads", "sequence_length")
         _at_least(self, 2, "vocabulary")
-        _no_urls("weights", [self.weights])
+        _check_paths("weights", [self.weights])
         _at_most(self, layers=512, hidden=1 << 18, sequence_length=1 << 22, vocabulary=1 << 24)
         if self.hidden % self.heads:
             raise ValueError(
@@ -147,9 +159,9 @@ class DataSpec:
     def __post_init__(self) -> None:
         if bool(self.text) == (self.tokens is not None):
             raise ValueError("data: give exactly one of text (paths or globs) and tokens (a file)")
-        _no_urls("text", self.text)
+        _check_paths("text", self.text)
         for name in ("tokens", "tokenizer", "cache"):
-            _no_urls(name, [getattr(self, name)])
+            _check_paths(name, [getattr(self, name)])
         for name in ("tokenizer", "separator", "cache"):
             if self.tokens is not None and getattr(self, name) is not None:
                 raise ValueError(
@@ -272,12 +284,7 @@ class CheckpointSpec:
     at_end: bool = True
 
     def __post_init__(self) -> None:
-        if not self.path.strip():
-            raise ValueError("path: is empty; give a directory or an fsspec URL")
-        if not self.path.isprintable():
-            raise ValueError("path: has characters that cannot be printed; name another place")
-        if len(self.path) > _MOST_PATH:
-            raise ValueError(f"path: is longer than {_MOST_PATH} characters; name another place")
+        _check_place("path", self.path, "a directory or an fsspec URL")
         _at_least(self, 1, "every", "keep")
 
 
@@ -309,9 +316,8 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         check_name(self.name, "job")
-        if not self.profile.strip():
-            raise ValueError("profile: is empty; give measure, estimate or a profile file's path")
-        _no_urls("output", [self.output])
+        _check_place("profile", self.profile, "measure, estimate or a profile file's path")
+        _check_paths("output", [self.output])
         _at_least(self, 0, "fault_tolerance")
         if self.resources.min_nodes_per_pipeline > self.model.layer_count:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.client import Master, Unreachable
+from oobleck.cli.job import read_job
+from oobleck.host.command import CommandFailed
 from support.commands import refused, run
 
 VERBS = [
@@ -185,6 +188,31 @@ def test_what_is_no_job_file_is_refused_at_once(tmp_path: Path) -> None:
     assert "larger than 1 MiB" in refused(run("submit", str(large)), 2)
     assert "is not a regular file" in refused(run("submit", "/dev/zero"), 2)
     assert "nothing came through this pipe for 5 s" in refused(run("submit", str(pipe)), 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        (r'profile="\0"', "profile: has characters that cannot be printed; name another place"),
+        (r'model.config="\0"', "a name with a NUL is no file's; give the config.json of a"),
+    ],
+    ids=["profile", "config"],
+)
+def test_no_file_has_a_name_with_a_nul(
+    job_file: Callable[..., Path], override: str, part: str
+) -> None:
+    with pytest.raises(CommandFailed, match=re.escape(part)):
+        read_job(job_file(), ["model.kind=gpt2", override])
+
+
+def test_a_job_in_a_folder_that_it_cannot_name(
+    tmp_path: Path, job_file: Callable[..., Path]
+) -> None:
+    folder = tmp_path / os.fsdecode(b"gr\xfcn")
+    folder.mkdir()
+    path = job_file().rename(folder / "job.yaml")
+    with pytest.raises(CommandFailed, match=r"its folder is '.*gr\\udcfcn': move the job file"):
+        read_job(path, ())
 
 
 @pytest.mark.parametrize("through", ["-", "/dev/stdin"])

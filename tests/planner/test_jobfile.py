@@ -1,5 +1,7 @@
 """The job file: what it means, and one clear line for everything that is wrong with it."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -221,6 +223,37 @@ def test_a_wrong_job_gets_one_line_with_place_and_fix(old: str, new: str, messag
 
 
 @pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        (r"\0", "has characters that cannot be printed; name another place"),
+        (r"a\nb", "has characters that cannot be printed; name another place"),
+        (" ", "is empty; give "),
+        ("x" * 901, "is longer than 900 characters; name another place"),
+    ],
+    ids=["NUL", "line end", "space", "length"],
+)
+@pytest.mark.parametrize(
+    "key",
+    [
+        "output",
+        "profile",
+        "checkpoint.path",
+        "model.weights",
+        "data.text",
+        "data.tokens",
+        "data.tokenizer",
+        "data.cache",
+        "evaluation.data.tokens",
+    ],
+)
+def test_one_rule_holds_for_all_paths(key: str, path: str, why: str) -> None:
+    name = key.rpartition(".")[2]
+    before = {"data.tokens": ["data=null"], "evaluation.data.tokens": ["evaluation.every=5"]}
+    with pytest.raises(InvalidJob, match=re.escape(f"{name}: {why}")):
+        parse_job(JOB, overrides=[*before.get(key, []), f'{key}="{path}"'])
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "job.yaml: it is empty; a job needs at least name, model, data, training"),
@@ -308,6 +341,7 @@ def test_json_is_a_job_file_too() -> None:
     assert parse_job(format_job(parse_job(JOB))) == parse_job(JOB)
 
 
+paths = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=20)
 jobs = st.builds(
     JobSpec,
     name=st.from_regex(r"[a-z0-9][a-z0-9._-]{0,20}", fullmatch=True),
@@ -323,9 +357,9 @@ jobs = st.builds(
     data=st.one_of(
         st.builds(
             DataSpec,
-            text=st.lists(st.text(min_size=1, max_size=9), min_size=1, max_size=3).map(tuple),
+            text=st.lists(paths, min_size=1, max_size=3).map(tuple),
         ),
-        st.builds(DataSpec, tokens=st.text(max_size=9)),
+        st.builds(DataSpec, tokens=paths),
     ),
     training=st.builds(
         TrainingSpec,
@@ -346,10 +380,8 @@ jobs = st.builds(
         memory_per_worker_bytes=st.one_of(st.none(), st.integers(1, 2**62)),
         min_nodes_per_pipeline=st.integers(1, 3),
     ),
-    output=st.one_of(st.none(), st.text(max_size=20)),
-    profile=st.one_of(
-        st.sampled_from(("measure", "estimate")), st.text(max_size=20).filter(str.strip)
-    ),
+    output=st.one_of(st.none(), paths),
+    profile=st.one_of(st.sampled_from(("measure", "estimate")), paths),
 )
 
 
