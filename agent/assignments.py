@@ -40,6 +40,7 @@ def desired_of(assignment: Assignment) -> Desired | None:
             boundary=assignment.boundary,
             worker_incarnations=assignment.worker_incarnations,
             restore=assignment.restore,
+            anew=assignment.anew,
             leaving=assignment.leaving,
             handover=assignment.handover,
             data=assignment.data,

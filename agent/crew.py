@@ -157,6 +157,7 @@ class Crew:
             rendezvous=part.rendezvous,
             boundary=part.boundary,
             restore=part.restore,
+            anew=part.anew,
             leaving=part.leaving,
             handover=part.handover,
         )

@@ -21,6 +21,7 @@ class PlanPart:
     worker_incarnations: tuple[Incarnation, ...]
     #: See `Assign`.
     restore: bool = False
+    anew: bool = False
     leaving: tuple[WorkerId, ...] = ()
     handover: bool = False
     #: Fingerprint of what its workers read; empty: of whatever they do.

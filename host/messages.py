@@ -85,9 +85,10 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
     plan: Plan
     rendezvous: Rendezvous
     boundary: bool
-    #: A part of the model is with nobody: all go back to the newest checkpoint, or begin anew where
-    #: there is none and the job wants that.
+    #: A part of the model is with nobody: all go back to the newest checkpoint.
     restore: bool = False
+    #: With `restore`: no checkpoint is known of. Where none is found either, all begin anew.
+    anew: bool = False
     #: Workers of the plan before that get this message too and are in no stage of this one: they
     #: leave with the switch, and wait for what is next.
     leaving: tuple[WorkerId, ...] = ()

@@ -90,6 +90,7 @@ def _adopted(
         handover=newest.handover,
         data=newest.data or look.state.data_of(first),
         restore=newest.restore,
+        anew=newest.anew,
     )
 
 

@@ -42,6 +42,7 @@ def plan_made(
         evidence_at, declared_at = job.seen.evidence_at, job.seen.declared_at
         known = evidence_at is not None and declared_at is not None
         detect_s = (declared_at or 0.0) - (evidence_at or 0.0) if known else 0.0
+    go_back = restore or (job.on_the_way and job.made is not None and job.made.restore)
     before = set(job.members)
     handover = not restore and _needs_handover(look.state, job, plan)
     leaving = _leaving(look.state, job, plan, boundary=boundary, handover=handover)
@@ -68,7 +69,8 @@ def plan_made(
         starting=tuple(worker for worker in plan.workers if not is_up(look.state, worker)),
         data=_data(look.state, job, plan),
         torch=_torch(look.state, plan),
-        restore=restore or (job.on_the_way and job.made is not None and job.made.restore),
+        restore=go_back,
+        anew=go_back and not job.has_checkpoint,
         overtaken=transition(look, job),
         sightings=() if boundary else carried(job, look.now),
     )

@@ -81,9 +81,9 @@ class PlanMade(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     data: str = ""
     #: The series of torch that its nodes have; empty: more than one, or not known.
     torch: str = ""
-    #: A part of the model is with nobody: all go back to the newest checkpoint, or begin anew where
-    #: there is none and the job wants that.
+    #: See `oobleck.host.messages.Assign`.
     restore: bool = False
+    anew: bool = False
     #: Of the generation before, where it did not come to its first step.
     overtaken: Transition | None = None
     #: What was seen of failures since the last event that carries such.

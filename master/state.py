@@ -169,6 +169,7 @@ class ClusterState:
             rendezvous=made.rendezvous,
             boundary=made.boundary,
             restore=made.restore,
+            anew=made.anew,
             save=desired.save,
             leaving=made.leaving,
             handover=made.handover,

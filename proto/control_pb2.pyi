@@ -475,7 +475,7 @@ class Refused(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., temporary: _Optional[bool] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("version", "job_id", "job", "plan", "rendezvous", "boundary", "worker_incarnations", "measure", "restore", "save", "leaving", "handover", "drained", "data")
+    __slots__ = ("version", "job_id", "job", "plan", "rendezvous", "boundary", "worker_incarnations", "measure", "restore", "save", "leaving", "handover", "drained", "data", "anew")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -490,6 +490,7 @@ class Assignment(_message.Message):
     HANDOVER_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    ANEW_FIELD_NUMBER: _ClassVar[int]
     version: int
     job_id: str
     job: str
@@ -504,7 +505,8 @@ class Assignment(_message.Message):
     handover: bool
     drained: bool
     data: str
-    def __init__(self, version: _Optional[int] = ..., job_id: _Optional[str] = ..., job: _Optional[str] = ..., plan: _Optional[bytes] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ..., boundary: _Optional[bool] = ..., worker_incarnations: _Optional[_Iterable[str]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., restore: _Optional[bool] = ..., save: _Optional[int] = ..., leaving: _Optional[_Iterable[_Union[WorkerId, _Mapping]]] = ..., handover: _Optional[bool] = ..., drained: _Optional[bool] = ..., data: _Optional[str] = ...) -> None: ...
+    anew: bool
+    def __init__(self, version: _Optional[int] = ..., job_id: _Optional[str] = ..., job: _Optional[str] = ..., plan: _Optional[bytes] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ..., boundary: _Optional[bool] = ..., worker_incarnations: _Optional[_Iterable[str]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., restore: _Optional[bool] = ..., save: _Optional[int] = ..., leaving: _Optional[_Iterable[_Union[WorkerId, _Mapping]]] = ..., handover: _Optional[bool] = ..., drained: _Optional[bool] = ..., data: _Optional[str] = ..., anew: _Optional[bool] = ...) -> None: ...
 
 class Measure(_message.Message):
     __slots__ = ("attempt", "meetings", "gpus")

@@ -158,8 +158,9 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     worker_incarnations: tuple[Incarnation, ...] = ()
     #: Before the first plan: what the workers shall measure.
     measure: Measure | None = None
-    #: A part of the model is with nobody: all go back to the newest checkpoint.
+    #: See `Assign`.
     restore: bool = False
+    anew: bool = False
     #: Number of the newest wish for a checkpoint; 0: none.
     save: int = 0
     #: See `Assign`.

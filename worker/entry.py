@@ -140,9 +140,8 @@ class Entry:
 
     def _restore(self, assign: Assign, agreement: Agreement, transport: Transport) -> bool:
         """Go on from a checkpoint where nobody has what is needed, or begin anew where there is
-        none and the job wants that; whether either was done."""
-        anew = assign.restore and self._job.on_state_lost == "restart"
-        if self._restorer is None and not anew:
+        none and the master knows of none; whether either was done."""
+        if self._restorer is None and not assign.anew:
             return False
         fresh = agreement.step == 0 and not any(agreement.held.values())
         lost = agreement.step > 0 and _is_lost(agreement.held, assign.plan.layer_count)
@@ -155,9 +154,9 @@ class Entry:
                     assign,
                     transport,
                     resume=fresh and not assign.restore,
-                    needed=assign.restore and not anew,
+                    needed=assign.restore and not assign.anew,
                 )
-        if found is None and anew:
+        if found is None and assign.anew:
             found = self._begin_anew(assign.plan)
         if found is None:
             return False

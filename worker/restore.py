@@ -245,8 +245,11 @@ class Restorer:
                 raise CheckpointError(refusal)
         fitting = [item for item in found if not misfit(item.manifest, job, data)]
         if not fitting and (needed or (damaged and not resume)):
-            what = "; ".join(damaged) or "none of this training is there"
-            raise CheckpointError(f"checkpoint.path: no checkpoint in {path} can be used: {what}")
+            what = "; ".join(damaged) or "none of this training is there, though one was saved"
+            raise CheckpointError(
+                f"checkpoint.path: no checkpoint in {path} can be used: {what}; see that its file "
+                "system is mounted on all nodes, and submit the job again"
+            )
         return tuple(fitting[:_MOST_TRIED])
 
     def _try(

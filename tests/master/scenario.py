@@ -946,7 +946,8 @@ def told(event: Journaled) -> str:
         case PlanMade():
             how = "at a boundary" if event.boundary else "at once"
             lost = [*event.nodes_lost, *map(str, event.workers_lost)]
-            how += ", from a checkpoint" if event.restore else ""
+            if event.restore:
+                how += ", anew" if event.anew else ", from a checkpoint"
             how += ", handed over" if event.handover else ""
             out = f" leaving [{' '.join(map(str, event.leaving))}]" if event.leaving else ""
             return (

@@ -309,8 +309,7 @@ class Trainer:
 
     async def _restore(self, assign: Assign, agreement: Agreement, gathering: Gathering) -> bool:
         """As `oobleck.worker.entry` does it."""
-        anew = assign.restore and self._job.on_state_lost == "restart"
-        if self._job.checkpoint is None and not anew:
+        if self._job.checkpoint is None and not assign.anew:
             return False
         plan = assign.plan
         fresh = agreement.step == 0 and not any(agreement.held.values())
@@ -324,7 +323,7 @@ class Trainer:
         await self._work("restore", self.world.draw.uniform(0.05, 1.0))
         found = await self._exchange(gathering, "checkpoint", self._ledger.checkpoint)
         step = found[plan.workers[0]]
-        if step == 0 and not anew:
+        if step == 0 and not assign.anew:
             if assign.restore:
                 self.fail("user", "checkpoint.path: there is no checkpoint though one is needed")
             return False

@@ -232,6 +232,7 @@ class Director:
         *,
         boundary: bool = False,
         restore: bool = False,
+        anew: bool = False,
         leaving: Sequence[str] = (),
         handover: bool = False,
         store_of: str | None = None,
@@ -246,6 +247,7 @@ class Director:
             rendezvous=Rendezvous(store=store, prefix=f"meeting-{self._meetings}"),
             boundary=boundary,
             restore=restore,
+            anew=anew,
             leaving=tuple(map(worker_named, leaving)),
             handover=handover,
         )

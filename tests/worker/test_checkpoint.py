@@ -263,7 +263,7 @@ def test_a_state_that_is_lost_without_a_checkpoint_begins_anew_where_the_job_wan
             cluster.kill(node)
         cluster.faults = ()
         cluster.start("d")
-        cluster.assign(after, restore=True)
+        cluster.assign(after, restore=True, anew=True)
         cluster.wait_finished(after)
         cluster.stop()
     assert {(m.step, m.path) for m in all_said(cluster, Restored)} == {(0, "")}
@@ -274,6 +274,15 @@ def test_a_state_that_is_lost_without_a_checkpoint_begins_anew_where_the_job_wan
         assert {r.samples_digest for r in records} == {expected[step - 1].samples_digest}
         for record in records:
             assert record.loss == pytest.approx(expected[step - 1].loss, rel=1e-12, abs=0)
+
+
+def test_where_one_was_saved_and_none_is_seen_no_job_begins_anew(warm, tmp_path):
+    spec = replace(job(tmp_path), on_state_lost="restart")
+    lacks = "none of this training is there, though one was saved; see that its file system is mou"
+    with pytest.raises(AssertionError, match=lacks):
+        train(warm, spec, TWO, restore=True)
+    begun = train(warm, spec, TWO, restore=True, anew=True)
+    assert {(m.step, m.path) for m in all_said(begun, Restored)} == {(0, "")}
 
 
 def test_checkpoints_that_cannot_be_read_for_a_moment_are_waited_for(warm, tmp_path):
