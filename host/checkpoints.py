@@ -51,6 +51,10 @@ class Damaged(InvalidCheckpoint):
     """A file is not what was written, as far as whoever reads it here can tell."""
 
 
+class Unreadable(InvalidCheckpoint):
+    """A file cannot be read here; on another node, or at another time, it may be whole."""
+
+
 def list_checkpoints(folder: Folder) -> Listing:
     """Raises OSError where the folder itself cannot be read."""
     found, aside, damaged, torn = [], [], {}, []
@@ -132,7 +136,7 @@ def problem_of(error: InvalidCheckpoint) -> str:
 def _unreadable(file: LayerFile, error: OSError) -> InvalidCheckpoint:
     """A storage may fail for a moment; a file that is not there, or is none, stays so."""
     lasts = isinstance(error, FileNotFoundError | WrongFile)
-    kind = Damaged if lasts else InvalidCheckpoint
+    kind = Damaged if lasts else Unreadable
     return kind(f"{file.name}: {error.strerror or error}")
 
 

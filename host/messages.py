@@ -266,8 +266,9 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """The worker cannot go on; it exits after this.
 
     user: the job is at fault (out of memory, an exception in the model): no retry helps. node: so
-    is what this host has of it (data that are missing or damaged, a device, a disk), which other
-    hosts may have better. internal: a broken invariant of ours, which another process may not meet.
+    is what this host has of it (data that are missing or damaged, a device, a disk, no way to the
+    checkpoints' place), which other hosts may have better. internal: a broken invariant of ours,
+    which another process may not meet.
     """
 
     kind: Literal["user", "node", "internal"]

@@ -254,6 +254,12 @@ class Job:
         trained = self.trained is None or process in self.trained.incarnations
         return trained and process in self.made.incarnations
 
+    def goes_back(self, process: Incarnation) -> bool:
+        """Whether the process is to go on from a checkpoint, as all others of the newest plan are:
+        what is wrong may be wrong for all of them, though it has had no part in a step."""
+        made = self.made
+        return made is not None and made.restore and process in made.incarnations
+
     @property
     def newcomers(self) -> tuple[NodeName, ...]:
         """Members that had no part in the last step."""

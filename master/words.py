@@ -75,11 +75,12 @@ def _hear_failure(state: ClusterState, job: Job, event: WorkerFailedReported, no
     if _is_stale(job, event):
         return False
     sightings.note(state, event, now)
-    if not job.counts_on(event.incarnation):
+    counts = job.counts_on(event.incarnation)
+    if not counts and not job.goes_back(event.incarnation):
         job.seen.unfit.setdefault(event.worker.node, event.message)
     elif event.kind == "internal":
         job.seen.complaints[event.worker] = event.message
-    elif event.kind == "node":
+    elif event.kind == "node" or not counts:
         job.seen.ailing.setdefault(event.worker.node, (now, event.message))
     elif job.seen.failure is None:
         job.seen.failure = event.message

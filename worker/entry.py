@@ -85,8 +85,9 @@ class Entry:
         Returns what there is of the next step already, if anything. `received`: bytes that were
         handed over before. Raises TransportError when a
         peer is lost on the way, DataError when nodes read different data, CheckpointError when
-        there is no fit checkpoint though the plan is to go on from one, and LayersGone when nobody
-        holds a layer of the plan and there is no checkpoint.
+        there is no fit checkpoint though the plan is to go on from one, PlaceUnreachable when this
+        node alone cannot read it, and LayersGone when nobody holds a layer of the plan and there is
+        no checkpoint.
         """
         plan, progress = assign.plan, self._progress
         self._state.drop_partial()

@@ -45,6 +45,10 @@ class CheckpointError(ValueError):
     """Checkpoints cannot be used as the job says; the text names the path and the fix."""
 
 
+class PlaceUnreachable(ValueError):
+    """This node alone cannot use the checkpoints' place; the text names the path and the fix."""
+
+
 class ModelError(ValueError):
     """The model cannot be built or begun as the job says; the text names the key and the fix."""
 

@@ -12,7 +12,13 @@ from oobleck.host.tokenfile import DataError
 from oobleck.planner.redact import redact
 from oobleck.worker.control import Control
 from oobleck.worker.device import DeviceError
-from oobleck.worker.errors import CheckpointError, Diverged, InvariantViolation, ModelError
+from oobleck.worker.errors import (
+    CheckpointError,
+    Diverged,
+    InvariantViolation,
+    ModelError,
+    PlaceUnreachable,
+)
 from oobleck.worker.output import OutputError
 from oobleck.worker.session import Session
 
@@ -26,7 +32,7 @@ def run(launch: Launch, control: Control, pid: int) -> int:
     except InvariantViolation as error:
         log.exception("invariant violated")
         control.report(Failed(kind="internal", message=redact(f"{type(error).__name__}: {error}")))
-    except (DataError, DeviceError, OSError) as error:
+    except (DataError, DeviceError, PlaceUnreachable, OSError) as error:
         control.report(Failed(kind="node", message=redact(str(error))))
     except (CheckpointError, Diverged, ModelError, OutputError) as error:
         control.report(Failed(kind="user", message=redact(str(error))))

@@ -42,9 +42,9 @@ from oobleck.worker.membership import Membership
 from oobleck.worker.memory import MemoryMeter
 from oobleck.worker.models import check_weights
 from oobleck.worker.output import check_writable
+from oobleck.worker.place import check_protocol
 from oobleck.worker.prefetch import Prefetcher
 from oobleck.worker.rendezvous import StoreServer
-from oobleck.worker.restore import check_protocol
 from oobleck.worker.result import ResultWriter
 from oobleck.worker.salvage import Salvage
 from oobleck.worker.saver import Saver
@@ -59,8 +59,9 @@ class Session:
     """One worker process, from its launch to its stop."""
 
     def __init__(self, launch: Launch, control: Control) -> None:
-        """Raises DataError, DeviceError, ModelError or OutputError when this node cannot read the
-        data, has not the device, cannot build or begin the model, or cannot save weights."""
+        """Raises DataError, DeviceError, ModelError, OutputError or PlaceUnreachable when this node
+        cannot read the data, has not the device, cannot build or begin the model, or cannot save
+        weights or checkpoints."""
         self._worker = launch.worker
         self._job = launch.job
         self._control = control

@@ -14,9 +14,11 @@ from oobleck.host.checkpoints import list_checkpoints, verify
 from oobleck.host.folder import LocalFolder
 from oobleck.host.messages import (
     CheckpointSaved,
+    Failed,
     FaultRule,
     Finished,
     FromWorker,
+    PeerLost,
     PhaseReached,
     Restored,
     SaveFailed,
@@ -32,7 +34,6 @@ from oobleck.planner.job import (
 from oobleck.planner.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.plan import Plan
 from oobleck.worker.output import read_output
-from oobleck.worker.restore import second_readers, told_once
 from support.director import Director, WarmWorkers, make_plan
 from support.reference import ReferenceRun, train_reference
 
@@ -145,15 +146,6 @@ def test_what_one_node_alone_finds_damaged_is_passed_over_and_not_set_aside(warm
     assert not (tmp_path / newest / "damaged.json").exists()
 
 
-def test_who_reads_a_damaged_file_too_is_on_another_node() -> None:
-    a, b, c = (WorkerId(NodeName(name), 0) for name in "abc")
-    a_too = replace(a, slot=1)
-    assert second_readers([(a, 4), (a_too, None), (b, None), (c, 2)]) == {4: b, 2: a}
-    assert second_readers([(a, 4), (b, 4), (c, None)]) == {4: b}
-    assert second_readers([(a, 4), (a_too, None)]) == {}
-    assert second_readers([(a, None), (b, None)]) == {}
-
-
 def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(warm, tmp_path):
     train(warm, job(tmp_path, steps=5), THREE)
     newest = damage_newest(tmp_path)
@@ -165,15 +157,6 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(warm, tmp_path)
     listing = list_checkpoints(LocalFolder(tmp_path))
     assert [found.manifest.step for found in listing.checkpoints] == [6, 4, 3], "whole ones count"
     assert list(listing.damaged) == [newest]
-
-
-def test_why_a_checkpoint_is_passed_over_is_said_once_for_all_who_say_so() -> None:
-    damaged, cut = (
-        "step 5: layer-00004.safetensors: is cut",
-        "step 5: layer-00001.safetensors: is cut",
-    )
-    told = zip(map(NodeName, "abcd"), (damaged, "", cut, damaged), strict=True)
-    assert told_once(told) == [f"{damaged} (on a, d)", f"{cut} (on c)"]
 
 
 def fault(node: str, point: str, step: int, action: str = "kill_worker") -> FaultRule:
@@ -387,3 +370,80 @@ def test_what_is_of_another_training_is_refused_with_the_key(warm, tmp_path):
     manifest = next(tmp_path.glob("step-*/manifest.json"))
     manifest.write_text(json.dumps({"format": 1}))
     assert "no checkpoint in" in refusal(warm, fits)
+
+
+def started_apart(cluster: Director, places: dict[str, Path]) -> None:
+    """Each node's workers see another folder at the place of checkpoints."""
+    spec = cluster.job
+    assert spec.checkpoint is not None
+    for node, place in places.items():
+        cluster.job = replace(spec, checkpoint=replace(spec.checkpoint, path=str(place)))
+        cluster.start(node)
+
+
+def failures(cluster: Director, count: int) -> dict[str, Failed]:
+    for _ in range(count):
+        with pytest.raises(AssertionError, match="failed: "):
+            cluster.wait(lambda: False, "a failure")
+    return {
+        str(worker.node): message
+        for worker, live in cluster.workers.items()
+        for message in live.said
+        if isinstance(message, Failed)
+    }
+
+
+def go_on(cluster: Director, plan: Plan, **options: object) -> None:
+    """On `plan`, whose workers have found out that others cannot."""
+    cluster.wait(lambda: all(cluster.said(w, PeerLost) for w in plan.workers), "peers lost")
+    cluster.assign(plan, **options)  # type: ignore[arg-type]
+    cluster.wait_finished(plan)
+    cluster.stop()
+
+
+def test_nodes_that_alone_cannot_use_the_place_are_done_without_at_the_start(warm, tmp_path):
+    (tmp_path / "file").write_text("no directory")
+    four = make_plan(1, [[("a", 2), ("b", 3)], [("c", 2), ("d", 3)]], [2, 2])
+    seen = tmp_path / "seen"
+    with Director(warm, job(seen, steps=2)) as cluster:
+        places = {"a": seen, "b": seen, "c": tmp_path / "file", "d": tmp_path / "other"}
+        started_apart(cluster, places)
+        cluster.assign(four)
+        failed = failures(cluster, 2)
+        go_on(cluster, replace(TWO, generation=2))
+    assert {node: failure.kind for node, failure in failed.items()} == {"c": "node", "d": "node"}
+    (words,) = {failure.message for failure in failed.values()}
+    assert re.fullmatch(
+        r"checkpoint\.path: cannot write to \S+/file: Not a directory \(on c\); "
+        r"what a writes to \S+/other does not appear \(on d\); on other nodes it is right: mount "
+        r"the same there, make room, and make it writable",
+        words,
+    )
+
+
+def test_of_two_nodes_that_do_not_share_the_place_neither_is_at_fault(warm, tmp_path):
+    with Director(warm, job(tmp_path)) as cluster:
+        started_apart(cluster, {"a": tmp_path / "seen", "b": tmp_path / "other"})
+        cluster.assign(TWO)
+        failed = failures(cluster, 2)
+    assert {failure.kind for failure in failed.values()} == {"user"}
+    (words,) = {failure.message for failure in failed.values()}
+    assert words.endswith(
+        "does not appear (on b); name a place that all nodes share and can write to"
+    )
+
+
+def test_a_node_that_alone_sees_no_checkpoint_is_done_without(warm, tmp_path):
+    seen = tmp_path / "seen"
+    train(warm, job(seen, steps=2), TWO)
+    after = make_plan(2, [[("b", 2), ("c", 3)]], [4])
+    with Director(warm, job(seen, steps=3)) as cluster:
+        started_apart(cluster, {"a": tmp_path / "other", "b": seen, "c": seen})
+        cluster.assign(THREE, restore=True)
+        (failed,) = failures(cluster, 1).values()
+        go_on(cluster, after, restore=True)
+    assert failed.kind == "node"
+    assert f"no checkpoint in {tmp_path}/other can be read: step 2: is not seen (on a) | " in (
+        failed.message
+    )
+    check(cluster, 3, 3)

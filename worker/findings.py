@@ -1,0 +1,83 @@
+"""What workers find of checkpoints and their place, as they tell each other, and whose fault it is.
+
+Pure. Must not know how anything is read or written.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.units import listed
+
+#: unseen: what another worker sees does not appear here. unreadable: this node cannot read or
+#: write it. damaged: a layer's file is not what was written. unfit: it can be used nowhere.
+Kind = Literal["fine", "unseen", "unreadable", "damaged", "unfit"]
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+#: Of a reason, in an exchange of fixed size.
+_REASON_BYTES = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Of one worker."""
+
+    worker: WorkerId
+    kind: Kind = "fine"
+    reason: str = ""
+    #: Whose file is damaged.
+    layer: int | None = None
+
+    def to_row(self) -> list[int]:
+        """Numbers, as many for every finding."""
+        layer = -1 if self.layer is None else self.layer
+        reason = self.reason.encode(errors="replace")[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
+        return [_KINDS.index(self.kind), layer, *reason]
+
+    @classmethod
+    def from_row(cls, worker: WorkerId, row: Sequence[int]) -> "Finding":
+        kind, layer, *reason = row
+        return cls(
+            worker=worker,
+            kind=_KINDS[kind],
+            reason=bytes(reason).rstrip(b"\0").decode(errors="replace"),
+            layer=None if layer < 0 else layer,
+        )
+
+
+def told_once(found: Iterable[Finding]) -> list[str]:
+    """Each reason with the nodes that gave it."""
+    nodes: dict[str, set[NodeName]] = {}
+    for finding in found:
+        if finding.kind != "fine":
+            nodes.setdefault(finding.reason, set()).add(finding.worker.node)
+    return [f"{reason} (on {listed(names)})" for reason, names in nodes.items()]
+
+
+def at_fault(found: Sequence[Finding]) -> frozenset[NodeName]:
+    """The nodes without which the others could go on. None where those would not be at least as
+    many; nor, of two nodes that see different things, where nobody knows which is right."""
+    kinds = {finding.kind for finding in found}
+    nodes = {finding.worker.node for finding in found}
+    fault = {finding.worker.node for finding in found if finding.kind != "fine"}
+    if not kinds <= {"fine", "unseen", "unreadable"} or 2 * len(fault) > len(nodes):
+        return frozenset()
+    if "unseen" in kinds and len(nodes) < 3:
+        return frozenset()
+    return frozenset(fault)
+
+
+def second_readers(found: Sequence[Finding]) -> dict[int, WorkerId]:
+    """By layer whose file a worker finds damaged: the first worker on another node, who reads it
+    too. What is wrong may be the node that reads; where all workers are on one node, nobody can
+    tell."""
+    finders: dict[int, NodeName] = {}
+    for finding in found:
+        if finding.layer is not None:
+            finders.setdefault(finding.layer, finding.worker.node)
+    workers = [finding.worker for finding in found]
+    return {
+        layer: others[0]
+        for layer, node in finders.items()
+        if (others := [worker for worker in workers if worker.node != node])
+    }
