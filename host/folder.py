@@ -36,7 +36,8 @@ class Folder(Protocol):
         """What is directly in the folder, sorted; nothing where there is no such folder. A crowd
         of names is an error."""
 
-    def exists(self, name: str) -> bool: ...
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file; not to be able to tell is an error."""
 
     def read(self, name: str, *, most_bytes: int) -> bytes:
         """Raises WrongFile for what is larger, or no regular file."""
@@ -196,7 +197,11 @@ class RemoteFolder:
     def exists(self, name: str) -> bool:
         with _as_os_errors(self.url):
             self._system.invalidate_cache()
-            return bool(self._system.exists(self._at(name)))
+            try:
+                self._system.info(self._at(name))  # `exists` takes any error for a missing file
+            except FileNotFoundError:
+                return False
+            return True
 
     def read(self, name: str, *, most_bytes: int) -> bytes:
         path = self._at(name)

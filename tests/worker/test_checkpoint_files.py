@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from click.testing import CliRunner, Result
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,7 +30,7 @@ from oobleck.host.checkpoints import (
     verify,
 )
 from oobleck.host.export import export
-from oobleck.host.folder import Folder, LocalFolder, open_folder
+from oobleck.host.folder import Folder, LocalFolder, RemoteFolder, open_folder
 from oobleck.host.messages import CheckpointSaved, SaveFailed
 from oobleck.planner.checkpoint import (
     MANIFEST,
@@ -286,6 +288,30 @@ def test_what_cannot_be_read_for_now_is_not_damaged(make_job, tmp_path):
         read_layer(here, file)
     assert not isinstance(raised.value, Damaged)
     assert not any(isinstance(e, Damaged) for e in verify(here, found.manifest).values())
+
+
+class Unreachable(MemoryFileSystem):
+    """A service that is away for a moment, as far as manifests go."""
+
+    def info(self, path: str, **options: object) -> dict[str, Any]:
+        if path.endswith(MANIFEST):
+            raise ConnectionError("try again")
+        return super().info(path, **options)
+
+
+def test_no_checkpoint_is_lost_to_a_moment_in_which_it_cannot_be_read(make_job):
+    place = f"memory://{secrets.token_hex(4)}/saved"
+    job = replace(make_job(steps=9), checkpoint=CheckpointSpec(path=place))
+    save(job, trained(job), 3)
+    name = folder_name(3, "meeting 3")
+    away = RemoteFolder(place, Unreachable(), place.removeprefix("memory:/"))
+    listing = list_checkpoints(away)
+    assert (listing.torn, list(listing.damaged)) == ((), [name])
+    sweep(away, under_way="")
+    for now in (1e9, 2e9):
+        prune(away, keep=1, newest="", now=now)
+    (found,) = list_checkpoints(open_folder(place)).checkpoints
+    assert found.name == name
 
 
 def test_a_folder_that_not_all_see_fails_the_save_with_the_node(job, monkeypatch):
