@@ -1,6 +1,33 @@
-"""Makes the helpers beside the tests importable."""
+"""Makes the helpers beside the tests importable; a real master with an authority of its own, one
+for each module of tests that calls it."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from oobleck.host.credentials import Credentials
+from support import holders
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_agent import MasterProcess, master  # it is beside the tests
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("authority") / "pki"
+
+
+@pytest.fixture(scope="module")
+def everyone(folder: Path) -> dict[str, Credentials]:
+    return holders.make(folder)
+
+
+@pytest.fixture(scope="module")
+def running(
+    folder: Path, everyone: dict[str, Credentials], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[MasterProcess]:
+    with master(tmp_path_factory.mktemp("secured") / "state", "--pki", str(folder)) as process:
+        yield process

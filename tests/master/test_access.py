@@ -5,13 +5,12 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from fake_agent import MasterProcess, facts, master
+from fake_agent import MasterProcess, facts
 
 from oobleck.cli.authority import make_authority
 from oobleck.host import pki
@@ -34,24 +33,6 @@ METHODS = {
     for service in pb.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("authority") / "pki"
-
-
-@pytest.fixture(scope="module")
-def everyone(folder: Path) -> dict[str, Credentials]:
-    return holders.make(folder)
-
-
-@pytest.fixture(scope="module")
-def running(
-    folder: Path, everyone: dict[str, Credentials], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[MasterProcess]:
-    with master(tmp_path_factory.mktemp("secured") / "state", "--pki", str(folder)) as process:
-        yield process
 
 
 async def call(endpoint: Endpoint, path: str, *requests: Any) -> grpc.StatusCode:

@@ -1,14 +1,14 @@
 """Who is trusted when it is decided: revoked callers and their tokens, and how often one renews."""
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from fake_agent import MasterProcess, facts, master
+from fake_agent import MasterProcess, facts
 from scenario import job_spec
 
 from oobleck.cli import authority
@@ -188,24 +188,6 @@ async def _revoke_and_ask(running: Master, job_id: JobId) -> None:
 
 
 # ---- a real master
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("authority") / "pki"
-
-
-@pytest.fixture(scope="module")
-def everyone(folder: Path) -> dict[str, Credentials]:
-    return holders.make(folder)
-
-
-@pytest.fixture(scope="module")
-def running(
-    folder: Path, everyone: dict[str, Credentials], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[MasterProcess]:
-    with master(tmp_path_factory.mktemp("secured") / "state", "--pki", str(folder)) as process:
-        yield process
 
 
 def pki_of(channel: grpc.aio.Channel) -> Any:
