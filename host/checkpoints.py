@@ -4,6 +4,7 @@ Reads and removes; workers write. Must not know torch or what is inside a layer'
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from oobleck.host.files import WrongFile
@@ -147,20 +148,26 @@ def _check(file: LayerFile, size: int, sha256: str) -> None:
         raise Damaged(f"{file.name}: its content is not what was written (SHA-256)")
 
 
-def prune(folder: Folder, *, keep: int, newest: str, now: float) -> None:
-    """Remove all but the `keep` newest checkpoints, of which `newest` is one. Raises OSError.
+def prune(
+    folder: Folder, *, keep: int, newest: str, is_own: Callable[[Manifest], bool], now: float
+) -> None:
+    """Remove all but the `keep` newest checkpoints of one training, of which `newest` is one.
+    Raises OSError.
 
     What is damaged does not count, and goes once `keep` whole ones were published after it was
-    found so. To be called by who has just published `newest`, while nothing else is saved there;
-    `now`: Unix time.
+    found so. `is_own`: whether a checkpoint is of that training; those of another one stay. To be
+    called by who has just published `newest`; `now`: Unix time.
     """
     listing = list_checkpoints(folder)
-    others = [c for c in listing.checkpoints if c.name != newest]
+    own = [c for c in listing.checkpoints if is_own(c.manifest)]
+    others = [c for c in own if c.name != newest]
     others.sort(key=lambda checkpoint: checkpoint.manifest.created, reverse=True)
     for checkpoint in others[keep - 1 :]:
         _remove(folder, checkpoint.name)
     published = [now, *(checkpoint.manifest.created for checkpoint in others)]
-    for name in listing.damaged:
+    alone = len(own) == len(listing.checkpoints)  # else nobody knows whose an unreadable one is
+    set_aside_own = {c.name for c in listing.set_aside if is_own(c.manifest)}
+    for name in listing.damaged if alone else set_aside_own:
         mark = _mark_of(folder.below(name), name, now)
         if mark is not None and len(published) >= keep and published[keep - 1] > mark.found:
             _remove(folder, name)
@@ -185,9 +192,14 @@ def _remove(folder: Folder, name: str) -> None:
     folder.remove(name)
 
 
-def sweep(folder: Folder, *, under_way: str) -> None:
-    """Remove what is left of saves that came to nothing, but for the one that begins now. Raises
-    OSError."""
-    for name in list_checkpoints(folder).torn:
+def sweep(folder: Folder, *, under_way: str, is_own: Callable[[Manifest], bool]) -> str:
+    """Remove what is left of saves that came to nothing, but for the one that begins now. Where
+    there are checkpoints of another training, it may be saving just now: nothing is removed, and
+    the name of one of them returned. `is_own` as for `prune`. Raises OSError."""
+    listing = list_checkpoints(folder)
+    if others := [c.name for c in listing.checkpoints if not is_own(c.manifest)]:
+        return others[0]
+    for name in listing.torn:
         if name != under_way:
             folder.remove(name)
+    return ""

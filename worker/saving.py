@@ -26,6 +26,7 @@ from oobleck.planner.checkpoint import (
     Manifest,
     format_manifest,
     layer_file,
+    misfit,
     part_file,
 )
 from oobleck.planner.codec import decode, encode
@@ -156,7 +157,13 @@ class Saving:
     def _write(self) -> None:
         order = self.order
         if order.publishes:
-            sweep(self._folder, under_way=order.name)
+            other = sweep(self._folder, under_way=order.name, is_own=self._is_own)
+            if other:
+                log.warning(
+                    "another training saves to this checkpoint.path; each goes back to its own, "
+                    "and a new job with this path is refused: give every job its own",
+                    extra={"path": self._folder.url, "checkpoint": other},
+                )
         mine = order.writers[order.rank][1]
         if not mine:
             return
@@ -282,6 +289,9 @@ class Saving:
         except OSError:
             log.exception("what is left of a checkpoint could not be removed")
 
+    def _is_own(self, manifest: Manifest) -> bool:
+        return not misfit(manifest, self.order.job, self.order.data)
+
     def _tidy(self) -> None:
         spec = self.order.job.checkpoint
         assert spec is not None, "only jobs with checkpoints save any"
@@ -290,7 +300,13 @@ class Saving:
             for rank, (_, layers) in enumerate(self.order.writers):
                 if layers:
                     here.remove(part_file(rank))
-            prune(self._folder, keep=spec.keep, newest=self.order.name, now=time.time())
+            prune(
+                self._folder,
+                keep=spec.keep,
+                newest=self.order.name,
+                is_own=self._is_own,
+                now=time.time(),
+            )
         except OSError:
             log.exception("old checkpoints could not be removed")
 

@@ -32,9 +32,11 @@ from oobleck.host.checkpoints import (
 from oobleck.host.export import export
 from oobleck.host.folder import Folder, LocalFolder, RemoteFolder, open_folder
 from oobleck.host.messages import CheckpointSaved, SaveFailed
+from oobleck.host.setaside import set_aside
 from oobleck.planner.checkpoint import (
     MANIFEST,
     InvalidCheckpoint,
+    Manifest,
     folder_name,
     layer_file,
     misfit,
@@ -166,9 +168,32 @@ def test_old_checkpoints_go_and_what_is_torn_is_swept_away(job, place):
     save(job, state, 1)
     assert folder_name(1, "meeting 1") in names(folder)
     assert list_checkpoints(folder).torn == ()
-    prune(folder, keep=1, newest=folder_name(1, "meeting 1"), now=time.time())
-    sweep(folder, under_way="none")
-    assert names(folder) == [folder_name(1, "meeting 1")]
+    newest = folder_name(1, "meeting 1")
+    prune(folder, keep=1, newest=newest, is_own=any_training, now=time.time())
+    assert sweep(folder, under_way="none", is_own=any_training) == ""
+    assert names(folder) == [newest]
+
+
+def any_training(manifest: Manifest) -> bool:
+    return True
+
+
+def test_a_job_removes_nothing_of_another_training_that_saves_in_the_same_place(job, place):
+    other = replace(job, training=replace(job.training, seed=job.training.seed + 1))
+    folder = open_folder(place)
+    save(job, trained(job), 3)
+    damaged = folder_name(3, "meeting 3")
+    set_aside(folder.below(damaged), {MANIFEST: "is damaged"}, now=0.0)
+    save(job, trained(job), 4)
+    torn = folder_name(5, "meeting 5")
+    assert save(job, trained(job), 5, absent=(1,)) == []
+    for step in (6, 7, 8):
+        save(other, trained(other), step)
+    kept = [folder_name(step, f"meeting {step}") for step in (8, 7, 4)]
+    assert names(folder) == kept
+    listing = list_checkpoints(folder)
+    assert listing.torn == (torn,)
+    assert list(listing.damaged) == [damaged]
 
 
 def test_what_another_job_swept_away_is_not_published(job, place):
@@ -180,7 +205,7 @@ def test_what_another_job_swept_away_is_not_published(job, place):
             assert swept.wait(60)
         elif list_checkpoints(folder).torn and not swept.is_set():
             written.extend(folder.below(list_checkpoints(folder).torn[0]).names())
-            sweep(folder, under_way="what the other job saves")
+            sweep(folder, under_way="what the other job saves", is_own=any_training)
             swept.set()
 
     (failed,) = save(job, trained(job), 3, before_layer=before_layer)
@@ -307,9 +332,9 @@ def test_no_checkpoint_is_lost_to_a_moment_in_which_it_cannot_be_read(make_job):
     away = RemoteFolder(place, Unreachable(), place.removeprefix("memory:/"))
     listing = list_checkpoints(away)
     assert (listing.torn, list(listing.damaged)) == ((), [name])
-    sweep(away, under_way="")
+    sweep(away, under_way="", is_own=any_training)
     for now in (1e9, 2e9):
-        prune(away, keep=1, newest="", now=now)
+        prune(away, keep=1, newest="", is_own=any_training, now=now)
     (found,) = list_checkpoints(open_folder(place)).checkpoints
     assert found.name == name
 
