@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,10 +20,11 @@ from oobleck.agent.outbox import Outbox
 from oobleck.agent.session import Session
 from oobleck.agent.supervisor import Supervisor
 from oobleck.host import command, log
-from oobleck.host.address import split_address
+from oobleck.host.address import own_hostname, split_address
 from oobleck.host.credentials import Credentials
 from oobleck.host.device import Gpu, find_gpus, worker_environment
 from oobleck.host.display import inline
+from oobleck.host.files import read_regular
 from oobleck.host.messages import FaultRule
 from oobleck.host.process import die_with_parent, end_signals
 from oobleck.host.surroundings import Surroundings
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 #: For the last reports, when everything has ended.
 FAREWELL_S = 1.0
+_MOST_FAULT_BYTES = 1 << 20
 
 ROOT = (
     "the agent runs as root, and its workers too: jobs can read and write whatever root can; start "
@@ -134,7 +135,10 @@ def _parse_memory(size: str) -> int:
 
 def read_faults(path: Path) -> tuple[FaultRule, ...]:
     try:
-        return decode(tuple[FaultRule, ...], path.read_bytes())
+        return decode(tuple[FaultRule, ...], read_regular(path, _MOST_FAULT_BYTES))
+    except OSError as error:
+        text = f"--fault-plan {path}: give a JSON list of faults; the file {error.strerror}"
+        raise ValueError(text) from error
     except ValueError as error:
         raise ValueError(f"--fault-plan {path}: give a JSON list of faults; {error}") from error
 
@@ -240,7 +244,7 @@ def agent(
     """Join this host to the cluster of a master and run its share of the training."""
     if exit_with_parent:
         die_with_parent(os.getppid())
-    hostname = socket.gethostname()
+    hostname = own_hostname()
     try:
         check_master(master)
         if address is not None:

@@ -4,12 +4,12 @@ tell of them."""
 import contextlib
 import os
 import signal
-import socket
 from collections.abc import Sequence
 
 import psutil
 
 from oobleck.cli import options
+from oobleck.host.address import own_hostname
 from oobleck.host.command import CommandFailed
 from oobleck.proto import control_pb2 as pb
 
@@ -29,7 +29,7 @@ def check_here(nodes: Sequence[pb.NodeInfo]) -> None:
 
 def is_here(node: pb.NodeInfo) -> bool:
     """Whether the agent's process is one of this machine, and an agent."""
-    if node.hostname != socket.gethostname():
+    if node.hostname != own_hostname():
         return False
     with contextlib.suppress(psutil.Error):
         return any(

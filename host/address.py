@@ -1,12 +1,19 @@
-"""HOST:PORT as users write it, and whether it stays on this host. Must not know who listens
-there."""
+"""This host's name, HOST:PORT as users write it, and whether it stays on this host. Must not know
+who listens there."""
 
 import ipaddress
 import re
 import socket
 
+from oobleck.host.display import inline
+
 #: A name or an IPv4 address; an IPv6 address needs its brackets, or its end is not to be seen.
 _ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9_.-]+|\[[0-9A-Za-z:.%]+\]):(?P<port>[0-9]{1,5})")
+
+
+def own_hostname() -> str:
+    """As others are told it: the kernel takes any bytes for it, a message only text."""
+    return inline(socket.gethostname())
 
 
 def split_address(text: str) -> tuple[str, int]:

@@ -15,12 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save
 
+from oobleck.host.files import read_regular
 from oobleck.planner.codec import decode, encode
 from oobleck.planner.job import JobSpec, ModelSpec
 from oobleck.worker.state import ModelState
 
 MANIFEST = "manifest.json"
 _PROBE_BYTES = 65_536
+_MOST_MANIFEST_BYTES = 1 << 20
 
 
 class OutputError(ValueError):
@@ -88,7 +90,7 @@ def read_manifest(directory: str | Path) -> Manifest:
     path = Path(directory) / MANIFEST
     if not path.is_file():
         raise OutputError(f"{path} is not there: the job has not finished, or wrote elsewhere")
-    return decode(Manifest, path.read_bytes())
+    return decode(Manifest, read_regular(path, _MOST_MANIFEST_BYTES))
 
 
 def read_output(directory: str | Path) -> dict[str, NDArray[np.floating]]:

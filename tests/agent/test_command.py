@@ -13,7 +13,7 @@ from typing import IO
 import psutil
 import pytest
 
-from oobleck.agent.__main__ import default_name
+from oobleck.agent.__main__ import default_name, read_faults
 from oobleck.agent.address import local_address
 from support.commands import end, start_master
 from support.waiting import PATIENCE_S, all_gone, until
@@ -39,6 +39,7 @@ SUPPORT = Path(__file__).parent.parent / "support"
         (["--master", "host:1", "--workers-per-node", "0"], "at least one worker"),
         (["--master", "host:1", "--memory-per-worker", "lots"], "--memory-per-worker: 'lots'"),
         (["--master", "host:1", "--fault-plan", __file__], "give a JSON list of faults"),
+        (["--master", "host:1", "--fault-plan", "/dev/zero"], "the file is not a regular file"),
         ([], "Missing option '--master'"),
     ],
     ids=lambda value: " ".join(map(os.path.basename, value)) if isinstance(value, list) else "",
@@ -59,6 +60,23 @@ def test_wrong_usage_is_one_line(arguments: list[str], part: str) -> None:
 )
 def test_default_name_is_allowed(hostname: str, name: str) -> None:
     assert default_name(hostname) == name
+
+
+def test_a_host_whose_name_is_no_text_registers_by_one_that_is() -> None:
+    code = (
+        "import socket; socket.sethostname(b'gr\\xfcn'); "
+        "from oobleck.host.address import own_hostname; print(own_hostname())"
+    )
+    command = ["unshare", "--uts", sys.executable, "-c", code]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    assert told.stdout == "gr\\udcfcn\n"
+
+
+def test_a_fault_plan_of_any_size_is_not_read(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_bytes(b" " * ((1 << 20) + 1))
+    with pytest.raises(ValueError, match="the file has 1048577 bytes, more than 1048576"):
+        read_faults(plan)
 
 
 def test_local_address_is_the_one_that_reaches_the_master() -> None:
