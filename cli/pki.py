@@ -14,6 +14,7 @@ from oobleck.host.command import CommandFailed
 from oobleck.host.credentials import (
     ROLES,
     Credentials,
+    check_writable,
     read_credentials,
     read_file,
     read_secret,
@@ -365,15 +366,17 @@ def _read_token(path: Path | None) -> Credentials:
         raise CommandFailed(f"{source}: {error}", USAGE) from error
 
 
-def _check_out(path: Path) -> None:
+def _check_out(out: Path) -> None:
     from oobleck.host.jointoken import read_token
 
-    if not path.exists():
-        return
     try:
-        read_token(read_file(path).decode(errors="replace"))
+        check_writable(out)
+        if out.exists():
+            read_token(read_file(out).decode(errors="replace"))
+    except OSError as error:
+        raise CommandFailed(f"--out {out}: {error.strerror}; name another file", FAILED) from error
     except ValueError as error:
-        text = f"--out {path}: is there, and is no join token; name another file"
+        text = f"--out {out}: is there, and is no join token; name another file"
         raise CommandFailed(text, USAGE) from error
 
 

@@ -102,6 +102,12 @@ def write_private(path: Path, content: bytes) -> None:
         finished.replace(path)
 
 
+def check_writable(path: Path) -> None:
+    """Raises OSError where no file could be put in place."""
+    with _finished(path, b""):
+        pass
+
+
 def create_private(path: Path, content: bytes) -> bool:
     """The same unless something is there, which stays; whether it was put there. Raises OSError.
 

@@ -367,6 +367,8 @@ def test_nothing_secret_is_in_logs_arguments_or_the_journal(
         (("pki", "token", "--ttl", "soon"), "write it like 30s, 10m or 2h"),
         (("pki", "token", "--name", "N1"), "agent name 'N1' is not allowed"),
         (("pki", "token"), "this master has no authority"),
+        # Before a token is asked for.
+        (("pki", "token", "--out", "/nowhere/x"), "--out /nowhere/x: No such file or directory"),
         (("pki", "join", "x", "--master", "127.0.0.1:1"), "is not a join token"),
         (("pki", "revoke"), "give a NAME, or --token ID"),
         (("pki", "init", "--dir", "/proc/pki"), "choose another"),
