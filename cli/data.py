@@ -175,7 +175,7 @@ def _expand(inputs: Sequence[str], output: Path) -> list[str]:
 @contextmanager
 def _bar(total: int) -> Iterator[Callable[[int, int], None]]:
     """A progress bar over the bytes of the input, on a terminal only."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield lambda read, written: None
         return
     from tqdm import tqdm

@@ -46,6 +46,7 @@ Exit codes:
   3  no such job, node or rank
   4  the master cannot be reached, or does not answer within 5 s
   5  denied
+  6  standard output cannot be written; what was asked for may be done
 """
 
 

@@ -10,7 +10,7 @@ import click
 from oobleck.cli import options
 from oobleck.cli.job import check_checkpoints, check_inputs, read_job, read_profile
 from oobleck.cli.options import master_option, set_option
-from oobleck.host.command import CommandFailed
+from oobleck.host.command import NO_OUTPUT, CommandFailed, OutputFailed
 from oobleck.host.display import inline
 from oobleck.host.endpoint import Endpoint
 
@@ -46,10 +46,18 @@ def submit(job_file: Path, overrides: tuple[str, ...], following: bool, master: 
             check_inputs(job)
             check_checkpoints(job)
         reply = connection.submit(format_job(job), secrets.token_hex(16), profile=profile)
-        click.echo(reply.job_id)
+        _tell_id(reply.job_id)
         if reply.warning:
             click.echo(inline(f"oobleck: warning: {reply.warning}"), err=True)
         return _follow(connection, reply.job_id) if following else 0
+
+
+def _tell_id(job_id: str) -> None:
+    """Whoever cannot read it there would submit the job again."""
+    try:
+        click.echo(job_id)
+    except OutputFailed as error:
+        raise CommandFailed(f"submitted {job_id}, but {error}", NO_OUTPUT) from error
 
 
 def _follow(connection: object, job_id: str) -> int:

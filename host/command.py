@@ -3,13 +3,18 @@
 Must not know what the commands do.
 """
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO, cast
 
 import click
 
 from oobleck.host.display import one_line
+
+#: Exit code where standard output takes nothing; what was asked for may be done.
+NO_OUTPUT = 6
 
 
 class CommandFailed(click.ClickException):
@@ -20,15 +25,60 @@ class CommandFailed(click.ClickException):
         self.exit_code = exit_code  # type: ignore[misc]  # click reads it from the instance too
 
 
+class OutputFailed(Exception):
+    """Standard output takes nothing; the text says why."""
+
+
+class _Output:
+    """Standard output, which says of itself that it takes nothing."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._failing():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with self._failing():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            problem = f"standard output cannot be written: {error.strerror}"
+            raise OutputFailed(problem) from error
+
+
 def run(command: click.Command, name: str, arguments: Sequence[str] | None = None) -> int:
     """Run `command` as the program `name`; the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if sys.stdout is None:  # and the next file that is opened would take its place
+        return _tell(name, "standard output is closed; to have none, send it to /dev/null", 2)
     for argument in arguments:
         try:
             argument.encode()
         except UnicodeEncodeError:
-            click.echo(f"{name}: the argument {argument!a} is not UTF-8 text", err=True)
-            return 2
+            return _tell(name, f"the argument {argument!a} is not UTF-8 text", 2)
+    try:
+        with contextlib.redirect_stdout(cast(TextIO, _Output(sys.stdout))):
+            code = _outcome(command, name, arguments)
+            if code == 0:  # nothing was told yet
+                sys.stdout.flush()
+    except OutputFailed as failed:
+        broken = isinstance(failed.__cause__, BrokenPipeError)
+        # The reader (head, less) of a pipe has seen enough.
+        code = 0 if broken else _tell(name, str(failed), NO_OUTPUT)
+    _drop_the_rest()
+    return code
+
+
+def _outcome(command: click.Command, name: str, arguments: Sequence[str]) -> int:
     try:
         result = command.main(arguments, prog_name=name, standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -36,19 +86,37 @@ def run(command: click.Command, name: str, arguments: Sequence[str] | None = Non
         return 2
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else name
-        message = f"{error.format_message().rstrip('.')} (see '{path} --help')"
-        click.echo(f"{name}: {one_line(message)}", err=True)
-        return 2
+        return _tell(name, f"{error.format_message().rstrip('.')} (see '{path} --help')", 2)
     except click.ClickException as error:
-        click.echo(f"{name}: {one_line(error.format_message())}", err=True)
-        return error.exit_code
+        return _tell(name, error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return 130
-    except BrokenPipeError:
-        # The reader (head, less) has seen enough; do not complain again at the last flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except FileNotFoundError:
+        if _folder_is_there():
+            raise
+        return _tell(name, "the current folder is gone; change into one that is there", 2)
     return result if isinstance(result, int) else 0
+
+
+def _tell(name: str, text: str, code: int) -> int:
+    click.echo(f"{name}: {one_line(text)}", err=True)
+    return code
+
+
+def _drop_the_rest() -> None:
+    """What standard output has not taken is not complained of again at the last flush."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _folder_is_there() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -54,6 +55,44 @@ def test_a_proxy_for_downloads_is_not_on_the_way_to_a_master(master: str) -> Non
         names = ("http_proxy", "https_proxy", "grpc_proxy")
         result = run("jobs", "--master", master, environment=dict.fromkeys(names, proxy))
     assert result.returncode == 0, result
+
+
+FULL = "exec env PYTHONUNBUFFERED=%s {} >/dev/full"
+CLOSED = "exec {} >&-"
+NO_FOLDER = 'cd "$(mktemp -d)" && rmdir "$PWD" && exec {}'
+
+
+def told_through(shell: str, *arguments: str) -> tuple[int, str]:
+    """Exit code and standard error of the command as `shell` starts it."""
+    command = shlex.join([sys.executable, "-m", "oobleck.cli.main", *arguments])
+    line = ["sh", "-c", shell.format(command)]
+    result = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    return result.returncode, result.stderr
+
+
+def test_standard_output_that_takes_nothing(master: str, job_file: Callable[..., Path]) -> None:
+    why = "standard output cannot be written: No space left on device\n"
+    assert told_through(FULL % "1", "nodes", "--master", master) == (6, f"oobleck: {why}")
+    queued = told_through(FULL % "", "submit", str(job_file()), "--master", master, "--follow")
+    assert queued == (6, f"oobleck: submitted demo-1, but {why}")
+    assert run("cancel", "demo-1", "--master", master).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("shell", "arguments", "line"),
+    [
+        (CLOSED, ("nodes",), "standard output is closed; to have none, send it to /dev/null"),
+        (NO_FOLDER, ("local", "--nodes", "1", "--state-dir", "x"), "the current folder is gone; "),
+        (NO_FOLDER, ("pki", "init", "--dir", "x"), "the current folder is gone; change into one"),
+        ("exec {} <&-", ("submit", "-"), "-: standard input is closed; give a YAML job file"),
+    ],
+    ids=["closed", "local", "init", "input"],
+)
+def test_what_the_shell_has_taken_away(shell: str, arguments: tuple[str, ...], line: str) -> None:
+    code, told = told_through(shell, *arguments)
+    assert code == 2, told
+    assert told.startswith(f"oobleck: {line}")
+    assert told.count("\n") == 1
 
 
 def test_a_port_that_speaks_something_else() -> None:
