@@ -2,8 +2,8 @@
 
     python -m oobleck.host.tied PARENT_PID MODULE [ARGUMENT...]
 
-For modules whose own imports take seconds, in which the parent may die unnoticed. Must import
-nothing that is slow.
+For modules whose own imports take seconds, in which the parent may die unnoticed, and Ctrl-C would
+be a traceback in a log. Must import nothing that is slow.
 """
 
 import runpy
@@ -15,4 +15,7 @@ if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
     module = sys.argv[2]
     del sys.argv[1:3]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except KeyboardInterrupt:
+        sys.exit(130)
