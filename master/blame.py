@@ -9,11 +9,10 @@ second node without a step in between. A job that cannot do without the node wai
 
 from oobleck.master import fitness
 from oobleck.master.decision import Decision, Look
-from oobleck.master.ending import transition
+from oobleck.master.ending import fail
 from oobleck.master.job import Job
-from oobleck.master.jobevents import JobFailed
 from oobleck.master.node import Node
-from oobleck.master.sightings import carried, describe_exit
+from oobleck.master.sightings import describe_exit
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.units import listed
 
@@ -25,14 +24,7 @@ def fail_jobs(look: Look) -> Decision | None:
     job = look.state.job
     if job is None or job.cancel_requested or (reason := _jobs_fault(look, job)) is None:
         return None
-    failed = JobFailed(
-        job_id=job.id,
-        reason=reason,
-        node=_lone_node(job),
-        transition=transition(look, job),
-        sightings=carried(job, look.now),
-    )
-    return Decision(actions=(failed,), reason=reason)
+    return fail(look, job, reason, _lone_node(job))
 
 
 def _jobs_fault(look: Look, job: Job) -> str | None:

@@ -2,9 +2,10 @@
 
 from oobleck.master.decision import Decision, Look
 from oobleck.master.job import Job
-from oobleck.master.jobevents import JobCancelled, JobCaughtUp, JobSucceeded
+from oobleck.master.jobevents import JobCancelled, JobCaughtUp, JobFailed, JobSucceeded
 from oobleck.master.planevents import PHASES, FirstStepCommitted, Transition
 from oobleck.master.sightings import carried
+from oobleck.planner.ids import NodeName
 
 
 def transition(look: Look, job: Job) -> Transition | None:
@@ -74,6 +75,18 @@ def end_jobs(look: Look) -> Decision | None:
     if active is None:
         return None
     return _succeed(look, active)
+
+
+def fail(look: Look, job: Job, reason: str, node: NodeName | None = None) -> Decision:
+    """The end of a job that cannot go on; `node`: which alone is at fault."""
+    event = JobFailed(
+        job_id=job.id,
+        reason=reason,
+        node=node,
+        transition=transition(look, job),
+        sightings=carried(job, look.now),
+    )
+    return Decision(actions=(event,), reason=reason)
 
 
 def _succeed(look: Look, job: Job) -> Decision | None:

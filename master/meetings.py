@@ -10,12 +10,10 @@ from dataclasses import replace
 
 from oobleck.host.detection import Detection
 from oobleck.master.decision import Decision, Look
-from oobleck.master.ending import transition
+from oobleck.master.ending import fail
 from oobleck.master.job import Job
-from oobleck.master.jobevents import JobFailed
 from oobleck.master.making import next_generation, plan_made
 from oobleck.master.planevents import Cause
-from oobleck.master.sightings import carried
 from oobleck.planner.ids import WorkerId
 
 #: Meetings without a step, the least number that a job may fail after.
@@ -75,14 +73,9 @@ def enough(look: Look, job: Job, reason: str) -> Decision | None:
     since, regroups = job.seen.fruitless_since, job.seen.regroups
     if since is None or regroups < _ENOUGH or look.now < since + look.timing.fruitless_s:
         return None
-    failure = (
+    return fail(
+        look,
+        job,
         f"the workers have met {regroups} times in {look.now - since:.0f} s without a committed "
-        f"step between: {reason}"
+        f"step between: {reason}",
     )
-    failed = JobFailed(
-        job_id=job.id,
-        reason=failure,
-        transition=transition(look, job),
-        sightings=carried(job, look.now),
-    )
-    return Decision(actions=(failed,), reason=failure)

@@ -7,12 +7,11 @@ from collections.abc import Iterable
 
 from oobleck.master import holders, versions
 from oobleck.master.decision import Decision, Look
-from oobleck.master.ending import transition
+from oobleck.master.ending import fail
 from oobleck.master.job import Job
-from oobleck.master.jobevents import JobFailed, JobWaiting
+from oobleck.master.jobevents import JobWaiting
 from oobleck.master.node import Node
 from oobleck.master.nodeevents import NodeLost
-from oobleck.master.sightings import carried
 from oobleck.master.state import ClusterState
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import NodeName
@@ -79,10 +78,4 @@ def give_up_lost(look: Look, job: Job) -> Decision | None:
             "with on_state_lost: restart to begin anew by itself",
         )
     )
-    failed = JobFailed(
-        job_id=job.id,
-        reason=reason,
-        transition=transition(look, job),
-        sightings=carried(job, look.now),
-    )
-    return Decision(actions=(failed,), reason=reason)
+    return fail(look, job, reason)

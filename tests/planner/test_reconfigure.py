@@ -66,6 +66,24 @@ def after(
     )
 
 
+def begun(
+    templates: Templates,
+    profile: Profile,
+    nodes: int,
+    *,
+    microbatches: int,
+    min_pipelines: int,
+) -> Plan:
+    return instantiate(
+        templates,
+        names(nodes),
+        profile=profile,
+        microbatches=microbatches,
+        min_pipelines=min_pipelines,
+        generation=Generation(1),
+    )
+
+
 def shape(change: Reconfiguration) -> list[tuple[str, ...]]:
     return [pipeline.nodes for pipeline in change.plan.pipelines]
 
@@ -363,13 +381,8 @@ def test_every_loss_and_every_further_one_until_nothing_fits(
             profile, nodes=nodes, fault_tolerance=fault_tolerance, min_nodes=smallest
         )
         templates = generate_templates(profile, sizes)
-        start = instantiate(
-            templates,
-            names(nodes),
-            profile=profile,
-            microbatches=MICROBATCHES,
-            min_pipelines=fault_tolerance + 1,
-            generation=Generation(1),
+        start = begun(
+            templates, profile, nodes, microbatches=MICROBATCHES, min_pipelines=fault_tolerance + 1
         )
         open_plans, known = [start], set()
         while open_plans:
@@ -403,14 +416,7 @@ def test_losses_and_joins_at_random_up_to_64_nodes(seed: int) -> None:
         profile, nodes=nodes, fault_tolerance=fault_tolerance, min_nodes=smallest
     )
     templates = generate_templates(profile, sizes)
-    plan = instantiate(
-        templates,
-        names(nodes),
-        profile=profile,
-        microbatches=128,
-        min_pipelines=fault_tolerance + 1,
-        generation=Generation(1),
-    )
+    plan = begun(templates, profile, nodes, microbatches=128, min_pipelines=fault_tolerance + 1)
     away: list[str] = []
     for _ in range(25):
         lose: tuple[str, ...] = ()
@@ -570,14 +576,7 @@ def test_joins_use_every_node_at_once_or_one_by_one(nodes: int) -> None:
     for joining in range(1, 4):
         sizes = node_specification(profile, nodes=nodes + joining, fault_tolerance=0, min_nodes=2)
         templates = generate_templates(profile, sizes)
-        start = instantiate(
-            templates,
-            names(nodes),
-            profile=profile,
-            microbatches=MICROBATCHES,
-            min_pipelines=1,
-            generation=Generation(1),
-        )
+        start = begun(templates, profile, nodes, microbatches=MICROBATCHES, min_pipelines=1)
         fresh = tuple(f"x{number}" for number in range(joining))
         assert after(start, profile, templates, join=fresh).idle == ()
         plan = start

@@ -171,6 +171,14 @@ class ScriptedMaster(ControlServicer):
     async def stop(self) -> None:
         await self._server.stop(None)
 
+    async def restart(self) -> Stream:
+        """Away, and back at the same address; the session of the agent that comes again."""
+        await self.stop()
+        await self.start(int(self.address.rpartition(":")[2]))
+        again = await self.next_session()
+        await again.welcome()
+        return again
+
     @staticmethod
     @asynccontextmanager
     async def running() -> AsyncIterator["ScriptedMaster"]:
