@@ -30,6 +30,8 @@ class _Call(Generic[T]):
         self.wait = wait
         self.told = told
         self.done = False
+        #: Nobody asks how it ends any more.
+        self.given_up = False
         self.results: list[T] = []
         self.error: Exception | None = None
 
@@ -98,9 +100,12 @@ class Waits:
         if not call.done:
             end()
         with self._changed:
+            call.given_up = not in_time or not self._changed.wait_for(
+                lambda: call.done, ABORT_GRACE_S
+            )
             if not in_time:
                 raise TransportError(f"no answer for {limit_s:g} s")
-            if not self._changed.wait_for(lambda: call.done, ABORT_GRACE_S):
+            if call.given_up:
                 raise TransportError("an operation was given up")
         if call.error is not None:
             error, call.error = call.error, None  # its traceback refers to the call
@@ -143,6 +148,8 @@ class Waits:
             call.make()
             with self._changed:
                 call.done = True
+                if call.given_up:
+                    call.error = None  # it and the call hold each other, and what was to be built
                 self._changed.notify_all()
             call.told()
             del call

@@ -1,6 +1,8 @@
 """Waits end with their operation or with the abort, whatever the operation does."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -31,6 +33,31 @@ def test_release_gives_up_an_operation_that_nothing_wakes() -> None:
         waits.run(never.wait)
     never.set()
     waits.close()
+
+
+def test_what_fails_after_it_was_given_up_keeps_nothing() -> None:
+    class Group:
+        """What the operation was to build."""
+
+    waits, never = Waits(), threading.Event()
+    built: list[weakref.ref[Group]] = []
+
+    def fail_late() -> None:
+        group = Group()
+        built.append(weakref.ref(group))
+        never.wait()
+        fail()
+
+    threading.Timer(0.1, waits.release).start()
+    gc.disable()  # the collector would free it some time
+    try:
+        with pytest.raises(TransportError, match="given up"):
+            waits.run(fail_late)
+        never.set()
+        until(lambda: built[0]() is None, "the group to be gone")
+    finally:
+        gc.enable()
+        waits.close()
 
 
 def test_limit_of_time_gives_up_this_call_and_those_behind_it() -> None:
