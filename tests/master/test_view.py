@@ -118,9 +118,9 @@ def test_the_secret_of_a_place_is_told_to_nobody() -> None:
 )
 def test_status_names_all_that_failed_at_once(happened: str, told: str) -> None:
     player = Player()
-    player.play(START + "1.0 steps 1 1 1\n" + happened + "8.0 look\n")
+    player.play(START + "1.0 steps 1 1 1\n" + happened + "13.0 look\n")
     job = player.state.jobs[JobId("demo-1")]
-    assert told in job_status(player.state, job, CONFIG, 8.0).last_incident
+    assert told in job_status(player.state, job, CONFIG, 13.0).last_incident
 
 
 def test_a_job_that_waits_says_what_becomes_of_its_turn() -> None:
