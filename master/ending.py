@@ -43,9 +43,8 @@ def first_step(look: Look) -> Decision | None:
     way = transition(look, job)
     if step is None or way is None:
         return None
-    newest = job.seen.recent[-1] if job.seen.recent else None
-    again = newest is not None and newest.generation < job.generation  # it has a record already
-    before = newest if again else job.seen.last_before
+    older = (r for r in reversed(job.seen.recent) if r.generation < job.generation)
+    before = next(older, job.seen.last_before)
     event = FirstStepCommitted(
         job_id=job.id,
         generation=job.generation,

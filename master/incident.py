@@ -118,8 +118,9 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     attempts: tuple[Attempt, ...] = ()
     #: Committed steps that are done again from a checkpoint.
     lost_steps: int = 0
-    #: Unix time of the last step before the first generation that answered; 0: not known.
-    trained_until: float = 0.0
+    #: Unix time of the last step before the first generation that answered, if training went on
+    #: well after the first evidence; 0: it did not, or that is not known; None: none has answered.
+    trained_until: float | None = None
 
     @property
     def opened_at(self) -> float:
@@ -131,7 +132,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     def stands_since(self) -> float:
         """Unix time since when training stood: where nodes are silent and their workers train on,
         as of a head that is cut off, later than the first evidence."""
-        return max(self.opened_at, self.trained_until)
+        return max(self.opened_at, self.trained_until or 0.0)
 
     @property
     def root_cause(self) -> Setback:

@@ -12,9 +12,6 @@ from oobleck.master.planevents import FirstStepCommitted, Transition
 from oobleck.planner.ids import Generation
 from oobleck.planner.units import listed
 
-#: So long training went on after the first evidence, for the summary to say so.
-_WORTH_TELLING_S = 1.0
-
 
 def outcome(event: Journaled) -> str:
     match event:
@@ -36,7 +33,6 @@ def record(job: Job, incident: Incident, event: Journaled, unix: float) -> dict[
     others = [s for s in incident.setbacks if s is not root]
     witnesses = _witnesses(incident)
     made, ended = job.made, outcome(event)
-    trained_on = incident.trained_until > incident.opened_at
     return {
         "event": "incident",
         "incident": incident.number,
@@ -50,7 +46,7 @@ def record(job: Job, incident: Incident, event: Journaled, unix: float) -> dict[
         "witnesses": witnesses,
         "opened_at": incident.opened_at,
         "closed_at": unix,
-        "trained_until": incident.stands_since if trained_on else None,
+        "trained_until": incident.trained_until or None,
         "total_s": _stood_s(incident, unix),
         "phases": phases(incident, unix, job.waiting_since),
         "attempts": list(_attempts(incident)),
@@ -143,7 +139,7 @@ def _how_it_ended(incident: Incident, event: Journaled, unix: float) -> str:
         again = f"{incident.lost_steps} committed steps done again"
     redone = again if steps or incident.lost_steps else "no step done again"
     on_s = incident.stands_since - incident.opened_at
-    trained_on = f"trained on for {on_s:.1f} s, " if on_s >= _WORTH_TELLING_S else ""
+    trained_on = f"trained on for {on_s:.1f} s, " if on_s else ""
     return f"{trained_on}recovered in {_stood_s(incident, unix):.3f} s, {redone}"
 
 

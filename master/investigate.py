@@ -36,6 +36,9 @@ from oobleck.proto.types import WorkerExited
 
 replace = msgspec.structs.replace
 
+#: So long training goes on after the first evidence for it to count.
+_ON_S = 1.0
+
 
 def incident_after(
     state: ClusterState, event: Journaled, unix: float
@@ -217,9 +220,10 @@ def _at_end(
     incident = _with_transition(job, incident, event.transition, unix)
     if isinstance(event, FirstStepCommitted | JobFailed):
         incident = _with_sightings(incident, event.sightings, unix)
-    if isinstance(event, FirstStepCommitted) and not incident.trained_until:
-        ahead = event.trained_until > unix  # that host's calendar
-        incident = replace(incident, trained_until=0.0 if ahead else event.trained_until)
+    if isinstance(event, FirstStepCommitted) and incident.trained_until is None:
+        # By another host's calendar, which need not be ours to the second.
+        counts = incident.opened_at + _ON_S < event.trained_until <= unix
+        incident = replace(incident, trained_until=event.trained_until if counts else 0.0)
     return incident
 
 

@@ -152,10 +152,17 @@ def _go_on_without(
 def _events(
     look: Look, job: Job, name: NodeName, pairs: Set[Pair], detect_s: float
 ) -> Iterable[NodeReset | NodeQuarantined]:
-    reason = _reason(job, name, pairs)
-    yield NodeReset(job_id=job.id, node=name, reason=reason, cut_off=True, detect_s=detect_s)
-    node = look.state.nodes[name]
-    if look.timing.quarantine_s and node.drain is None:
+    reason, node = _reason(job, name, pairs), look.state.nodes[name]
+    aside = bool(look.timing.quarantine_s) and node.drain is None
+    yield NodeReset(
+        job_id=job.id,
+        node=name,
+        reason=reason,
+        cut_off=True,
+        keeps_workers=aside,  # else it would be in the next plan with them
+        detect_s=detect_s,
+    )
+    if aside:
         seconds = quarantine.next_s(node, look.timing.quarantine_s)
         yield NodeQuarantined(node=name, reason=reason, seconds=seconds)
 

@@ -125,7 +125,7 @@ class _Leases:
     def of(cls, state: ClusterState, now: float, timing: Detection) -> "_Leases":
         seen = [node.seen for node in state.nodes.values() if node.registered]
         heard, before = list[float](), list[float]()
-        if any(now - one.last_heard >= timing.lease_s for one in seen):
+        if any(now >= one.last_heard + timing.lease_s for one in seen):
             heard = sorted(one.last_heard for one in seen)
             before = sorted(
                 one.heard_before

@@ -93,13 +93,15 @@ class NodeLeftOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class NodeReset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Workers of the node do not come to a meeting of the others: all that it has are ended, and
-    it gets new ones; where they are cut off, once the others have committed a step."""
+    it gets new ones."""
 
     job_id: JobId
     node: NodeName
     reason: str
     #: Since there is no way between it and others.
     cut_off: bool = False
+    #: Only once the others have committed a step: until then they may be asked for what they hold.
+    keeps_workers: bool = False
     #: From the first evidence to this, where no other event tells.
     detect_s: float = 0.0
 

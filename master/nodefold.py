@@ -134,8 +134,7 @@ def _leave_out(job: Job, event: NodeLeftOut, now: float) -> None:
 
 
 def _reset(node: Node, job: Job, event: NodeReset, now: float) -> None:
-    """Give its work to the others, and it comes back as any node that was given up does. Nothing is
-    wrong with workers that are cut off: they may be asked for what they hold."""
+    """Give its work to the others, and it comes back as any node that was given up does."""
     lose(job, event, now, detect_s=event.detect_s)
     job.seen.stalls += 1
-    node.stale_workers = not event.cut_off
+    node.stale_workers |= not event.keeps_workers

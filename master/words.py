@@ -102,8 +102,9 @@ def _hear_peer_lost(state: ClusterState, job: Job, event: PeerLostReported, now:
     # Workers may still be in an older generation than a plan for a step boundary.
     in_time = job.abrupt <= event.lost.generation <= job.generation
     if in_time and not _is_stale(job, event):
-        at, first = job.seen.peers_lost.get(event.worker, (now, event.lost))
-        job.seen.peers_lost[event.worker] = at, _with_more(first, event.lost)
+        at, first = job.seen.peers_lost.setdefault(event.worker, (now, event.lost))
+        if first.generation == event.lost.generation:
+            job.seen.peers_lost[event.worker] = at, _with_more(first, event.lost)
         isolation.note(state, job, event.worker, event.lost)
         sightings.note(state, event, now)
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Literal
+from unicodedata import category
 
 from oobleck.planner.families import Objective, decode_config, family_of
 from oobleck.planner.ids import check_name
@@ -20,6 +21,10 @@ OnStateLost = Literal["fail", "restart"]
 TransportName = Literal["auto", "gloo"]
 #: Of a path, so that a checkpoint's name behind it still fits into a line of the wire.
 _MOST_PATH = 900
+#: Of characters that no path has on purpose: controls, marks that are not seen, bytes that are no
+#: text. Two of them join letters in some scripts.
+_UNSEEN = ("Cc", "Cf", "Cs")
+_JOINERS = "\u200c\u200d"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -37,7 +42,7 @@ def _check_place(name: str, place: str, what: str) -> None:
     """Of every path and URL of a job. `what`: is to be given instead of nothing."""
     if not place.strip():
         raise ValueError(f"{name}: is empty; give {what}")
-    if not place.isprintable():
+    if any(category(c) in _UNSEEN and c not in _JOINERS for c in place):
         raise ValueError(f"{name}: has characters that cannot be printed; name another place")
     if len(place) > _MOST_PATH:
         raise ValueError(f"{name}: is longer than {_MOST_PATH} characters; name another place")

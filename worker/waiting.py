@@ -103,6 +103,8 @@ class Waits:
             call.given_up = not in_time or not self._changed.wait_for(
                 lambda: call.done, ABORT_GRACE_S
             )
+            if call.given_up:
+                call.error = None
             if not in_time:
                 raise TransportError(f"no answer for {limit_s:g} s")
             if call.given_up:

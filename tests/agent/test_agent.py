@@ -548,4 +548,4 @@ async def test_an_agent_that_was_paused_itself_blames_no_worker() -> None:
         statuses = [
             convert.read_status(m.status) for m in streams[-1].heard if m.HasField("status")
         ]
-        assert statuses[-1].workers[0].pid == worker.pid
+        assert statuses[-1].workers[0].incarnation == worker.incarnation

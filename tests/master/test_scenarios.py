@@ -3,11 +3,12 @@
 import json
 import math
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from scenario import Player
+from scenario import TIMING, Player
 
 from oobleck.master.apply import apply
 from oobleck.master.job import Job
@@ -22,6 +23,14 @@ SCENARIOS = sorted(Path(__file__).with_name("scenarios").glob("*.txt"))
 def test_scenario(path: Path) -> None:
     text = path.read_text()
     assert Player().play(text) == text, f"to accept: python {Player.__module__}.py {path}"
+
+
+def test_a_node_that_is_cut_off_is_not_in_the_next_plan_where_none_is_put_aside() -> None:
+    player = Player(replace(TIMING, quarantine_s=0.0))
+    before, _, _ = commands("cut_off_copy").partition("6.1 assigned")
+    told = player.play(before)
+    (plan,) = (line for line in told.splitlines() if "PlanMade generation 2" in line)
+    assert "lost [n2] joined []" in plan
 
 
 def commands(name: str) -> str:

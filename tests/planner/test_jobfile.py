@@ -253,6 +253,11 @@ def test_one_rule_holds_for_all_paths(key: str, path: str, why: str) -> None:
         parse_job(JOB, overrides=[*before.get(key, []), f'{key}="{path}"'])
 
 
+def test_a_path_may_be_in_any_script() -> None:
+    named = "データ　集/été\u00a0👩‍🔬"
+    assert parse_job(JOB, overrides=[f'output="{named}"']).output == named
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -315,6 +315,17 @@ def test_what_cannot_be_read_for_now_is_not_damaged(make_job, tmp_path):
     assert not any(isinstance(e, Damaged) for e in verify(here, found.manifest).values())
 
 
+def test_a_file_that_cannot_be_looked_for_is_not_absent(tmp_path, monkeypatch):
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    folder = LocalFolder(tmp_path)
+    assert not folder.exists("a")
+    monkeypatch.setattr("os.stat", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        folder.exists("a")
+
+
 class Unreachable(MemoryFileSystem):
     """A service that is away for a moment, as far as manifests go."""
 
