@@ -160,5 +160,6 @@ def _write(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
-        path.unlink()
+        with contextlib.suppress(OSError):  # the error before it says more
+            path.unlink()
         raise

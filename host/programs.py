@@ -1,5 +1,5 @@
 """The installed programs. Ctrl-C ends them quietly also while they are being loaded, which takes a
-second or more. Must import nothing that is slow."""
+second or more: so they are loaded by name, by a module that itself imports nothing slow."""
 
 import importlib
 import sys

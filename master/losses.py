@@ -8,9 +8,9 @@ Pure. A master that came to itself late has extended all leases by as much
 (`Tick`), and gives everyone the time to come back that agents of a restarted master have, so its
 own pauses convict nobody; and while more than half of a plan's nodes are cut off, it is the master
 that is cut off, and only leases count. Many streams that end at once were cut together, and come
-back together: those nodes, too, have the time of a master's restart. Where so many come back that
-it takes longer, for the handshakes of all need processors, each has an answer's time after the
-last one that came.
+back together; and where all nodes fall silent together, it is the head that has lost its network.
+Those nodes, too, have the time of a master's restart. Where so many come back that it takes longer,
+for the handshakes of all need processors, each has an answer's time after the last one that came.
 """
 
 from bisect import bisect_left, bisect_right

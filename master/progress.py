@@ -72,7 +72,8 @@ def _redoes(job: Job, worker: WorkerStatus) -> bool:
 
 
 def _note_entered(job: Job, process: Incarnation, generation: Generation) -> None:
-    """The phase may have been told to a master before; the next status names another generation."""
+    """What the process has entered, by its report or by its node's status: a master that has just
+    started did not get the report."""
     before = job.seen.entered.get(process, frozenset())
     # Where a plan is not known any more a step has been committed in a newer one.
     if generation in job.plans and generation not in before:
