@@ -32,7 +32,7 @@ soak: setup
 
 # What happened in one seed of the simulation, as in `make replay SEED=7`.
 replay: setup
-	PYTHONPATH=tests:tests/master:. $(BIN)/python -m simulation.drill $(SEED)
+	PYTHONPATH=tests:. $(BIN)/python -m simulation.drill $(SEED)
 
 bench: setup
 	$(BIN)/python -m bench.recovery

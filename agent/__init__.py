@@ -1,5 +1,5 @@
 """The supervisor on every GPU host: one session with the master, one process per worker."""
 
-from oobleck.host import tls
+from oobleck.host.ipc import tls
 
 tls.refuse_older()

@@ -10,24 +10,24 @@ from pathlib import Path
 
 import click
 
-from oobleck.agent.address import check_own_address
 from oobleck.agent.config import DRAIN_GRACE_S, AgentConfig
-from oobleck.agent.crew import new_incarnation
-from oobleck.agent.enrol import Denied, Holder, choose_way, join, read_join_token
-from oobleck.agent.environment import passed_on, read_patterns
-from oobleck.agent.memory import total_memory
-from oobleck.agent.outbox import Outbox
-from oobleck.agent.session import Session
+from oobleck.agent.connection.address import check_own_address
+from oobleck.agent.connection.enrol import Denied, Holder, choose_way, join, read_join_token
+from oobleck.agent.connection.outbox import Outbox
+from oobleck.agent.connection.session import Session
+from oobleck.agent.processes.environment import passed_on, read_patterns
+from oobleck.agent.processes.memory import total_memory
+from oobleck.agent.processes.pool import new_incarnation
 from oobleck.agent.supervisor import Supervisor
 from oobleck.host import command, log
 from oobleck.host.address import own_hostname, split_address
-from oobleck.host.credentials import Credentials
 from oobleck.host.device import Gpu, find_gpus, worker_environment
 from oobleck.host.display import inline
-from oobleck.host.files import read_regular
-from oobleck.host.messages import FaultRule
-from oobleck.host.process import die_with_parent, end_signals
-from oobleck.host.surroundings import Surroundings
+from oobleck.host.ipc.messages import FaultRule
+from oobleck.host.security.credentials import Credentials
+from oobleck.host.system.environment import Surroundings
+from oobleck.host.system.files import read_regular
+from oobleck.host.system.process import die_with_parent, end_signals
 from oobleck.host.versions import installed
 from oobleck.planner.codec import decode
 from oobleck.planner.ids import NodeName, nearest_name
@@ -270,7 +270,7 @@ def agent(
             faults=read_faults(fault_plan) if fault_plan else (),
             warm_command=(
                 sys.executable,
-                *("-m", "oobleck.host.tied", str(os.getpid())),
+                *("-m", "oobleck.host.system.die_with_parent", str(os.getpid())),
                 "oobleck.worker.warm",
             ),
             environment=environment,

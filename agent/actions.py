@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from oobleck.agent.desired import Desired, PlanPart
-from oobleck.host.messages import FaultRule, Measure
+from oobleck.host.ipc.messages import FaultRule, Measure
 from oobleck.planner.ids import Incarnation
 
 

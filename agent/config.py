@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from oobleck.host.device import Gpu, device_kind
-from oobleck.host.messages import FaultRule
+from oobleck.host.ipc.messages import FaultRule
 from oobleck.host.versions import Versions
 from oobleck.planner.ids import NodeName, check_name
 

@@ -5,10 +5,10 @@ Must not know what the workers do, nor how the master's word came.
 
 from dataclasses import dataclass
 
-from oobleck.host.messages import Measure, Rendezvous
+from oobleck.host.ipc.messages import Measure, Rendezvous
 from oobleck.planner.ids import Incarnation, JobId, WorkerId
-from oobleck.planner.job import JobSpec
-from oobleck.planner.plan import Plan
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.programs.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

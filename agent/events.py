@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from oobleck.agent.desired import Desired
 from oobleck.host.detection import Detection
-from oobleck.host.messages import FromWorker
+from oobleck.host.ipc.messages import FromWorker
 from oobleck.planner.ids import Generation, Incarnation
 from oobleck.proto import types
 

@@ -25,8 +25,8 @@ from oobleck.agent.worker import NO_GENERATION, Worker
 from oobleck.host.detection import Detection, patience_s
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.plan import Plan
-from oobleck.planner.transfer import plan_shards, require_holders
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.transfer import plan_shards, require_holders
 
 #: What the kernel says of a process that a signal has stopped, or a debugger holds.
 STOPPED, TRACED, IN_KERNEL = "T", "t", "D"

@@ -25,7 +25,7 @@ from oobleck.agent.desired import PlanPart
 from oobleck.agent.hangs import worst_doubt
 from oobleck.agent.state import NodeState
 from oobleck.agent.worker import NO_GENERATION, Worker
-from oobleck.host.messages import Measure
+from oobleck.host.ipc.messages import Measure
 from oobleck.planner.ids import WorkerId
 
 #: From Stop to SIGKILL.

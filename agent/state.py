@@ -32,7 +32,7 @@ from oobleck.agent.events import (
 )
 from oobleck.agent.worker import Worker
 from oobleck.host.detection import Detection
-from oobleck.host.messages import Committed, Failed, FaultRule
+from oobleck.host.ipc.messages import Committed, Failed, FaultRule
 from oobleck.planner.ids import Incarnation, NodeName, WorkerId
 from oobleck.proto import types
 

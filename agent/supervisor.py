@@ -12,7 +12,8 @@ from contextlib import suppress
 
 from oobleck.agent.actions import Action
 from oobleck.agent.config import AgentConfig
-from oobleck.agent.crew import Crew, StartWarmProcess, StartWorker
+from oobleck.agent.connection.outbox import Outbox
+from oobleck.agent.connection.reports import has_rank_0, report_of, standing_reports, status_of
 from oobleck.agent.desired import Desired
 from oobleck.agent.events import (
     Assigned,
@@ -31,14 +32,13 @@ from oobleck.agent.events import (
     WorkerKilled,
     WorkerSaid,
 )
-from oobleck.agent.memory import kernel_kills
-from oobleck.agent.outbox import Outbox
-from oobleck.agent.processes import WarmProcess, WorkerProcess
+from oobleck.agent.processes.children import WarmProcess, WorkerProcess
+from oobleck.agent.processes.memory import kernel_kills
+from oobleck.agent.processes.pool import Crew, StartWarmProcess, StartWorker
 from oobleck.agent.reconcile import decide
-from oobleck.agent.reports import has_rank_0, report_of, standing_reports, status_of
 from oobleck.agent.state import NodeState
 from oobleck.host.detection import Detection
-from oobleck.host.messages import (
+from oobleck.host.ipc.messages import (
     Alive,
     CheckpointSaved,
     Committed,
@@ -56,8 +56,8 @@ from oobleck.host.messages import (
     Restored,
     SaveFailed,
 )
-from oobleck.host.process import signal_name
-from oobleck.host.surroundings import Surroundings
+from oobleck.host.system.environment import Surroundings
+from oobleck.host.system.process import signal_name
 from oobleck.planner.ids import Incarnation, JobId
 from oobleck.proto import types
 

@@ -22,7 +22,7 @@ from oobleck.agent.events import (
     WorkerKilled,
     WorkerSaid,
 )
-from oobleck.host.messages import (
+from oobleck.host.ipc.messages import (
     Alive,
     CheckpointSaved,
     Committed,

@@ -14,7 +14,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from bench.cluster import LocalCluster
+from bench.support.cluster import LocalCluster
 
 #: Steps after a save that are shown one by one.
 SHOWN = 4

@@ -18,22 +18,22 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bench.models import profile as model_profile
-from oobleck.planner.catalogue import Catalogue
-from oobleck.planner.choose import choose_schedule
-from oobleck.planner.cost import StageCosts
+from bench.support.models import profile as model_profile
+from oobleck.planner.cost.finish import finish_s
+from oobleck.planner.cost.formula import StageCosts
+from oobleck.planner.cost.replay import StepReplay, template_run
+from oobleck.planner.cost.stagetable import StageTable
 from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.finish import finish_s
-from oobleck.planner.firstplan import make_first_plan
 from oobleck.planner.ids import Generation, NodeName
-from oobleck.planner.instantiate import by_formula, instantiate
-from oobleck.planner.profile import Links, Profile
-from oobleck.planner.replay import StepReplay, template_run
-from oobleck.planner.specification import node_specification
-from oobleck.planner.stagetable import StageTable
-from oobleck.planner.template import PipelineTemplate
-from oobleck.planner.templates import least_cuts, template_of
-from oobleck.planner.ties import shortlists
+from oobleck.planner.profile.profile import Links, Profile
+from oobleck.planner.programs.template import PipelineTemplate
+from oobleck.planner.search.catalogue import Catalogue
+from oobleck.planner.search.choose import choose_schedule
+from oobleck.planner.search.firstplan import make_first_plan
+from oobleck.planner.search.instantiate import by_formula, instantiate
+from oobleck.planner.search.specification import node_specification
+from oobleck.planner.search.templates import least_cuts, template_of
+from oobleck.planner.search.ties import shortlists
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.client import Record
-from bench.cluster import LocalCluster
+from bench.support.client import Record
+from bench.support.cluster import LocalCluster
 
 NODES = 5
 STEPS = 80

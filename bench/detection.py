@@ -34,10 +34,10 @@ from datetime import UTC, datetime
 from itertools import combinations
 from pathlib import Path
 
-from bench import network
-from bench.client import ClusterError, Record
-from bench.cluster import Cluster, LocalCluster
-from bench.netcluster import NetCluster
+from bench.support import network
+from bench.support.client import ClusterError, Record
+from bench.support.cluster import Cluster, LocalCluster
+from bench.support.netcluster import NetCluster
 from oobleck.agent.backoff import QUICK_S
 from oobleck.host.detection import MODES
 

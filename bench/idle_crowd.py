@@ -17,12 +17,12 @@ from multiprocessing import get_context
 from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 
 from bench.master_scale import Master
-from bench.scratch import run_folder
+from bench.support.scratch import run_folder
 from oobleck.cli.client import Master as Operator
 from oobleck.host.command import CommandFailed
-from oobleck.host.credentials import read_credentials
-from oobleck.host.endpoint import Endpoint
-from oobleck.host.process import allow_open_files
+from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.host.security.credentials import read_credentials
+from oobleck.host.system.process import allow_open_files
 
 SOURCE = "127.0.0.2"
 #: After the crowd has gone: a handshake, and the time that a source is refused for.

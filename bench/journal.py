@@ -14,13 +14,13 @@ import sys
 import time
 from pathlib import Path
 
-from bench.scratch import run_folder
+from bench.support.scratch import run_folder
 from oobleck.host.detection import Detection
-from oobleck.host.surroundings import Surroundings
+from oobleck.host.system.environment import Surroundings
 from oobleck.master.config import MasterConfig
-from oobleck.master.journal import Journal
-from oobleck.master.ledger import Ledger
-from oobleck.master.nodeevents import NodeLost, NodeRegistered
+from oobleck.master.events.nodes import NodeLost, NodeRegistered
+from oobleck.master.storage.journal import Journal
+from oobleck.master.storage.ledger import Ledger
 from oobleck.planner.ids import Incarnation, NodeName
 from oobleck.proto.types import NodeFacts
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from oobleck.planner.job import DataSpec, TrainingSpec
-from oobleck.worker.data import Dataset, row_digest
-from oobleck.worker.prefetch import Prefetcher
+from oobleck.planner.job.spec import DataSpec, TrainingSpec
+from oobleck.worker.data.data import Dataset, row_digest
+from oobleck.worker.data.prefetch import Prefetcher
 
 LENGTH, ROWS, MICROBATCH = 2048, 64, 4
 FILE_BYTES = 1 << 28

@@ -3,9 +3,9 @@
     python -m bench.master_scale [--agents 1000] [--processes 3] [--seconds 60] [--reconnect 500]
                                  [--losses 3]
 
-Starts a real `oobleck-master` and agents in processes of their own (`bench.scale_agents`), each
-with the real agent's session over its own mTLS connection. They register, send heartbeats once a
-second, have a worker ready, enter every plan, and report a step a second, as agents of a job that
+Starts a real `oobleck-master` and agents in processes of their own (`bench.support.scale_agents`),
+each with the real agent's session over its own mTLS connection. They register, send heartbeats once
+a second, have a worker ready, enter every plan, and report a step a second, as agents of a job that
 trains do; only the training is not there. Then it looks at
 
 - the master's processor time and memory while the job trains, and how soon it answers: to an
@@ -34,15 +34,15 @@ from pathlib import Path
 
 import psutil
 
-from bench.daemons import tied
 from bench.replan import job_spec, memory_per_worker
-from bench.scale_crowd import Crowd, neighbours, processor_s
-from bench.scratch import run_folder
-from oobleck.host.credentials import read_credentials
+from bench.support.daemons import tied
+from bench.support.scale_crowd import Crowd, neighbours, processor_s
+from bench.support.scratch import run_folder
 from oobleck.host.detection import Detection
-from oobleck.host.endpoint import Endpoint
+from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.host.security.credentials import read_credentials
 from oobleck.planner.ids import JobId
-from oobleck.planner.jobfile import format_job
+from oobleck.planner.job.file import format_job
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.secure import open_aio_channel

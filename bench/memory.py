@@ -18,18 +18,18 @@ from typing import Any
 
 import torch
 
-from bench.engine import ENDLESS, engine, plan_of
-from oobleck.host.messages import Committed, MemoryUse
-from oobleck.planner.compile import compile_programs
-from oobleck.planner.estimate import estimate_profile
-from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
-from oobleck.planner.measurement import assemble_profile
-from oobleck.planner.optimization import OptimizerSpec
-from oobleck.planner.plan import Plan
-from oobleck.planner.profile import Profile
-from oobleck.planner.sharing import sharing_sizes
-from oobleck.planner.simulate import simulate
-from oobleck.worker.measure import measure_layers
+from bench.support.engine import ENDLESS, engine, plan_of
+from oobleck.host.ipc.messages import Committed, MemoryUse
+from oobleck.planner.cost.simulate import simulate
+from oobleck.planner.job.optimization import OptimizerSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.profile.estimate import estimate_profile
+from oobleck.planner.profile.measurement import assemble_profile
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.profile.sharing import sharing_sizes
+from oobleck.planner.programs.compile import compile_programs
+from oobleck.planner.programs.plan import Plan
+from oobleck.worker.profiling.measure import measure_layers
 
 TEXT = str(Path(__file__).resolve().parents[1] / "LICENSE")
 #: Far above what any of the plans takes: the profile's limit plays no part here.

@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from bench.cluster import LocalCluster
+from bench.support.cluster import LocalCluster
 from bench.throughput import SIZES, TEXT
-from oobleck.planner.job import JobSpec
-from oobleck.worker.data import row_digest
+from oobleck.planner.job.spec import JobSpec
+from oobleck.worker.data.data import row_digest
 
 Event = Mapping[str, Any]
 WARM_UP_STEPS = 5

@@ -16,9 +16,9 @@ import subprocess
 import sys
 import time
 
-from bench.models import profile
-from oobleck.planner.stagetable import StageTable
-from oobleck.planner.templates import feasible_sizes, generate_templates, least_cuts
+from bench.support.models import profile
+from oobleck.planner.cost.stagetable import StageTable
+from oobleck.planner.search.templates import feasible_sizes, generate_templates, least_cuts
 
 CASES = ("26/13/1", "26/13/4", "50/24/1", "50/30/1", "98/64/1", "98/64/8")
 SLOW_CASES = ("200/256/8",)

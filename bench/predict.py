@@ -25,14 +25,14 @@ from typing import Any
 
 import psutil
 
-from bench.client import Record
-from bench.cluster import LocalCluster
-from oobleck.planner.compile import compile_programs
+from bench.support.client import Record
+from bench.support.cluster import LocalCluster
+from oobleck.planner.cost.simulate import simulate
 from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.plan import Pipeline, Plan, Stage
-from oobleck.planner.profile import Profile
-from oobleck.planner.profilefile import parse_profile
-from oobleck.planner.simulate import simulate
+from oobleck.planner.profile.file import parse_profile
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.compile import compile_programs
+from oobleck.planner.programs.plan import Pipeline, Plan, Stage
 
 WARM_UP_STEPS = 3
 TEXT = str(Path(__file__).resolve().parents[1] / "LICENSE")

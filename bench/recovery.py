@@ -22,9 +22,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from bench.client import ClusterError, Record
-from bench.cluster import LocalCluster
-from bench.daemons import alive
+from bench.support.client import ClusterError, Record
+from bench.support.cluster import LocalCluster
+from bench.support.daemons import alive
 
 PHASES = (
     "notice", "detect", "plan", "waiting", "abort", "rendezvous", "transfer", "first_step",

@@ -16,18 +16,18 @@ import time
 from collections.abc import Callable, Iterator
 
 from oobleck.host.detection import Detection
-from oobleck.host.messages import Rendezvous
-from oobleck.master import planning
-from oobleck.master.answering import AtOnce
-from oobleck.master.decision import Look
-from oobleck.master.job import Job
-from oobleck.master.node import Node, NodeSeen
-from oobleck.master.planevents import PlanMade
-from oobleck.master.state import ClusterState
-from oobleck.planner.estimate import estimate_profile
+from oobleck.host.ipc.messages import Rendezvous
+from oobleck.master.events.plans import PlanMade
+from oobleck.master.planning import client
+from oobleck.master.planning.solve import AtOnce
+from oobleck.master.rules.decision import Look
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import Job
+from oobleck.master.state.node import Node, NodeSeen
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
-from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
-from oobleck.planner.reconfigure import can_lose
+from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.profile.estimate import estimate_profile
+from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.proto.types import NodeFacts, NodeStatus, WorkerStatus
 
 FAULT_TOLERANCE = 2
@@ -65,7 +65,7 @@ class Cluster:
         self.job = Job(id=JobId("replan-1"), request_id="", spec=self.spec, submitted_at=0.0)
         self.job.most_nodes = count
         self.state.jobs[self.job.id] = self.job
-        plan = planning.first_plan(self.look, self.job, self.nodes, Generation(1))
+        plan = client.first_plan(self.look, self.job, self.nodes, Generation(1))
         self.job.plans[Generation(1)] = plan
         self.job.seen.committed_step = 5
         self.job.made = self.job.trained = PlanMade(
@@ -130,7 +130,7 @@ def replan_ms(
     wall, processor = [], []
     for live in changes:
         begun = time.perf_counter(), time.process_time()
-        found = planning.next_plan(cluster.look, cluster.job, live, Generation(2))
+        found = client.next_plan(cluster.look, cluster.job, live, Generation(2))
         wall.append((time.perf_counter() - begun[0]) * 1e3)
         processor.append((time.process_time() - begun[1]) * 1e3)
         show(f"    {wall[-1]:8.1f} ms  {found.rule}: {found.reason[:100]}")

@@ -21,15 +21,15 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from bench.engine import engine
-from oobleck.planner.choose import SCHEDULES, choose_schedule
-from oobleck.planner.compile import compile_programs
-from oobleck.planner.estimate import estimate_profile
+from bench.support.engine import engine
+from oobleck.planner.cost.simulate import simulate
 from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
-from oobleck.planner.plan import Pipeline, Plan, Schedule, Stage
-from oobleck.planner.profile import LayerProfile, Links, Profile
-from oobleck.planner.simulate import simulate
+from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.profile.estimate import estimate_profile
+from oobleck.planner.profile.profile import LayerProfile, Links, Profile
+from oobleck.planner.programs.compile import compile_programs
+from oobleck.planner.programs.plan import Pipeline, Plan, Schedule, Stage
+from oobleck.planner.search.choose import SCHEDULES, choose_schedule
 from oobleck.planner.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -136,7 +136,7 @@ def measured_layers(spec: JobSpec) -> tuple[LayerProfile, ...]:
     """Runs in a process of its own."""
     import torch
 
-    from oobleck.worker.measure import measure_layers
+    from oobleck.worker.profiling.measure import measure_layers
 
     torch.set_num_threads(1)
     found = measure_layers(spec, torch.device("cpu"), "cpu", lambda: None)

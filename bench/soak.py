@@ -2,10 +2,10 @@
 
     python -m bench.soak [--mtbf 60] [--minutes 10] [--nodes 4] [--seed 0] [--compound 0]
 
-Faults of `bench.faults` strike random nodes of a cluster in network namespaces (needs root) at
-exponential intervals, as failures of machines come; with `--compound 0.3` three in ten strike
+Faults of `bench.support.faults` strike random nodes of a cluster in network namespaces (needs root)
+at exponential intervals, as failures of machines come; with `--compound 0.3` three in ten strike
 while the job recovers from another one. Prints each fault and what it cost, then the share of the
-time that went into steps that count, and where the rest of it went (`bench.goodput`).
+time that went into steps that count, and where the rest of it went (`bench.support.goodput`).
 `tests/fault/test_soak.py` strikes without pauses, and holds the losses against one process.
 """
 
@@ -15,11 +15,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.drill import Drill, Struck, Use
-from bench.faults import FAULTS
-from bench.goodput import Span, report
-from bench.netcluster import NetCluster
-from bench.network import unusable
+from bench.support.drill import Drill, Struck, Use
+from bench.support.faults import FAULTS
+from bench.support.goodput import Span, report
+from bench.support.netcluster import NetCluster
+from bench.support.network import unusable
 
 #: How soon after another one a fault comes that is to strike its recovery, at most.
 _SOON_S = 0.4

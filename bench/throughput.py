@@ -24,11 +24,11 @@ from pathlib import Path
 
 import torch
 
-from bench.baselines import Baseline, TorchContender
-from bench.engine import ENDLESS, EngineContender, engine, plan_of
-from bench.turns import Contender, Turn, saving, speed, take_turns
-from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
-from oobleck.planner.plan import Plan
+from bench.support.baselines import Baseline, TorchContender
+from bench.support.engine import ENDLESS, EngineContender, engine, plan_of
+from bench.support.turns import Contender, Turn, saving, speed, take_turns
+from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.programs.plan import Plan
 
 BLOCKS = 8
 LAYERS = BLOCKS + 2

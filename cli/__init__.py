@@ -1,5 +1,5 @@
 """The operator's command."""
 
-from oobleck.host import tls
+from oobleck.host.ipc import tls
 
 tls.refuse_older()

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from oobleck.cli import options
 from oobleck.host.command import CommandFailed
-from oobleck.host.endpoint import Endpoint, choose_endpoint
+from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.control_pb2_grpc import OperatorStub, PkiStub
 from oobleck.proto.secure import open_channel

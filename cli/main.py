@@ -13,24 +13,30 @@ from oobleck.host import command
 
 #: Module and attribute of each command, and its line in `oobleck --help`.
 COMMANDS = {
-    "local": ("oobleck.cli.local:local", "Run a whole cluster on this machine."),
-    "submit": ("oobleck.cli.submit:submit", "Queue a training job."),
-    "status": ("oobleck.cli.show:status", "Show the cluster, or one job in full."),
-    "node": ("oobleck.cli.node:node", "Take a node out for maintenance, and back."),
-    "nodes": ("oobleck.cli.show:nodes", "List the nodes."),
-    "jobs": ("oobleck.cli.show:jobs", "List the jobs."),
-    "events": ("oobleck.cli.show:events", "Show what happened to a job."),
-    "logs": ("oobleck.cli.show:logs", "Show what a job's workers print."),
+    "local": ("oobleck.cli.cluster.local:local", "Run a whole cluster on this machine."),
+    "submit": ("oobleck.cli.jobs.submit:submit", "Queue a training job."),
+    "status": ("oobleck.cli.jobs.show:status", "Show the cluster, or one job in full."),
+    "node": ("oobleck.cli.cluster.node:node", "Take a node out for maintenance, and back."),
+    "nodes": ("oobleck.cli.jobs.show:nodes", "List the nodes."),
+    "jobs": ("oobleck.cli.jobs.show:jobs", "List the jobs."),
+    "events": ("oobleck.cli.jobs.show:events", "Show what happened to a job."),
+    "logs": ("oobleck.cli.jobs.show:logs", "Show what a job's workers print."),
     "checkpoint": (
-        "oobleck.cli.checkpoint:checkpoint",
+        "oobleck.cli.jobs.checkpoint:checkpoint",
         "Take a checkpoint; list, verify or export them.",
     ),
-    "chaos": ("oobleck.cli.chaos:chaos", "Strike a running job with real faults, as a drill."),
-    "cancel": ("oobleck.cli.submit:cancel", "End a job."),
-    "data": ("oobleck.cli.data:data", "Make and inspect files of training tokens."),
-    "profile": ("oobleck.cli.profile:profile", "Measure a job's model on the real devices."),
-    "pki": ("oobleck.cli.pki:pki", "Make and take back certificates and join tokens."),
-    "plan": ("oobleck.cli.plan:plan", "Show the plan that a job would get."),
+    "chaos": (
+        "oobleck.cli.chaos.chaos:chaos",
+        "Strike a running job with real faults, as a drill.",
+    ),
+    "cancel": ("oobleck.cli.jobs.submit:cancel", "End a job."),
+    "data": ("oobleck.cli.jobs.data:data", "Make and inspect files of training tokens."),
+    "profile": (
+        "oobleck.cli.planning.profile:profile",
+        "Measure a job's model on the real devices.",
+    ),
+    "pki": ("oobleck.cli.cluster.pki:pki", "Make and take back certificates and join tokens."),
+    "plan": ("oobleck.cli.planning.plan:plan", "Show the plan that a job would get."),
 }
 
 EPILOG = """\b

@@ -8,7 +8,7 @@ import click
 from click.core import ParameterSource
 
 from oobleck.host.address import split_address
-from oobleck.host.endpoint import Endpoint, choose_endpoint
+from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
 
 DEFAULT_MASTER = "127.0.0.1:4600"
 

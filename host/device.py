@@ -52,7 +52,7 @@ def find_gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
     """The GPUs that a process with `environment` sees; raises ValueError if it sees none."""
     try:
         result = subprocess.run(
-            [sys.executable, "-m", "oobleck.worker.device"],
+            [sys.executable, "-m", "oobleck.worker.runtime.device"],
             env=dict(environment),
             capture_output=True,
             timeout=_PROBE_TIMEOUT_S,

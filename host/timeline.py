@@ -1,7 +1,7 @@
 """A worker's time in a step, as spans, and the file that shows those of all workers.
 
-Workers record spans (`oobleck.worker.timeline`), the master asks for them and gathers them; this
-module owns the words for both and the Chrome trace format, which Perfetto and chrome://tracing
+Workers record spans (`oobleck.worker.runtime.timeline`), the master asks for them and gathers them;
+this module owns the words for both and the Chrome trace format, which Perfetto and chrome://tracing
 open. Must not know where a recording comes from.
 """
 

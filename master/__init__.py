@@ -1,5 +1,5 @@
 """The cluster's head: a pure, journaled state machine in a thin asynchronous shell."""
 
-from oobleck.host import tls
+from oobleck.host.ipc import tls
 
 tls.refuse_older()

@@ -19,15 +19,15 @@ import click
 from oobleck.host import log
 from oobleck.host.address import leaves_host, split_address
 from oobleck.host.detection import MODES, Detection, Mode, choose
-from oobleck.host.endpoint import check_insecure
-from oobleck.host.process import allow_open_files, die_with_parent
+from oobleck.host.ipc.endpoint import check_insecure
+from oobleck.host.system.process import allow_open_files, die_with_parent
 from oobleck.master import crash
 from oobleck.master.config import MasterConfig, Retention, Unusable
 from oobleck.master.heap import share_heaps, short_collections
-from oobleck.master.journal import Journal, JournalUnusable
 from oobleck.master.server import serve
 from oobleck.master.statelock import locked
-from oobleck.master.storage import StorageFailed
+from oobleck.master.storage.disk import StorageFailed
+from oobleck.master.storage.journal import Journal, JournalUnusable
 from oobleck.planner.units import parse_seconds
 
 logger = logging.getLogger(__name__)

@@ -9,22 +9,22 @@ for every task of the same event loop. Must not know gRPC.
 import asyncio
 import logging
 
-from oobleck.host.surroundings import Surroundings
+from oobleck.host.system.environment import Surroundings
 from oobleck.master import crash
-from oobleck.master.answering import AtOnce
+from oobleck.master.clients.requests import Requests
+from oobleck.master.clients.sessions import Sessions
+from oobleck.master.clients.timelines import Timelines
 from oobleck.master.config import MasterConfig
-from oobleck.master.decision import Decision
+from oobleck.master.events.jobs import JobFailed
+from oobleck.master.events.reports import Tick
 from oobleck.master.inbox import Changes, Inbox
-from oobleck.master.jobevents import JobFailed
-from oobleck.master.journal import Journal
-from oobleck.master.ledger import Ledger
-from oobleck.master.observations import Tick
-from oobleck.master.questions import Planner
-from oobleck.master.reconcile import reconcile
-from oobleck.master.requests import Requests
-from oobleck.master.sessions import Sessions
-from oobleck.master.storage import StorageFailed
-from oobleck.master.timelines import Timelines
+from oobleck.master.planning.requests import Planner
+from oobleck.master.planning.solve import AtOnce
+from oobleck.master.rules.decision import Decision
+from oobleck.master.rules.reconcile import reconcile
+from oobleck.master.storage.disk import StorageFailed
+from oobleck.master.storage.journal import Journal
+from oobleck.master.storage.ledger import Ledger
 
 log = logging.getLogger(__name__)
 

@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from oobleck.host.process import end_signals
-from oobleck.master import limits
-from oobleck.master.access import Access, AccessGuard
+from oobleck.host.system.process import end_signals
+from oobleck.master.api import limits
+from oobleck.master.api.access import Access, AccessGuard
+from oobleck.master.api.agent_service import ControlService
+from oobleck.master.api.connections import Connections
+from oobleck.master.api.interceptor import CallGuard
+from oobleck.master.api.operator_service import OperatorService
+from oobleck.master.api.pki_service import PkiService
 from oobleck.master.config import MasterConfig, Unusable
-from oobleck.master.connections import Connections
-from oobleck.master.guard import CallGuard
-from oobleck.master.journal import Journal
 from oobleck.master.loop import Master
-from oobleck.master.pkiservice import PkiService
-from oobleck.master.planningprocess import PlanningProcess
-from oobleck.master.service import OperatorService
-from oobleck.master.session import ControlService
-from oobleck.master.trust import was_revoked
+from oobleck.master.planning.process import PlanningProcess
+from oobleck.master.state.trust import was_revoked
+from oobleck.master.storage.journal import Journal
 from oobleck.proto import control_pb2_grpc as rpc
 
 if TYPE_CHECKING:
-    from oobleck.master.authority import AuthorityFolder
+    from oobleck.master.api.authority import AuthorityFolder
 
 #: Longest wait for the ends of calls that are answered already.
 _ENDING_S = 2.0
@@ -113,7 +113,7 @@ def _read_authority(config: MasterConfig) -> "AuthorityFolder | None":
     """None: the service is in the clear. Raises Unusable."""
     if config.pki is None:
         return None
-    from oobleck.master.authority import AuthorityFolder
+    from oobleck.master.api.authority import AuthorityFolder
 
     try:
         return AuthorityFolder(config.pki)

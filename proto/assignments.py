@@ -1,6 +1,6 @@
 """What a node is to do, as messages and back."""
 
-from oobleck.host.messages import Measure, Meeting
+from oobleck.host.ipc.messages import Measure, Meeting
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.checks import at_least, in_field, read_incarnation, read_job_id, read_scope
 from oobleck.proto.plans import (

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from oobleck.planner.ids import Incarnation, JobId, check_name
-from oobleck.planner.measurement import Scope
+from oobleck.planner.profile.measurement import Scope
 from oobleck.proto.bounds import MOST_CHARACTERS
 
 _INCARNATION = re.compile(r"[0-9a-f]{4,64}")

@@ -5,9 +5,9 @@ from typing import cast, get_args
 
 from google.protobuf.message import DecodeError
 
-from oobleck.host.messages import Rendezvous
+from oobleck.host.ipc.messages import Rendezvous
 from oobleck.planner.ids import Generation, NodeName, WorkerId, check_name
-from oobleck.planner.plan import Pipeline, Plan, Schedule, Stage
+from oobleck.planner.programs.plan import Pipeline, Plan, Schedule, Stage
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.bounds import check_bounds
 from oobleck.proto.checks import at_least, in_field, read_address, read_slot

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from oobleck.host.messages import StepRecord
+from oobleck.host.ipc.messages import StepRecord
 from oobleck.planner.ids import Generation, JobId
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.checks import at_least, in_field, read_job_id, read_slot

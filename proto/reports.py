@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from oobleck.host.messages import (
+from oobleck.host.ipc.messages import (
     CheckpointSaved,
     Evaluated,
     EvaluationRecord,
@@ -16,7 +16,7 @@ from oobleck.host.messages import (
 )
 from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import Generation
-from oobleck.planner.measurement import LinkMeasurement, Measurement
+from oobleck.planner.profile.measurement import LinkMeasurement, Measurement
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.checks import (
     at_least,

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import grpc
 
-from oobleck.host.credentials import MASTER_NAME, Credentials
-from oobleck.host.endpoint import Endpoint
+from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.host.security.credentials import MASTER_NAME, Credentials
 
 Options = Sequence[tuple[str, int | str]]
 

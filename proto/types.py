@@ -6,7 +6,7 @@ protobuf.
 
 import msgspec
 
-from oobleck.host.messages import (
+from oobleck.host.ipc.messages import (
     CheckpointSaved,
     Evaluated,
     Failed,
@@ -21,7 +21,7 @@ from oobleck.host.messages import (
 )
 from oobleck.host.versions import Versions
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
-from oobleck.planner.plan import Plan
+from oobleck.planner.programs.plan import Plan
 
 #: Version of the words between agent and master; both must speak the same.
 PROTOCOL = 1
@@ -64,7 +64,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     #: held any layer; 0: not known.
     peak_memory_bytes: int = 0
     base_memory_bytes: int = 0
-    #: See oobleck.host.messages.Alive; empty `doing`: not known yet.
+    #: See oobleck.host.ipc.messages.Alive; empty `doing`: not known yet.
     beats: int = 0
     doing: str = ""
     waiting: bool = False

@@ -3,7 +3,7 @@ together. gRPC, which many tests load, is told first which TLS it speaks."""
 
 import pytest
 
-from oobleck.host import tls
+from oobleck.host.ipc import tls
 from support import devices
 
 tls.refuse_older()

@@ -8,20 +8,20 @@ what they do then.
 import logging
 from collections.abc import Mapping, Sequence
 
-from oobleck.host.messages import Assign, PeerLost
+from oobleck.host.ipc.messages import Assign, PeerLost
 from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.program import Program
-from oobleck.worker.commit import Progress
-from oobleck.worker.connect import Connector, links_of
-from oobleck.worker.control import Control
-from oobleck.worker.entry import members_of
-from oobleck.worker.errors import TransportError, Unreached
-from oobleck.worker.executor import owner_groups
-from oobleck.worker.faults import FaultInjector
+from oobleck.planner.programs.instructions import Program
 from oobleck.worker.membership import Membership
-from oobleck.worker.nccl import Link
-from oobleck.worker.rendezvous import StoreServer
-from oobleck.worker.transport import Group
+from oobleck.worker.recovery.entry import members_of
+from oobleck.worker.runtime.control import Control
+from oobleck.worker.runtime.errors import TransportError, Unreached
+from oobleck.worker.runtime.faults import FaultInjector
+from oobleck.worker.step.commit import Progress
+from oobleck.worker.step.executor import owner_groups
+from oobleck.worker.transport.connect import Connector, links_of
+from oobleck.worker.transport.nccl import Link
+from oobleck.worker.transport.rendezvous import StoreServer
+from oobleck.worker.transport.transport import Group
 
 log = logging.getLogger(__name__)
 

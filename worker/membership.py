@@ -6,16 +6,16 @@ on purpose, and because a peer is gone.
 
 from collections.abc import Callable, Sequence
 
-from oobleck.host.messages import Assign
+from oobleck.host.ipc.messages import Assign
 from oobleck.planner.ids import WorkerId
-from oobleck.worker.connect import Connector
-from oobleck.worker.control import Control
-from oobleck.worker.errors import TransportError
-from oobleck.worker.lifeline import Lifeline
-from oobleck.worker.nccl import Link
-from oobleck.worker.rendezvous import Place, StoreServer, await_arrival
-from oobleck.worker.transport import Group
-from oobleck.worker.waiting import Waits
+from oobleck.worker.runtime.control import Control
+from oobleck.worker.runtime.errors import TransportError
+from oobleck.worker.runtime.waiting import Waits
+from oobleck.worker.transport.connect import Connector
+from oobleck.worker.transport.lifeline import Lifeline
+from oobleck.worker.transport.nccl import Link
+from oobleck.worker.transport.rendezvous import Place, StoreServer, await_arrival
+from oobleck.worker.transport.transport import Group
 
 
 class Membership:

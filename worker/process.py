@@ -7,19 +7,19 @@ import logging
 
 import torch
 
-from oobleck.host.messages import Failed, Launch
-from oobleck.host.tokenfile import DataError
+from oobleck.host.data.tokenfile import DataError
+from oobleck.host.ipc.messages import Failed, Launch
 from oobleck.planner.redact import redact
-from oobleck.worker.control import Control
-from oobleck.worker.device import DeviceError
-from oobleck.worker.errors import (
+from oobleck.worker.checkpoint.output import OutputError
+from oobleck.worker.runtime.control import Control
+from oobleck.worker.runtime.device import DeviceError
+from oobleck.worker.runtime.errors import (
     CheckpointError,
     Diverged,
     InvariantViolation,
     ModelError,
     PlaceUnreachable,
 )
-from oobleck.worker.output import OutputError
 from oobleck.worker.session import Session
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import hashlib
 import logging
 from collections.abc import Mapping
 
-from oobleck.host.messages import (
+from oobleck.host.ipc.messages import (
     Assign,
     Committed,
     Finished,
@@ -18,39 +18,39 @@ from oobleck.host.messages import (
     PhaseReached,
     Ready,
 )
-from oobleck.planner.compile import compile_programs
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.plan import Plan
-from oobleck.planner.program import Program
-from oobleck.planner.work import Work
-from oobleck.worker import heap, stacks
-from oobleck.worker.commit import Progress, check_skipped
-from oobleck.worker.connect import Connector
-from oobleck.worker.control import Control
-from oobleck.worker.course import Redo
-from oobleck.worker.data import Dataset
-from oobleck.worker.entry import Entry
-from oobleck.worker.errors import Superseded, TransportError
-from oobleck.worker.evaluator import Evaluator
-from oobleck.worker.executor import Executor
-from oobleck.worker.faults import FaultInjector
-from oobleck.worker.heldout import HeldOut
-from oobleck.worker.layout import layer_sizes
-from oobleck.worker.measuring import Measuring
+from oobleck.planner.programs.compile import compile_programs
+from oobleck.planner.programs.instructions import Program
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.work import Work
+from oobleck.worker.checkpoint.output import check_writable
+from oobleck.worker.checkpoint.place import check_protocol
+from oobleck.worker.checkpoint.result import ResultWriter
+from oobleck.worker.checkpoint.saver import Saver
+from oobleck.worker.data.data import Dataset
+from oobleck.worker.data.heldout import HeldOut
+from oobleck.worker.data.prefetch import Prefetcher
 from oobleck.worker.meetings import Meetings
 from oobleck.worker.membership import Membership
-from oobleck.worker.memory import MemoryMeter
 from oobleck.worker.models import check_weights
-from oobleck.worker.output import check_writable
-from oobleck.worker.place import check_protocol
-from oobleck.worker.prefetch import Prefetcher
-from oobleck.worker.rendezvous import StoreServer
-from oobleck.worker.result import ResultWriter
-from oobleck.worker.salvage import Salvage
-from oobleck.worker.saver import Saver
-from oobleck.worker.state import ModelState, state_dtype
-from oobleck.worker.timeline import Timeline
-from oobleck.worker.transport import Transport
+from oobleck.worker.profiling.measuring import Measuring
+from oobleck.worker.recovery.entry import Entry
+from oobleck.worker.runtime import heap, stacks
+from oobleck.worker.runtime.control import Control
+from oobleck.worker.runtime.errors import Superseded, TransportError
+from oobleck.worker.runtime.faults import FaultInjector
+from oobleck.worker.runtime.memory import MemoryMeter
+from oobleck.worker.runtime.timeline import Timeline
+from oobleck.worker.state.layout import layer_sizes
+from oobleck.worker.state.state import ModelState, state_dtype
+from oobleck.worker.step.commit import Progress, check_skipped
+from oobleck.worker.step.evaluator import Evaluator
+from oobleck.worker.step.executor import Executor
+from oobleck.worker.step.salvage import Salvage
+from oobleck.worker.step.step_plan import Redo
+from oobleck.worker.transport.connect import Connector
+from oobleck.worker.transport.rendezvous import StoreServer
+from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
 

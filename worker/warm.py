@@ -23,8 +23,8 @@ import torch.fx.experimental.symbolic_shapes  # noqa: F401
 # The built-in model, which most jobs train.
 import oobleck.worker.models.gpt  # noqa: F401
 from oobleck.host import log as host_log
-from oobleck.host.channel import Channel
-from oobleck.host.messages import (
+from oobleck.host.ipc.channel import Channel
+from oobleck.host.ipc.messages import (
     ChildExited,
     Fork,
     Forked,
@@ -34,12 +34,13 @@ from oobleck.host.messages import (
     ToWorker,
     Warm,
 )
-from oobleck.host.process import allow_open_files, die_with_parent
-from oobleck.worker import process, stacks
-from oobleck.worker.control import Control
-from oobleck.worker.gloowork import LIBRARY, aborts
-from oobleck.worker.heap import keep_freed_memory
+from oobleck.host.system.process import allow_open_files, die_with_parent
+from oobleck.worker import process
 from oobleck.worker.models import registry
+from oobleck.worker.runtime import stacks
+from oobleck.worker.runtime.control import Control
+from oobleck.worker.runtime.heap import keep_freed_memory
+from oobleck.worker.transport.gloowork import LIBRARY, aborts
 
 log = logging.getLogger(__name__)
 

@@ -20,17 +20,16 @@ import psutil
 import pytest
 
 from oobleck.host.detection import Detection
-from oobleck.host.messages import LinkMeasured, Measure, Meeting, Rendezvous
-from oobleck.host.process import end_signals
+from oobleck.host.ipc.messages import LinkMeasured, Measure, Meeting, Rendezvous
+from oobleck.host.system.process import end_signals
 from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.measurement import LinkMeasurement
+from oobleck.planner.profile.measurement import LinkMeasurement
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import convert
 from oobleck.proto.detection import keepalive_options
+from support.folders import SUPPORT
 from support.scripted_master import QUICK, ScriptedMaster, Stream, job, plan
 from support.waiting import PATIENCE_S, all_gone, until
-
-SUPPORT = Path(__file__).parent.parent / "support"
 
 
 class Agent:

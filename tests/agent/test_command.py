@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from oobleck.agent.__main__ import default_name, read_faults
-from oobleck.agent.address import local_address
+from oobleck.agent.connection.address import local_address
 from support.commands import end, start_master
+from support.folders import SUPPORT
 from support.waiting import PATIENCE_S, all_gone, until
 
 AGENT = [sys.executable, "-m", "oobleck.agent"]
-SUPPORT = Path(__file__).parent.parent / "support"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from oobleck.agent.actions import AskStacks, AskWorker, GiveUpWorker
 from oobleck.agent.events import Asked, Assigned, Paused, PlanSent, WorkerKilled, WorkerSaid
 from oobleck.host.detection import Detection
-from oobleck.host.messages import Alive, Committed, PhaseReached
+from oobleck.host.ipc.messages import Alive, Committed, PhaseReached
 from oobleck.planner.ids import Generation
 from oobleck.proto.types import Hung
 from support.agents import A, Node, desired, record

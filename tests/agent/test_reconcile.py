@@ -45,7 +45,7 @@ from oobleck.agent.reconcile import (
     decide,
 )
 from oobleck.agent.worker import KEPT_EVALUATIONS
-from oobleck.host.messages import (
+from oobleck.host.ipc.messages import (
     CheckpointSaved,
     Evaluated,
     EvaluationRecord,

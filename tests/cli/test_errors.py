@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.cli.client import Master, Unreachable
-from oobleck.cli.job import read_job
+from oobleck.cli.jobs.job_file import read_job
 from oobleck.host.command import CommandFailed
 from support.commands import refused, run
 

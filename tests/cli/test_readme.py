@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.client import BIN, read_lines
-from bench.network import Network, unusable
-from oobleck.host import pki
-from oobleck.host.credentials import read_credentials
+from bench.support.client import BIN, read_lines
+from bench.support.network import Network, unusable
+from oobleck.host.security import pki
+from oobleck.host.security.credentials import read_credentials
+from support.folders import ROOT
 from support.waiting import PATIENCE_S, until
 
-ROOT = Path(__file__).parent.parent.parent
 SECTION = "### On real machines, by hand"
 MACHINES = {"10.0.0.1": "head", "10.0.0.2": "ops", "10.0.0.3": "n1"}
 #: What a daemon's log says once it is up.

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import LocalCluster
+from bench.support.cluster import LocalCluster
 from support.clusters import PATIENT, end_jobs, make_whole
+from support.folders import TEXT
 
 #: Faults in jobs of these names alone, since agents learn of faults when they start.
 FAULTS = [
@@ -22,7 +23,7 @@ FAULTS = [
 @pytest.fixture
 def text() -> str:
     """A real text that every checkout has."""
-    return str(Path(__file__).parents[2] / "LICENSE")
+    return TEXT
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.client import BIN
-from bench.cluster import LocalCluster
+from bench.support.client import BIN
+from bench.support.cluster import LocalCluster
 
 # Longer than any wait in vain, which ends with a report.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]

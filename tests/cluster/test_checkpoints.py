@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import LocalCluster
+from bench.support.cluster import LocalCluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

@@ -6,9 +6,9 @@ import signal
 import psutil
 import pytest
 
-from bench.client import Record
-from bench.cluster import LocalCluster
-from oobleck.planner.jobfile import parse_job
+from bench.support.client import Record
+from bench.support.cluster import LocalCluster
+from oobleck.planner.job.file import parse_job
 from support.reference import train_reference
 from support.waiting import all_gone
 

@@ -17,17 +17,17 @@ from pathlib import Path
 
 import pytest
 
-from bench.client import read_lines
-from bench.cluster import LocalCluster
-from oobleck.planner.jobfile import parse_job
-from oobleck.worker.output import read_output
+from bench.support.client import read_lines
+from bench.support.cluster import LocalCluster
+from oobleck.planner.job.file import parse_job
+from oobleck.worker.checkpoint.output import read_output
 from support.clusters import PATIENT, bring_into, make_whole
+from support.folders import TEXT
 from support.reference import ReferenceRun, assert_same_weights, train_reference
 
 # Longer than any wait in vain, which ends with a report.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
-TEXT = str(Path(__file__).parents[2] / "LICENSE")
 #: Relative difference that another order of sums explains.
 LOSS_TOLERANCE = {"fp32": 1e-6, "fp64": 1e-12}
 WEIGHT_TOLERANCE = {"fp32": 1e-4, "fp64": 1e-10}

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.client import BIN
-from bench.cluster import LocalCluster
+from bench.support.client import BIN
+from bench.support.cluster import LocalCluster
 from support.clusters import bring_into
 from support.waiting import PATIENCE_S, all_gone
 

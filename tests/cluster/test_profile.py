@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import LocalCluster
-from oobleck.planner.estimate import estimate_profile
-from oobleck.planner.jobfile import parse_job
-from oobleck.planner.profilefile import format_profile, parse_profile
+from bench.support.cluster import LocalCluster
+from oobleck.planner.job.file import parse_job
+from oobleck.planner.profile.estimate import estimate_profile
+from oobleck.planner.profile.file import format_profile, parse_profile
 from support.clusters import PATIENT
 from support.reference import train_reference
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import LocalCluster
+from bench.support.cluster import LocalCluster
 from support.clusters import bring_into
 from support.proxy import Proxy
 

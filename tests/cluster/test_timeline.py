@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.cluster import LocalCluster
+from bench.support.cluster import LocalCluster
 
 pytestmark = pytest.mark.cluster
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.netcluster import NetCluster
-from bench.network import unusable
+from bench.support.netcluster import NetCluster
+from bench.support.network import unusable
 from support import gates
 
 

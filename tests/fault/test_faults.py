@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.drill import Drill, Use
-from bench.faults import FAULTS
-from bench.netcluster import NetCluster
+from bench.support.drill import Drill, Use
+from bench.support.faults import FAULTS
+from bench.support.netcluster import NetCluster
 from support.faulty import assert_equal_to_reference, job
 from support.gates import Gatekeeper
 

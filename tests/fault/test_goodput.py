@@ -2,8 +2,8 @@
 
 import pytest
 
-from bench.client import Record
-from bench.goodput import cost, usual_s
+from bench.support.client import Record
+from bench.support.goodput import cost, usual_s
 
 USUAL = {1: 1.0}
 

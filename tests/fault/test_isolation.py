@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.drill import PATIENCE_S, Drill
-from bench.netcluster import NetCluster
-from bench.network import unusable
+from bench.support.drill import PATIENCE_S, Drill
+from bench.support.netcluster import NetCluster
+from bench.support.network import unusable
 from support.faulty import assert_equal_to_reference, job
 
 pytestmark = [pytest.mark.soak, pytest.mark.cluster, pytest.mark.timeout(400)]

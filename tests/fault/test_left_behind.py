@@ -10,17 +10,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.daemons import descendants
-from bench.network import remove_left_behind, unusable
-from bench.scratch import own_name, run_folder, sweep
+from bench.support.daemons import descendants
+from bench.support.network import remove_left_behind, unusable
+from bench.support.scratch import own_name, run_folder, sweep
+from support.folders import ROOT
 from support.waiting import all_gone, until
 
 pytestmark = pytest.mark.cluster
 
-ROOT = Path(__file__).resolve().parents[2]
 START = {
-    "local": "from bench.cluster import LocalCluster as C",
-    "networked": "from bench.netcluster import NetCluster as C",
+    "local": "from bench.support.cluster import LocalCluster as C",
+    "networked": "from bench.support.netcluster import NetCluster as C",
 }
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.client import BIN
-from bench.drill import Drill
-from bench.netcluster import HEAD, NetCluster
-from bench.network import unusable
+from bench.support.client import BIN
+from bench.support.drill import Drill
+from bench.support.netcluster import HEAD, NetCluster
+from bench.support.network import unusable
 from support.faulty import assert_equal_to_reference, job
 
 pytestmark = [pytest.mark.soak, pytest.mark.cluster, pytest.mark.timeout(900)]

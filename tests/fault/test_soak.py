@@ -9,11 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.drill import Drill, Use
-from bench.faults import FAULTS
-from bench.netcluster import NetCluster
-from bench.network import unusable
 from bench.soak import Soak, tell
+from bench.support.drill import Drill, Use
+from bench.support.faults import FAULTS
+from bench.support.netcluster import NetCluster
+from bench.support.network import unusable
 from oobleck.agent.backoff import FREE_STARTS, QUICK_S
 from support.clusters import end_jobs
 from support.faulty import JOB_NAME, assert_equal_to_reference, job

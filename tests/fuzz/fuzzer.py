@@ -13,14 +13,14 @@ from random import Random
 
 import grpc
 import psutil
-from fake_agent import FakeAgent, MasterProcess
 from fuzz.mutation import REQUESTS, agent_message, mutated, register
 from google.protobuf.message import DecodeError
-from scenario import job_spec
 
-from oobleck.planner.jobfile import format_job
+from oobleck.planner.job.file import format_job
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
+from support.fake_agent import FakeAgent, MasterProcess
+from support.scenario import job_spec
 
 #: Cases under way at a time, and those after which the master is looked at.
 AT_ONCE = 8

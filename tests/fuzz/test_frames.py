@@ -13,8 +13,8 @@ import pytest
 from fuzz.mutation import change_bytes, mutated
 from google.protobuf.message import DecodeError
 
-from oobleck.host.channel import Channel, frame, read_frame
-from oobleck.host.messages import (
+from oobleck.host.ipc.channel import Channel, frame, read_frame
+from oobleck.host.ipc.messages import (
     Assign,
     Committed,
     Failed,
@@ -30,7 +30,7 @@ from oobleck.host.messages import (
     ToWarm,
     ToWorker,
 )
-from oobleck.host.messages import Record as RecordWish
+from oobleck.host.ipc.messages import Record as RecordWish
 from oobleck.planner.ids import Generation, Incarnation
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import convert

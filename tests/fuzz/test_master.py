@@ -10,11 +10,11 @@ from pathlib import Path
 
 import grpc
 import pytest
-from fake_agent import master
 from fuzz.fuzzer import Fuzzer, memory, witnessed
 from fuzz.mutation import REQUESTS
 
 from oobleck.proto import control_pb2 as pb
+from support.fake_agent import master
 
 #: Long enough for a machine that does much else.
 PATIENT = ("--detection", "wan")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from oobleck.agent.enrol import choose_way
-from oobleck.host.endpoint import choose_endpoint
+from oobleck.agent.connection.enrol import choose_way
+from oobleck.host.ipc.endpoint import choose_endpoint
 
 
 @pytest.fixture

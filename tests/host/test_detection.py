@@ -2,14 +2,13 @@
 
 import re
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
 from oobleck.host import detection
 from oobleck.host.detection import DETECTIONS, MODES, Detection, choose
+from support.folders import ROOT
 
-ROOT = Path(__file__).parents[2]
 #: The words of the tables for the fields' names.
 FIELDS = {
     "return": "return_s",

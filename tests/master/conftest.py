@@ -1,18 +1,13 @@
-"""Makes the helpers beside the tests importable; a real master with an authority of its own, one
-for each module of tests that calls it."""
+"""A real master with an authority of its own, one for each module of tests that calls it."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from oobleck.host.credentials import Credentials
+from oobleck.host.security.credentials import Credentials
 from support import holders
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fake_agent import MasterProcess, master  # it is beside the tests
+from support.fake_agent import MasterProcess, master
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_agent import DEADLINE_S, QUICK, FakeAgent, MasterProcess, master, operator
-from scenario import UNIX, Player, record
 
-from oobleck.host.messages import Evaluated, EvaluationRecord
-from oobleck.master.jobevents import JobWaiting
-from oobleck.master.journal import Journal
+from oobleck.host.ipc.messages import Evaluated, EvaluationRecord
+from oobleck.master.events.jobs import JobWaiting
+from oobleck.master.storage.journal import Journal
 from oobleck.planner.ids import Generation, JobId
 from oobleck.proto import control_pb2 as pb
+from support.fake_agent import DEADLINE_S, QUICK, FakeAgent, MasterProcess, master, operator
+from support.scenario import UNIX, Player, record
 
 JOB = (
     "name: demo\nmodel: {kind: gpt, layers: 6, hidden: 32, heads: 2, sequence_length: 16}\n"

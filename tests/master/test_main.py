@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from fake_agent import MasterProcess, master
 
-from oobleck.host.process import end_signals
+from oobleck.host.system.process import end_signals
+from support.fake_agent import MasterProcess, master
 from support.waiting import PATIENCE_S, all_gone
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from fake_agent import FakeAgent, MasterProcess, master, operator
 
 from oobleck.proto import control_pb2 as pb
+from support.fake_agent import FakeAgent, MasterProcess, master, operator
 
 JOB = """
 name: {name}

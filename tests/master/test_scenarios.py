@@ -8,13 +8,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from scenario import TIMING, Player
 
-from oobleck.master.apply import apply
-from oobleck.master.job import Job
-from oobleck.master.jobevents import JobStarted
-from oobleck.master.transitions import InvalidTransition
+from oobleck.master.events.jobs import JobStarted
+from oobleck.master.state.apply import apply
+from oobleck.master.state.job import Job
+from oobleck.master.state.job_states import InvalidTransition
 from oobleck.planner.ids import JobId
+from support.scenario import TIMING, Player
 
 SCENARIOS = sorted(Path(__file__).with_name("scenarios").glob("*.txt"))
 

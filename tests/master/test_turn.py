@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from scenario import facts_of, job_spec, record
 
 from oobleck.host.detection import DETECTIONS
-from oobleck.host.surroundings import Surroundings
+from oobleck.host.system.environment import Surroundings
+from oobleck.master.clients.incoming import Records
+from oobleck.master.clients.outbox import AgentSession
 from oobleck.master.config import MasterConfig
-from oobleck.master.dispatch import AgentSession
-from oobleck.master.incoming import Records
-from oobleck.master.journal import Journal
 from oobleck.master.loop import Master
-from oobleck.master.trust import Denied, Trust
+from oobleck.master.state.trust import Denied, Trust
+from oobleck.master.storage.journal import Journal
 from oobleck.planner.ids import JobId, NodeName
 from oobleck.proto.types import PROTOCOL, NodeStatus, Registration
+from support.scenario import facts_of, job_spec, record
 
 LIMIT_S = 60.0
 #: Of leases that a busy machine does not use up, and far longer than these.
@@ -147,7 +147,7 @@ def test_a_job_is_known_to_have_records_that_wait_for_others(tmp_path: Path) -> 
 def test_records_behind_lost_ones_count_and_are_acknowledged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("oobleck.master.archive._GAP_S", 0.0)
+    monkeypatch.setattr("oobleck.master.storage.archive._GAP_S", 0.0)
 
     async def play() -> None:
         async with running(tmp_path, Clock()) as master:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from oobleck.host.messages import Failed, LinkMeasured, Measured, PeerLost, Restored, SaveFailed
+from oobleck.host.ipc.messages import Failed, LinkMeasured, Measured, PeerLost, Restored, SaveFailed
 from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.proto import convert
 from oobleck.proto.bounds import check_bounds

@@ -8,17 +8,17 @@ import asyncio
 import random
 from collections.abc import Callable
 
-from scenario import job_spec
 from simulation.client import Operator
 from simulation.faults import BOOT_S, Faults
 from simulation.peace import Peace
 from simulation.watch import Broken
 from simulation.world import World
 
-from oobleck.master.job import ENDED, Job
-from oobleck.master.node import Node
-from oobleck.master.state import ClusterState
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import ENDED, Job
+from oobleck.master.state.node import Node
 from oobleck.planner.ids import NodeName
+from support.scenario import job_spec
 
 #: Since peace, for the last consequences of what struck before.
 QUIET_S = 40.0

@@ -1,5 +1,5 @@
-"""The disk of the head node, as `oobleck.master.storage` sees it: it may be full, and the process
-may die in the middle of a write.
+"""The disk of the head node, as `oobleck.master.storage.disk` sees it: it may be full, and the
+process may die in the middle of a write.
 """
 
 import errno
@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from oobleck.master import crash, storage
+from oobleck.master import crash
+from oobleck.master.storage import disk
 
 #: Place of `f_bavail` in what `os.statvfs` tells.
 _AVAILABLE = 4
@@ -29,12 +30,12 @@ class Disk:
     def installed(self) -> Iterator[None]:
         """In place of the real one."""
         before = crash.reach, crash.is_armed
-        storage.os = self  # type: ignore[assignment]
+        disk.os = self  # type: ignore[assignment]
         crash.reach, crash.is_armed = self.reached, lambda point: point == self.armed
         try:
             yield
         finally:
-            storage.os = os
+            disk.os = os
             crash.reach, crash.is_armed = before
 
     def arm(self, point: str, passes: int) -> None:

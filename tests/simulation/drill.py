@@ -15,7 +15,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scenario import job_spec
 from simulation.calm import Calm
 from simulation.client import Operator
 from simulation.faults import Faults
@@ -23,13 +22,15 @@ from simulation.peace import Peace
 from simulation.watch import Broken
 from simulation.world import World
 
-from oobleck.agent import assignments
+from oobleck.agent.connection import assignments
 from oobleck.host.detection import Detection
-from oobleck.master import journal, service
-from oobleck.master.job import ENDED, Job
+from oobleck.master.api import operator_service
+from oobleck.master.state.job import ENDED, Job
+from oobleck.master.storage import journal
 from oobleck.planner.ids import NodeName
-from oobleck.planner.job import JobSpec
-from oobleck.planner.jobfile import parse_job
+from oobleck.planner.job.file import parse_job
+from oobleck.planner.job.spec import JobSpec
+from support.scenario import job_spec
 
 #: Faults strike in this span; by the end of it all is mended.
 TROUBLE_S = (1.0, 25.0)
@@ -211,7 +212,7 @@ def _parsed(text: str) -> JobSpec:
 
 def simulate(seed: int) -> Outcome:
     # Reading a job's text takes longer than all else in a run, and the texts are few.
-    service.parse_job, assignments._job = _parsed, _parsed
+    operator_service.parse_job, assignments._job = _parsed, _parsed
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="oobleck-simulation.", dir=place) as folder:
         return Drill(seed, Path(folder)).run()

@@ -1,13 +1,13 @@
-"""What a simulated worker hears from its agent: the rules of `oobleck.worker.control`, without
-its threads.
+"""What a simulated worker hears from its agent: the rules of `oobleck.worker.runtime.control`,
+without its threads.
 """
 
 import asyncio
 from collections.abc import Callable
 
-from oobleck.host.messages import Assign, Measure
+from oobleck.host.ipc.messages import Assign, Measure
 from oobleck.planner.ids import Generation
-from oobleck.worker.errors import Superseded
+from oobleck.worker.runtime.errors import Superseded
 
 
 class Ear:

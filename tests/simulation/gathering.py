@@ -8,10 +8,10 @@ dies. Who leaves or dies breaks the gathering for the others, as far as they can
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from oobleck.host.messages import Assign
+from oobleck.host.ipc.messages import Assign
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.transfer import plan_shards
-from oobleck.worker.errors import Superseded, TransportError, Unreached
+from oobleck.planner.programs.transfer import plan_shards
+from oobleck.worker.runtime.errors import Superseded, TransportError, Unreached
 
 if TYPE_CHECKING:
     from simulation.trainer import Trainer

@@ -16,22 +16,22 @@ from simulation.trainer import Trainer
 
 from oobleck.agent.__main__ import FAREWELL_S
 from oobleck.agent.config import AgentConfig
-from oobleck.agent.crew import new_incarnation
-from oobleck.agent.outbox import Outbox
-from oobleck.agent.output import Tail
-from oobleck.agent.processes import Listener
-from oobleck.agent.session import Session
+from oobleck.agent.connection.outbox import Outbox
+from oobleck.agent.connection.session import Session
+from oobleck.agent.processes.children import Listener
+from oobleck.agent.processes.output import Tail
+from oobleck.agent.processes.pool import new_incarnation
 from oobleck.agent.supervisor import Supervisor
-from oobleck.host.endpoint import Endpoint
-from oobleck.host.messages import Fork, FromWorker, Launch, ToWorker
-from oobleck.master.answering import AtOnce
+from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.host.ipc.messages import Fork, FromWorker, Launch, ToWorker
 from oobleck.master.config import MasterConfig
-from oobleck.master.events import Journaled
-from oobleck.master.journal import Journal
+from oobleck.master.events.unions import Journaled
 from oobleck.master.loop import Master
-from oobleck.master.questions import Answer, Answers, Question
+from oobleck.master.planning.requests import Answer, Answers, Question
+from oobleck.master.planning.solve import AtOnce
 from oobleck.master.statelock import locked
-from oobleck.master.storage import StorageFailed
+from oobleck.master.storage.disk import StorageFailed
+from oobleck.master.storage.journal import Journal
 from oobleck.planner.ids import Incarnation, JobId, NodeName
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _SIGKILL = 9
 
 
 class WorkerHandle:
-    """An agent's ends of a worker: what `oobleck.agent.processes.WorkerProcess` is."""
+    """An agent's ends of a worker: what `oobleck.agent.processes.children.WorkerProcess` is."""
 
     def __init__(
         self, world: "World", agent: "Agent", slot: int, incarnation: Incarnation, to: Listener
@@ -129,7 +129,7 @@ class WorkerHandle:
 
 
 class WarmHandle:
-    """What `oobleck.agent.processes.WarmProcess` is."""
+    """What `oobleck.agent.processes.children.WarmProcess` is."""
 
     def __init__(self, world: "World", agent: "Agent", to: Listener) -> None:
         self._world = world

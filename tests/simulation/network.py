@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from simulation.clockwork import Process
 
-from oobleck.master.session import ControlService
+from oobleck.master.api.agent_service import ControlService
 from oobleck.proto import control_pb2 as pb
 
 if TYPE_CHECKING:

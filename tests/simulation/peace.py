@@ -6,9 +6,9 @@ other slots than the job's plan. A drain redoes no step.
 
 from typing import TYPE_CHECKING
 
-from oobleck.master.job import Job
-from oobleck.master.node import Node
-from oobleck.master.state import ClusterState
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import Job
+from oobleck.master.state.node import Node
 
 if TYPE_CHECKING:
     from simulation.world import World

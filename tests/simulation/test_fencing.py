@@ -13,14 +13,14 @@ from typing import Any
 
 import grpc
 import pytest
-from scenario import copied, job_spec
 from simulation.drill import TIMING
 from simulation.network import Stream
 from simulation.world import World
 
-from oobleck.master.state import ClusterState
+from oobleck.master.state.cluster import ClusterState
 from oobleck.planner.ids import NodeName
 from oobleck.proto import control_pb2 as pb
+from support.scenario import copied, job_spec
 
 JOB = "demo-1"
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, "Socket closed")

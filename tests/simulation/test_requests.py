@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scenario import job_spec
 from simulation.drill import TIMING
 from simulation.network import Context
 from simulation.world import World
 
-from oobleck.master.service import OperatorService
+from oobleck.master.api.operator_service import OperatorService
 from oobleck.planner.ids import NodeName
-from oobleck.planner.jobfile import format_job
+from oobleck.planner.job.file import format_job
 from oobleck.proto import control_pb2 as pb
+from support.scenario import job_spec
 
 #: Requests of the operator's service that only look.
 _LOOKS = {

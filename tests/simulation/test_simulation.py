@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from simulation.drill import Outcome, report, simulate
 from simulation.faults import FAULTS
+
+from support.folders import ROOT
 
 #: How many seeds to play, from which one on; `make soak` plays thousands. Half of them are played
 #: by `test_more_seeds`, for two processes to share them.
@@ -66,8 +67,7 @@ def test_a_seed_replays_exactly() -> None:
 
 
 def _paths() -> list[str]:
-    tests = Path(__file__).parent.parent
-    return [str(tests), str(tests / "master"), str(tests.parent)]
+    return [str(ROOT / "tests"), str(ROOT)]
 
 
 def _digest(text: str) -> str:

@@ -9,12 +9,11 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from scenario import measurement
 from simulation.clockwork import Process
 from simulation.ear import Ear
 from simulation.gathering import Gathering
 
-from oobleck.host.messages import (
+from oobleck.host.ipc.messages import (
     Alive,
     Ask,
     Assign,
@@ -39,11 +38,12 @@ from oobleck.host.messages import (
     Stop,
 )
 from oobleck.planner.ids import Generation, Incarnation, WorkerId
-from oobleck.planner.measurement import LinkMeasurement
-from oobleck.planner.plan import Plan
-from oobleck.planner.transfer import LayerLost, Shard, plan_transfers, require_holders
-from oobleck.worker.errors import Superseded, TransportError, Unreached
-from oobleck.worker.rejoin import Agreement, Held, Standing, agree
+from oobleck.planner.profile.measurement import LinkMeasurement
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.transfer import LayerLost, Shard, plan_transfers, require_holders
+from oobleck.worker.recovery.rejoin import Agreement, Held, Standing, agree
+from oobleck.worker.runtime.errors import Superseded, TransportError, Unreached
+from support.scenario import measurement
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -62,7 +62,7 @@ _NO_GENERATION = Generation(0)
 
 @dataclass(slots=True)
 class Progress:
-    """As in `oobleck.worker.commit`."""
+    """As in `oobleck.worker.step.commit`."""
 
     committed: int = 0
     begun: int = 0
@@ -263,7 +263,7 @@ class Trainer:
         self.say(PhaseReached(generation=plan.generation, phase="transferred", received_bytes=1))
 
     async def _hand_over(self, plan: Plan, gathering: Gathering) -> None:
-        """As `oobleck.worker.entry` does it: those who leave are among the sources."""
+        """As `oobleck.worker.recovery.entry` does it: those who leave are among the sources."""
         agreement = agree(
             await self._exchange(gathering, "standings", self.standing(plan.layer_count))
         )
@@ -308,7 +308,7 @@ class Trainer:
         )
 
     async def _restore(self, assign: Assign, agreement: Agreement, gathering: Gathering) -> bool:
-        """As `oobleck.worker.entry` does it."""
+        """As `oobleck.worker.recovery.entry` does it."""
         if self._job.checkpoint is None and not assign.anew:
             return False
         plan = assign.plan

@@ -3,16 +3,16 @@
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from oobleck.agent import outbox as outboxes
-from oobleck.agent.records import LIMIT
-from oobleck.host.messages import Assign
-from oobleck.master.desired import set_desired
-from oobleck.master.events import Journaled
-from oobleck.master.jobevents import JobCancelled, JobFailed, JobRestored, JobSucceeded
-from oobleck.master.planevents import FirstStepCommitted, PlanMade
+from oobleck.agent.connection import outbox as outboxes
+from oobleck.agent.connection.records import LIMIT
+from oobleck.host.ipc.messages import Assign
+from oobleck.master.events.jobs import JobCancelled, JobFailed, JobRestored, JobSucceeded
+from oobleck.master.events.plans import FirstStepCommitted, PlanMade
+from oobleck.master.events.unions import Journaled
+from oobleck.master.state.desired import set_desired
 from oobleck.planner.ids import Generation, Incarnation, JobId
-from oobleck.planner.transfer import LayerLost, Shard, require_holders
-from oobleck.worker.rejoin import Agreement
+from oobleck.planner.programs.transfer import LayerLost, Shard, require_holders
+from oobleck.worker.recovery.rejoin import Agreement
 
 if TYPE_CHECKING:
     from simulation.clockwork import Process

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import copy_context
 from pathlib import Path
 
-from scenario import told
 from simulation.clockwork import Killed, Process, VirtualLoop
 from simulation.disk import Disk
 from simulation.gathering import Gathering
@@ -19,15 +18,16 @@ from simulation.trainer import Trainer
 from simulation.watch import Ledger, Watch
 
 from oobleck.host.detection import Detection
-from oobleck.host.messages import Assign
-from oobleck.host.surroundings import Surroundings
+from oobleck.host.ipc.messages import Assign
+from oobleck.host.system.environment import Surroundings
 from oobleck.master.config import MasterConfig
-from oobleck.master.events import Journaled
-from oobleck.master.job import Job
-from oobleck.master.state import ClusterState
+from oobleck.master.events.unions import Journaled
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import Job
 from oobleck.planner.ids import JobId, NodeName, WorkerId
-from oobleck.planner.transfer import LayerLost, require_holders
-from oobleck.worker.rejoin import agree
+from oobleck.planner.programs.transfer import LayerLost, require_holders
+from oobleck.worker.recovery.rejoin import agree
+from support.scenario import told
 
 #: A job with a checkpoint that waits for nodes so long gives way: within a drill's trouble.
 _GIVES_WAY_S = 8.0

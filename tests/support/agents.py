@@ -16,7 +16,7 @@ from oobleck.agent.events import (
 )
 from oobleck.agent.reconcile import decide
 from oobleck.agent.state import NodeState
-from oobleck.host.messages import Alive, FaultRule, Ready, Rendezvous, StepRecord
+from oobleck.host.ipc.messages import Alive, FaultRule, Ready, Rendezvous, StepRecord
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from support.scripted_master import job, plan
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Set
 
-from bench.client import ENDED
-from bench.cluster import Cluster, LocalCluster
+from bench.support.client import ENDED
+from bench.support.cluster import Cluster, LocalCluster
 
 #: While training is held up for a node that starts, nobody shall take it for a hang; and no job
 #: shall start without a node that is slow to get ready, and have it join later.

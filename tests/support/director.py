@@ -20,8 +20,8 @@ from typing import IO
 
 import msgspec
 
-from oobleck.host.channel import Channel
-from oobleck.host.messages import (
+from oobleck.host.ipc.channel import Channel
+from oobleck.host.ipc.messages import (
     Assign,
     CheckpointSaved,
     ChildExited,
@@ -49,8 +49,8 @@ from oobleck.host.messages import (
     Warm,
 )
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
-from oobleck.planner.job import JobSpec
-from oobleck.planner.plan import Pipeline, Plan, Schedule, Stage
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.programs.plan import Pipeline, Plan, Schedule, Stage
 from support import devices
 from support.waiting import PATIENCE_S, is_stopped
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from bench.drill import Drill
-from oobleck.planner.jobfile import parse_job
+from bench.support.drill import Drill
+from oobleck.planner.job.file import parse_job
+from support.folders import TEXT
 from support.reference import train_reference
 
 JOB_NAME = "struck"
-TEXT = str(Path(__file__).parents[2] / "LICENSE")
 #: Relative difference that another order of sums explains, in fp64 and over thousands of steps; a
 #: sample that is lost or comes twice makes one of a thousandth.
 TOLERANCE = 1e-9

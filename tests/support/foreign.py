@@ -7,10 +7,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from oobleck.planner.export import foreign_name
-from oobleck.planner.families import decode_config
-from oobleck.planner.job import ModelSpec
-from oobleck.planner.modelfile import family_model
+from oobleck.planner.job.families import decode_config
+from oobleck.planner.job.model_file import family_model
+from oobleck.planner.job.spec import ModelSpec
+from oobleck.planner.report.export import foreign_name
 from oobleck.worker.models import Layer, tied_parameter
 
 TINY = {

@@ -16,8 +16,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from bench.client import ClusterError
-from bench.netcluster import NetCluster
+from bench.support.client import ClusterError
+from bench.support.netcluster import NetCluster
 from support.faulty import JOB_NAME
 from support.waiting import is_stopped
 

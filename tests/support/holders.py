@@ -2,10 +2,16 @@
 
 from pathlib import Path
 
-from oobleck.cli.authority import issue, make_authority
-from oobleck.host import pki
-from oobleck.host.credentials import ROLES, Credentials, read_credentials, read_file, read_secret
-from oobleck.host.endpoint import Endpoint
+from oobleck.cli.cluster.authority import issue, make_authority
+from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.host.security import pki
+from oobleck.host.security.credentials import (
+    ROLES,
+    Credentials,
+    read_credentials,
+    read_file,
+    read_secret,
+)
 
 
 def make(folder: Path) -> dict[str, Credentials]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from bench.scratch import own_name
+from bench.support.scratch import own_name
 
 
 def _ip(*arguments: str) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.plan import Pipeline, Plan, Schedule, Stage
+from oobleck.planner.programs.plan import Pipeline, Plan, Schedule, Stage
 
 #: Layers of a stage, or (layers, GPUs).
 Cut = int | tuple[int, int]

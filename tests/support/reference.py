@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import lr_scheduler
 
-from oobleck.planner.job import JobSpec, ModelSpec
-from oobleck.worker.data import Dataset, row_digest, samples_digest
+from oobleck.planner.job.spec import JobSpec, ModelSpec
+from oobleck.worker.data.data import Dataset, row_digest, samples_digest
+from oobleck.worker.data.objective import inputs_and_targets, loss
 from oobleck.worker.models import Layer, build_layer, initialise_parameters
-from oobleck.worker.objective import inputs_and_targets, loss
-from oobleck.worker.random import RowKeys
+from oobleck.worker.runtime.random import RowKeys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class ReferenceRun:
     steps: list[ReferenceStep]
     #: Loss on the held-out samples by step.
     evaluations: dict[int, float]
-    #: By `<layer>.<parameter>`, as `oobleck.worker.output.read_output` names them.
+    #: By `<layer>.<parameter>`, as `oobleck.worker.checkpoint.output.read_output` names them.
     weights: dict[str, NDArray[np.floating]]
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import grpc
 
 from oobleck.host.detection import Detection
-from oobleck.host.messages import Measure
+from oobleck.host.ipc.messages import Measure
 from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
-from oobleck.planner.jobfile import format_job
-from oobleck.planner.plan import Pipeline, Plan, Stage
+from oobleck.planner.job.file import format_job
+from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.programs.plan import Pipeline, Plan, Stage
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import convert
 from oobleck.proto.control_pb2_grpc import (

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from oobleck.agent.__main__ import serve
 from oobleck.agent.config import AgentConfig
-from oobleck.agent.enrol import Holder
+from oobleck.agent.connection.enrol import Holder
 from oobleck.host import log
-from oobleck.host.messages import FaultRule
+from oobleck.host.ipc.messages import FaultRule
 from oobleck.planner.ids import NodeName, WorkerId
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
-from oobleck.host.channel import Channel
-from oobleck.host.messages import (
+from oobleck.host.ipc.channel import Channel
+from oobleck.host.ipc.messages import (
     Alive,
     Ask,
     Assign,
@@ -49,9 +49,9 @@ from oobleck.host.messages import (
     ToWorker,
     Warm,
 )
-from oobleck.host.process import die_with_parent
+from oobleck.host.system.process import die_with_parent
 from oobleck.planner.ids import Generation
-from oobleck.planner.measurement import LinkMeasurement
+from oobleck.planner.profile.measurement import LinkMeasurement
 
 
 def record(step: int, generation: Generation) -> StepRecord:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from support.director import WarmWorkers
 
 MakeJob = Callable[..., JobSpec]

@@ -5,8 +5,8 @@ import socket
 import subprocess
 import sys
 
-from oobleck.host.channel import Channel, frame
-from oobleck.host.messages import Fork, Forked, ForkFailed, FromWarm, Warm
+from oobleck.host.ipc.channel import Channel, frame
+from oobleck.host.ipc.messages import Fork, Forked, ForkFailed, FromWarm, Warm
 from oobleck.planner.ids import Incarnation
 
 #: The first fork finds no process left, as under a limit that others have used up.

@@ -5,7 +5,7 @@ computes and how it begins, one module per family; knows nothing of stages, flat
 others or plans.
 """
 
-from oobleck.planner.job import ModelSpec
+from oobleck.planner.job.spec import ModelSpec
 from oobleck.worker.models import registry
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.initial import check_weights, load_parameters

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from oobleck.planner.job import ModelSpec
-from oobleck.worker.random import RowKeys, Site, generator, keep_mask
+from oobleck.planner.job.spec import ModelSpec
+from oobleck.worker.runtime.random import RowKeys, Site, generator, keep_mask
 
 
 class Layer(nn.Module):

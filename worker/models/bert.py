@@ -4,12 +4,12 @@ from torch import Tensor, nn
 from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertLayer, BertPredictionHeadTransform
 
-from oobleck.planner.job import ModelSpec
-from oobleck.worker.linear import Linear
+from oobleck.planner.job.spec import ModelSpec
 from oobleck.worker.models.base import Family, Layer
 from oobleck.worker.models.foreign import adapt, configuration, draw, table
 from oobleck.worker.models.keyed import Dropout, keyed
-from oobleck.worker.random import RowKeys
+from oobleck.worker.runtime.random import RowKeys
+from oobleck.worker.step.linear import Linear
 
 
 class Embedding(Layer):

@@ -15,12 +15,12 @@ from transformers.activations import NewGELUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from oobleck.planner.families import decode_config, family_of
-from oobleck.planner.job import ModelSpec
-from oobleck.worker.errors import ModelError
-from oobleck.worker.linear import Linear, TransposedLinear
+from oobleck.planner.job.families import decode_config, family_of
+from oobleck.planner.job.spec import ModelSpec
 from oobleck.worker.models.base import Layer, draw_parameters
 from oobleck.worker.models.keyed import Dropout, attend
+from oobleck.worker.runtime.errors import ModelError
+from oobleck.worker.step.linear import Linear, TransposedLinear
 
 _ATTENTION = "oobleck"
 ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, attend)

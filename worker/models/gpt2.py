@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from oobleck.planner.job import ModelSpec
-from oobleck.worker.linear import Linear, TransposedLinear
+from oobleck.planner.job.spec import ModelSpec
 from oobleck.worker.models.base import Family, Layer
 from oobleck.worker.models.foreign import adapt, configuration, draw, table
 from oobleck.worker.models.keyed import Dropout, keyed
-from oobleck.worker.random import RowKeys
+from oobleck.worker.runtime.random import RowKeys
+from oobleck.worker.step.linear import Linear, TransposedLinear
 
 
 class Embedding(Layer):

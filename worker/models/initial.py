@@ -1,7 +1,7 @@
 """Initial weights from a directory of safetensors: each layer takes its own tensors, memory-mapped.
 
 Owns under which names a checkpoint may have a parameter; what files are there is
-`oobleck.host.weightfiles`' to say.
+`oobleck.host.storage.weightfiles`' to say.
 """
 
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from functools import lru_cache
 import torch
 from safetensors import SafetensorError, safe_open
 
-from oobleck.host.weightfiles import Tensor, WeightFiles, WeightsError, open_weights
-from oobleck.planner.export import foreign_name
-from oobleck.planner.job import ModelSpec
-from oobleck.worker.errors import ModelError
+from oobleck.host.storage.weightfiles import Tensor, WeightFiles, WeightsError, open_weights
+from oobleck.planner.job.spec import ModelSpec
+from oobleck.planner.report.export import foreign_name
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.registry import build_layer, tied_parameter
+from oobleck.worker.runtime.errors import ModelError
 
 #: What a base model's checkpoint leaves off in front.
 _PREFIXES = ("transformer.", "model.", "bert.")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oobleck.worker.models.base import drop
-from oobleck.worker.random import RowKeys, Site
+from oobleck.worker.runtime.random import RowKeys, Site
 
 _rows: ContextVar[RowKeys] = ContextVar("rows")
 

@@ -11,12 +11,12 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from oobleck.planner.job import ModelSpec
-from oobleck.worker.linear import Linear
+from oobleck.planner.job.spec import ModelSpec
 from oobleck.worker.models.base import Family, Layer
 from oobleck.worker.models.foreign import adapt, configuration, draw, table
 from oobleck.worker.models.keyed import keyed
-from oobleck.worker.random import RowKeys
+from oobleck.worker.runtime.random import RowKeys
+from oobleck.worker.step.linear import Linear
 
 
 class Embedding(Layer):

@@ -7,10 +7,10 @@ transformers, which those of Hugging Face need, is optional and takes two second
 import importlib
 import sys
 
-from oobleck.planner.families import FAMILIES
-from oobleck.planner.job import ModelSpec
-from oobleck.worker.errors import ModelError
+from oobleck.planner.job.families import FAMILIES
+from oobleck.planner.job.spec import ModelSpec
 from oobleck.worker.models.base import Family, Layer
+from oobleck.worker.runtime.errors import ModelError
 
 
 def load(kind: str) -> bool:

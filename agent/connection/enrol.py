@@ -1,0 +1,228 @@
+"""The node's certificate: got by a join token, kept in a folder, renewed before it ends.
+
+An agent uses no credentials but its node's, so it looks at the folder before it looks at a token.
+The key is made before the token is used, and never leaves the folder: a join that was cut off is
+repeated with the same key, which the master knows again. Must not know sessions.
+"""
+
+import asyncio
+import logging
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from oobleck.host.address import pinned, stays_on_host
+from oobleck.host.ipc.endpoint import Endpoint, check_insecure
+from oobleck.host.security import pki
+from oobleck.host.security.credentialfolder import check_free, check_holder, keep, own_key
+from oobleck.host.security.credentials import (
+    CERTIFICATE,
+    Credentials,
+    read_credentials,
+    read_secret,
+)
+from oobleck.host.security.jointoken import read_token
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto.control_pb2_grpc import PkiStub
+from oobleck.proto.secure import open_aio_channel
+
+logger = logging.getLogger(__name__)
+
+#: A certificate is renewed when so much of its life is left, and tried again after a part of that.
+_RENEW_PART = 2 / 3
+_RETRY_PART = 1 / 20
+_LONGEST_LOOK_S = 3600.0
+_SHORTEST_LOOK_S = 0.2
+_CALL_TIMEOUT_S = 10.0
+_JOIN_RETRY_S = 2.0
+#: Answers that another try does not change.
+_FINAL = (
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+)
+
+
+#: Where a join token may stand in the environment.
+TOKEN_VARIABLE = "OOBLECK_JOIN_TOKEN"
+#: Where operators' credentials are, for `oobleck`.
+OPERATOR_VARIABLE = "OOBLECK_CREDENTIALS"
+
+_ENDED = "the join token has ended (or the clock is wrong); make another with 'oobleck pki token'"
+
+
+class Denied(Exception):
+    """The master gives no certificate; the text is its reason."""
+
+
+def read_join_token(path: Path | None) -> Credentials | None:
+    """The token in the file, else that of the environment, which is taken out of there so that no
+    worker inherits it; None: there is neither. Raises ValueError."""
+    text = os.environ.pop(TOKEN_VARIABLE, "")
+    source = TOKEN_VARIABLE
+    if path is not None:
+        text, source = read_secret(path).decode(errors="replace"), f"--token-file {path}"
+    if not text and path is None:
+        return None
+    try:
+        return read_token(text)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def choose_way(
+    master: str, name: str, folder: Path | None, token: Credentials | None, *, insecure: bool
+) -> "Holder":
+    """How the agent shows who it is; without credentials in it, the holder is to join by `token`.
+    Raises ValueError with the flag and the fix."""
+    if insecure:
+        if folder is not None or token is not None:
+            raise ValueError("--insecure excludes --credentials and a join token; leave one out")
+        check_insecure("--insecure", master)
+        return Holder(master=pinned(master), folder=None, credentials=None)
+    if folder is None and token is None and stays_on_host(master):
+        return Holder(master=pinned(master), folder=None, credentials=None)
+    folder = folder or Path.home() / ".oobleck" / "nodes" / name
+    credentials = _stored(folder, name)
+    if token is not None and (credentials is None or _is_newer(token, credentials)):
+        _check_token(folder, token, name)
+        credentials = None  # the token was made because these are good no more
+    elif credentials is None:
+        raise ValueError(
+            f"--master {master}: the agent needs credentials, and {folder} has none that are "
+            "valid; make a token with 'oobleck pki token --out FILE' and give it by "
+            f"--token-file FILE or {TOKEN_VARIABLE}{_hint()}"
+        )
+    return Holder(master=master, folder=folder, credentials=credentials)
+
+
+def _hint() -> str:
+    if OPERATOR_VARIABLE not in os.environ:
+        return ""
+    return f"; {OPERATOR_VARIABLE} is not read by agents: give --credentials DIR"
+
+
+def _is_newer(token: Credentials, credentials: Credentials) -> bool:
+    made = pki.identity_of(token.certificate).issued_at
+    return made > pki.identity_of(credentials.certificate).issued_at
+
+
+def _stored(folder: Path, name: str) -> Credentials | None:
+    """The node's credentials in the folder; None: it has none, or they have ended. Raises
+    ValueError with the fix, also where they are somebody else's."""
+    if not (folder / CERTIFICATE).exists():
+        return None
+    try:
+        check_holder(folder, "agent", name)
+    except ValueError as error:
+        raise ValueError(f"--credentials {error}") from error
+    found = read_credentials(folder)
+    return found if pki.expiry(found.certificate) > time.time() else None
+
+
+def _check_token(folder: Path, token: Credentials, name: str) -> None:
+    """Raises ValueError where what the token gives could not be kept in the folder."""
+    if (role := pki.identity_of(token.certificate).role) != "agent":
+        raise ValueError(
+            f"the join token is for the role {role}; make an agent's with 'oobleck pki token'"
+        )
+    try:
+        check_free(folder, role, name, token.authority)
+    except ValueError as error:
+        raise ValueError(f"--credentials {error}") from error
+
+
+async def join(master: str, folder: Path, token: Credentials, name: str) -> Credentials:
+    """Get a certificate by the token; tries until the master answers. Raises Denied, ValueError
+    (the folder), OSError."""
+    request = pb.JoinRequest(request=pki.new_request(own_key(folder)), name=name)
+    reply = await _until_answered(master, token, request)
+    found = keep(folder, token.authority, reply.certificate.encode())
+    logger.info("joined the cluster", extra={"master": master, "node": name})
+    return found
+
+
+async def _until_answered(
+    master: str, token: Credentials, request: pb.JoinRequest
+) -> pb.CertificateReply:
+    """Raises Denied."""
+    endpoint = Endpoint(address=master, credentials=token)
+    told = ""
+    while True:
+        try:
+            reply: pb.CertificateReply = await _call(endpoint, lambda stub: stub.Join, request)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _FINAL:
+                raise Denied(error.details() or error.code().name) from error
+            # No master lets it in then, nor can say so.
+            if pki.expiry(token.certificate) < time.time():
+                raise Denied(_ENDED) from error
+            if (reason := error.code().name) != told:
+                told = reason
+                fields = {"master": endpoint.address, "reason": reason}
+                logger.warning("cannot join, trying on", extra=fields)
+        else:
+            return reply
+        await asyncio.sleep(random.uniform(0.0, _JOIN_RETRY_S))
+
+
+async def _call(
+    endpoint: Endpoint, method: Callable[[Any], Callable[..., Awaitable[Any]]], request: Any
+) -> Any:
+    async with open_aio_channel(endpoint, ()) as channel:
+        stub = PkiStub(channel)  # type: ignore[no-untyped-call]  # generated
+        return await method(stub)(request, timeout=_CALL_TIMEOUT_S)
+
+
+@dataclass(slots=True)
+class Holder:
+    """What the agent shows to the master now."""
+
+    master: str
+    #: None: the master is called in the clear.
+    folder: Path | None
+    credentials: Credentials | None
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(address=self.master, credentials=self.credentials)
+
+    async def keep_fresh(self) -> None:
+        """Renew the certificate before it ends; runs until it is cancelled."""
+        while self.folder is not None and self.credentials is not None:
+            await asyncio.sleep(_wait_s(self.credentials.certificate, time.time()))
+            if _left_s(self.credentials.certificate, time.time()) <= 0:
+                await self._renew(self.folder, self.credentials)
+
+    async def _renew(self, folder: Path, old: Credentials) -> None:
+        request = pb.RenewRequest(request=pki.new_request(pki.read_key(old.key)))
+        try:
+            reply = await _call(self.endpoint, lambda stub: stub.Renew, request)
+            self.credentials = keep(folder, old.authority, reply.certificate.encode())
+        except (grpc.aio.AioRpcError, OSError, ValueError) as error:
+            details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            logger.warning("certificate not renewed, trying on", extra={"reason": details})
+            return
+        logger.info("certificate renewed")
+
+
+def _left_s(certificate: bytes, now: float) -> float:
+    """Until the renewal is due."""
+    end = pki.expiry(certificate)
+    return end - _RENEW_PART * (end - pki.begin(certificate)) - now
+
+
+def _wait_s(certificate: bytes, now: float) -> float:
+    """When to look again: clocks may jump, so not only when it is due."""
+    left_s = _left_s(certificate, now)
+    if left_s <= 0:  # the last try failed
+        left_s = _RETRY_PART * (pki.expiry(certificate) - pki.begin(certificate))
+        left_s *= random.uniform(0.5, 1.0)
+    return min(max(left_s, _SHORTEST_LOOK_S), _LONGEST_LOOK_S)

@@ -1,0 +1,150 @@
+"""What waits to be sent to the master: filled by the supervisor, emptied by the session.
+
+The status is a level (only the newest counts), records wait for acknowledgement in their buffer,
+reports and log lines are events in bounded queues. Must not know processes or streams.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+
+import msgspec
+
+from oobleck.agent.connection.records import RecordBuffer
+from oobleck.agent.processes.output import LogQueue
+from oobleck.host.ipc.messages import StepRecord
+from oobleck.host.timeline import Recording, boot_id
+from oobleck.planner.ids import Generation, Incarnation, JobId
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto import convert
+from oobleck.proto.types import NodeStatus, WorkerReport
+
+logger = logging.getLogger(__name__)
+
+REPORT_LIMIT = 1024
+#: Answers to operators' questions; whoever asked gives up, so old ones are of no use.
+ANSWER_LIMIT = 64
+LINES_PER_MESSAGE = 100
+
+
+class Outbox:
+    def __init__(self, incarnation: Incarnation) -> None:
+        self._incarnation = incarnation
+        self._status = NodeStatus()
+        self._status_due = False
+        self._reports: deque[WorkerReport] = deque()
+        self._records = RecordBuffer()
+        self._answers: deque[pb.AgentMessage] = deque(maxlen=ANSWER_LIMIT)
+        self._logs = LogQueue()
+        self._log_job = JobId("")
+        self._has_rank_0 = False
+        #: Newest plan that has rank 0 elsewhere, and none of whose steps is known here yet.
+        self._rank_0_until: Generation | None = None
+        #: Set whenever something new may be due.
+        self.wake = asyncio.Event()
+
+    @property
+    def current_status(self) -> NodeStatus:
+        return self._status
+
+    def take_status(self) -> NodeStatus:
+        """For a registration: what changes after it is due again."""
+        self._status_due = False
+        return self._status
+
+    def status(self, status: NodeStatus, *, has_rank_0: bool) -> None:
+        """The newest status; sent at once if more than the progress in it has changed."""
+        if _without_progress(status) != _without_progress(self._status):
+            self.want_status()
+        self._status = status
+        if has_rank_0:
+            self._rank_0_until = None
+            if not self._has_rank_0:
+                self._has_rank_0 = True
+                self.wake.set()
+        elif self._has_rank_0 and self._rank_0_until is None:
+            # Steps before a boundary may be known to nobody who is in the plan after it.
+            self._rank_0_until = status.generation
+
+    def want_status(self) -> None:
+        self._status_due = True
+        self.wake.set()
+
+    def report(self, report: WorkerReport) -> None:
+        if len(self._reports) >= REPORT_LIMIT:
+            self._reports.popleft()
+            logger.warning("report dropped, too many wait for the master")
+        self._reports.append(report)
+        self.wake.set()
+
+    def record(self, job_id: JobId, record: StepRecord, now: float) -> None:
+        if self._rank_0_until is not None and record.generation >= self._rank_0_until:
+            self._has_rank_0, self._rank_0_until = False, None
+        lost = self._records.lost
+        self._records.add(job_id, record, now)
+        if self._records.lost != lost:
+            logger.warning("step record lost", extra={"step": record.step})
+        self.wake.set()
+
+    def acknowledge(self, job_id: JobId, through_step: int) -> None:
+        self._records.acknowledge(job_id, through_step)
+
+    def recorded(self, job_id: JobId, slot: int, recording: Recording) -> None:
+        text = msgspec.json.encode(recording).decode()
+        recorded = pb.Recorded(job_id=job_id, slot=slot, recording=text)
+        self._answers.append(pb.AgentMessage(recorded=recorded))
+        self.wake.set()
+
+    def clock(self, number: int) -> None:
+        """Tell what the clock shows by which this node's workers record."""
+        read = pb.ClockRead(number=number, monotonic_ns=time.monotonic_ns(), boot=boot_id())
+        self._answers.append(pb.AgentMessage(clock=read))
+        self.wake.set()
+
+    def log(self, job_id: JobId, slot: int, lines: list[str]) -> None:
+        if job_id != self._log_job:
+            self._logs, self._log_job = LogQueue(), job_id
+        self._logs.add(slot, lines)
+        self.wake.set()
+
+    def session_began(self, standing: list[WorkerReport], now: float) -> None:
+        """Repeat all that an earlier session may have lost: records and `standing` reports."""
+        waiting = [report for report in self._reports if report not in standing]
+        self._reports = deque([*standing, *waiting])
+        self._records.session_began(now)
+
+    def take(self, now: float) -> list[pb.AgentMessage]:
+        """All that is due, in the order in which it shall be sent.
+
+        A phase comes before the steps that follow it, the last step before the news that the
+        worker has finished.
+        """
+        found = [pb.AgentMessage(report=convert.report_message(report)) for report in self._reports]
+        self._reports.clear()
+        while records := self._records.due(now, first=self._has_rank_0):
+            assert self._records.job_id is not None
+            batch = convert.records_message(self._records.job_id, records)
+            found.append(pb.AgentMessage(records=batch))
+        if self._status_due:
+            self._status_due = False
+            found.append(pb.AgentMessage(status=convert.status_message(self._status)))
+        found += self._answers
+        self._answers.clear()
+        while (taken := self._logs.take(LINES_PER_MESSAGE)) is not None:
+            slot, lines, dropped = taken
+            log = pb.LogLines(job_id=self._log_job, slot=slot, lines=lines, dropped=dropped)
+            found.append(pb.AgentMessage(log=log))
+        for message in found:
+            message.incarnation = self._incarnation
+        return found
+
+    def next_due(self, now: float) -> float | None:
+        """When `take` will have something though nothing new comes."""
+        return self._records.next_due(now, first=self._has_rank_0)
+
+
+def _without_progress(status: NodeStatus) -> NodeStatus:
+    nothing = {"committed_step": -1, "stepped": 0, "beats": 0, "doing": "", "waiting": False}
+    workers = tuple(msgspec.structs.replace(w, **nothing) for w in status.workers)
+    return msgspec.structs.replace(status, workers=workers)

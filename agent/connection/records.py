@@ -1,0 +1,89 @@
+"""Step records on their way to the master's disk. Pure: the time is an argument.
+
+Every worker of a job makes the same record at each commit, so every agent has all of them and
+keeps each until the master acknowledges it. The agent of rank 0 sends at once; the others send
+only what stays unacknowledged for `HOLD_S`, so that a record gets through whoever dies.
+
+The bound: while the master is away for more than `LIMIT` steps, the *oldest* records are kept,
+since the master writes them in step order; later ones are lost and counted.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from oobleck.host.ipc.messages import StepRecord
+from oobleck.planner.ids import JobId
+
+LIMIT = 65_536
+#: Records per message.
+BATCH = 256
+#: How long the agents without rank 0 hold back.
+HOLD_S = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    record: StepRecord
+    since: float
+
+
+class RecordBuffer:
+    """The unacknowledged records of one job."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._job_id: JobId | None = None
+        self._kept: dict[int, StepRecord] = {}
+        #: Not sent in this session, oldest first; acknowledged ones are skipped when taken.
+        self._waiting: deque[_Waiting] = deque()
+        self._through = 0
+        self.lost = 0
+
+    @property
+    def job_id(self) -> JobId | None:
+        return self._job_id
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, job_id: JobId, record: StepRecord, now: float) -> None:
+        """Keep `record` unless it is kept or acknowledged already; another job's are dropped."""
+        if job_id != self._job_id:
+            self._job_id, self._through = job_id, 0
+            self._kept.clear()
+            self._waiting.clear()
+        if record.step <= self._through or record.step in self._kept:
+            return
+        if len(self._kept) >= self._limit:
+            self.lost += 1
+            return
+        self._kept[record.step] = record
+        self._waiting.append(_Waiting(record, now))
+
+    def acknowledge(self, job_id: JobId, through_step: int) -> None:
+        if job_id != self._job_id:
+            return
+        self._through = max(self._through, through_step)
+        for step in [step for step in self._kept if step <= through_step]:
+            del self._kept[step]
+
+    def session_began(self, now: float) -> None:
+        """What an earlier session sent may not have arrived: all are to be sent again."""
+        self._waiting = deque(_Waiting(self._kept[step], now) for step in sorted(self._kept))
+
+    def due(self, now: float, *, first: bool) -> list[StepRecord]:
+        """The next records to send, which count as sent; `first`: this agent has rank 0."""
+        found: list[StepRecord] = []
+        while len(found) < BATCH and (at := self.next_due(now, first=first)) is not None:
+            if at > now:
+                break
+            found.append(self._waiting.popleft().record)
+        return found
+
+    def next_due(self, now: float, *, first: bool) -> float | None:
+        """When `due` will have something; None: nothing waits."""
+        while self._waiting and self._waiting[0].record.step not in self._kept:
+            self._waiting.popleft()
+        if not self._waiting:
+            return None
+        return now if first else max(now, self._waiting[0].since + HOLD_S)

@@ -1,0 +1,100 @@
+"""What the master is told of the state: the status of the node, and reports of its workers.
+
+Pure. Must not know when it is told, nor how it gets there.
+"""
+
+import msgspec
+
+from oobleck.agent.state import NodeState
+from oobleck.agent.worker import NO_GENERATION, Worker
+from oobleck.host.ipc.messages import Evaluated, PeerLost, PhaseReached, Restored
+from oobleck.proto import types
+
+
+def report_of(worker: Worker, what: types.Happening) -> types.WorkerReport:
+    generation = worker.sent
+    if isinstance(what, PhaseReached | PeerLost | Restored):
+        generation = what.generation
+    if isinstance(what, Evaluated):
+        generation = what.record.generation
+    return types.WorkerReport(
+        job_id=worker.job_id,
+        slot=worker.slot,
+        incarnation=worker.incarnation,
+        generation=generation,
+        what=what,
+    )
+
+
+def standing_reports(state: NodeState) -> list[types.WorkerReport]:
+    """What a new session must hear again, since the one before may have lost it: ends that no plan
+    has answered yet, failures (also why a slot stays empty), losses and measurements, and the last
+    words on checkpoints and evaluations."""
+    failed = [
+        slot.failed
+        for slot in state.slots
+        if slot.failed is not None and slot.failed.incarnation not in state.workers
+    ]
+    ends = [
+        report_of(worker, what)
+        for slot in state.slots
+        for worker, end in slot.ends
+        for what in (worker.hung, end)
+        if what is not None
+    ]
+    words = [
+        report_of(worker, what)
+        for worker in (*failed, *state.workers.values())
+        for what in (
+            worker.failure,
+            worker.hung,
+            worker.peer_lost,
+            *worker.measured,
+            *worker.checkpoints,
+            *worker.evaluated,
+        )
+        if what is not None
+    ]
+    return [*words, *ends]
+
+
+def status_of(state: NodeState) -> types.NodeStatus:
+    desired = state.desired
+    bare = types.NodeStatus(
+        leaving=state.leave_at is not None,
+        ending=state.shutting_down,
+        trouble=state.trouble(),
+        failed_starts=state.warm.failed_starts,
+    )
+    if desired is None:
+        return bare
+    return msgspec.structs.replace(
+        bare,
+        job_id=desired.job_id,
+        generation=desired.part.plan.generation if desired.part else NO_GENERATION,
+        workers=tuple(_worker_status(worker) for worker in state.serving()),
+    )
+
+
+def _worker_status(worker: Worker) -> types.WorkerStatus:
+    return types.WorkerStatus(
+        slot=worker.slot,
+        incarnation=worker.incarnation,
+        pid=worker.pid or 0,
+        store=worker.store,
+        data=worker.data,
+        generation=worker.entered,
+        committed_step=-1 if worker.committed_step is None else worker.committed_step,
+        stepped=worker.stepped,
+        finished=worker.finished,
+        peak_memory_bytes=worker.memory.peak_bytes if worker.memory else 0,
+        base_memory_bytes=worker.memory.base_bytes if worker.memory else 0,
+        beats=worker.alive.beats if worker.alive else 0,
+        doing=worker.alive.doing if worker.alive else "",
+        waiting=worker.alive is not None and worker.alive.waiting,
+    )
+
+
+def has_rank_0(state: NodeState) -> bool:
+    part = state.desired.part if state.desired else None
+    return part is not None and part.plan.workers[0].node == state.node

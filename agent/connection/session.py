@@ -1,0 +1,283 @@
+"""The agent's conversation with the master: one stream at a time, and a new one when it ends.
+
+Owns the channel, the registration, heartbeats and reconnects. Training goes on while there is no
+session; what the master must learn waits in the outbox. Must not know processes.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from oobleck.agent.config import AgentConfig
+from oobleck.agent.connection.address import local_address
+from oobleck.agent.connection.assignments import desired_of, newest_plan
+from oobleck.agent.connection.outbox import Outbox
+from oobleck.agent.connection.stream import Refused, SessionEnded, Stream, opened
+from oobleck.agent.desired import Desired
+from oobleck.host.detection import Detection
+from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.host.ipc.messages import Record
+from oobleck.host.system.environment import Surroundings
+from oobleck.planner.ids import Incarnation, JobId
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto import convert
+from oobleck.proto.control_pb2_grpc import ControlStub
+from oobleck.proto.detection import keepalive_options, read_welcome
+from oobleck.proto.secure import open_aio_channel
+from oobleck.proto.types import PROTOCOL, Assignment, NodeFacts, Registration, WorkerReport
+
+logger = logging.getLogger(__name__)
+
+#: Longest first wait before a new session, a random part of which is waited.
+FIRST_RETRY_S = 0.1
+
+_CHANNEL_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_receive_message_length", 64 << 20),
+)
+
+
+def channel_options(detection: Detection) -> tuple[tuple[str, int], ...]:
+    """A connection may take as long as an answer: where a thousand agents come back at once, their
+    handshakes take a master seconds, and those that are given up are done for nothing and anew."""
+    attempt = ("grpc.min_reconnect_backoff_ms", int(1000 * detection.answer_s))
+    return (*_CHANNEL_OPTIONS, attempt, *keepalive_options(detection))
+
+
+def next_retry_s(retry_s: float, detection: Detection) -> float:
+    """The longest wait after one of at most `retry_s`; a random part of it is waited, so that all
+    agents of a master that comes back do not come at the same moment."""
+    return min(detection.longest_retry_s, 2 * retry_s)
+
+
+class _OtherTimeOuts(Exception):
+    """The channel was opened with time-outs that are not the master's."""
+
+
+class Session:
+    def __init__(
+        self,
+        config: AgentConfig,
+        incarnation: Incarnation,
+        outbox: Outbox,
+        surroundings: Surroundings,
+        *,
+        endpoint: Callable[[], Endpoint],
+        on_address: Callable[[str], None],
+        on_session: Callable[[bool], None],
+        on_detection: Callable[[Detection], None],
+        on_assigned: Callable[[Desired | None, bool], None],
+        on_record: Callable[[JobId, Record], None],
+        standing_reports: Callable[[], list[WorkerReport]],
+    ) -> None:
+        self._config = config
+        self._incarnation = incarnation
+        self._outbox = outbox
+        self._surroundings = surroundings
+        self._now = surroundings.now
+        self._endpoint = endpoint
+        self._on_address = on_address
+        self._on_session = on_session
+        self._on_detection = on_detection
+        self._on_assigned = on_assigned
+        self._on_record = on_record
+        self._standing_reports = standing_reports
+        self._address = config.address
+        self._closing = False
+        self._last_trouble = ""
+        #: As the master told; until then those that most masters have.
+        self._detection = Detection()
+        self._retry_s = FIRST_RETRY_S
+        #: The newest assignment with a plan of the job that is here; see `Registration`.
+        self._running: Assignment | None = None
+
+    async def run(self) -> str | None:
+        """Until the master refuses for good (the reason) or `close` was called (None)."""
+        while not self._is_over():
+            endpoint = self._endpoint()
+            options = channel_options(self._detection)
+            async with open_aio_channel(endpoint, options) as channel:
+                stub = ControlStub(channel)  # type: ignore[no-untyped-call]  # generated
+                if (refusal := await self.converse(stub)) is not None:
+                    return refusal
+        return None
+
+    async def converse(self, stub: ControlStub) -> str | None:
+        """`run` over a channel that is there, which may be until its time-outs must change or there
+        is a newer certificate."""
+        endpoint, keepalive = self._endpoint(), keepalive_options(self._detection)
+        while (
+            not self._is_over()
+            and keepalive == keepalive_options(self._detection)
+            and endpoint == self._endpoint()
+        ):
+            try:
+                await self._one(stub)
+            except Refused as refusal:
+                if not refusal.temporary:
+                    return str(refusal)
+                self._trouble(f"refused for now: {refusal}")
+            except SessionEnded as end:
+                self._trouble(str(end))
+            except _OtherTimeOuts:
+                return None
+            if not self._is_over():
+                await asyncio.sleep(self._surroundings.uniform(0.0, self._retry_s))
+                self._retry_s = next_retry_s(self._retry_s, self._detection)
+        return None
+
+    def close(self) -> None:
+        """Send what waits, then end."""
+        self._closing = True
+        self._outbox.wake.set()
+
+    def _is_over(self) -> bool:
+        """Whether no other session is to begin: an agent that ends says its last words in the one
+        that is open, or not at all."""
+        return self._closing or self._outbox.current_status.ending
+
+    def _trouble(self, reason: str) -> None:
+        if reason != self._last_trouble and not self._is_over():
+            self._last_trouble = reason
+            logger.warning(
+                "no session, trying on", extra={"master": self._config.master, "reason": reason}
+            )
+
+    async def _one(self, stub: ControlStub) -> None:
+        """One session, from the registration to the end of its stream."""
+        with opened(stub.Session(), self._detection.answer_s) as stream:
+            await self._talk(stream)
+
+    async def _talk(self, stream: Stream) -> None:
+        first = await stream.register(self._registration())
+        match first.WhichOneof("body"):
+            case "welcome":
+                self._welcomed(first.welcome)
+            case "refused":
+                raise Refused(first.refused.reason, temporary=first.refused.temporary)
+            case other:
+                raise SessionEnded(f"the master began with {other} instead of a welcome")
+        stream.answer_s = self._detection.answer_s
+        logger.info("session began", extra={"master": self._config.master})
+        self._last_trouble, self._retry_s = "", FIRST_RETRY_S
+        self._outbox.session_began(self._standing_reports(), self._now())
+        self._on_session(True)
+        halves = (
+            asyncio.create_task(self._receive_all(stream)),
+            asyncio.create_task(self._send_all(stream, self._detection.heartbeat_s)),
+        )
+        try:
+            await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for half in halves:
+                half.cancel()
+            results = await asyncio.gather(*halves, return_exceptions=True)
+        self._on_session(False)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    def _welcomed(self, welcome: pb.Welcome) -> None:
+        try:
+            detection = read_welcome(welcome)
+        except ValueError as error:
+            raise SessionEnded(f"the master's time-outs make no sense: {error}") from error
+        self._on_detection(detection)
+        before, self._detection = self._detection, detection
+        if keepalive_options(before) != keepalive_options(detection):
+            raise _OtherTimeOuts
+
+    def _registration(self) -> pb.AgentMessage:
+        address = self._address
+        if address is None:
+            address = self._address = local_address(self._config.master)
+        self._on_address(address)
+        facts = NodeFacts(
+            node=self._config.name,
+            incarnation=self._incarnation,
+            hostname=self._config.hostname,
+            address=address,
+            pid=self._surroundings.pid(),
+            worker_slots=self._config.worker_slots,
+            device=self._config.device,
+            memory_per_worker_bytes=self._config.memory_per_worker_bytes,
+            device_kind=self._config.device_kind,
+            versions=self._config.versions,
+        )
+        registration = Registration(
+            protocol=PROTOCOL,
+            facts=facts,
+            status=self._outbox.take_status(),
+            running=self._running,
+        )
+        return pb.AgentMessage(
+            incarnation=self._incarnation, register=convert.register_message(registration)
+        )
+
+    async def _send_all(self, stream: Stream, heartbeat_s: float) -> None:
+        heartbeat_at = self._now() + heartbeat_s
+        while True:
+            self._outbox.wake.clear()
+            now = self._now()
+            if now >= heartbeat_at:
+                self._outbox.want_status()
+            messages = self._outbox.take(now)
+            for message in messages:
+                if message.WhichOneof("body") == "status":
+                    heartbeat_at = now + heartbeat_s
+                await stream.send(message)
+            if messages:
+                continue
+            if self._closing:
+                await stream.close()
+                return
+            due = self._outbox.next_due(now)
+            wait_s = (heartbeat_at if due is None else min(due, heartbeat_at)) - self._now()
+            if wait_s > 0:
+                await _wait(self._outbox.wake, wait_s)
+
+    async def _receive_all(self, stream: Stream) -> None:
+        while True:
+            message = await stream.receive()
+            match message.WhichOneof("body"):
+                case "assignment":
+                    self._assigned(message.assignment)
+                case "ack":
+                    ack = message.ack
+                    self._outbox.acknowledge(JobId(ack.job_id), ack.through_step)
+                case "record":
+                    wish = message.record
+                    self._on_record(
+                        JobId(wish.job_id),
+                        Record(
+                            number=wish.number,
+                            first_step=wish.first_step,
+                            last_step=wish.last_step,
+                        ),
+                    )
+                case "clock":
+                    self._outbox.clock(message.clock.number)
+                case "refused":
+                    raise Refused(message.refused.reason, temporary=message.refused.temporary)
+                case _:
+                    pass  # a later protocol's addition; this one's are all above
+
+    def _assigned(self, assignment: pb.Assignment) -> None:
+        """Streams keep the order and sessions follow each other: the last word is the newest."""
+        try:
+            read = convert.read_assignment(assignment)
+            desired = desired_of(read)
+        except ValueError as error:
+            logger.error("assignment not understood", extra={"reason": error})
+            return
+        self._running = newest_plan(self._running, read)
+        self._on_assigned(desired, read.drained)
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return

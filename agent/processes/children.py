@@ -1,0 +1,264 @@
+"""The processes under an agent: the warm process and the workers forked from it.
+
+Owns descriptors and signals; decides nothing. What happens is told to a `Listener`. Must not
+know the master.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from oobleck.agent.processes.output import Tail, read_available
+from oobleck.host.ipc.channel import frame, read_frame
+from oobleck.host.ipc.messages import (
+    ChildExited,
+    Fork,
+    Forked,
+    ForkFailed,
+    FromWarm,
+    FromWorker,
+    Launch,
+    ToWorker,
+    Warm,
+)
+from oobleck.planner.ids import Incarnation
+
+logger = logging.getLogger(__name__)
+
+#: A worker that leaves this much unread is stuck.
+WRITE_LIMIT_BYTES = 64 << 20
+
+_from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
+_from_warm: msgspec.json.Decoder[FromWarm] = msgspec.json.Decoder(FromWarm)
+
+
+def _thread_id(stat: Path) -> int:
+    return int(stat.parent.name)
+
+
+class Listener(Protocol):
+    """Who is told what the processes do; called in the event loop."""
+
+    def warm_ready(self) -> None: ...
+    def warm_exited(self, returncode: int | None, last_line: str) -> None: ...
+    def forked(self, incarnation: Incarnation, pid: int) -> None: ...
+    def fork_failed(self, incarnation: Incarnation, reason: str) -> None: ...
+    def said(self, incarnation: Incarnation, message: FromWorker) -> None: ...
+    def printed(self, incarnation: Incarnation, lines: list[str]) -> None: ...
+    def channel_closed(self, incarnation: Incarnation) -> None: ...
+    def child_exited(self, pid: int, exit_code: int | None, signum: int | None) -> None: ...
+
+
+class WorkerProcess:
+    """The agent's ends of one worker: its channel, its output and a handle to kill it by."""
+
+    def __init__(self, slot: int, incarnation: Incarnation, listener: Listener) -> None:
+        self.slot = slot
+        self.incarnation = incarnation
+        self.pid: int | None = None
+        self.tail = Tail()
+        #: Set once all that the worker said before its end has been heard.
+        self.silent = asyncio.Event()
+        #: Its end is known.
+        self.buried = False
+        self._listener = listener
+        self._handle: int | None = None
+        self._socket, self._their_socket = socket.socketpair()
+        self._output, self._their_output = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._output, False)
+        self._output_open = True
+        self._writer: asyncio.StreamWriter | None = None
+        asyncio.get_running_loop().add_reader(self._output, self._on_output)
+
+    def hand_over(self) -> tuple[int, int]:
+        """The worker's ends, to be passed on with the fork."""
+        return self._their_socket.fileno(), self._their_output
+
+    def close_theirs(self) -> None:
+        """Once they are passed on, so that the worker's end alone keeps the channel open."""
+        self._their_socket.close()
+        os.close(self._their_output)
+
+    def forked(self, pid: int) -> None:
+        self.pid = pid
+        with suppress(ProcessLookupError):  # it ended already and was reaped
+            self._handle = os.pidfd_open(pid)
+
+    async def serve(self, launch: Launch) -> None:
+        """Send `launch`, then tell the listener what comes, until the channel closes."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
+        try:
+            self.send(launch)
+            while (body := await read_frame(reader)) is not None:
+                self._listener.said(self.incarnation, _from_worker.decode(body))
+        except (ValueError, RecursionError, ConnectionError) as error:  # not understood, or cut
+            fields = {"slot": self.slot, "pid": self.pid, "reason": error}
+            logger.warning("worker's channel broke", extra=fields)
+        finally:
+            self._writer.close()
+            self._writer = None
+            self.silent.set()
+        self._listener.channel_closed(self.incarnation)
+
+    def send(self, message: ToWorker) -> None:
+        """Without waiting; a worker that is gone or does not read is found out elsewhere."""
+        if self._writer is None or self._writer.is_closing():
+            return
+        self._writer.write(frame(message))
+        if self._writer.transport.get_write_buffer_size() > WRITE_LIMIT_BYTES:
+            logger.warning("worker does not read", extra={"slot": self.slot, "pid": self.pid})
+            self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL through a handle of the process, so that a reused pid is never hit."""
+        if self._handle is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    def kernel(self) -> str:
+        """The kernel's letter for its state: D where any of its threads waits for a disk or file
+        server, else that of its first one; empty: it is gone."""
+        threads = sorted(Path(f"/proc/{self.pid}/task").glob("*/stat"), key=_thread_id)
+        try:
+            states = [stat.read_text().rpartition(") ")[2][:1] for stat in threads]
+        except OSError:  # a thread has just ended
+            return ""
+        return "D" if "D" in states else "".join(states[:1])
+
+    def tell_stacks(self) -> None:
+        """Have it write where its threads are, if it can."""
+        if self._handle is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGUSR1)
+
+    def gone(self) -> None:
+        """The process has ended: take its last output and let go of everything."""
+        while self._output_open and self._on_output():
+            pass
+        self._close_output()
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+        if self._writer is not None:
+            self._writer.transport.abort()
+
+    def _on_output(self) -> bool:
+        """Read what is there; whether there was something."""
+        data, closed = read_available(self._output)
+        lines = self.tail.feed(data)
+        if closed:
+            self._close_output()
+        if lines:
+            self._listener.printed(self.incarnation, lines)
+        return bool(data)
+
+    def _close_output(self) -> None:
+        if self._output_open:
+            self._output_open = False
+            asyncio.get_running_loop().remove_reader(self._output)
+            os.close(self._output)
+            if lines := self.tail.finish():
+                self._listener.printed(self.incarnation, lines)
+
+
+class WarmProcess:
+    """One start of the process that has the libraries loaded and forks the workers."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._socket, self._their_socket = socket.socketpair()
+        #: asyncio owns the other descriptor of our end and cannot pass descriptors on.
+        self._sender = self._socket.dup()
+        #: To kill it by: asyncio's own way may reap it too, and then its exit status is lost.
+        self._handle: int | None = None
+        self._killed = False
+        #: Of what it prints; all of it goes to the agent's own standard error.
+        self.tail = Tail()
+
+    async def run(self, command: tuple[str, ...], environment: Mapping[str, str]) -> None:
+        """Start it, tell the listener what it says, and return when it has ended."""
+        reader, writer = await asyncio.open_unix_connection(sock=self._socket)
+        process: asyncio.subprocess.Process | None = None
+        output, their_output = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(output, False)
+        asyncio.get_running_loop().add_reader(output, self._pass_on, output)
+        try:
+            with self._their_socket:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=self._their_socket.fileno(),
+                    stdout=their_output,
+                    stderr=their_output,
+                    env=environment,
+                    start_new_session=True,
+                )
+            with suppress(ProcessLookupError):  # it ended already and was reaped
+                self._handle = os.pidfd_open(process.pid)
+            while not self._killed and (body := await read_frame(reader)) is not None:
+                self._dispatch(_from_warm.decode(body))
+        except (ValueError, RecursionError, OSError) as error:  # not understood, or cut
+            logger.warning("warm process's channel broke", extra={"reason": error})
+        finally:
+            os.close(their_output)
+            writer.close()
+            self._sender.close()
+            self.kill()
+        returncode = await process.wait() if process is not None else None
+        asyncio.get_running_loop().remove_reader(output)
+        while self._pass_on(output):
+            pass
+        os.close(output)
+        self.tail.finish()
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+        self._listener.warm_exited(returncode, self.tail.last_line())
+
+    def _pass_on(self, output: int) -> bool:
+        """What there is of its output; whether there was something."""
+        data, closed = read_available(output)
+        if closed:
+            asyncio.get_running_loop().remove_reader(output)
+        self.tail.feed(data)
+        sys.stderr.buffer.write(data)
+        sys.stderr.flush()
+        return bool(data)
+
+    def _dispatch(self, message: FromWarm) -> None:
+        match message:
+            case Warm():
+                self._listener.warm_ready()
+            case Forked(incarnation=incarnation, pid=pid):
+                self._listener.forked(incarnation, pid)
+            case ForkFailed(incarnation=incarnation, reason=reason):
+                self._listener.fork_failed(incarnation, reason)
+            case ChildExited(pid=pid, exit_code=exit_code, signal=signum):
+                self._listener.child_exited(pid, exit_code, signum)
+
+    def fork(self, request: Fork, worker: WorkerProcess) -> None:
+        """Ask for a worker; if the warm process is gone, its exit tells so."""
+        data = frame(request)
+        try:
+            sent = socket.send_fds(self._sender, [data], list(worker.hand_over()))
+            if sent != len(data):
+                raise ConnectionError("the warm process does not read")
+        except OSError as error:
+            logger.warning("fork failed", extra={"slot": worker.slot, "reason": error})
+            self.kill()
+        finally:
+            worker.close_theirs()
+
+    def kill(self) -> None:
+        self._killed = True
+        if self._handle is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)

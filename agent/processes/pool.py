@@ -1,0 +1,173 @@
+"""The processes of one node, and how an action is done to them.
+
+Owns the warm process and the workers' processes; decides nothing and tells nobody. Every action is
+done at once, and answered with the event that tells so. Must not know the master.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+
+from oobleck.agent.actions import (
+    Action,
+    AskStacks,
+    AskWorker,
+    End,
+    ForkWorker,
+    GiveUpWorker,
+    KillWarm,
+    KillWorker,
+    SendMeasure,
+    SendPlan,
+    SendSave,
+    StartWarm,
+    StopWorker,
+)
+from oobleck.agent.config import AgentConfig
+from oobleck.agent.desired import PlanPart
+from oobleck.agent.events import (
+    Asked,
+    Event,
+    ForkAsked,
+    MeasureSent,
+    PlanSent,
+    SaveSent,
+    ShutDown,
+    StacksAsked,
+    StopSent,
+    WarmKilled,
+    WarmStarted,
+    WorkerKilled,
+)
+from oobleck.agent.processes.children import Listener, WarmProcess, WorkerProcess
+from oobleck.host.ipc.messages import Ask, Assign, Fork, Launch, Save, Stop
+from oobleck.host.system.environment import Surroundings
+from oobleck.planner.ids import Incarnation, WorkerId
+from oobleck.proto.types import Hung
+
+logger = logging.getLogger(__name__)
+
+StartWarmProcess = Callable[[Listener], WarmProcess]
+StartWorker = Callable[[int, Incarnation, Listener], WorkerProcess]
+
+
+def new_incarnation(surroundings: Surroundings) -> Incarnation:
+    return Incarnation(surroundings.token(8))
+
+
+class Crew:
+    def __init__(
+        self,
+        config: AgentConfig,
+        surroundings: Surroundings,
+        listener: Listener,
+        *,
+        start_warm: StartWarmProcess,
+        start_worker: StartWorker,
+    ) -> None:
+        #: None: it has ended, or was never started.
+        self.warm: WarmProcess | None = None
+        self.processes: dict[Incarnation, WorkerProcess] = {}
+        #: The address that this node's workers are reached by.
+        self.address = ""
+        self._config = config
+        self._surroundings = surroundings
+        self._listener = listener
+        self._start_warm = start_warm
+        self._start_worker = start_worker
+
+    def of_pid(self, pid: int) -> WorkerProcess | None:
+        return next((p for p in self.processes.values() if p.pid == pid), None)
+
+    def kill_all(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+        if self.warm is not None:
+            self.warm.kill()
+
+    def perform(self, action: Action, now: float, tasks: asyncio.TaskGroup) -> Event:
+        """Do it; the event that tells that it is done. What it starts runs in `tasks`."""
+        match action:
+            case StartWarm():
+                self.warm = self._start_warm(self._listener)
+                run = self.warm.run(self._config.warm_command, self._config.environment)
+                tasks.create_task(run)
+                return WarmStarted()
+            case KillWarm(reason=reason):
+                logger.info("killing the warm process", extra={"reason": reason})
+                assert self.warm is not None
+                self.warm.kill()
+                return WarmKilled()
+            case ForkWorker():
+                return self._fork(action, tasks)
+            case SendPlan(incarnation=incarnation, part=part):
+                return self._send_plan(incarnation, part)
+            case SendMeasure(incarnation=incarnation, wish=wish):
+                self.processes[incarnation].send(wish)
+                return MeasureSent(incarnation=incarnation, attempt=wish.attempt)
+            case SendSave(incarnation=incarnation, number=number):
+                self.processes[incarnation].send(Save(number=number))
+                return SaveSent(incarnation=incarnation, number=number)
+            case AskWorker(incarnation=incarnation, look=look):
+                process = self.processes[incarnation]
+                process.send(Ask())
+                return Asked(incarnation=incarnation, kernel=process.kernel() if look else "")
+            case AskStacks(incarnation=incarnation, since=since):
+                self.processes[incarnation].tell_stacks()
+                return StacksAsked(incarnation=incarnation, since=since)
+            case GiveUpWorker(incarnation=incarnation, since=since, reason=reason):
+                self._kill(incarnation, "killing a worker that hangs", reason)
+                hung = Hung(reason=reason, seconds=now - since)
+                return WorkerKilled(incarnation=incarnation, hung=hung)
+            case StopWorker(incarnation=incarnation, reason=reason):
+                self.processes[incarnation].send(Stop(reason=reason))
+                return StopSent(incarnation=incarnation)
+            case KillWorker(incarnation=incarnation, reason=reason):
+                self._kill(incarnation, "killing a worker", reason)
+                return WorkerKilled(incarnation=incarnation)
+            case End(reason=reason):
+                logger.info("ending", extra={"reason": reason})
+                return ShutDown()
+
+    def _fork(self, fork: ForkWorker, tasks: asyncio.TaskGroup) -> Event:
+        assert self.warm is not None
+        slot, desired = fork.slot, fork.desired
+        process = self._start_worker(slot, new_incarnation(self._surroundings), self._listener)
+        self.processes[process.incarnation] = process
+        kind = desired.job.model.kind
+        self.warm.fork(Fork(slot=slot, incarnation=process.incarnation, kind=kind), process)
+        launch = Launch(
+            worker=WorkerId(self._config.name, slot),
+            job_id=desired.job_id,
+            job=desired.job,
+            address=self.address,
+            agent_pid=os.getpid(),
+            device_kind=self._config.device_kind,
+            device=self._config.device_of(slot),
+            silence_s=fork.silence_s,
+            faults=fork.faults,
+        )
+        tasks.create_task(process.serve(launch))
+        return ForkAsked(slot=slot, incarnation=process.incarnation)
+
+    def _send_plan(self, incarnation: Incarnation, part: PlanPart) -> Event:
+        assign = Assign(
+            plan=part.plan,
+            rendezvous=part.rendezvous,
+            boundary=part.boundary,
+            restore=part.restore,
+            anew=part.anew,
+            leaving=part.leaving,
+            handover=part.handover,
+        )
+        self.processes[incarnation].send(assign)
+        return PlanSent(
+            incarnation=incarnation, generation=part.plan.generation, boundary=part.boundary
+        )
+
+    def _kill(self, incarnation: Incarnation, what: str, reason: str) -> None:
+        process = self.processes[incarnation]
+        fields = {"slot": process.slot, "pid": process.pid, "reason": reason}
+        logger.warning(what, extra=fields)
+        process.kill()

@@ -1,0 +1,161 @@
+"""What an operator sees of a cluster and does with it: by the `oobleck` command and by files.
+
+Knows nothing of the inside, and of no process: it reads the files under the state directory, and
+what the command reads from the master, without starting the command for it: that takes a third of
+a second of a core at every look.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from oobleck.cli.client import Master, Unreachable
+from oobleck.cli.output import text
+from oobleck.host.command import CommandFailed
+from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
+
+BIN = Path(sys.executable).parent
+Record = dict[str, Any]
+T = TypeVar("T")
+#: Bytes; several times as long as lines of metrics are.
+_LONGEST_LINE = 4096
+#: For an answer that only reads.
+_TRIES = 3
+#: What ends a job.
+ENDED = ("succeeded", "failed", "cancelled")
+
+
+class ClusterError(RuntimeError):
+    """The cluster did not do what it was asked to, in time."""
+
+
+def read_lines(path: Path) -> list[Record]:
+    """The whole lines of a .jsonl file that may be growing; [] when it is not there yet."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def last_line(path: Path) -> Record | None:
+    """The last whole line of a .jsonl file that may be growing."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_LINE))
+            whole, _, _ = file.read().rpartition(b"\n")
+    except FileNotFoundError:
+        return None
+    line = whole.rpartition(b"\n")[2]
+    return json.loads(line) if line else None
+
+
+class Client:
+    """An operator's view of one cluster."""
+
+    def __init__(self, state_dir: Path, scratch: Path) -> None:
+        """`scratch`: a folder for job files."""
+        self.state_dir = state_dir
+        self.address = ""
+        #: The operator's; None: the cluster is in the clear, on this host.
+        self.credentials: Path | None = None
+        self._scratch = scratch
+
+    # ---- the operator's verbs
+
+    def timeline(self, job_id: str, path: Path, steps: int) -> list[Record]:
+        """The events of a timeline of that many steps to come, written to `path`."""
+        arguments = ("--timeline", str(path), "--job", job_id, "--steps", str(steps))
+        self.oobleck("profile", *arguments, timeout_s=600)
+        events: list[Record] = json.loads(path.read_text())["traceEvents"]
+        return events
+
+    def oobleck(
+        self, *arguments: str, check: bool = True, timeout_s: float = 180
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `oobleck VERB ...` against this cluster."""
+        shown = {"OOBLECK_CREDENTIALS": str(self.credentials)} if self.credentials else {}
+        done = subprocess.run(
+            [str(BIN / "oobleck"), *arguments],
+            env={**os.environ, "OOBLECK_MASTER": self.address, **shown},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+        if check and done.returncode != 0:
+            raise ClusterError(f"oobleck {' '.join(arguments)}: {done.stderr.strip()}")
+        return done
+
+    def submit(self, job: Mapping[str, object]) -> str:
+        """Submit the job file that `job` describes; returns the job's id."""
+        path = self._scratch / f"{job['name']}.yaml"
+        path.write_text(json.dumps(job))  # JSON is YAML
+        return self.oobleck("submit", str(path)).stdout.strip()
+
+    def save(self, job_id: str) -> int:
+        """Have a checkpoint taken, without waiting for it; the number of the wish."""
+        try:
+            with Master(self.endpoint) as master:
+                return master.save_checkpoint(job_id)
+        except CommandFailed as failed:
+            raise ClusterError(str(failed)) from failed
+
+    def status(self, job_id: str) -> Record:
+        return self._read(lambda master: text.plain(master.job(job_id)))
+
+    def jobs(self) -> list[Record]:
+        return self._read(lambda master: [text.plain(job) for job in master.jobs()])
+
+    def nodes(self) -> dict[str, Record]:
+        return self._read(lambda master: {node.node: text.plain(node) for node in master.nodes()})
+
+    def live(self) -> set[str]:
+        """Names of the nodes that the master takes for live."""
+        return {name for name, node in self.nodes().items() if node["state"] == "live"}
+
+    def planned(self, job_id: str) -> set[str]:
+        """The nodes of the plan that the job trains by; none while it does not."""
+        status = self.status(job_id)
+        if status["state"] != "running":
+            return set()
+        return {node for pipeline in status["plan"]["pipelines"] for node in pipeline["nodes"]}
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return choose_endpoint(self.address, self.credentials, insecure=self.credentials is None)
+
+    def _read(self, question: Callable[[Master], T]) -> T:
+        """The answer; asked again where a stalled machine has broken the connection."""
+        failed: CommandFailed | None = None
+        for _ in range(_TRIES):
+            try:
+                with Master(self.endpoint) as master:
+                    return question(master)
+            except CommandFailed as again:
+                failed = again
+                if not (isinstance(again, Unreachable) and again.reached):
+                    break
+        raise ClusterError(str(failed)) from failed
+
+    # ---- what the files say
+
+    def metrics(self, job_id: str) -> list[Record]:
+        return read_lines(self.state_dir / "jobs" / job_id / "metrics.jsonl")
+
+    def last_step(self, job_id: str) -> int:
+        """Newest step in the job's metrics; 0: none so far."""
+        line = last_line(self.state_dir / "jobs" / job_id / "metrics.jsonl")
+        return 0 if line is None else int(line["step"])
+
+    def events(self, job_id: str, kind: str | None = None) -> list[Record]:
+        events = read_lines(self.state_dir / "jobs" / job_id / "events.jsonl")
+        return [event for event in events if kind in (None, event["event"])]
+
+    def end_of(self, job_id: str) -> Record | None:
+        """The event that ended the job, if it has ended."""
+        ends = [e for e in self.events(job_id) if e["event"] in ENDED]
+        return ends[-1] if ends else None

@@ -1,0 +1,248 @@
+"""A cluster driven as an operator would, and what may be done to its processes.
+
+Used by the demo, the benchmarks and the cluster tests. Knows the process table; what an operator
+sees is in `bench.support.client`.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+
+from bench.support.client import Client, ClusterError
+from bench.support.daemons import descendants, kill_trees, tied, workers_among
+from bench.support.scratch import run_folder, undisturbed
+
+#: For what workers write to come into the job's logs.
+_STACKS_S = 1.0
+#: Within which daemons end by themselves.
+_STOP_S = 10.0
+
+
+class Cluster(Client, ABC):
+    """A running cluster and what may be done to it, wherever its processes run."""
+
+    def __init__(self, state_dir: Path, scratch: Path) -> None:
+        """`scratch`: a folder for job files."""
+        super().__init__(state_dir, scratch)
+        self.log = scratch / "cluster.log"
+        self.agents: dict[str, int] = {}
+        self.master_pid = 0
+
+    @abstractmethod
+    def roots(self) -> list[int]:
+        """Processes from which all others of the cluster descend."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises ClusterError where waiting is in vain."""
+
+    @abstractmethod
+    def start_node(self, name: str, *options: str) -> int:
+        """Start one more agent, as an operator would on one more machine; returns its pid."""
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that runs on behalf of this cluster."""
+        return [process for pid in self.roots() for process in descendants(pid)]
+
+    # ---- waiting
+
+    def wait(
+        self,
+        condition: Callable[[], bool],
+        what: str,
+        timeout_s: float = 240,
+        *,
+        poll_s: float = 0.02,
+    ) -> None:
+        """`poll_s`: longer for a condition that costs the cluster something."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                raise ClusterError(f"timed out waiting for {what}\n{self.report()}")
+            try:
+                self.check()
+            except ClusterError as error:
+                raise ClusterError(f"{error}, waiting for {what}\n{self.report()}") from error
+            time.sleep(poll_s)
+
+    def wait_step(self, job_id: str, step: int, timeout_s: float = 240) -> None:
+        def reached() -> bool:
+            end = self.end_of(job_id)
+            if self.last_step(job_id) >= step:
+                return True
+            if end is not None:
+                raise ClusterError(f"job {job_id} ended early: {end}\n{self.tail()}")
+            return False
+
+        self.wait(reached, f"step {step} of {job_id}", timeout_s)
+
+    def wait_end(self, job_id: str, timeout_s: float = 180) -> str:
+        """Wait until the job has ended; returns how."""
+        self.wait(lambda: self.end_of(job_id) is not None, f"the end of {job_id}", timeout_s)
+        end = self.end_of(job_id)
+        assert end is not None, "just seen"
+        return str(end["event"])
+
+    # ---- trouble
+
+    def kill_node(self, name: str) -> list[int]:
+        """SIGKILL the agent of a node together with everything it started."""
+        return kill_trees(self.agents.pop(name))
+
+    def kill_nodes(self, *names: str) -> list[int]:
+        """The same of several, at one moment."""
+        return kill_trees(*(self.agents.pop(name) for name in names))
+
+    def worker_pids(self) -> dict[str, int]:
+        """Process of every worker, by "node/slot"."""
+        return {
+            f"{name}/{worker['slot']}": worker["pid"]
+            for name, node in self.nodes().items()
+            for worker in node["workers"]
+        }
+
+    def kill_worker(self, name: str, slot: int = 0) -> int:
+        pid = self.worker_pids()[f"{name}/{slot}"]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    @contextlib.contextmanager
+    def frozen(self, name: str) -> Iterator[None]:
+        """Stop the workers of a node, and with them all that wait for theirs, for a while."""
+        agent = psutil.Process(self.agents[name])
+        workers = [w for warm in agent.children() for w in warm.children()]
+        for worker in workers:
+            worker.suspend()
+        try:
+            yield
+        finally:
+            for worker in workers:
+                worker.resume()
+
+    def tail(self, lines: int = 40) -> str:
+        return _tail(self.log, lines)
+
+    def report(self) -> str:
+        """All that tells why the newest job does not get on: its events, the daemons' logs, and
+        the workers' with the stacks of their threads."""
+        for process in workers_among(self.processes()):
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(_STACKS_S)
+        files = [(self.log, 40), *((path, 40) for path in sorted(self.state_dir.glob("log/*.log")))]
+        jobs = sorted((self.state_dir / "jobs").glob("*"), key=lambda path: path.stat().st_mtime)
+        for job in jobs[-1:]:
+            files += [(job / "events.jsonl", 15), (job / "metrics.jsonl", 1)]
+            files += [(path, 80) for path in sorted((job / "logs").glob("*.log"))]
+        return "\n".join(f"---- {path}\n{_tail(path, lines)}" for path, lines in files)
+
+
+class LocalCluster(Cluster):
+    """`oobleck local` and what may be done to it; a context manager that leaves nothing.
+
+    Its processes end with the thread that starts them.
+    """
+
+    def __init__(
+        self,
+        nodes: int,
+        *,
+        state_dir: Path | None = None,
+        workers_per_node: int = 1,
+        fault_plan: Sequence[Mapping[str, object]] = (),
+        options: Sequence[str] = (),
+    ) -> None:
+        self._run = ExitStack()
+        scratch = self._run.enter_context(run_folder())
+        super().__init__(state_dir or scratch / "state", scratch)
+        self._extra: list[subprocess.Popen[str]] = []
+        command = [*tied("oobleck.cli.main"), "local", "--nodes", str(nodes)]
+        command += ["--workers-per-node", str(workers_per_node)]
+        command += ["--listen", "127.0.0.1:0", "--state-dir", str(self.state_dir)]
+        self._faults: list[str] = []
+        if fault_plan:
+            path = scratch / "faults.json"
+            path.write_text(json.dumps(list(fault_plan)))
+            self._faults = ["--fault-plan", str(path)]
+        # Tests fail nodes on purpose, and sooner than any that is to be put aside.
+        command += ["--master-flag=--quarantine-s=0", "--no-restart", *self._faults, *options]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            )
+        try:
+            self._await_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __enter__(self) -> "LocalCluster":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _await_ready(self) -> None:
+        assert self.process.stdout is not None, "opened as a pipe"
+        for line in self.process.stdout:
+            words = line.split()
+            match words:
+                case ["master", address, "pid", pid]:
+                    self.address, self.master_pid = address, int(pid)
+                case ["agent", name, "pid", pid]:
+                    self.agents[name] = int(pid)
+                case ["ready", *_]:
+                    return
+                case _:
+                    pass
+        raise ClusterError(f"oobleck local ended early:\n{self.log.read_text()}")
+
+    def stop(self) -> None:
+        """Ctrl-C, then whatever is left by force."""
+        with undisturbed(), self._run:
+            left = self.processes()
+            daemons = [self.process, *self._extra]
+            for daemon in daemons:
+                if daemon.poll() is None:
+                    daemon.send_signal(signal.SIGINT)
+            for daemon in daemons:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    daemon.wait(timeout=_STOP_S)
+                daemon.kill()
+                daemon.wait()
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            if self.process.stdout is not None:
+                self.process.stdout.close()
+
+    def roots(self) -> list[int]:
+        return [self.process.pid, *(extra.pid for extra in self._extra)]
+
+    def check(self) -> None:
+        if self.process.poll() is not None:
+            raise ClusterError("oobleck local ended")
+
+    def start_node(self, name: str, *options: str) -> int:
+        """It knows the fault plan too."""
+        command = [*tied("oobleck.agent"), "--master", self.address, "--name", name]
+        command += [*self._faults, *options]
+        with self.log.open("a") as log:
+            agent = subprocess.Popen(command, stdout=log, stderr=log, text=True)
+        self._extra.append(agent)
+        self.agents[name] = agent.pid
+        return agent.pid
+
+
+def _tail(path: Path, lines: int) -> str:
+    text = path.read_text(errors="replace") if path.exists() else ""
+    return "\n".join(text.splitlines()[-lines:])

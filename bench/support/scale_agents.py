@@ -1,0 +1,346 @@
+"""A process full of agents without workers, for `bench.master_scale`.
+
+Towards the master each is a real agent: its own connection and certificate, and the session and
+outbox of `oobleck.agent`, so registrations, heartbeats, reconnects and what a restarted master
+hears are the real ones. What stands in for processes is here: a worker that is ready at once,
+reaches the phases of every plan that counts on it, and commits the steps that it is told of.
+
+Speaks with the bench in lines of JSON: commands on the standard input, until its end, and news on
+the standard output. Moments are readings of the monotonic clock, which all processes share.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from oobleck.agent.config import AgentConfig
+from oobleck.agent.connection.outbox import Outbox
+from oobleck.agent.connection.session import Session, channel_options
+from oobleck.agent.desired import Desired, PlanPart
+from oobleck.host.detection import Detection
+from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.host.ipc.messages import PeerLost, PhaseReached, StepRecord
+from oobleck.host.security.credentials import Credentials
+from oobleck.host.security.pki import Authority, Identity, key_pem, new_key, read_key
+from oobleck.host.system.environment import Surroundings
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.planner.programs.plan import Plan
+from oobleck.proto import control_pb2_grpc as rpc
+from oobleck.proto.secure import open_aio_channel
+from oobleck.proto.types import NodeStatus, WorkerReport, WorkerStatus
+
+#: A connection of its own for every agent, as if each were on a host of its own.
+_OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
+Phase = Literal["aborted", "joined", "transferred"]
+#: Seconds from the news of a plan until a worker has reached the phase; up to half as much again.
+_PHASES: tuple[tuple[Phase, float], ...] = (
+    ("aborted", 0.03),
+    ("joined", 0.3),
+    ("transferred", 0.5),
+)
+#: Workers come to the end of a step within this time.
+_SPREAD_S = 0.2
+#: News wait for so long for more, to be told in one line.
+_NEWS_S = 0.02
+#: Whoever measures, and the master, go first where there are fewer cores than hosts.
+_NICE = 5
+
+
+def node_name(number: int) -> NodeName:
+    return NodeName(f"n{number:04}")
+
+
+class News:
+    """What the bench is to hear, gathered into few lines."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, list[object]] = {}
+        self._first: dict[Generation, NodeName] = {}
+
+    def tell(self, kind: str, *what: object) -> None:
+        if not self._lines:
+            asyncio.get_running_loop().call_later(_NEWS_S, self._flush)
+        self._lines.setdefault(kind, []).append(what)
+
+    def plan(self, plan: Plan) -> NodeName:
+        """The node of rank 0. All by rank are told once, however many agents hear of the plan."""
+        if plan.generation not in self._first:
+            self._first[plan.generation] = plan.workers[0].node
+            ranks = [int(worker.node.removeprefix("n")) for worker in plan.workers]
+            self.tell("plan", plan.generation, ranks)
+        return self._first[plan.generation]
+
+    def _flush(self) -> None:
+        lines, self._lines = self._lines, {}
+        print(json.dumps(lines), flush=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crowd:
+    """What the agents of one process have in common."""
+
+    master: str
+    memory_bytes: int
+    authority: Authority
+    news: News
+
+    def credentials(self, name: NodeName) -> Credentials:
+        key, identity = new_key(), Identity(role="agent", name=name)
+        certificate = self.authority.sign(key.public_key(), identity, 86_400.0)
+        return Credentials(
+            authority=self.authority.certificate, certificate=certificate, key=key_pem(key)
+        )
+
+
+class Agent:
+    def __init__(self, number: int, crowd: Crowd) -> None:
+        self._number, self._crowd, self._news = number, crowd, crowd.news
+        self._surroundings = Surroundings()
+        incarnation = self._incarnation()
+        self._outbox = Outbox(incarnation)
+        name = node_name(number)
+        config = AgentConfig(
+            master=crowd.master,
+            name=name,
+            hostname=name,
+            worker_slots=1,
+            gpus=(),
+            address="127.0.0.1",
+            memory_per_worker_bytes=crowd.memory_bytes,
+            faults=(),
+            warm_command=(),
+            environment={},
+        )
+        self._endpoint = Endpoint(address=crowd.master, credentials=crowd.credentials(name))
+        self._detection = Detection()
+        self._session = Session(
+            config,
+            incarnation,
+            self._outbox,
+            self._surroundings,
+            endpoint=lambda: self._endpoint,
+            on_address=lambda _: None,
+            on_session=lambda _: None,
+            on_detection=self._welcomed,
+            on_assigned=self._assigned,
+            on_record=lambda _, __: None,
+            standing_reports=lambda: [] if self._lost is None else [self._lost],
+        )
+        #: None: no worker.
+        self._job_id: JobId | None = None
+        self._worker = Incarnation("")
+        self._told = self._entered = Generation(0)
+        self._step, self._beats = -1, 0
+        self.has_rank_0 = False
+        #: Told again to each new session until there is a newer plan.
+        self._lost: WorkerReport | None = None
+
+    def _incarnation(self) -> Incarnation:
+        return Incarnation(self._surroundings.token(8))
+
+    async def live(self, after_s: float) -> None:
+        """Until cancelled, or the master refuses it for good."""
+        await asyncio.sleep(after_s)
+        refusal = None
+        while refusal is None:
+            options = (*channel_options(self._detection), _OWN_CONNECTION)
+            async with open_aio_channel(self._endpoint, options) as channel:
+                stub = rpc.ControlStub(channel)  # type: ignore[no-untyped-call]  # generated
+                refusal = await self._session.converse(stub)
+        raise RuntimeError(f"{node_name(self._number)} is refused: {refusal}")
+
+    # ---- from the master
+
+    def _welcomed(self, detection: Detection) -> None:
+        self._detection = detection
+        self._news.tell("welcomed", self._number, time.monotonic())
+
+    def _assigned(self, desired: Desired | None, drained: bool) -> None:
+        part = desired.part if desired is not None else None
+        if desired is None:
+            self._job_id = None
+        elif desired.job_id != self._job_id or (part is None and self._told):
+            # Another job's, or left out of the plan: what it held is gone.
+            self._job_id, self._worker = desired.job_id, self._incarnation()
+            self._step = -1
+        if part is None:
+            self._told = self._entered = Generation(0)
+            self.has_rank_0 = False
+        elif part.plan.generation > self._told and self._worker in part.worker_incarnations:
+            self._enter(part)
+        self._tell()
+
+    def _enter(self, part: PlanPart) -> None:
+        generation = self._told = part.plan.generation
+        self.has_rank_0 = self._news.plan(part.plan) == node_name(self._number)
+        self._lost = None
+        self._news.tell("told", self._number, generation, time.monotonic())
+        loop = asyncio.get_running_loop()
+        for phase, after_s in _PHASES:
+            loop.call_later(after_s * random.uniform(1, 1.5), self._reach, generation, phase)
+
+    def _reach(self, generation: Generation, phase: Phase) -> None:
+        if generation != self._told:
+            return
+        reached = PhaseReached(
+            generation=generation, phase=phase, committed_step=self._step, redo=False
+        )
+        self._outbox.report(self._report(reached))
+        if phase == "transferred":
+            self._entered = generation
+            self._tell()
+            self._news.tell("entered", self._number, generation)
+
+    # ---- what happens on its host
+
+    def commit(self, record: StepRecord) -> None:
+        """Its worker has done the step, if it is in that generation."""
+        if self._job_id is not None and record.generation == self._entered:
+            self._step = record.step
+            self._outbox.record(self._job_id, record, self._surroundings.now())
+            self._tell()
+
+    def lose_peer(self) -> None:
+        lost = PeerLost(generation=self._entered, step=self._step + 1, detail="closed")
+        self._lost = self._report(lost)
+        self._outbox.report(self._lost)
+
+    def _report(self, what: PhaseReached | PeerLost) -> WorkerReport:
+        assert self._job_id is not None
+        return WorkerReport(
+            job_id=self._job_id,
+            slot=0,
+            incarnation=self._worker,
+            generation=what.generation,
+            what=what,
+        )
+
+    def _tell(self) -> None:
+        self._beats += 1
+        workers: tuple[WorkerStatus, ...] = ()
+        if self._job_id is not None:
+            worker = WorkerStatus(
+                slot=0,
+                incarnation=self._worker,
+                pid=10_000 + self._number,
+                store=f"127.0.0.1:{10_000 + self._number}",
+                data="ab" * 16,
+                generation=self._entered,
+                committed_step=self._step,
+                peak_memory_bytes=1 << 33,
+                base_memory_bytes=1 << 28,
+                beats=self._beats,
+                doing="forward" if self._entered else "waiting for a plan",
+            )
+            workers = (worker,)
+        status = NodeStatus(job_id=self._job_id, generation=self._told, workers=workers)
+        self._outbox.status(status, has_rank_0=self.has_rank_0)
+
+
+class Hosts:
+    """The agents of this process, and what the bench has happen to them."""
+
+    def __init__(self, crowd: Crowd, numbers: Sequence[int], tasks: asyncio.TaskGroup) -> None:
+        """`tasks`: where the agents live."""
+        self._master = crowd.master
+        self._tasks = tasks
+        self.agents = {number: Agent(number, crowd) for number in numbers}
+        self._lives: dict[int, asyncio.Task[None]] = {}
+
+    def start(self, within_s: float) -> None:
+        for number, agent in self.agents.items():
+            life = agent.live(random.uniform(0.0, within_s))
+            self._lives[number] = self._tasks.create_task(life)
+
+    def end(self) -> None:
+        for number in list(self.agents):
+            self.die(number)
+
+    def die(self, number: int) -> None:
+        """The host is gone; the kernel closes its connection."""
+        del self.agents[number]
+        self._lives.pop(number).cancel()
+
+    def lose_peer(self, number: int) -> None:
+        self.agents[number].lose_peer()
+
+    def commit(self, step: int, generation: int) -> None:
+        record = StepRecord(
+            step=step,
+            loss=1.0,
+            grad_norm=1.0,
+            tokens=1024,
+            samples_digest="0" * 64,
+            generation=Generation(generation),
+            step_seconds=1.0,
+            time=time.time(),
+            skipped=False,
+        )
+        loop = asyncio.get_running_loop()
+        for agent in self.agents.values():
+            # Here they wait for each other, as agents on hosts of their own do not: so that the
+            # only one whose record is waited for is the first.
+            after_s = 0.0 if agent.has_rank_0 else random.uniform(0.02, _SPREAD_S)
+            loop.call_later(after_s, agent.commit, record)
+
+    def cut(self, count: int) -> None:
+        """So many connections are cut, as by a switch that starts anew."""
+        port = int(self._master.rpartition(":")[2])
+        all_of_them = psutil.Process().net_connections("tcp")
+        ours = [c.fd for c in all_of_them if c.raddr and c.raddr.port == port]
+        for descriptor in random.sample(ours, min(count, len(ours))):
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+async def serve(hosts: Hosts) -> None:
+    """Commands from the standard input: {"do": NAME, ARGUMENT: VALUE, ...}."""
+    commands: dict[str, Callable[..., None]] = {
+        "start": hosts.start,
+        "die": hosts.die,
+        "lose_peer": hosts.lose_peer,
+        "commit": hosts.commit,
+        "cut": hosts.cut,
+    }
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    while line := await reader.readline():
+        command: dict[str, Any] = json.loads(line)
+        commands[command.pop("do")](**command)
+    hosts.end()
+
+
+async def run(crowd: Crowd, numbers: Sequence[int]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        hosts = Hosts(crowd, numbers, tasks)
+        print("{}", flush=True)  # ready to be told something
+        await serve(hosts)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.ERROR)
+    os.nice(_NICE)
+    told = json.loads(sys.argv[1])
+    keys = Path(told["keys"])
+    authority = Authority((keys / "ca.crt").read_bytes(), read_key((keys / "ca.key").read_bytes()))
+    crowd = Crowd(
+        master=told["master"], memory_bytes=told["memory_bytes"], authority=authority, news=News()
+    )
+    asyncio.run(run(crowd, range(told["first"], told["end"], told["step"])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What a run has on this machine besides processes: folders, file systems, network namespaces.
+
+They carry the process in their names. Whoever ends with an exception removes them, and SIGTERM and
+SIGHUP (unless it is ignored, as under nohup) become one; of those that were killed the next run
+that makes such things removes what is left.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from oobleck.host.system.process import end_signals
+
+_NAME = re.compile(r"oobleck-run-(\d+)(-|$)")
+
+
+def own_name() -> str:
+    """What the names of all that this process makes begin with; nobody else names things so, since
+    what is left is removed unasked."""
+    return f"oobleck-run-{os.getpid()}"
+
+
+def is_over(name: str) -> bool:
+    """Whether a thing of that name is of a run that is no more."""
+    match = _NAME.match(name)
+    return match is not None and not psutil.pid_exists(int(match[1]))
+
+
+class _Ends:
+    """What signals do that ask this process to end: raise KeyboardInterrupt, or wait."""
+
+    def __init__(self) -> None:
+        self._waiting: list[int] | None = None
+
+    @contextlib.contextmanager
+    def raised(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # Python allows it nowhere else, and signals come nowhere else
+            return
+        ends = (signal.SIGTERM, *end_signals())
+        before = {signum: signal.signal(signum, self._handle) for signum in ends}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        before, self._waiting = self._waiting, []
+        try:
+            yield
+        finally:
+            came, self._waiting = self._waiting, before
+        if came:
+            self._handle(came[0], None)
+
+    def _handle(self, signum: int, _: FrameType | None) -> None:
+        if self._waiting is None:
+            raise KeyboardInterrupt(signal.Signals(signum).name)
+        self._waiting.append(signum)
+
+
+_ends = _Ends()
+
+
+@contextlib.contextmanager
+def run_folder() -> Iterator[Path]:
+    """A folder for this run. Within, SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does."""
+    sweep()
+    with _ends.raised(), tempfile.TemporaryDirectory(prefix=f"{own_name()}-") as folder:
+        yield Path(folder)
+
+
+def undisturbed() -> contextlib.AbstractContextManager[None]:
+    """For the end of a run, which is not to be ended in the middle: such signals wait."""
+    return _ends.held()
+
+
+def sweep() -> None:
+    """Remove the folders and file systems of runs that are no more."""
+    for mounted in psutil.disk_partitions(all=True):
+        if is_over(mounted.device):
+            unmount(Path(mounted.mountpoint))
+    for folder in Path(tempfile.gettempdir()).iterdir():
+        if is_over(folder.name):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def mount_memory(folder: Path, megabytes: int) -> None:
+    """A file system of that size, at a folder that is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    disk = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", own_name(), str(folder)]
+    subprocess.run(disk, check=True)
+
+
+def unmount(folder: Path) -> None:
+    """Whether or not anything still has files open there, or it was mounted at all."""
+    subprocess.run(["umount", "--lazy", str(folder)], check=False, stderr=subprocess.DEVNULL)

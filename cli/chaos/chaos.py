@@ -1,0 +1,168 @@
+"""`oobleck chaos`: a drill that strikes a running job with real faults and tells how it takes them.
+
+Owns what an operator may ask for, and who is struck. The course of the drill is `drill`'s.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+
+from oobleck.cli import options
+from oobleck.cli.chaos.drill import Drill, Orders
+from oobleck.cli.chaos.striker import Striker
+from oobleck.cli.chaos.strikes import DEFAULT_KINDS, KINDS, OUT_OF_REACH, TO_THE_MASTER, schedule
+from oobleck.cli.chaos.victims import check_here, check_master_here
+from oobleck.cli.client import Master
+from oobleck.cli.output import text
+from oobleck.host.command import CommandFailed
+from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.planner.units import parse_seconds
+from oobleck.proto import control_pb2 as pb
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+EPILOG = "\b\nKinds:\n" + "\n".join(f"  {kind:<12} {what}" for kind, what in KINDS.items())
+
+
+def span(ctx: click.Context, parameter: click.Parameter, value: str) -> float:
+    """Seconds, or a usage error that says how to write them."""
+    try:
+        return parse_seconds(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def time_option(flag: str, name: str, default: str, help_text: str) -> Callable[[F], F]:
+    return click.option(
+        flag,
+        name,
+        default=default,
+        show_default=True,
+        metavar="TIME",
+        callback=span,
+        help=help_text,
+    )
+
+
+@click.command(epilog=EPILOG)
+@click.argument("job_id", metavar="JOB")
+@time_option("--mtbf", "mtbf_s", "30s", "Mean time between two faults of the cluster.")
+@click.option(
+    "--kinds",
+    default=",".join(DEFAULT_KINDS),
+    show_default=True,
+    metavar="KIND,...",
+    help="What to do; listed below.",
+)
+@click.option("--nodes", metavar="NAME,...", help="Strike only these.  [default: all live ones]")
+@time_option("--for", "for_s", "10m", "How long the drill lasts.")
+@time_option("--stop-for", "stop_for_s", "5s", "How long what is stopped stays so.")
+@time_option(
+    "--patience", "patience_s", "5m", "A job that does not go on for so long has failed the drill."
+)
+@click.option("--seed", type=int, help="The same seed gives the same faults.  [default: a new one]")
+@click.option("--dry-run", is_flag=True, help="Only show when what would be done.")
+@click.option("--beyond", is_flag=True, help="Strike also while the job cannot lose a node.")
+@click.option(
+    "--restart-command",
+    metavar="COMMAND",
+    help="Starts a killed agent again; {node} in it is the node's name.",
+)
+@click.option(
+    "--restart-master", metavar="COMMAND", help="Starts a killed master again, with its flags."
+)
+@options.master_option
+def chaos(
+    job_id: str,
+    mtbf_s: float,
+    kinds: str,
+    nodes: str | None,
+    for_s: float,
+    stop_for_s: float,
+    patience_s: float,
+    seed: int | None,
+    dry_run: bool,
+    beyond: bool,
+    restart_command: str | None,
+    restart_master: str | None,
+    master: Endpoint,
+) -> int:
+    """Strike the running job JOB with real faults, as a drill: signals to processes of its nodes,
+    at random times, while no more is lost than it survives. Each fault is printed, with how long
+    the job stood still; a summary comes at the end. Only for nodes of this machine.
+
+    Exit code 1: the job ended badly, or did not go on after a fault.
+    """
+    wanted = check_kinds(kinds, restart_command, restart_master)
+    seed = seed if seed is not None else time.time_ns() % 1_000_000
+    with Master(master) as connection:
+        connection.job(job_id)  # an unknown one is told of first
+        live = chosen(connection.nodes(), nodes)
+        if not set(wanted) <= set(TO_THE_MASTER):
+            check_here(live)
+        if on_master := sorted(kind for kind in wanted if kind.endswith("-master")):
+            check_master_here(on_master[0], connection.address)
+        orders = Orders(
+            job_id=job_id,
+            kinds=wanted,
+            nodes=tuple(node.node for node in live),
+            patience_s=patience_s,
+            beyond=beyond,
+        )
+        strikes = schedule(seed=seed, mtbf_s=mtbf_s, for_s=for_s, kinds=wanted, nodes=orders.nodes)
+        click.echo(f"seed {seed}")
+        if dry_run:
+            for strike in strikes:
+                line = f"{text.seconds(strike.at_s):>12}  {strike.kind} {strike.node}"
+                click.echo(line.rstrip())
+            return 0
+        striker = Striker(
+            connection.address,
+            stop_for_s=stop_for_s,
+            restart_agent=restart_command,
+            restart_master=restart_master,
+        )
+        return Drill(connection, orders, striker).run(list(strikes), for_s)
+
+
+def check_kinds(
+    kinds: str, restart_command: str | None, restart_master: str | None
+) -> tuple[str, ...]:
+    wanted = tuple(kind.strip() for kind in kinds.split(","))
+    for kind in wanted:
+        if kind in OUT_OF_REACH:
+            raise click.UsageError(
+                f"--kinds {kind}: a drill does only what the user of the processes may do, and "
+                f"{OUT_OF_REACH[kind]}; there are {', '.join(KINDS)} ('make soak' does the others "
+                "to a cluster of its own, as root)"
+            )
+        if kind not in KINDS:
+            raise click.UsageError(f"--kinds: no kind {kind!r}; there are {', '.join(KINDS)}")
+        if kind in ("kill-agent", "kill-node") and restart_command is None:
+            raise click.UsageError(
+                f"--kinds {kind}: nobody starts a killed agent again; say how with "
+                "--restart-command 'systemctl restart oobleck-agent', or leave the kind out"
+            )
+    if "kill-master" in wanted and restart_master is None:
+        raise click.UsageError(
+            "--kinds kill-master: nobody starts a killed master again; say how with "
+            "--restart-master 'systemctl restart oobleck-master', or leave the kind out"
+        )
+    return wanted
+
+
+def chosen(known: Sequence[pb.NodeInfo], names: str | None) -> list[pb.NodeInfo]:
+    live = {node.node: node for node in known if node.state == "live"}
+    if names is None:
+        if not live:
+            raise CommandFailed("no node is live", options.NO_SUCH_THING)
+        return [live[name] for name in sorted(live)]
+    wanted = sorted({name.strip() for name in names.split(",")})
+    if missing := [name for name in wanted if name not in live]:
+        raise CommandFailed(
+            f"--nodes: {', '.join(missing)} not live; live are {', '.join(sorted(live)) or 'none'}",
+            options.NO_SUCH_THING,
+        )
+    return [live[name] for name in wanted]

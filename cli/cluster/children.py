@@ -1,0 +1,127 @@
+"""The daemons that `oobleck local` runs: started, watched and stopped as subprocesses.
+
+They die with this process, however it ends, by a module that they are started through: no code of
+ours runs between fork and exec, which is not safe beside gRPC's threads. Must not know gRPC.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from oobleck.cli.options import USAGE
+from oobleck.host.system.process import signal_name
+
+#: Agents give their workers 2 s; the master goes after them.
+AGENT_GRACE_S = 3.3
+MASTER_GRACE_S = 1.0
+#: What dies is started again after so long; where it lives for less than QUICK_S each time, after
+#: twice as long as the time before, up to the longest.
+RESTART_S = 2.0
+QUICK_S = 10.0
+LONGEST_RESTART_S = 30.0
+_TAIL_BYTES = 4096
+
+
+def restart_pause_s(quick_ends: int) -> float:
+    """`quick_ends`: how often in a row it has ended soon after its start."""
+    return float(min(LONGEST_RESTART_S, RESTART_S * 2 ** min(10, max(0, quick_ends - 1))))
+
+
+class Child:
+    """One daemon; its output goes to a file."""
+
+    def __init__(
+        self, name: str, module: str, arguments: Sequence[str], log: Path, *, piped: bool = False
+    ) -> None:
+        """`piped`: its standard output can be read from `process.stdout`."""
+        self.name = name
+        self.arguments = tuple(arguments)
+        self.log = log
+        #: Its end has been told.
+        self.told = False
+        #: When it is to be started again; None: it is not.
+        self.due: float | None = None
+        self._module, self._piped = module, piped
+        self._quick_ends = 0
+        self.start()
+
+    def start(self) -> None:
+        """Also again, once it has ended."""
+        self.told, self.due, self._started_at = False, None, time.monotonic()
+        tied = [
+            sys.executable,
+            "-m",
+            "oobleck.host.system.die_with_parent",
+            str(os.getpid()),
+            self._module,
+        ]
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*tied, *self.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if self._piped else output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    @property
+    def has_died(self) -> bool:
+        """Whether it has ended other than by a signal that it was to end by, or a refusal."""
+        return self.process.returncode not in (None, 0, USAGE)
+
+    def plan_restart(self) -> float:
+        """It is to be started again; after how many seconds."""
+        now = time.monotonic()
+        self._quick_ends = self._quick_ends + 1 if now - self._started_at < QUICK_S else 0
+        pause_s = restart_pause_s(self._quick_ends)
+        self.due = now + pause_s
+        return pause_s
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def how_it_ended(self) -> str:
+        """`was killed by SIGKILL` or `ended with exit code 2: its last line`."""
+        code = self.process.returncode
+        if code < 0:
+            return f"was killed by {signal_name(-code)}"
+        last = self.last_line()
+        return f"ended with exit code {code}" + (f": {last}" if last else "")
+
+    def last_line(self) -> str:
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+
+def stop(master: Child | None, agents: Sequence[Child]) -> None:
+    """End all of them within five seconds; called again it kills at once."""
+    everyone = [*agents, *([master] if master else [])]
+    try:
+        _end(agents, AGENT_GRACE_S)
+        _end([master] if master else [], MASTER_GRACE_S)
+    finally:
+        for child in everyone:
+            if child.alive:
+                child.process.kill()
+        for child in everyone:
+            child.process.wait()
+
+
+def _end(children: Sequence[Child], grace_s: float) -> None:
+    for child in children:
+        if child.alive:
+            child.process.send_signal(signal.SIGINT)  # SIGTERM would drain an agent's node
+    deadline = time.monotonic() + grace_s
+    while any(child.alive for child in children) and time.monotonic() < deadline:
+        time.sleep(0.02)

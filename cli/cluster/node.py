@@ -1,0 +1,120 @@
+"""The commands that change nodes: drain and undrain."""
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from oobleck.cli.options import FAILED, NO_SUCH_THING, USAGE, master_option
+from oobleck.host.command import CommandFailed
+from oobleck.host.display import inline
+from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.planner.units import parse_seconds
+
+if TYPE_CHECKING:
+    from oobleck.cli.client import Master
+    from oobleck.proto import control_pb2 as pb
+
+_POLL_S = 0.2
+MOST_REASON = 500
+
+
+@click.group()
+def node() -> None:
+    """Take a node out for maintenance, and back."""
+
+
+@node.command()
+@click.argument("name", metavar="NODE")
+@click.option("--reason", default="", metavar="TEXT", help="Shown by 'oobleck nodes'.")
+@click.option("--wait", is_flag=True, help="Return when nothing is on the node any more.")
+@click.option(
+    "--timeout",
+    metavar="TIME",
+    help="How long to wait, as in 10m; then it ends with exit code 1, and the drain goes on.  "
+    "[default: for ever]",
+)
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Also where a job cannot go on without the node: it waits for nodes then, and what the "
+    "node alone held is lost, but for the checkpoint that is taken first if the job takes any.",
+)
+@master_option
+def drain(
+    name: str, reason: str, wait: bool, timeout: str | None, force: bool, master: Endpoint
+) -> None:
+    """Move the work off NODE at the next step boundary, and give it none until it is undrained.
+
+    No step is lost or done again. Where a job cannot go on without the node, it is kept until it
+    can, or the drain is forced; the answer says so, and why. Asked again, nothing changes.
+
+    Exit codes: 0 the node is drained, or without --wait asked to be; 1 it is not within --timeout.
+    """
+    from oobleck.cli.client import Master, Unreachable
+    from oobleck.cli.jobs.away import Away
+
+    if len(reason) > MOST_REASON:
+        raise CommandFailed(f"--reason: is longer than {MOST_REASON} characters", USAGE)
+    if not reason.isprintable():
+        raise CommandFailed("--reason: is one line, of characters that can be printed", USAGE)
+    until = _deadline(timeout, wait)
+    with Master(master) as connection:
+        told = _tell(connection.drain(name, reason, force=force))
+        away = Away()
+        away.answered()
+        while wait:
+            try:
+                info = _find(connection, name)
+            except Unreachable as unreachable:
+                if time.monotonic() >= until:
+                    raise CommandFailed(f"--timeout {timeout}: {told}", FAILED) from unreachable
+                away.wait(unreachable)
+                continue
+            away.answered()
+            told = _tell(info, told)
+            if info.state in ("drained", "lost"):
+                break
+            if time.monotonic() >= until:
+                raise CommandFailed(f"--timeout {timeout}: {told}", FAILED)
+            time.sleep(_POLL_S)
+
+
+@node.command()
+@click.argument("name", metavar="NODE")
+@master_option
+def undrain(name: str, master: Endpoint) -> None:
+    """Let NODE take part again: one that was drained, is in quarantine, or is left out of the
+    job."""
+    from oobleck.cli.client import Master
+
+    with Master(master) as connection:
+        _tell(connection.undrain(name))
+
+
+def _deadline(timeout: str | None, wait: bool) -> float:
+    """Of the monotonic clock."""
+    if timeout is None:
+        return math.inf
+    if not wait:
+        raise CommandFailed("--timeout: is of --wait; give that too, or leave both out", USAGE)
+    try:
+        return time.monotonic() + parse_seconds(timeout)
+    except ValueError as error:
+        raise CommandFailed(f"--timeout: {error}", USAGE) from error
+
+
+def _find(connection: "Master", name: str) -> "pb.NodeInfo":
+    found = next((info for info in connection.nodes() if info.node == name), None)
+    if found is None:
+        raise CommandFailed(f"node {name} was lost, and is forgotten by now", NO_SUCH_THING)
+    return found
+
+
+def _tell(info: "pb.NodeInfo", told: str = "") -> str:
+    """Print how the node is, where that is news; the line."""
+    line = f"{info.node} {info.state}" + (f": {inline(info.reason)}" if info.reason else "")
+    if line != told:
+        click.echo(line)
+    return line

@@ -1,0 +1,398 @@
+"""`oobleck pki`: the cluster's authority, join tokens, certificates given out and taken back."""
+
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import click
+
+from oobleck.cli.options import FAILED, NO_SUCH_THING, USAGE, F, json_option, master_option
+from oobleck.host.command import CommandFailed
+from oobleck.host.display import inline
+from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.host.security.credentials import (
+    ROLES,
+    Credentials,
+    check_writable,
+    read_credentials,
+    read_file,
+    read_secret,
+    write_private,
+)
+from oobleck.planner.ids import check_name
+
+if TYPE_CHECKING:
+    from oobleck.host.security.credentials import Role
+    from oobleck.proto import control_pb2 as pb
+
+DEFAULT_DIR = Path("~/.oobleck/pki")
+DEFAULT_CREDENTIALS = Path("~/.oobleck/credentials")
+TOKEN_VARIABLE = "OOBLECK_JOIN_TOKEN"
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+_TTL = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smhd]?)")
+#: Whom a token may let in; workers talk to their agent alone.
+_JOINING = [role for role in ROLES if role != "worker"]
+
+
+@click.group()
+def pki() -> None:
+    """Make and take back what proves who may speak to a master: certificates and join tokens."""
+
+
+def _dir_option(help_text: str) -> Callable[[F], F]:
+    return click.option(
+        "--dir",
+        "folder",
+        type=click.Path(file_okay=False, path_type=Path),
+        default=DEFAULT_DIR,
+        show_default=True,
+        metavar="DIR",
+        help=help_text,
+    )
+
+
+@pki.command()
+@_dir_option("Where to make the authority; a master looks for STATE-DIR/pki by itself.")
+@click.option(
+    "--name",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="DNS name or IP address to put into the master's certificate, for tools that look at "
+    "it; agents and 'oobleck' do not need it. May be repeated.",
+)
+def init(folder: Path, names: tuple[str, ...]) -> None:
+    """Make a cluster's authority, the master's certificate and the first operator's credentials."""
+    from oobleck.cli.cluster.authority import OPERATOR, make_authority
+
+    folder = folder.expanduser().absolute()
+    make_authority(folder, names)
+    click.echo(
+        f"authority            {folder}\n"
+        f"operator credentials {folder / OPERATOR}\n"
+        f"start the master:    oobleck-master --pki {folder} --listen 0.0.0.0:4600 "
+        "--state-dir DIR\n"
+        f"then let nodes in:   oobleck pki token --out FILE --master HOST:4600 "
+        f"--credentials {folder / OPERATOR}"
+    )
+
+
+@pki.command()
+@click.argument("name", metavar="NAME")
+@click.option("--role", type=click.Choice(ROLES), default="agent", show_default=True)
+@_dir_option("The authority, which must be on this host.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    metavar="DIR",
+    help="Folder for the credentials.",
+)
+def issue(name: str, role: "Role", folder: Path, out: Path) -> None:
+    """Make credentials with the authority's own key, without a master or a token.
+
+    A key that is in DIR is kept, and so are credentials of any other role, name or cluster.
+    """
+    from oobleck.cli.cluster import authority
+
+    _check_name(name, role)
+    authority.issue(folder.expanduser(), out.expanduser(), role, name)
+    click.echo(out)
+
+
+@pki.command()
+@click.option("--role", type=click.Choice(_JOINING), default="agent", show_default=True)
+@click.option(
+    "--name", default="", metavar="NAME", help="The only name that may join by it.  [default: any]"
+)
+@click.option(
+    "--ttl",
+    default="10m",
+    show_default=True,
+    metavar="TIME",
+    help="How long it is good: 30s, 10m, 2h.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Put it into this file, for your eyes alone; a token that is there is replaced, and "
+    "nothing else.  [default: print it]",
+)
+@master_option
+def token(role: "Role", name: str, ttl: str, out: Path | None, master: Endpoint) -> None:
+    """Make a join token: good for one certificate of that role, for a short time.
+
+    Hand it over in a file that nobody else can read, as --out makes one, or in OOBLECK_JOIN_TOKEN;
+    never as an argument, which other users of a host can read.
+    """
+    ttl_s = _seconds(ttl)
+    if name:
+        _check_name(name, role)
+    if out is not None:
+        _check_out(out)  # before there is a token
+    from oobleck.cli.client import Master
+    from oobleck.host.security import pki as certificates
+    from oobleck.host.security.jointoken import format_token
+
+    key = certificates.new_key()
+    with Master(master) as connection:
+        reply = connection.create_token(
+            certificates.new_request(key), role=role, name=name, ttl_s=ttl_s
+        )
+    made = format_token(
+        Credentials(
+            authority=reply.authority.encode(),
+            certificate=reply.certificate.encode(),
+            key=certificates.key_pem(key),
+        )
+    )
+    if out is None:
+        click.echo(made)
+        return
+    try:
+        write_private(out, f"{made}\n".encode())
+    except OSError as error:
+        raise CommandFailed(f"--out {out}: {error.strerror}; name another file", FAILED) from error
+    click.echo(out)
+
+
+@pki.command()
+@click.argument("name", metavar="NAME")
+@click.option(
+    "--master",
+    envvar="OOBLECK_MASTER",
+    required=True,
+    show_envvar=True,
+    metavar="HOST:PORT",
+    help="The master that the token is of.",
+)
+@click.option(
+    "--token-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help=f"The token, in a regular file, not a pipe.  [default: what {TOKEN_VARIABLE} holds]",
+)
+@click.option(
+    "--credentials",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=DEFAULT_CREDENTIALS,
+    show_default=True,
+    envvar="OOBLECK_CREDENTIALS",
+    show_envvar=True,
+    metavar="DIR",
+    help="Where to put the credentials.",
+)
+def join(name: str, master: str, token_file: Path | None, folder: Path) -> None:
+    """Get credentials for NAME, an operator or viewer, by a join token. Agents do it themselves."""
+    from oobleck.cli.client import Master
+    from oobleck.host.security import pki as certificates
+    from oobleck.host.security.credentialfolder import check_free, keep, own_key
+
+    folder = folder.expanduser()
+    shown = _read_token(token_file)
+    role = certificates.identity_of(shown.certificate).role
+    _check_name(name, role)
+    try:
+        check_free(folder, role, name, shown.authority)
+        # Kept before the token is used up: the same key may ask again.
+        request = certificates.new_request(own_key(folder))
+        with Master(Endpoint(address=master, credentials=shown)) as connection:
+            reply = connection.join(request, name)
+        keep(folder, shown.authority, reply.certificate.encode())
+    except ValueError as error:
+        raise CommandFailed(f"--credentials {error}", USAGE) from error
+    except OSError as error:
+        reason = f"{error.strerror}; name another folder"
+        raise CommandFailed(f"--credentials {folder}: {reason}", USAGE) from error
+    click.echo(folder)
+
+
+@pki.command()
+@click.option(
+    "--credentials",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    required=True,
+    envvar="OOBLECK_CREDENTIALS",
+    show_envvar=True,
+    metavar="DIR",
+    help="The credentials to renew.",
+)
+@click.option(
+    "--master", envvar="OOBLECK_MASTER", required=True, show_envvar=True, metavar="HOST:PORT"
+)
+def renew(folder: Path, master: str) -> None:
+    """Have your certificate replaced by one that lasts longer. Agents do it themselves.
+
+    One of the last minute stays as it is.
+    """
+    from oobleck.cli.client import Master, StillFresh
+    from oobleck.host.security import pki as certificates
+    from oobleck.host.security.credentialfolder import keep
+
+    try:
+        old = read_credentials(folder)
+        request = certificates.new_request(certificates.read_key(old.key))
+        with Master(Endpoint(address=master, credentials=old)) as connection:
+            try:
+                certificate = connection.renew(request).certificate.encode()
+            except StillFresh as fresh:
+                click.echo(f"nothing to do: {inline(fresh.message)}", err=True)
+                certificate = old.certificate
+        keep(folder, old.authority, certificate)
+    except ValueError as error:
+        raise CommandFailed(f"--credentials {error}", USAGE) from error
+    except OSError as error:
+        raise CommandFailed(f"--credentials {folder}: {error.strerror}", USAGE) from error
+    click.echo(f"good until {_moment(certificates.expiry(certificate))}")
+
+
+@pki.command("list")
+@master_option
+@json_option("One JSON object: {tokens, credentials}.")
+def list_(master: Endpoint, as_json: bool) -> None:
+    """List tokens that can still be used, and who was given a certificate by the master.
+
+    The last column says who made the token, or the one that the holder joined by.
+    """
+    from oobleck.cli.client import Master
+    from oobleck.cli.output import text
+    from oobleck.cli.output.table import terminal_width
+
+    with Master(master) as connection:
+        found = connection.credentials()
+    if as_json:
+        click.echo(text.dump(text.plain(found)))
+        return
+    click.echo(credentials_table(found, terminal_width()))
+
+
+@pki.command()
+@click.argument("name", metavar="[NAME]", required=False)
+@click.option(
+    "--role",
+    type=click.Choice(_JOINING),
+    help="Of NAME.  [default: the one that 'oobleck pki list' has]",
+)
+@click.option("--token", "token_id", metavar="ID", help="A token, by its id in 'oobleck pki list'.")
+@master_option
+def revoke(name: str | None, role: "Role | None", token_id: str | None, master: Endpoint) -> None:
+    """Take back all certificates that NAME was given so far, or a token. A node's session ends.
+
+    Tokens that NAME made and nobody has joined by end too. Who has joined by one stays, and is
+    named.
+    """
+    if (name is None) == (token_id is None):
+        raise CommandFailed("give a NAME, or --token ID", USAGE)
+    from oobleck.cli.client import Master
+    from oobleck.proto import control_pb2 as pb
+
+    with Master(master) as connection:
+        if name is None:
+            connection.revoke(pb.RevokeRequest(token_id=token_id))
+            click.echo(f"revoked token {token_id}")
+            return
+        known = connection.credentials()  # whoever revokes himself may not ask for them afterwards
+        role = role or _role_of(name, known)
+        _check_name(name, role)
+        connection.revoke(pb.RevokeRequest(holder=pb.Holder(role=role, name=name)))
+        click.echo(f"revoked {role} {name}")
+    if let_in := _let_in((role, name), known):
+        who = ", ".join(f"{role} {name}" for role, name in let_in)
+        click.echo(f"still let in, by {name}'s tokens or by theirs: {who}")
+
+
+def credentials_table(found: "pb.ListCredentialsReply", width: int | None) -> str:
+    """A line for each token and each holder."""
+    from oobleck.cli.output.table import table
+
+    rows = [
+        (one.name or "any", f"token {one.id}", one.role, _moment(one.expires_at), _maker(one))
+        for one in found.tokens
+    ]
+    for held in found.credentials:
+        until = "revoked" if held.revoked else _moment(held.expires_at)
+        rows.append((held.name, "certificate", held.role, until, _maker(held)))
+    return table(("NAME", "KIND", "ROLE", "GOOD UNTIL", "BY A TOKEN OF"), rows, width=width)
+
+
+def _maker(entry: "pb.TokenInfo | pb.CredentialInfo") -> str:
+    return f"{entry.by.role} {entry.by.name}" if entry.HasField("by") else ""
+
+
+def _let_in(holder: tuple[str, str], known: "pb.ListCredentialsReply") -> list[tuple[str, str]]:
+    """Who has joined by a token of the holder, or of one who has, and is not revoked."""
+    revoked = {(held.role, held.name) for held in known.credentials if held.revoked}
+    found, more = {holder}, {holder}
+    while more:
+        by_these = [held for held in known.credentials if (held.by.role, held.by.name) in more]
+        more = {(held.role, held.name) for held in by_these} - found
+        found |= more
+    return sorted(found - revoked - {holder})
+
+
+def _role_of(name: str, known: "pb.ListCredentialsReply") -> "Role":
+    """A name may be held in several roles: nobody else's certificate is taken back by a guess."""
+    roles = sorted({held.role for held in known.credentials if held.name == name})
+    match roles:
+        case [role]:
+            return cast("Role", role)
+        case []:
+            raise CommandFailed(
+                f"this master has given nobody of the name {name!r} a certificate; one that "
+                "'oobleck pki issue' made is taken back with --role ROLE",
+                NO_SUCH_THING,
+            )
+        case _:
+            several = ", ".join(roles)
+            raise CommandFailed(f"{name} has several roles ({several}): name one by --role", USAGE)
+
+
+def _read_token(path: Path | None) -> Credentials:
+    from oobleck.host.security.jointoken import read_token
+
+    try:
+        text = os.environ.get(TOKEN_VARIABLE, "")
+        if path is not None:
+            text = read_secret(path).decode(errors="replace")
+        return read_token(text)
+    except ValueError as error:
+        source = f"--token-file {path}" if path is not None else TOKEN_VARIABLE
+        raise CommandFailed(f"{source}: {error}", USAGE) from error
+
+
+def _check_out(out: Path) -> None:
+    from oobleck.host.security.jointoken import read_token
+
+    try:
+        check_writable(out)
+        if out.exists():
+            read_token(read_file(out).decode(errors="replace"))
+    except OSError as error:
+        raise CommandFailed(f"--out {out}: {error.strerror}; name another file", FAILED) from error
+    except ValueError as error:
+        text = f"--out {out}: is there, and is no join token; name another file"
+        raise CommandFailed(text, USAGE) from error
+
+
+def _check_name(name: str, role: str) -> None:
+    try:
+        check_name(name, role)
+    except ValueError as error:
+        raise CommandFailed(str(error), USAGE) from error
+
+
+def _seconds(text: str) -> float:
+    match = _TTL.fullmatch(text)
+    if match is None:
+        raise CommandFailed(f"--ttl {text}: write it like 30s, 10m or 2h", USAGE)
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _moment(unix: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))

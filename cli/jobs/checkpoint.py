@@ -1,0 +1,336 @@
+"""`oobleck checkpoint`: have one taken, and look at those that there are.
+
+Listing and verifying read the files themselves, on this machine; only taking one asks the master.
+"""
+
+import json
+import shlex
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from oobleck.cli.options import FAILED, NO_SUCH_THING, USAGE, json_option, master_option
+from oobleck.host.command import CommandFailed, nearest, no_command
+from oobleck.host.display import inline
+from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.planner.redact import HIDDEN
+
+if TYPE_CHECKING:
+    from oobleck.cli.client import Master
+    from oobleck.host.storage.checkpoints import Found
+    from oobleck.host.storage.folder import Folder
+    from oobleck.planner.recovery.checkpoint import InvalidCheckpoint
+
+_EPILOG = """\b
+Examples:
+  oobleck checkpoint demo-1                     take one now
+  oobleck checkpoint list demo-1                those of a job
+  oobleck checkpoint verify /shared/checkpoints
+  oobleck checkpoint export /shared/checkpoints -o model
+
+Exit codes: see 'oobleck --help'."""
+
+
+class _JobFirst(click.Group):
+    """What is no command's name is the job that a checkpoint is taken of, but for what looks like
+    a misspelt command: a job's id ends with its number."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            shown = [name for name, one in self.commands.items() if not one.hidden]
+            if nearest(args[0], shown) and not args[0][-1:].isdigit():
+                raise no_command(args[0], shown, ctx)
+            args = ["save", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_JobFirst, epilog=_EPILOG, subcommand_metavar="JOB | COMMAND [ARGS]...")
+def checkpoint() -> None:
+    """Take a checkpoint of JOB, or list, verify or export checkpoints.
+
+    With JOB: waits until the checkpoint of the step under way is published, and prints its step
+    and path. The job's file must say where checkpoints go (checkpoint.path).
+    """
+
+
+@checkpoint.command(hidden=True)
+@click.argument("job_id", metavar="JOB")
+@click.option("--no-wait", is_flag=True, help="Do not wait until it is published.")
+@master_option
+def save(job_id: str, no_wait: bool, master: Endpoint) -> None:
+    """Take a checkpoint of JOB as soon as a step ends; print its step and path."""
+    from oobleck.cli.client import Master
+
+    with Master(master) as connection:
+        if no_wait:
+            connection.save_checkpoint(job_id)
+            click.echo(f"{job_id} will take a checkpoint after the next step")
+            return
+        record = take(connection, job_id)
+    click.echo(inline(f"step {record['step']}  {record['path']}"))
+
+
+def take(connection: "Master", job_id: str) -> dict[str, Any]:
+    """The record of a checkpoint that is taken now. Raises CommandFailed."""
+    record = _await_answer(connection, job_id, connection.save_checkpoint(job_id))
+    if record["event"] == "checkpoint_failed":
+        raise CommandFailed(f"{job_id} at step {record['step']}: {record['reason']}", FAILED)
+    return record
+
+
+def _await_answer(connection: "Master", job_id: str, number: int) -> dict[str, Any]:
+    from oobleck.cli.jobs.away import follow_events
+
+    for line in follow_events(connection, job_id, answered=True):
+        record: dict[str, Any] = json.loads(line.json)
+        answers = record["event"] in ("checkpoint_saved", "checkpoint_failed")
+        if answers and int(record["request"]) >= number:
+            return record
+    job = connection.job(job_id)
+    newest = f"; its newest one is {job.checkpoint}" if job.checkpoint else ""
+    raise CommandFailed(f"{job_id} has {job.state} without taking the checkpoint{newest}", FAILED)
+
+
+@checkpoint.command("list")
+@click.argument("target", metavar="PATH|JOB")
+@master_option
+@json_option("A JSON array of checkpoints, newest first.")
+def list_(target: str, master: Endpoint, as_json: bool) -> None:
+    """List the checkpoints in PATH, or of JOB.
+
+    PATH is a directory or URL. Newest first; also what is damaged, and what saves under way or
+    broken off have left. 'verify' looks into the files.
+    """
+    from oobleck.cli.output import text
+    from oobleck.cli.output.table import table, terminal_width
+    from oobleck.host.storage.checkpoints import list_checkpoints
+
+    folder = _open(_path(target, master))
+    try:
+        listing = list_checkpoints(folder)
+    except OSError as error:
+        raise _unreadable(folder.url, error) from error
+    if as_json:
+        found = [_plain(item, folder) for item in listing.checkpoints]
+        bad = [{"name": n, "state": "damaged", "problem": p} for n, p in listing.damaged.items()]
+        torn = [{"name": name, "state": "torn", "problem": ""} for name in listing.torn]
+        click.echo(text.dump([*found, *bad, *torn]))
+        return
+    rows = [
+        (item.manifest.step, text.moment(item.manifest.created), _size(item), item.name)
+        for item in listing.checkpoints
+    ]
+    heads = ("STEP", "SAVED", "SIZE", "NAME")
+    click.echo(table(heads, rows, width=terminal_width()) if rows else "no checkpoints")
+    for problem in listing.damaged.values():
+        click.echo(inline(f"damaged: {problem}"))
+    for name in listing.torn:
+        click.echo(f"not complete: {name}")
+
+
+@checkpoint.command()
+@click.argument("path", metavar="PATH")
+@json_option("A JSON array of the files that are damaged.")
+def verify(path: str, as_json: bool) -> int:
+    """Check the files against their SHA-256.
+
+    PATH is a checkpoint, or a place with several, which are all checked. Exit code 1 when a file
+    is damaged or lacks; its name is printed. A damaged checkpoint is set aside, so that no job
+    goes on from it and none counts it as kept; one that is whole again is taken back.
+    """
+    from oobleck.cli.output import text
+    from oobleck.host.storage.checkpoints import problem_of
+    from oobleck.host.storage.checkpoints import verify as verify_files
+    from oobleck.planner.recovery.checkpoint import MANIFEST
+
+    whole, damaged = _checkpoints(path, set_aside=True)
+    bad = [{"checkpoint": n, "file": MANIFEST, "problem": p} for n, p in damaged.items()]
+    for problem in () if as_json else damaged.values():
+        click.echo(inline(f"damaged: {problem}"))
+    for folder, found in whole:
+        problems = verify_files(folder, found.manifest)
+        note = _mark(folder, problems)
+        for file, error in problems.items():
+            bad.append({"checkpoint": found.name, "file": file, "problem": problem_of(error)})
+        if not as_json:
+            files = len(found.manifest.files)
+            state = f"{len(problems)} of {files} files damaged" if problems else "ok"
+            head = f"{found.name}  step {found.manifest.step}"
+            click.echo(inline(f"{head}  {files} files  {state}{note}"))
+            for error in problems.values():
+                click.echo(inline(f"  {error}"))
+    if as_json:
+        click.echo(text.dump(bad))
+    return FAILED if bad else 0
+
+
+def _mark(folder: "Folder", problems: "Mapping[str, InvalidCheckpoint]") -> str:
+    """Set the checkpoint in `folder` aside, or take that back, by what was found; what to say."""
+    from oobleck.host.storage.checkpoints import Damaged, problem_of
+    from oobleck.host.storage.setaside import read_mark, set_aside, take_back
+
+    lasting = {f: problem_of(error) for f, error in problems.items() if isinstance(error, Damaged)}
+    try:
+        marked = read_mark(folder) is not None
+        if lasting and not marked:
+            set_aside(folder, lasting, time.time())
+            return "; set aside"
+        if marked and not problems:
+            take_back(folder)
+            return "; no longer set aside"
+    except OSError as error:
+        return f"; cannot be {'set aside' if lasting else 'taken back'}: {error.strerror or error}"
+    return "; set aside" if marked else ""
+
+
+@checkpoint.command()
+@click.argument("path", metavar="PATH")
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="A new directory for config.json and model.safetensors.",
+)
+def export(path: str, output: Path) -> None:
+    """Make a Hugging Face model of a checkpoint.
+
+    transformers' from_pretrained loads it: config.json and safetensors.
+
+    PATH is a checkpoint, or a place with several, of which the newest one counts. Every file is
+    checked against its SHA-256 on the way.
+    """
+    from tqdm import tqdm
+
+    from oobleck.host.storage.export import export as write_model
+    from oobleck.planner.recovery.checkpoint import InvalidCheckpoint
+
+    folder, found, older = _newest(path, output)
+    layers = len(found.manifest.files)
+    try:
+        with tqdm(total=layers, unit="layer", disable=None, leave=False) as bar:
+            write_model(folder, found, output, on_layer=bar.update)
+    except InvalidCheckpoint as error:
+        hint = _instead(older, output)
+        raise CommandFailed(f"{found.name}: {error}{hint}", FAILED) from error
+    except ValueError as error:
+        raise CommandFailed(f"--output: {error}", USAGE) from error
+    except OSError as error:
+        text = f"cannot write to {output}: {error.strerror or error}"
+        raise CommandFailed(text, FAILED) from error
+    click.echo(inline(f"step {found.manifest.step}  {output}"))
+
+
+def _path(target: str, master: Endpoint) -> str:
+    """The place that `target` names: a path, or the job that writes there."""
+    if "/" in target or Path(target).exists():
+        return target
+    from oobleck.cli.client import Master
+
+    with Master(master) as connection:
+        job = connection.job(target)
+    if not job.checkpoint_path:
+        raise CommandFailed(f"job {target} takes no checkpoints", NO_SUCH_THING)
+    if HIDDEN in job.checkpoint_path:
+        raise CommandFailed(
+            f"the checkpoints of {target} are in {job.checkpoint_path}, and the master does not "
+            "tell the secret in that URL; name the URL instead of the job",
+            NO_SUCH_THING,
+        )
+    return str(job.checkpoint_path)
+
+
+def _open(path: str) -> "Folder":
+    from oobleck.host.storage.folder import is_remote, open_folder
+
+    if not is_remote(path) and not Path(path.removeprefix("file://")).is_dir():
+        raise CommandFailed(f"there is no directory {path}", NO_SUCH_THING)
+    try:
+        return open_folder(path)
+    except ValueError as error:
+        raise CommandFailed(str(error), USAGE) from error
+
+
+def _checkpoints(
+    path: str, *, set_aside: bool = False
+) -> "tuple[list[tuple[Folder, Found]], dict[str, str]]":
+    """The one checkpoint that `path` is, or all that are in it, newest first, with their folders;
+    and by name what is wrong with the others. Ends the command where there is neither.
+
+    `set_aside`: those too that were found damaged before."""
+    from oobleck.host.storage.checkpoints import list_checkpoints, read_checkpoint
+    from oobleck.host.storage.setaside import read_mark
+    from oobleck.planner.recovery.checkpoint import InvalidCheckpoint
+
+    folder = _open(path)
+    name = path.rstrip("/").rpartition("/")[2]
+    try:
+        one = read_checkpoint(folder, name)
+        if one is not None:
+            mark = None if set_aside else read_mark(folder)
+            if mark is not None:
+                return [], {name: f"{name}: {mark}; it is set aside"}
+            return [(folder, one)], {}
+        listing = list_checkpoints(folder)
+    except InvalidCheckpoint as error:
+        return [], {name: str(error)}
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if not listing.checkpoints and not listing.damaged:
+        raise CommandFailed(f"there is no checkpoint in {path}", NO_SUCH_THING)
+    found, damaged = listing.checkpoints, dict(listing.damaged)
+    if set_aside:
+        found = (*found, *listing.set_aside)
+        for one in listing.set_aside:
+            del damaged[one.name]
+    return [(folder.below(one.name), one) for one in found], damaged
+
+
+def _newest(path: str, output: Path) -> "tuple[Folder, Found, list[tuple[Folder, Found]]]":
+    """And those before it. Ends the command where there is none, or where a damaged one may be
+    newer."""
+    whole, damaged = _checkpoints(path)
+    newest = whole[0][1].name if whole else ""
+    if later := sorted(name for name in damaged if name > newest):
+        raise CommandFailed(f"{damaged[later[-1]]}{_instead(whole, output)}", FAILED)
+    return *whole[0], whole[1:]
+
+
+def _instead(candidates: "list[tuple[Folder, Found]]", output: Path) -> str:
+    """How to export the first of `candidates` that is whole."""
+    from oobleck.host.storage.checkpoints import verify as verify_files
+
+    for folder, found in candidates:
+        if not verify_files(folder, found.manifest):
+            command = shlex.join(["oobleck", "checkpoint", "export", folder.url, "-o", str(output)])
+            return f"; the newest whole one is of step {found.manifest.step}: {command}"
+    return "; no other one there is whole" if candidates else ""
+
+
+def _unreadable(path: str, error: OSError) -> CommandFailed:
+    return CommandFailed(f"cannot read {path}: {error.strerror or error}", NO_SUCH_THING)
+
+
+def _plain(found: "Found", folder: "Folder") -> dict[str, object]:
+    manifest = found.manifest
+    return {
+        "name": found.name,
+        "state": "complete",
+        "step": manifest.step,
+        "path": f"{folder.url.rstrip('/')}/{found.name}",
+        "created": manifest.created,
+        "bytes": manifest.bytes,
+        "job": manifest.job,
+        "model": manifest.model.kind,
+        "layers": len(manifest.files),
+    }
+
+
+def _size(found: "Found") -> str:
+    from oobleck.planner.units import format_bytes
+
+    return format_bytes(found.manifest.bytes)

@@ -1,0 +1,203 @@
+"""`oobleck data`: make token files out of text, and show what is in one."""
+
+import glob
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from oobleck.cli import options
+from oobleck.host.command import CommandFailed
+from oobleck.host.display import inline
+
+if TYPE_CHECKING:
+    from oobleck.host.data.tokenfile import Dtype, TokenFileInfo
+    from oobleck.host.data.tokenizer import Tokenizer
+
+_SHOWN_TOKENS = 16
+
+
+@click.group()
+def data() -> None:
+    """Make and inspect files of training tokens."""
+
+
+@data.command()
+@click.argument("inputs", metavar="INPUT...", nargs=-1, required=True)
+@click.option(
+    "-o", "--output", required=True, metavar="FILE", type=click.Path(dir_okay=False, path_type=Path)
+)
+@click.option(
+    "--tokenizer",
+    metavar="TOKENIZER.json",
+    help="A Hugging Face tokenizers file. Without it every byte is a token.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["uint8", "uint16", "uint32"]),
+    help="Type of the ids; by default the smallest that holds the tokenizer's vocabulary.",
+)
+@click.option(
+    "--document-separator",
+    "separator",
+    metavar="TOKEN",
+    help="What stands after every document, '' for nothing. By default the tokenizer's usual "
+    "token, such as <|endoftext|>; for bytes nothing.",
+)
+@click.option(
+    "--field",
+    default="text",
+    show_default=True,
+    metavar="NAME",
+    help="Where the text stands in .jsonl files.",
+)
+@click.option("--force", is_flag=True, help="Replace FILE where it exists.")
+def prepare(
+    inputs: tuple[str, ...],
+    output: Path,
+    tokenizer: str | None,
+    dtype: "Dtype | None",
+    separator: str | None,
+    field: str,
+    force: bool,
+) -> None:
+    """Turn text into a token file, and FILE.json beside it, which says what FILE is.
+
+    INPUT is a file, or a pattern in quotes such as 'texts/**/*.txt'. A text file is one document;
+    a .jsonl file has one per line; .gz after either is unpacked. A job reads the result with
+    `data: {tokens: FILE}`. FILE appears when it is whole.
+    """
+    from oobleck.host.data.tokenfile import CannotWrite, DataError, TokenWriter, narrowest, sweep
+    from oobleck.host.data.tokenise import tokenise
+    from oobleck.host.data.tokenizer import load_tokenizer
+
+    if output.exists() and not force:
+        raise CommandFailed(
+            f"{output} is there already; --force replaces it, or name another FILE", options.USAGE
+        )
+    files = _expand(inputs, output)
+    sweep(output)
+    try:
+        with _terminated_as_interrupted():
+            reader = load_tokenizer(tokenizer)
+            kind = dtype or narrowest(reader.vocabulary)
+            _check_dtype(kind, reader)
+            behind = reader.separator(separator)
+            total = sum(os.path.getsize(path) for path in files)
+            with _bar(total) as report, TokenWriter(output, kind) as writer:
+                info = tokenise(files, reader, writer, field=field, separator=behind, report=report)
+    except CannotWrite as error:
+        raise CommandFailed(str(error), options.FAILED) from error
+    except DataError as error:
+        raise CommandFailed(str(error), options.USAGE) from error
+    click.echo(_summary(output, info))
+
+
+@data.command()
+@click.argument("file", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path))
+@options.json_option("Print what is known of FILE as JSON.")
+def inspect(file: Path, as_json: bool) -> None:
+    """Show what a token file holds."""
+    import msgspec
+
+    from oobleck.cli.output import text
+    from oobleck.host.data.tokenfile import DataError, read_info, read_tokens
+
+    if not file.is_file():
+        raise CommandFailed(f"{file} is not there; give a token file", options.NO_SUCH_THING)
+    try:
+        info = read_info(file)
+        if info is None:
+            raise DataError(
+                f"{file}.json is not there, so nothing says what {file} holds; make both with "
+                "'oobleck data prepare', or say its type in the job: "
+                f"data: {{tokens: {file}, dtype: uint16}}"
+            )
+        first = read_tokens(file, info, _SHOWN_TOKENS)
+    except DataError as error:
+        raise CommandFailed(str(error), options.USAGE) from error
+    if as_json:
+        click.echo(text.dump_line(msgspec.to_builtins(info)))
+        return
+    separator = " ".join(map(str, info.separator)) or "none"
+    digest = f" (SHA-256 {info.tokenizer_sha256[:12]}...)" if info.tokenizer_sha256 else ""
+    click.echo(_summary(file, info))
+    click.echo(inline(f"tokenizer   {info.tokenizer}{digest}, {info.vocabulary:,} tokens"))
+    click.echo(f"highest id  {info.highest:,}")
+    click.echo(f"separator   {separator}")
+    click.echo(f"begins      {' '.join(map(str, first))}")
+
+
+def _summary(path: Path, info: "TokenFileInfo") -> str:
+    from oobleck.planner.units import format_bytes
+
+    documents = f"{info.documents:,} document" + ("" if info.documents == 1 else "s")
+    size = format_bytes(info.tokens * info.width)
+    return inline(f"{path}: {info.tokens:,} {info.dtype} tokens of {documents}, {size}")
+
+
+def _check_dtype(dtype: "Dtype", tokenizer: "Tokenizer") -> None:
+    from oobleck.host.data.tokenfile import DataError, narrowest
+
+    needed = narrowest(tokenizer.vocabulary)
+    if int(dtype[4:]) < int(needed[4:]):
+        raise DataError(
+            f"--dtype {dtype} does not hold the {tokenizer.vocabulary} tokens of "
+            f"{tokenizer.name}; leave it out, or choose {needed}"
+        )
+
+
+def _expand(inputs: Sequence[str], output: Path) -> list[str]:
+    """The files, in the order given; those of a pattern sorted."""
+    found: dict[str, None] = {}
+    for given in inputs:
+        matches = [given] if os.path.exists(given) else sorted(glob.glob(given, recursive=True))
+        files = [path for path in matches if os.path.isfile(path)]
+        if not files:
+            what = f"{matches[0]} is not a regular file" if matches else f"no file is {given}"
+            raise CommandFailed(
+                f"{what}; give text files, or patterns in quotes that match some", options.USAGE
+            )
+        found.update(dict.fromkeys(files))
+    for path in found:
+        if output.exists() and os.path.samefile(path, output):
+            raise CommandFailed(
+                f"{path} is both input and output; name another FILE", options.USAGE
+            )
+    return list(found)
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar over the bytes of the input, on a terminal only."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda read, written: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="B", unit_scale=True, desc="tokenising", leave=False) as bar:
+
+        def report(read: int, written: int) -> None:
+            bar.set_postfix_str(f"{written:,} tokens", refresh=False)
+            bar.update(read - bar.n)
+
+        yield report
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """A SIGTERM unwinds as Ctrl-C does, so that nothing half is left."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,240 @@
+"""A job file before it is sent: its paths made absolute, its data and its profile looked at."""
+
+import contextlib
+import dataclasses
+import glob
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from oobleck.cli import options
+from oobleck.cli.output.text_file import CONFIG_OF_MODEL, JOB_FILE, PROFILE_OF_JOB, read_text
+from oobleck.host.command import CommandFailed
+
+if TYPE_CHECKING:
+    from oobleck.planner.job.spec import DataSpec, JobSpec
+
+#: Tokens of text that no tokenizer cuts, and how much of it is looked at before a submit.
+_BYTES = 256
+_LOOKED_AT_BYTES = 1 << 24
+
+
+def read_job(
+    path: Path, overrides: Sequence[str], shown_as: Mapping[str, str] | None = None
+) -> "JobSpec":
+    """The job with all paths made absolute; errors name the file and the line, or the override.
+
+    `shown_as`: how the user wrote an override, where it is not `--set OVERRIDE`.
+    """
+    from oobleck.planner.errors import InvalidJob
+    from oobleck.planner.job.file import parse_job
+
+    stdin = str(path) == "-"
+    source = "standard input" if stdin else str(path)
+    text = read_text(path, JOB_FILE)
+    base = Path.cwd() if stdin else path.absolute().parent
+
+    def read(name: str) -> str:
+        return read_text(base / os.path.expanduser(name), CONFIG_OF_MODEL)
+
+    shown = {given: (shown_as or {}).get(given, f"--set {given}") for given in overrides}
+    try:
+        job = parse_job(text, overrides=overrides, source=source, read=read)
+    except InvalidJob as error:
+        message = str(error)
+        for override, flag in shown.items():
+            message = message.replace(f"--set {override}:", f"{flag}:")
+        if message.startswith(f"{source}:") and overrides:
+            with contextlib.suppress(InvalidJob):
+                # The file alone is right, so the line is not to blame.
+                parse_job(text, source=source, read=read)
+                what = message.removeprefix(source).partition(": ")[2]
+                message = f"{', '.join(shown.values())}: {what}"
+        raise CommandFailed(message, options.USAGE) from error
+    return with_absolute_paths(job, base)
+
+
+def with_absolute_paths(job: "JobSpec", base: Path) -> "JobSpec":
+    """Workers run elsewhere, so relative paths would mean something else there."""
+
+    def absolute(path: str | None) -> str | None:
+        return None if path is None else str(base / os.path.expanduser(path))
+
+    def of_data(data: "DataSpec") -> "DataSpec":
+        return dataclasses.replace(
+            data,
+            text=tuple(str(base / os.path.expanduser(pattern)) for pattern in data.text),
+            tokens=absolute(data.tokens),
+            tokenizer=absolute(data.tokenizer),
+            cache=absolute(data.cache),
+        )
+
+    checkpoint, evaluation = job.checkpoint, job.evaluation
+    try:
+        if checkpoint is not None and "://" not in checkpoint.path:
+            path = str(base / os.path.expanduser(checkpoint.path))
+            checkpoint = dataclasses.replace(checkpoint, path=path)
+        if evaluation is not None and evaluation.data is not None:
+            evaluation = dataclasses.replace(evaluation, data=of_data(evaluation.data))
+        return dataclasses.replace(
+            job,
+            model=dataclasses.replace(job.model, weights=absolute(job.model.weights)),
+            data=of_data(job.data),
+            evaluation=evaluation,
+            output=absolute(job.output),
+            checkpoint=checkpoint,
+            profile=absolute(job.profile_path) or job.profile,
+        )
+    except ValueError as error:  # only the folder was not looked at yet
+        text = f"{error} (its folder is {str(base)!a}: move the job file and what it names)"
+        raise CommandFailed(text, options.USAGE) from error
+
+
+def read_profile(job: "JobSpec") -> str:
+    """The text of the profile file that the job names, checked; empty where it names none."""
+    from oobleck.planner.profile.file import parse_profile
+    from oobleck.planner.profile.measurement import check_fits
+
+    if job.profile_path is None:
+        return ""
+    text = read_text(Path(job.profile_path), PROFILE_OF_JOB)
+    try:
+        check_fits(parse_profile(text), job)
+    except ValueError as error:
+        raise CommandFailed(f"profile: {job.profile_path}: {error}", options.USAGE) from error
+    return text
+
+
+def check_checkpoints(job: "JobSpec") -> None:
+    """For a cluster on this machine: whether the job may begin with the checkpoints it names."""
+    from oobleck.host.storage.checkpoints import list_checkpoints
+    from oobleck.host.storage.folder import open_folder
+    from oobleck.planner.recovery.checkpoint import why_not_begin
+
+    spec = job.checkpoint
+    if spec is None:
+        return
+    try:
+        listing = list_checkpoints(open_folder(spec.path))
+    except ValueError as error:
+        raise CommandFailed(f"checkpoint.path: {error}", options.USAGE) from error
+    except OSError as error:
+        text = f"checkpoint.path: cannot read {spec.path}: {error.strerror or error}"
+        raise CommandFailed(text, options.USAGE) from error
+    newest = next(((found.name, found.manifest) for found in listing.checkpoints), None)
+    damaged = tuple(listing.damaged.values())
+    if refusal := why_not_begin(job, spec, newest, damaged=damaged, data=None):
+        raise CommandFailed(refusal, options.USAGE)
+
+
+def check_inputs(job: "JobSpec") -> None:
+    """For a cluster on this machine: whether data and initial weights are there, and whole files,
+    and the data is enough and fits the model.
+
+    Text that is still to be tokenised is only looked at as far as that takes no time.
+    """
+    _check("data", job.data, job)
+    if job.evaluation is not None and job.evaluation.data is not None:
+        _check("evaluation.data", job.evaluation.data, job)
+    check_weights(job)
+
+
+def _check(key: str, data: "DataSpec", job: "JobSpec") -> None:
+    from oobleck.host.data.tokenfile import DataError
+
+    try:
+        tokens = _count_tokens(data, _data_files(data, key), job.model.vocabulary)
+    except DataError as error:
+        raise CommandFailed(f"{key}: {error}", options.USAGE) from error
+    needed = job.model.sequence_length + 1
+    if tokens is not None and tokens < needed:
+        raise CommandFailed(
+            f"{key}: {data.tokens or ', '.join(data.text)} holds {tokens} tokens, too few "
+            f"for one row of {needed}; give more text or lower model.sequence_length",
+            options.USAGE,
+        )
+
+
+def check_weights(job: "JobSpec") -> None:
+    """Whether the initial weights are on this machine, and whole files."""
+    from oobleck.host.storage.weightfiles import WeightsError, open_weights
+
+    if job.model.weights is None:
+        return
+    try:
+        open_weights(job.model.weights)
+    except WeightsError as error:
+        raise CommandFailed(f"model.weights: {error}", options.USAGE) from error
+
+
+def _count_tokens(data: "DataSpec", files: set[str], vocabulary: int) -> int | None:
+    """Tokens in `files`; None: they are not known yet. Raises DataError."""
+    from oobleck.host.data.documents import is_plain
+    from oobleck.host.data.tokenfile import read_info, type_of
+    from oobleck.host.data.tokenizer import load_tokenizer
+
+    if data.tokens is not None:
+        info = read_info(data.tokens)
+        dtype = type_of(data.tokens, info, data.dtype)
+        if info is not None:
+            info.check_vocabulary(vocabulary, data.tokens)
+            return info.tokens
+        return os.path.getsize(data.tokens) // (int(dtype.removeprefix("uint")) // 8)
+    if data.tokenizer is not None or data.separator:
+        tokenizer = load_tokenizer(data.tokenizer)
+        tokenizer.check_vocabulary(vocabulary)
+        tokenizer.separator(data.separator)
+        return None
+    if not all(map(is_plain, files)):
+        return None
+    _check_bytes(sorted(files), vocabulary)
+    return sum(os.path.getsize(path) for path in files)
+
+
+def _check_bytes(files: Sequence[str], vocabulary: int) -> None:
+    """Raises DataError where the beginning of the text has a byte that the model does not take."""
+    from oobleck.host.data.tokenfile import DataError
+
+    left = _LOOKED_AT_BYTES if vocabulary < _BYTES else 0
+    for path in files:
+        if left <= 0:
+            return
+        with open(path, "rb") as file:
+            begin = file.read(left)
+        left -= len(begin)
+        if begin and (highest := max(begin)) >= vocabulary:
+            raise DataError(
+                f"{path} has byte {highest}, and every byte is a token: it is not below "
+                f"model.vocabulary ({vocabulary}); set model.vocabulary to {_BYTES}"
+            )
+
+
+def _data_files(data: "DataSpec", key: str) -> set[str]:
+    if data.tokens is not None:
+        _check_is_file(f"{key}.tokens", data.tokens)
+        return {data.tokens}
+    found: set[str] = set()
+    for pattern in data.text:
+        matches = glob.glob(pattern, recursive=True)
+        if not matches:
+            raise CommandFailed(
+                f"{key}.text: no file matches {pattern}; give paths or globs of existing text "
+                "files (relative ones are relative to the job file)",
+                options.USAGE,
+            )
+        files = {path for path in matches if os.path.isfile(path)}
+        if not files:
+            _check_is_file(f"{key}.text", matches[0])
+        found |= files
+    return found
+
+
+def _check_is_file(key: str, path: str) -> None:
+    if not os.path.exists(path):
+        raise CommandFailed(f"{key}: {path} does not exist", options.USAGE)
+    if not os.path.isfile(path):
+        raise CommandFailed(
+            f"{key}: {path} is not a regular file; give files that hold the training data",
+            options.USAGE,
+        )

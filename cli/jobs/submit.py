@@ -1,0 +1,118 @@
+"""The commands that change jobs: submit and cancel."""
+
+import secrets
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from oobleck.cli import options
+from oobleck.cli.jobs.job_file import check_checkpoints, check_inputs, read_job, read_profile
+from oobleck.cli.options import master_option, set_option
+from oobleck.host.command import NO_OUTPUT, CommandFailed, OutputFailed
+from oobleck.host.display import inline
+from oobleck.host.ipc.endpoint import Endpoint
+
+if TYPE_CHECKING:
+    from oobleck.cli.client import Master
+
+#: States of a job whose workers take steps, and checkpoints between them.
+_TRAINS = ("running", "reconfiguring")
+
+
+@click.command(epilog="Exit codes: see 'oobleck --help'.")
+@click.argument("job_file", metavar="JOB.yaml", type=click.Path(dir_okay=False, path_type=Path))
+@set_option
+@click.option(
+    "--follow", "following", is_flag=True, help="Stay and show progress until the job has ended."
+)
+@master_option
+def submit(job_file: Path, overrides: tuple[str, ...], following: bool, master: Endpoint) -> int:
+    """Queue the job that JOB.yaml (- for standard input) describes and print its id.
+
+    Relative paths in it are relative to its folder; its data need only be on the nodes. With
+    --follow the exit code is 1 when the job fails or is cancelled; Ctrl-C stops following, not the
+    job.
+    """
+    job = read_job(job_file, overrides)
+    profile = read_profile(job)
+    from oobleck.cli.chaos.victims import all_here
+    from oobleck.cli.client import Master
+    from oobleck.planner.job.file import format_job
+
+    with Master(master) as connection:
+        if all_here(connection.nodes()):
+            check_inputs(job)
+            check_checkpoints(job)
+        reply = connection.submit(format_job(job), secrets.token_hex(16), profile=profile)
+        _tell_id(reply.job_id)
+        if reply.warning:
+            click.echo(inline(f"oobleck: warning: {reply.warning}"), err=True)
+        return _follow(connection, reply.job_id) if following else 0
+
+
+def _tell_id(job_id: str) -> None:
+    """Whoever cannot read it there would submit the job again."""
+    try:
+        click.echo(job_id)
+    except OutputFailed as error:
+        raise CommandFailed(f"submitted {job_id}, but {error}", NO_OUTPUT) from error
+
+
+def _follow(connection: object, job_id: str) -> int:
+    from oobleck.cli.client import Master
+    from oobleck.cli.jobs import follow
+
+    assert isinstance(connection, Master)
+    try:
+        last = follow.follow(connection, job_id, sys.stdout)
+    except KeyboardInterrupt:
+        click.echo(
+            f"oobleck: {job_id} goes on; watch it with 'oobleck events -f {job_id}', end it with "
+            f"'oobleck cancel {job_id}'",
+            err=True,
+        )
+        return 130
+    if last.state == "succeeded":
+        return 0
+    raise CommandFailed(
+        f"{job_id} {last.state}" + (f": {last.reason}" if last.reason else ""), options.FAILED
+    )
+
+
+@click.command()
+@click.argument("job_id", metavar="JOB")
+@click.option(
+    "--checkpoint", "save_first", is_flag=True, help="Take a checkpoint first, and wait for it."
+)
+@master_option
+def cancel(job_id: str, save_first: bool, master: Endpoint) -> None:
+    """End a job, and tell its newest checkpoint. A job that has ended stays as it is.
+
+    With --checkpoint a job that cannot take one now goes on.
+    """
+    from oobleck.cli.client import Master
+
+    with Master(master) as connection:
+        if save_first:
+            _save(connection, job_id)
+        job = connection.cancel(job_id)
+    click.echo(f"{job_id} {job.state}")
+    if job.checkpoint:
+        click.echo(inline(f"newest checkpoint: step {job.checkpoint_step}  {job.checkpoint}"))
+    elif job.checkpoint_path:
+        click.echo("no checkpoint was taken")
+
+
+def _save(connection: "Master", job_id: str) -> None:
+    from oobleck.cli.jobs.checkpoint import take
+
+    state = connection.job(job_id).state
+    try:
+        if state not in _TRAINS:
+            raise CommandFailed(f"{job_id} is {state} and can take none", options.FAILED)
+        take(connection, job_id)
+    except CommandFailed as error:
+        text = f"no checkpoint: {error.format_message()}; {job_id} is not cancelled; leave"
+        raise CommandFailed(f"{text} --checkpoint out to do without", error.exit_code) from error

@@ -1,0 +1,53 @@
+"""A timeline of a running job's steps, from the master to a file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from oobleck.cli.options import FAILED
+from oobleck.cli.output import text as words
+from oobleck.host.command import CommandFailed
+from oobleck.host.ipc.endpoint import Endpoint
+
+
+def record(master: Endpoint, job_id: str, steps: int, output: Path) -> str:
+    """Write the Chrome trace of `steps` steps to come to `output`; returns what is in it, as
+    lines for a person. Raises CommandFailed."""
+    from oobleck.cli.client import Master
+
+    with Master(master) as connection:
+        text = connection.timeline(job_id, steps)
+    try:
+        output.write_text(text)
+    except OSError as error:
+        raise CommandFailed(
+            f"--timeline {output}: {error.strerror}; name a file that can be written", FAILED
+        ) from error
+    return summary(json.loads(text))
+
+
+def summary(trace: dict[str, Any]) -> str:
+    events = trace["traceEvents"]
+    workers = sum(event["name"] == "thread_name" for event in events)
+    steps = sorted({event["name"] for event in events if event["name"].startswith("step ")})
+    phases = sorted({event["name"] for event in events if event.get("cat") == "recovery"})
+    within_us = max((c["within_us"] for c in trace["otherData"]["clocks"].values()), default=0.0)
+    clocks = f"clocks within {within_us:.0f} us" if within_us else "one clock"
+    found = f"{', '.join(steps)} of {words.count(workers, 'worker')}, {clocks}"
+    return f"{found}; change of the plan before it: {', '.join(phases)}" if phases else found
+
+
+def check_usage(
+    job_file: Path | None, job_id: str | None, timeline: Path | None, steps: int | None
+) -> None:
+    """Raises UsageError unless it is a measurement of a job file or a timeline of a job."""
+    if timeline is None and (job_id is not None or steps is not None):
+        raise click.UsageError("--job and --steps go with --timeline OUT.json")
+    if timeline is not None and (job_id is None or job_file is not None):
+        raise click.UsageError(
+            "a timeline is of a running job: oobleck profile --timeline OUT.json --job ID"
+        )
+    if timeline is None and job_file is None:
+        raise click.UsageError("Missing argument 'JOB.yaml'.")

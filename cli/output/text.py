@@ -1,0 +1,379 @@
+"""How things look on a terminal, and as JSON. Pure: messages in, lines out."""
+
+import json
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from google.protobuf.message import Message
+
+from oobleck.cli.output import incident
+from oobleck.cli.output.table import Column, folded, listing, table
+from oobleck.host.display import inline
+from oobleck.host.versions import Versions, described, differences
+from oobleck.planner.units import format_bytes
+from oobleck.proto import control_pb2 as pb
+
+#: States that a job stays in.
+ENDED = ("succeeded", "failed", "cancelled")
+#: The only character of ASCII that JSON leaves as it is and that is not printable.
+_DELETE = "\x7f"
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A message as JSON values: every field, its own name, whole numbers as numbers, null where an
+    optional field is absent."""
+    return {
+        field.name: None
+        if field.has_presence and not message.HasField(field.name)
+        else _plain_value(getattr(message, field.name))
+        for field in message.DESCRIPTOR.fields
+    }
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, Message):
+        return plain(value)
+    if isinstance(value, str | int | float | bool):
+        return value
+    return [_plain_value(item) for item in value]
+
+
+def dump(value: object) -> str:
+    """JSON of ASCII alone: it holds nothing that a terminal obeys."""
+    return json.dumps(value, indent=2).replace(_DELETE, r"\u007f")
+
+
+def dump_line(value: object) -> str:
+    """Likewise, on one line."""
+    return json.dumps(value, separators=(",", ":")).replace(_DELETE, r"\u007f")
+
+
+def seconds(span_s: float) -> str:
+    """`0.412 s`, `12.3 s`, `4 min 10 s`, `2 h 05 min`."""
+    if round(span_s, 3) < 10:
+        return f"{span_s:.3f} s"
+    if round(span_s, 1) < 60:
+        return f"{span_s:.1f} s"
+    return _minutes(span_s)
+
+
+def about(span_s: float) -> str:
+    """A forecast, in whole seconds."""
+    return f"{span_s:.0f} s" if round(span_s) < 60 else _minutes(span_s)
+
+
+def _minutes(span_s: float) -> str:
+    """Rounded before it is cut into parts, so that no part is 60."""
+    minutes, left_s = divmod(round(span_s), 60)
+    if minutes < 60:
+        return f"{minutes} min {left_s:02d} s"
+    hours, minutes = divmod(round(span_s / 60), 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def moment(unix: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix)) if unix else "-"
+
+
+def minute(unix: float) -> str:
+    """A moment of this year, for tables."""
+    return time.strftime("%m-%d %H:%M", time.localtime(unix)) if unix else "-"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+# ---- tables
+
+
+def redoing(job: pb.JobStatus) -> str:
+    """Which steps are done again from a checkpoint, and which of them now; empty: none are."""
+    if not job.HasField("redo"):
+        return ""
+    at = min(job.redo.committed_step + 1, job.redo.last_step)
+    return f"redoing {job.redo.first_step}-{job.redo.last_step}, at {at}"
+
+
+def _why(job: pb.JobStatus) -> str:
+    """What is to be said beside the job's state."""
+    return "; ".join(part for part in (redoing(job), job.reason) if part)
+
+
+def _heard(node: pb.NodeInfo) -> str:
+    return f"{'> ' if node.heard_before else ''}{node.last_heard_s:.1f} s ago"
+
+
+_JOB_COLUMNS = (
+    Column("JOB", lambda job: job.job_id),
+    Column("STATE", lambda job: job.state),
+    Column("STEP", lambda job: f"{job.committed_step}/{job.steps}"),
+    Column("LOSS", lambda job: f"{job.loss:.4f}" if job.HasField("loss") else "-"),
+    Column("TOKENS/S", lambda job: f"{job.tokens_per_s:,.0f}" if job.tokens_per_s else "-"),
+    Column("GENERATION", lambda job: job.generation or "-", wide=True),
+    Column("SUBMITTED", lambda job: minute(job.submitted_at)),
+    Column("REASON", _why),
+)
+_NODE_COLUMNS = (
+    Column("NODE", lambda node: node.node),
+    Column("STATE", lambda node: node.state),
+    Column(
+        "WORKERS", lambda node: f"{sum(bool(w.store) for w in node.workers)}/{node.worker_slots}"
+    ),
+    Column("DEVICE", lambda node: node.device, wide=True),
+    Column("MEMORY/WORKER", lambda node: format_bytes(node.memory_per_worker_bytes), wide=True),
+    Column("ADDRESS", lambda node: node.address, wide=True),
+    Column("PID", lambda node: node.pid, wide=True),
+    Column("JOB", lambda node: node.job_id or "-"),
+    Column("GENERATION", lambda node: node.generation or "-", wide=True),
+    Column("HEARD", _heard),
+    Column("REASON", lambda node: node.reason),
+)
+
+
+def jobs_table(
+    jobs: Iterable[pb.JobStatus], *, width: int | None = None, wide: bool = False
+) -> str:
+    listed = listing(_JOB_COLUMNS, list(jobs), width=width, wide=wide)
+    return listed or "no jobs; queue one with 'oobleck submit JOB.yaml'"
+
+
+def nodes_table(
+    nodes: Iterable[pb.NodeInfo], *, width: int | None = None, wide: bool = False
+) -> str:
+    listed = listing(_NODE_COLUMNS, list(nodes), width=width, wide=wide)
+    return listed or "no nodes; start one with 'oobleck-agent --master HOST:PORT'"
+
+
+def versions_note(nodes: Iterable[pb.NodeInfo]) -> str:
+    """How the versions on nodes that are there differ; empty: they do not."""
+    there = (node for node in nodes if node.state != "lost")
+    found = differences((node.node, Versions(**plain(node.versions))) for node in there)
+    return f"versions differ: {inline(described(found))}" if found else ""
+
+
+# ---- one job
+
+
+#: In front of what is told of one job.
+_LABEL = 12
+
+
+def last_step(job: pb.JobStatus, before: str = "") -> str:
+    """How long ago the last step was, after `before`, where the job does not get on; else empty."""
+    if job.tokens_per_s or not job.HasField("last_step_age_s"):
+        return ""
+    age_s = job.last_step_age_s
+    return f"{before}{f'{age_s:.1f} s' if age_s < 10 else about(age_s)} ago"
+
+
+def job_text(job: pb.JobStatus, width: int | None = None) -> str:
+    """All about one job, plan included."""
+    lines = [
+        f"job         {job.job_id}",
+        f"state       {job.state}" + (f": {inline(why)}" if (why := _why(job)) else ""),
+        f"step        {job.committed_step} of {job.steps}{last_step(job, ', the last ')}",
+    ]
+    if job.HasField("loss"):
+        lines.append(f"loss        {job.loss:.6f}")
+    if job.skipped_steps:
+        lines.append(
+            f"skipped     {count(job.skipped_steps, 'step')} whose gradients were not finite"
+        )
+    if job.HasField("evaluation"):
+        lines.append(f"held out    {evaluation(job.evaluation)}")
+    if job.tokens_per_s:
+        eta = f", about {about(job.eta_s)} to go" if job.eta_s else ""
+        lines.append(f"speed       {job.tokens_per_s:,.0f} tokens/s{eta}")
+    lines.append(f"submitted   {moment(job.submitted_at)}")
+    if job.started_at:
+        lines.append(f"started     {moment(job.started_at)}")
+    if job.finished_at:
+        span = f" (after {seconds(job.finished_at - job.started_at)})" if job.started_at else ""
+        lines.append(f"finished    {moment(job.finished_at)}{span}")
+    if job.checkpoint_path:
+        newest = f"step {job.checkpoint_step}, {job.checkpoint}" if job.checkpoint else "none yet"
+        lines.append(f"checkpoint  {inline(newest)}")
+    if job.save_failure:
+        lines.append(f"not saved   {inline(job.save_failure)}")
+    if job.profile:
+        lines.append(f"profile     {job.profile}")
+    if job.directory:
+        lines.append(f"directory   {job.directory}")
+    if job.last_incident:
+        at = moment(job.last_incident_at) if job.last_incident_at else "not over"
+        first, _, _ = job.last_incident.partition("\n")
+        lines.append(f"incident    {job.incidents}, {at}: {inline(first)}")
+    if job.journal_cut_at:
+        when = moment(job.journal_cut_at)
+        lines.append(f"journal     {when}: the master found it without its end; see the events")
+    if job.HasField("plan"):
+        changes = count(job.reconfigurations, "reconfiguration")
+        lines.append(f"generation  {job.generation}, {changes} so far")
+        lines.append(f"schedule    {job.plan.schedule}")
+        if job.state not in ENDED:
+            more = count(job.can_lose, "more node")
+            lines.append(f"can lose    {more}, whichever, without losing a layer")
+    tables = [draw(job.plan, width)] if job.HasField("plan") else []
+    if job.memory:
+        tables.append(memory_table(job.memory, width))
+    facts = "\n".join(folded(inline(line), width, indent=_LABEL) for line in lines)
+    return "\n\n".join([facts, *tables])
+
+
+def memory_table(memory: Iterable[pb.WorkerMemory], width: int | None = None) -> str:
+    """The most memory that training has taken of each worker, and what the plan counts on."""
+    rows = [
+        (
+            f"{found.worker.node}/{found.worker.slot}",
+            format_bytes(found.peak_bytes) if found.peak_bytes else "-",
+            format_bytes(found.predicted_bytes),
+        )
+        for found in memory
+    ]
+    return table(("WORKER", "PEAK MEMORY", "PREDICTED"), rows, width=width)
+
+
+def evaluation(found: pb.Evaluation) -> str:
+    """The loss on samples that are not trained on, and when it was that."""
+    loss = f"{found.loss:.4f}" if found.HasField("loss") else "not finite"
+    return f"{loss} (step {found.step})"
+
+
+def draw(plan: pb.Plan, width: int | None = None) -> str:
+    """A line per pipeline: its share of the batch, then each stage's node and layers."""
+    rows = []
+    for number, pipeline in enumerate(plan.pipelines):
+        stages = " -> ".join(
+            f"{_holders(stage)} [{stage.first_layer}..{stage.last_layer}]"
+            for stage in pipeline.stages
+        )
+        rows.append((f"pipeline {number}", pipeline.microbatches, stages))
+    return table(("PIPELINE", "MICRO-BATCHES", "NODES [LAYERS]"), rows, width=width)
+
+
+def _holders(stage: pb.Stage) -> str:
+    node = stage.workers[0].node
+    slots = ",".join(str(worker.slot) for worker in stage.workers)
+    return node if slots == "0" else f"{node}/{slots}"
+
+
+# ---- events
+
+
+def event_line(record: dict[str, Any], width: int | None = None) -> str:
+    """One record of events.jsonl as one readable line, folded where `width` is too little."""
+    clock = incident.clock(float(record.get("time", 0.0)))
+    return folded(f"{clock}  {inline(_sentence(record))}", width, indent=len(clock) + 2)
+
+
+def _sentence(record: dict[str, Any]) -> str:
+    match record:
+        case {"event": "started", "generation": generation, "pipelines": pipelines}:
+            nodes = {stage["node"] for pipeline in pipelines for stage in pipeline}
+            return (
+                f"started generation {generation}: {count(len(pipelines), 'pipeline')} on "
+                f"{count(len(nodes), 'node')}, can lose {record.get('can_lose')}"
+            )
+        case {"event": "node_joined", "node": node}:
+            return f"node {node} joined"
+        case {"event": "versions_differ", "versions": found}:
+            return f"versions differ among the job's nodes: {described(found)}"
+        case {"event": "node_left_out", "node": node, "reason": reason}:
+            return f"node {node} is left out: {reason}"
+        case {"event": "node_draining", "node": node, "reason": reason}:
+            return f"node {node} is to be drained" + (f": {reason}" if reason else "")
+        case {"event": "node_kept", "node": node, "reason": reason}:
+            return f"node {node} is kept for now: {reason}"
+        case {"event": "node_drained", "node": node, "abrupt": abrupt}:
+            how = "; the job must go on without it" if abrupt else ""
+            return f"node {node} is drained{how}"
+        case {"event": "node_quarantined", "node": node, "reason": reason, "seconds": span_s}:
+            return f"node {node} is put aside for {seconds(span_s)}: {reason}"
+        case {"event": "node_released", "node": node, "reason": reason}:
+            return f"node {node} may take part again: {reason}"
+        case {"event": "node_undrained", "node": node}:
+            return f"node {node} may take part again"
+        case {"event": "node_lost", "node": node, "cause": "left", "reason": reason}:
+            return f"node {node} left: {reason}"
+        case {"event": "node_reset", "node": node, "reason": reason}:
+            return f"workers of {node} are ended and started anew: {reason}"
+        case {"event": "node_lost", "node": node, "reason": reason, "detect_s": detect_s}:
+            return f"node {node} lost: {reason} (known after {seconds(detect_s)})"
+        case {"event": "worker_lost", "node": node, "slot": slot, "reason": reason}:
+            return f"worker {node}/{slot} lost: {reason}"
+        case {"event": "worker_late", "node": node, "slot": slot, "reason": reason}:
+            return f"worker {node}/{slot} is done without: {reason}"
+        case {"event": "put_back", "instead": instead}:
+            return f"{instead} has the turn meanwhile"
+        case {"event": "waiting", "reason": reason}:
+            return f"waiting for nodes: {reason}"
+        case {"event": "reconfigured"}:
+            return _reconfigured(record)
+        case {"event": "incident", "incident": number, "summary": summary}:
+            return f"incident {number}: {summary}"
+        case {"event": "profiling", "workers": workers}:
+            why = record.get("passed_over")
+            over = f" (the stored profile is passed over: {why})" if why else ""
+            return f"profiling: {count(len(workers), 'worker')} measure the model{over}"
+        case {"event": "profile", "source": source, "reason": reason}:
+            return f"profile: {source} ({reason})"
+        case {"event": "checkpoint_saved", "step": step, "path": path}:
+            size, span = format_bytes(record["bytes"]), seconds(record["seconds"])
+            return f"checkpoint of step {step}: {path} ({size} in {span})"
+        case {"event": "checkpoint_failed", "step": step, "reason": reason}:
+            return f"no checkpoint of step {step}: {reason}; training goes on"
+        case {"event": "output_failed", "reason": reason}:
+            return f"the result is kept and tried again to be written: {reason}"
+        case {"event": "resumed" | "restored"}:
+            return _restored(record)
+        case {"event": "failed", "reason": reason}:
+            return f"failed: {reason}"
+        case {"event": "journal_cut", "reason": reason}:
+            return str(reason)
+        case {"event": "submitted" | "succeeded" | "cancelled" as event}:
+            return str(event)
+        case _:
+            left_out = ("event", "id", "time")
+            rest = " ".join(f"{k}={v}" for k, v in record.items() if k not in left_out)
+            return f"{record.get('event')} {rest}"
+
+
+def _restored(record: dict[str, Any]) -> str:
+    if record["event"] == "resumed":
+        parts = [f"resumed after step {record['step']} from {record['path']}"]
+    elif not record["path"]:
+        again = count(record["lost_steps"], "step")
+        parts = [f"all begin anew at step 1 ({again} again): the state was lost"]
+    else:
+        again = count(record["lost_steps"], "step")
+        parts = [f"all went back to step {record['step']} ({again} again): {record['path']}"]
+    parts += [f"passed over: {why}" for why in record.get("passed_over", ())]
+    return "; ".join(parts)
+
+
+def _reconfigured(record: dict[str, Any]) -> str:
+    lost = [*record.get("nodes_lost", []), *record.get("workers_lost", [])]
+    joined = record.get("nodes_joined", [])
+    cause = " ".join([str(record["cause"]), *(lost or joined)])
+    if lost and joined:
+        cause += f"; joined: {' '.join(joined)}"
+    spans: dict[str, float] = record.get("phases", {})
+    phases = ", ".join(f"{name} {s:.3f}" for name, s in spans.items() if s or name != "waiting")
+    parts = [
+        f"reconfigured to generation {record['to_generation']} by {record['rule']} ({cause})",
+        f"in {seconds(record['total_s'])} ({phases})",
+    ]
+    if record.get("redo_step") is not None:
+        again = f"step {record['redo_step']} done again"
+        if salvaged := record.get("salvaged_microbatches"):
+            again += f" but for {salvaged} of its micro-batches"
+        parts.append(again)
+    if record.get("rolled_forward"):
+        parts.append("rolled forward")
+    if record.get("received_bytes"):
+        parts.append(f"{format_bytes(record['received_bytes'])} of state moved")
+    if record.get("superseded_by") is not None:
+        parts.append(f"overtaken by generation {record['superseded_by']}")
+    return ", ".join(parts)

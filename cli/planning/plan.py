@@ -1,0 +1,184 @@
+"""`oobleck plan`: what the planner would do, without a cluster."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from oobleck.cli.options import USAGE, json_option, set_option
+from oobleck.cli.planning.question import Flags, Question, from_job, from_profile
+from oobleck.host.command import CommandFailed
+from oobleck.host.display import printable
+
+if TYPE_CHECKING:
+    from oobleck.planner.programs.plan import Schedule
+    from oobleck.planner.report.report import PlanReport
+
+
+@click.command(
+    epilog="Exit codes: 0 there is a plan, 2 wrong usage or nothing fits (the line says why)."
+)
+@click.argument("job_file", metavar="[JOB.yaml]", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--profile",
+    "profile_file",
+    type=click.Path(path_type=Path),
+    metavar="P.json",
+    help="Measured times and bytes per layer, in place of a job and estimates.",
+)
+@set_option
+@click.option("--nodes", type=click.IntRange(min=1), required=True, metavar="N")
+@click.option(
+    "--workers-per-node",
+    "--gpus-per-node",
+    "gpus_per_node",
+    type=click.IntRange(min=1),
+    metavar="G",
+    help="Workers of each node, one per GPU.  [default: the profile's, or 1]",
+)
+@click.option(
+    "--fault-tolerance",
+    type=click.IntRange(min=0),
+    metavar="F",
+    help="Losses to survive.  [default: the job's, or 1]",
+)
+@click.option(
+    "--global-batch",
+    type=click.IntRange(min=1),
+    metavar="B",
+    help="Samples per step.  [default: the job's]",
+)
+@click.option(
+    "--microbatch",
+    type=click.IntRange(min=1),
+    metavar="b",
+    help="Samples per micro-batch.  [default: the job's or the profile's]",
+)
+@click.option(
+    "--memory-per-worker",
+    metavar="SIZE",
+    help="Of one GPU or worker; a margin stays free. A job's own limit comes first.  "
+    "[default: the profile's limit, or this machine's RAM / G]",
+)
+@click.option(
+    "--schedule",
+    type=click.Choice(["auto", "1f1b", "gpipe", "zb-h1"]),
+    help="Order of compute in a pipeline.  [default: the job's, or auto: the best that fits]",
+)
+@click.option(
+    "--lost",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="k",
+    help="Show also what follows the loss of k nodes, one after the other.",
+)
+@json_option("One JSON object: templates, plan, and after_losses with --lost.")
+def plan(
+    job_file: Path | None,
+    profile_file: Path | None,
+    overrides: tuple[str, ...],
+    nodes: int,
+    schedule: str | None,
+    lost: int,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Show the templates and the plan for JOB.yaml, or for a profile, on N nodes."""
+    from oobleck.cli.output import text
+    from oobleck.cli.output.table import terminal_width
+
+    question = _question(job_file, profile_file, overrides, Flags(**flags))
+    if schedule is not None:
+        wanted = None if schedule == "auto" else cast("Schedule", schedule)
+        question = dataclasses.replace(question, schedule=wanted)
+    report = _report(question, nodes, lost)
+    data = report.data()
+    if question.notes:
+        data["notes"] = list(question.notes)
+    if as_json:
+        click.echo(text.dump(data))
+        return
+    width = terminal_width()
+    drawing = report.drawing() if width is None else report.drawing(width)
+    click.echo(report_text(data, drawing, width))
+
+
+def _question(
+    job_file: Path | None, profile_file: Path | None, overrides: Sequence[str], flags: Flags
+) -> Question:
+    try:
+        if profile_file is not None and job_file is None:
+            if overrides:
+                raise click.UsageError("--set replaces values of a job file, and there is none")
+            return from_profile(profile_file, flags)
+        if job_file is not None and profile_file is None:
+            return from_job(job_file, overrides, flags)
+    except ValueError as error:
+        raise CommandFailed(str(error), USAGE) from error
+    raise click.UsageError("give either a job file or --profile P.json")
+
+
+def _report(question: Question, nodes: int, lost: int) -> "PlanReport":
+    from oobleck.planner.report.report import make_report
+
+    try:
+        return make_report(
+            question.profile,
+            nodes=nodes,
+            fault_tolerance=question.fault_tolerance,
+            global_batch=question.global_batch,
+            min_nodes=question.min_nodes,
+            lost=lost,
+            tied=question.tied,
+            wanted=question.schedule,
+        )
+    except ValueError as error:  # also PlanInfeasible
+        raise CommandFailed(str(error), USAGE) from error
+
+
+def report_text(report: dict[str, Any], drawing: str, width: int | None = None) -> str:
+    """The drawing between the templates that it is made of and what follows losses."""
+    from oobleck.cli.output.table import folded, table
+
+    rows = [
+        (
+            template["nodes"],
+            len(template["stages"]),
+            f"{template['iteration_s']:.4g} s",
+            " ".join(
+                f"{stage['first_layer']}..{stage['last_layer']}" for stage in template["stages"]
+            ),
+        )
+        for template in report["templates"]
+    ]
+    heads = ("TEMPLATE NODES", "STAGES", "ITERATION", "LAYERS")
+    parts = [
+        table(heads, rows, width=width),
+        *report.get("notes", []),
+        drawing.rstrip(),
+    ]
+    for loss in report.get("after_losses", []):
+        if loss["plan"] is None:
+            parts.append(f"{loss['lost']} lost: the job waits for nodes: {loss['reason']}")
+            continue
+        parts.append(
+            f"{loss['lost']} lost: {loss['rule']}, then {_shape(loss['plan'])}, "
+            f"{loss['plan']['step_s']:.4g} s per step ({loss['reason']})"
+        )
+    lines = printable("\n\n".join(parts)).split("\n")
+    return "\n".join(folded(line, width, indent=2) for line in lines)
+
+
+def _shape(plan: dict[str, Any]) -> str:
+    from oobleck.cli.output import text
+
+    sizes = Counter(pipeline["template_nodes"] for pipeline in plan["pipelines"])
+    pipelines = " and ".join(
+        f"{text.count(number, 'pipeline')} of {text.count(size, 'node')}"
+        for size, number in sorted(sizes.items(), reverse=True)
+    )
+    idle = f", {text.count(len(plan['idle']), 'idle node')}" if plan["idle"] else ""
+    return pipelines + idle

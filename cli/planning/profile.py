@@ -1,0 +1,304 @@
+"""`oobleck profile`: measure a job's model on the real devices, and write the profile file; or
+record a timeline of a running job.
+
+Owns where it is measured (by the agents of a master, or by a cluster on this machine that lives
+as long as the command) and what is shown. What is measured is the workers' to know.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from oobleck.cli.cluster.children import stop
+from oobleck.cli.cluster.local import Cluster, check_room, interrupts
+from oobleck.cli.jobs.job_file import check_inputs, read_job
+from oobleck.cli.jobs.timeline import check_usage, record
+from oobleck.cli.options import (
+    DEFAULT_MASTER,
+    FAILED,
+    USAGE,
+    credential_options,
+    endpoint,
+    json_option,
+    set_option,
+)
+from oobleck.host.command import CommandFailed
+from oobleck.host.display import inline, printable
+from oobleck.host.ipc.endpoint import Endpoint
+
+if TYPE_CHECKING:
+    from oobleck.cli.client import Master
+    from oobleck.planner.job.spec import JobSpec
+    from oobleck.planner.profile.profile import LayerProfile, Profile
+
+#: Two, so that there is a link to measure.
+_LOCAL_NODES = 2
+#: Of a timeline: more make a file that no viewer likes.
+_MOST_STEPS = 100
+#: Between two attempts to reach a master that is away.
+_AGAIN_S = 0.5
+
+EPILOG = """\b
+Progress goes to standard error; standard output has a table, or the profile with --json.
+\b
+Exit codes: 0 done, 1 it could not be measured or written, 2 wrong usage or a job that is refused,
+4 the master cannot be reached, 130 Ctrl-C (the measurement is called off)."""
+
+
+def _check_master(
+    ctx: click.Context, parameter: click.Parameter, value: str | None
+) -> Endpoint | None:
+    return None if value is None else endpoint(ctx, parameter, value)
+
+
+@click.command(epilog=EPILOG)
+@click.argument(
+    "job_file",
+    metavar="[JOB.yaml]",
+    required=False,
+    type=click.Path(dir_okay=False, path_type=Path),
+)
+@set_option
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="P.json",
+    help="Write the profile file there, fit for 'oobleck plan --profile' and a job's profile.",
+)
+@click.option(
+    "--master",
+    envvar="OOBLECK_MASTER",
+    show_envvar=True,
+    metavar="HOST:PORT",
+    callback=_check_master,
+    help="Let the agents of this master measure.  [default: --local]",
+)
+@credential_options
+@click.option(
+    "--local", "here", is_flag=True, help="Measure on this machine, with two workers, no master."
+)
+@click.option(
+    "--timeline",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="OUT.json",
+    help="Measure nothing, but record where the time of a running job's next steps goes: a Chrome "
+    "trace with one track per worker, for ui.perfetto.dev or chrome://tracing.",
+)
+@click.option("--job", "job_id", metavar="ID", help="The running job of the timeline.")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1, max=_MOST_STEPS),
+    metavar="K",
+    help="Steps in the timeline.  [default: 1]",
+)
+@json_option("The profile as one JSON object.")
+def profile(
+    job_file: Path | None,
+    overrides: tuple[str, ...],
+    output: Path | None,
+    master: Endpoint | None,
+    here: bool,
+    timeline: Path | None,
+    job_id: str | None,
+    steps: int | None,
+    as_json: bool,
+) -> int:
+    """Measure seconds and bytes per layer of the model of JOB.yaml, and the links.
+
+    With a master all its free nodes measure, once the jobs before are done, and it keeps the
+    profile for jobs of that model. Without one two workers on this machine measure.
+
+    With --timeline and --job: record steps of a running job instead.
+    """
+    check_usage(job_file, job_id, timeline, steps)
+    if timeline is not None and job_id is not None:
+        _check_output("--timeline", timeline)
+        _say(record(master or Endpoint(address=DEFAULT_MASTER), job_id, steps or 1, timeline))
+        _say(f"written to {timeline}; open it at ui.perfetto.dev")
+        return 0
+    assert job_file is not None, "the usage is checked"
+    job = dataclasses.replace(read_job(job_file, overrides), profile="measure")
+    if output is not None:
+        _check_output("--output", output)
+    if here:
+        master = None
+    if master is None:
+        check_inputs(job)
+    with interrupts(), _measuring_master(master) as found:
+        # gRPC comes after the daemons have been started: a fork beside its threads is not safe.
+        from oobleck.cli.chaos.victims import all_here
+        from oobleck.cli.client import Master
+        from oobleck.cli.jobs.away import AWAY_S
+
+        with Master(found) as connection:
+            if master is not None and all_here(connection.nodes()):
+                check_inputs(job)
+            # One that this command has started does not come back.
+            text = _measure(connection, job, patience_s=0.0 if master is None else AWAY_S)
+    if missing := json.loads(text).get("measured", {}).get("missing"):
+        _say(f"warning: the measurement is incomplete: {'; '.join(missing)}")
+    if output is not None:
+        _write(output, text)
+    click.echo(text.rstrip() if as_json else printable(_table(text)))
+    return 0
+
+
+@contextlib.contextmanager
+def _measuring_master(master: Endpoint | None) -> Iterator[Endpoint]:
+    """`master`, or that of a cluster that ends with this context."""
+    if master is not None:
+        yield master
+        return
+    memory = check_room(_LOCAL_NODES, 1, oversubscribe=False)
+    with tempfile.TemporaryDirectory(prefix="oobleck-profile-") as folder:
+        cluster = Cluster(Path(folder), tell=lambda line: None)
+        _say("starting two workers on this machine")
+        try:
+            cluster.start("127.0.0.1:0", _LOCAL_NODES, 1, memory, None)
+            cluster.wait_until_ready()
+            yield cluster.endpoint
+        finally:
+            stop(cluster.master, cluster.agents)
+
+
+def _check_output(option: str, output: Path) -> None:
+    """Before anything is measured: whether the file can be written."""
+    if not output.absolute().parent.is_dir():
+        raise CommandFailed(f"{option} {output}: there is no such folder; make it first", USAGE)
+    there = os.path.lexists(output)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        os.close(os.open(output, flags, 0o666))
+        if not there:
+            output.unlink()
+    except OSError as error:
+        raise CommandFailed(
+            f"{option} {output}: {error.strerror}; name a file that can be written", USAGE
+        ) from error
+
+
+def _write(output: Path, text: str) -> None:
+    try:
+        output.write_text(text)
+    except OSError as error:
+        click.echo(text.rstrip())
+        raise CommandFailed(
+            f"--output {output}: {error.strerror}; the profile is on standard output", FAILED
+        ) from error
+    _say(f"written to {output}")
+
+
+def _measure(connection: "Master", job: "JobSpec", *, patience_s: float) -> str:
+    """The profile's text. Whatever ends this before the measurement has ended calls it off."""
+    from oobleck.planner.job.file import format_job
+
+    job_id = connection.submit(format_job(job), secrets.token_hex(16), profile_only=True).job_id
+    done = False
+    try:
+        text = _await_profile(connection, job_id, patience_s)
+        done = True
+    finally:
+        if not done:
+            with contextlib.suppress(CommandFailed):
+                connection.cancel(job_id)
+    return text
+
+
+def _await_profile(connection: "Master", job_id: str, patience_s: float) -> str:
+    """Tell what becomes of the job until it has ended. A master that is away is waited for."""
+    from oobleck.cli.client import Unreachable
+    from oobleck.cli.output.text import ENDED
+
+    told = ""
+    away_since: float | None = None
+    while True:
+        try:
+            for status in connection.watch(job_id):
+                away_since = None
+                line = f"{status.state}: {status.reason}" if status.reason else status.state
+                if line != told:
+                    told = line
+                    _say(line)
+                if status.state == "succeeded":
+                    return connection.profile(job_id).profile
+                if status.state in ENDED:
+                    raise CommandFailed(line, FAILED)
+        except Unreachable:
+            now = time.monotonic()
+            if away_since is None:
+                away_since = now
+                if patience_s:
+                    _say(f"the master is away; waiting {patience_s:.0f} s for it to come back")
+            if now - away_since >= patience_s:
+                raise
+        time.sleep(_AGAIN_S)
+
+
+def _say(line: str) -> None:
+    click.echo(inline(line), err=True)
+    sys.stderr.flush()
+
+
+def _table(text: str) -> str:
+    """Each kind of layer once, a column for each; then the links."""
+    from oobleck.cli.output.table import table
+    from oobleck.planner.profile.file import parse_profile
+    from oobleck.planner.units import count
+
+    found = parse_profile(text)
+    notes = json.loads(text).get("measured", {})
+    kinds = (found.layers[0], found.layers[1], found.layers[-1])
+    heads = ("LAYER", "embedding", count(len(found.layers) - 2, "block"), "head")
+    rows = zip(_LABELS, *map(_cells, kinds), strict=True)
+    return "\n".join([table(heads, rows), "", *_machines(found, notes)])
+
+
+#: Of what `_cells` gives.
+_LABELS = (
+    *("forward", "backward", "of that, its input", "update"),
+    *("parameters", "state", "activations", "output"),
+)
+
+
+def _cells(layer: "LayerProfile") -> list[str]:
+    """Times, then sizes."""
+    from oobleck.planner.units import format_bytes
+
+    times = (layer.forward_s, layer.backward_s, layer.backward_input_s, layer.update_s)
+    sizes = (
+        layer.parameter_bytes,
+        layer.state_bytes,
+        layer.activation_bytes,
+        layer.output_bytes,
+    )
+    return [
+        *(f"{by_gpus[1] * 1e3:.3f} ms" if by_gpus else "-" for by_gpus in times),
+        *map(format_bytes, sizes),
+    ]
+
+
+def _machines(found: "Profile", notes: dict[str, Any]) -> list[str]:
+    """Links, memory, and what was measured on."""
+    from oobleck.planner.units import count, format_bytes
+
+    links = found.links
+    return [
+        f"inside a node   {links.intra_node_bytes_per_s / 1e9:.2f} GB/s "
+        f"({notes.get('intra_node_link', '?')})",
+        f"between nodes   {links.inter_node_bytes_per_s / 1e9:.2f} GB/s "
+        f"({notes.get('inter_node_link', '?')})",
+        f"latency         {links.latency_s * 1e6:.0f} us",
+        f"usable memory   {format_bytes(found.gpu_memory_bytes)} per worker",
+        f"measured on     {', '.join(notes.get('devices', ['?']))}, "
+        f"{count(int(notes.get('workers', 0)), 'worker')} at once",
+    ]

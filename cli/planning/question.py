@@ -1,0 +1,151 @@
+"""What `oobleck plan` is asked: a profile and the training, from a job file or a profile file.
+
+Owns which of the file, the flags and this machine says what. Must not know what is planned.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from oobleck.planner.job.spec import JobSpec
+    from oobleck.planner.profile.profile import Profile
+    from oobleck.planner.programs.plan import Schedule
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Flags:
+    """What the command line says in place of the files; None: they say it."""
+
+    gpus_per_node: int | None
+    fault_tolerance: int | None
+    global_batch: int | None
+    microbatch: int | None
+    memory_per_worker: str | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What the plan is asked for."""
+
+    profile: "Profile"
+    fault_tolerance: int
+    global_batch: int
+    min_nodes: int = 1
+    #: None: the best one.
+    schedule: "Schedule | None" = None
+    #: The head shares the embedding's weight.
+    tied: bool = False
+    #: What of the profile or the machines is not used, and why.
+    notes: tuple[str, ...] = ()
+
+
+def from_profile(path: Path, flags: Flags) -> Question:
+    """Any stages that the profile allows. Raises ValueError or CommandFailed."""
+    from oobleck.cli.output.text_file import PROFILE_FILE, read_text
+    from oobleck.planner.profile.file import parse_profile
+
+    text = read_text(path, PROFILE_FILE)
+    try:
+        profile = parse_profile(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if flags.microbatch not in (None, profile.microbatch):
+        raise ValueError(
+            f"--microbatch {flags.microbatch}: {path} was measured with {profile.microbatch}, and "
+            "times do not scale with it; profile again or leave the flag out"
+        )
+    if flags.global_batch is None:
+        raise ValueError("--global-batch is missing; a profile does not say it")
+    return Question(
+        profile=_on_machines(profile, flags, limit=None),
+        fault_tolerance=1 if flags.fault_tolerance is None else flags.fault_tolerance,
+        global_batch=flags.global_batch,
+    )
+
+
+def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
+    """As the job, with `overrides`, would be trained. Raises ValueError or CommandFailed."""
+    from oobleck.cli.jobs.job_file import read_job, read_profile
+    from oobleck.planner.profile.file import parse_profile
+    from oobleck.planner.search.specification import on_usable_gpus
+
+    given = {
+        f"{key}={value}": f"{flag} {value}"
+        for key, flag, value in (
+            ("fault_tolerance", "--fault-tolerance", flags.fault_tolerance),
+            ("training.global_batch", "--global-batch", flags.global_batch),
+            ("training.microbatch", "--microbatch", flags.microbatch),
+        )
+        if value is not None
+    }
+    job = read_job(path, (*overrides, *given), shown_as=given)
+    if text := read_profile(job):
+        limit = job.resources.memory_per_worker_bytes
+        profile = _on_machines(parse_profile(text), flags, limit=limit)
+    else:
+        profile = _estimate(job, flags)
+    min_nodes = job.resources.min_nodes_per_pipeline
+    used = on_usable_gpus(profile, gpus=profile.gpus_per_node, min_nodes=min_nodes)
+    return Question(
+        profile=used,
+        fault_tolerance=job.fault_tolerance,
+        global_batch=job.training.global_batch,
+        min_nodes=min_nodes,
+        schedule=job.training.wanted_schedule,
+        tied=job.model.tied,
+        notes=_unused(profile, used),
+    )
+
+
+def _estimate(job: "JobSpec", flags: Flags) -> "Profile":
+    import psutil
+
+    from oobleck.planner.profile.estimate import estimate_profile
+
+    gpus = flags.gpus_per_node or 1
+    memory = _memory(flags)
+    if memory is None:
+        memory = psutil.virtual_memory().total // gpus
+    return estimate_profile(job, gpus_per_node=gpus, memory_per_worker_bytes=memory)
+
+
+def _on_machines(profile: "Profile", flags: Flags, *, limit: int | None) -> "Profile":
+    """`profile` with the job's `limit` or what the flags say of the machines."""
+    from oobleck.planner.profile.memory import usable_bytes
+
+    memory = _memory(flags)
+    if limit is None:
+        limit = profile.gpu_memory_bytes if memory is None else usable_bytes(memory)
+    gpus = flags.gpus_per_node or profile.gpus_per_node
+    return dataclasses.replace(profile, gpus_per_node=gpus, gpu_memory_bytes=limit)
+
+
+def _memory(flags: Flags) -> int | None:
+    from oobleck.planner.units import parse_bytes
+
+    if flags.memory_per_worker is None:
+        return None
+    try:
+        memory = parse_bytes(flags.memory_per_worker)
+    except ValueError as error:
+        raise ValueError(f"--memory-per-worker: {error}") from error
+    if memory < 2:  # half of so little is the margin
+        raise ValueError(f"--memory-per-worker {flags.memory_per_worker}: give a size like 16GiB")
+    return memory
+
+
+def _unused(profile: "Profile", used: "Profile") -> tuple[str, ...]:
+    """What of `profile` is not in `used`."""
+    from oobleck.planner.units import count
+
+    notes = []
+    idle = profile.gpus_per_node - used.gpus_per_node
+    if idle > 0:
+        notes.append(
+            f"{idle} of {count(profile.gpus_per_node, 'GPU')} per node stay idle: the model's "
+            f"{count(len(profile.layers), 'layer')} make no pipeline that uses more than "
+            f"{used.gpus_per_node}"
+        )
+    return tuple(notes)

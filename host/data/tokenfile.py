@@ -1,0 +1,280 @@
+"""Token files: a flat array of token ids, and beside it a JSON file that says what they are.
+
+A token file `F` has nothing but the ids, as little-endian unsigned integers; `F.json` has their
+type, number, highest id and origin, so that a job need not say the type and a model with too small
+a vocabulary is refused before it trains. Files appear under their names when they are whole. Must
+not know where tokens come from or what they are for.
+"""
+
+import contextlib
+import fcntl
+import glob
+import hashlib
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from oobleck.host.system.files import open_regular, read_regular
+from oobleck.planner.codec import decode, encode
+
+#: Of a description; it has a dozen fields.
+_MOST_INFO_BYTES = 1 << 20
+
+Dtype = Literal["uint8", "uint16", "uint32"]
+
+
+class DataError(ValueError):
+    """The data cannot be used as it is asked for; the text names the file or key and the fix."""
+
+
+class CannotWrite(DataError):
+    """The disk does not take it; nothing is wrong with the data."""
+
+
+class TokenFileInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What `F.json` says of the token file `F`."""
+
+    format: int = 1
+    dtype: Dtype
+    #: Number of ids in the file.
+    tokens: int
+    #: The highest id in the file.
+    highest: int
+    #: Ids that the tokenizer can give: 0 to `vocabulary` - 1.
+    vocabulary: int
+    #: `bytes`, or the name of the tokenizer's file; and SHA-256 (hex) of that file.
+    tokenizer: str
+    tokenizer_sha256: str = ""
+    #: Ids that stand after every document.
+    separator: tuple[int, ...] = ()
+    documents: int
+    #: SHA-256 (hex) of the token file.
+    sha256: str
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "highest", "documents", "vocabulary"):
+            if not 0 <= getattr(self, name) < 1 << 62:
+                raise ValueError(f"{name}: {getattr(self, name)} makes no sense")
+
+    @property
+    def width(self) -> int:
+        """Bytes per id."""
+        return np.dtype(self.dtype).itemsize
+
+    def check_token(self, token: int, where: str) -> None:
+        """Raise DataError where the file has a token that its description leaves out."""
+        if token > self.highest:
+            raise DataError(
+                f"{where} has token {token}, and the file's description names {self.highest} as "
+                "the highest: one of them was replaced; make both anew with 'oobleck data prepare'"
+            )
+
+    def check_vocabulary(self, vocabulary: int, where: str) -> None:
+        """Raise DataError where a model of so many tokens cannot take the file's."""
+        if self.highest >= vocabulary:
+            raise DataError(
+                f"{where}: has token {self.highest}, which is not below model.vocabulary "
+                f"({vocabulary}); set model.vocabulary to {self.vocabulary}, the size of the "
+                f"vocabulary of its tokenizer ({self.tokenizer})"
+            )
+
+
+def info_path(path: str | Path) -> Path:
+    return Path(f"{path}.json")
+
+
+def read_info(path: str | Path) -> TokenFileInfo | None:
+    """What is known of token file `path`; None where nothing stands beside it.
+
+    Raises DataError where what stands there is broken, or is not of this file.
+    """
+    beside = info_path(path)
+    try:
+        info = decode(TokenFileInfo, read_regular(beside, _MOST_INFO_BYTES))
+        size = os.stat(path).st_size
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"cannot read {beside}: {error.strerror}") from error
+    except ValueError as error:
+        raise DataError(
+            f"{beside} does not describe a token file ({error}); make both anew with "
+            "'oobleck data prepare', or remove it and set data.dtype"
+        ) from error
+    if info.format != 1:
+        raise DataError(f"{beside} has format {info.format}, and this version reads format 1")
+    if size != info.tokens * info.width:
+        raise DataError(
+            f"{path} has {size} bytes, and {beside.name} speaks of {info.tokens} {info.dtype} "
+            f"tokens ({info.tokens * info.width} bytes): one of them was cut off or replaced; "
+            "make both anew with 'oobleck data prepare'"
+        )
+    return info
+
+
+def type_of(path: str | Path, info: TokenFileInfo | None, wanted: Dtype | None) -> Dtype:
+    """The type of the ids in token file `path`, of which `info` is known and whose reader asks for
+    `wanted`.
+
+    Raises DataError where both are there and differ, or neither is: an array of numbers does not
+    tell how wide they are, and read in the wrong width most are ids too.
+    """
+    if info is None and wanted is None:
+        raise DataError(
+            f"nothing says what type the ids in {path} have: there is no "
+            f"{info_path(path).name} beside it; set dtype to uint8, uint16 or uint32, or make the "
+            "file with 'oobleck data prepare'"
+        )
+    if info is not None and wanted not in (None, info.dtype):
+        raise DataError(
+            f"{path} has {info.dtype} tokens, and dtype is {wanted}; leave that key out"
+        )
+    dtype = wanted if info is None else info.dtype
+    assert dtype is not None, "one of them says it"
+    return dtype
+
+
+def read_tokens(path: str | Path, info: TokenFileInfo, count: int) -> list[int]:
+    """The first `count` ids of a token file, or all that there are."""
+    try:
+        with open_regular(path) as file:
+            raw = file.read(min(count, info.tokens) * info.width)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    found: list[int] = np.frombuffer(raw, dtype=f"<u{info.width}").tolist()
+    return found
+
+
+def narrowest(vocabulary: int) -> Dtype:
+    """The smallest type that holds ids below `vocabulary`."""
+    if vocabulary <= 1 << 8:
+        return "uint8"
+    return "uint16" if vocabulary <= 1 << 16 else "uint32"
+
+
+class TokenWriter:
+    """A token file in the making: a context that leaves a whole file, or after an error nothing.
+
+    All methods raise DataError when the disk does not take it.
+    """
+
+    def __init__(self, path: str | Path, dtype: Dtype, temporary: str = "") -> None:
+        """`temporary`: name of the file while it is being written, in the same directory."""
+        self._path = Path(path)
+        self._dtype: Dtype = dtype
+        self._limit = int(np.iinfo(dtype).max)
+        self._temporary = self._path.with_name(temporary or f".{self._path.name}.{os.getpid()}.tmp")
+        self._sha256 = hashlib.sha256()
+        self._highest = -1
+        self.tokens = 0
+        self.documents = 0
+        #: Opened within the context: whatever interrupts that, its end removes the file.
+        self._file: BinaryIO | None = None
+
+    def __enter__(self) -> "TokenWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # What is still buffered does not matter any more, and may not fit on the disk.
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def add(self, tokens: NDArray[np.unsignedinteger]) -> None:
+        """Append `tokens`; raises DataError when one does not fit into the type."""
+        if not len(tokens):
+            return
+        highest = int(tokens.max())
+        if highest > self._limit:
+            raise DataError(f"token {highest} does not fit into {self._dtype}; choose a wider type")
+        raw = tokens.astype(np.dtype(self._dtype).newbyteorder("<")).tobytes()
+        try:
+            self._open().write(raw)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self._sha256.update(raw)
+        self._highest = max(self._highest, highest)
+        self.tokens += len(tokens)
+
+    def publish(
+        self,
+        *,
+        vocabulary: int,
+        tokenizer: str,
+        tokenizer_sha256: str = "",
+        separator: tuple[int, ...] = (),
+    ) -> TokenFileInfo:
+        """Put the file and its description in place; the last thing to do in the context."""
+        info = TokenFileInfo(
+            dtype=self._dtype,
+            tokens=self.tokens,
+            highest=self._highest,
+            vocabulary=vocabulary,
+            tokenizer=tokenizer,
+            tokenizer_sha256=tokenizer_sha256,
+            separator=separator,
+            documents=self.documents,
+            sha256=self._sha256.hexdigest(),
+        )
+        beside = info_path(self._path)
+        temporary = self._temporary.with_name(f"{self._temporary.name}.json")
+        try:
+            content = self._open()
+            content.flush()
+            os.fsync(content.fileno())
+            with open(temporary, "wb") as file:
+                file.write(msgspec.json.format(encode(info), indent=2) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            # At no moment may an old description stand beside new tokens.
+            beside.unlink(missing_ok=True)
+            os.replace(self._temporary, self._path)
+            os.replace(temporary, beside)
+            _sync_directory(self._path.parent)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        return info
+
+    def _open(self) -> BinaryIO:
+        if self._file is None:
+            self._file = open(self._temporary, "wb")  # noqa: SIM115 - closed by __exit__
+            with contextlib.suppress(OSError):  # of file systems without locks nothing is swept
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return self._file
+
+    def _unwritable(self, error: OSError) -> DataError:
+        return CannotWrite(
+            f"cannot write {self._path}: {error.strerror}; make room there, make it writable, or "
+            "name another place"
+        )
+
+
+def sweep(path: str | Path) -> None:
+    """Remove what writers of `path` have left behind that were killed: nobody holds its lock."""
+    path = Path(path)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with contextlib.suppress(OSError), open(left, "rb") as file:  # another one was faster
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.with_name(f"{left.name}.json").unlink(missing_ok=True)
+            left.unlink()
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

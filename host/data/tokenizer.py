@@ -1,0 +1,132 @@
+"""Tokenizers: text to token ids, as bytes or by a Hugging Face `tokenizers` file.
+
+Owns what a tokenizer is identified by and which token ends a document. The library of the latter
+is loaded only when one is read.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oobleck.host.data.documents import Piece
+from oobleck.host.data.tokenfile import DataError
+from oobleck.host.system.files import read_regular
+
+Ids = NDArray[np.uint32]
+
+#: Of a tokenizer's file; the largest have a tenth of it.
+_MOST_BYTES = 256 << 20
+
+#: What ends a document in the tokenizers that are about, the commonest first.
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    #: For messages and descriptions; and SHA-256 (hex) of what defines it.
+    name: str
+    sha256: str
+    #: Number of ids.
+    vocabulary: int
+
+    def encode(self, pieces: Sequence[Piece]) -> list[Ids]:
+        """The ids of each piece. Raises DataError for what is no text."""
+
+    def separator(self, wanted: str | None) -> tuple[int, ...]:
+        """The ids of what is to stand after each document: `wanted`, nothing for an empty text,
+        the usual for None. Raises DataError where there is no such token."""
+
+    def check_vocabulary(self, vocabulary: int) -> None:
+        """Raise DataError where a model of so many tokens does not take all of the ids."""
+
+
+class ByteTokenizer:
+    """Every byte is a token; nothing separates documents unless it is asked for."""
+
+    name = "bytes"
+    sha256 = ""
+    vocabulary = 256
+
+    def encode(self, pieces: Sequence[Piece]) -> list[Ids]:
+        return [np.frombuffer(piece.content, dtype=np.uint8).astype(np.uint32) for piece in pieces]
+
+    def separator(self, wanted: str | None) -> tuple[int, ...]:
+        return tuple((wanted or "").encode())
+
+    def check_vocabulary(self, vocabulary: int) -> None:
+        """Text may do with few bytes: each one is looked at when it is used."""
+
+
+class FileTokenizer:
+    """The tokenizer that a `tokenizer.json` describes, without what it puts around single texts."""
+
+    def __init__(self, path: str) -> None:
+        """Raises DataError."""
+        try:
+            from tokenizers import Tokenizer as Library
+        except ImportError as error:
+            raise DataError(
+                "a tokenizer file needs the package tokenizers: pip install 'tokenizers>=0.21'"
+            ) from error
+        where = Path(path)
+        if where.is_dir():
+            raise DataError(f"tokenizer: {path} is a directory; give the tokenizer.json in it")
+        try:
+            content = read_regular(where, _MOST_BYTES)
+        except OSError as error:
+            raise DataError(
+                f"tokenizer: cannot read {path}: {error.strerror}; put the file there, readable, "
+                "the same on all nodes"
+            ) from error
+        try:
+            self._library: Any = Library.from_str(content.decode())
+        except Exception as error:  # the library raises Exception itself
+            raise DataError(
+                f"tokenizer: {path} is no tokenizer file ({_line(error)}); give a tokenizer.json "
+                "as the library tokenizers saves it"
+            ) from error
+        self._library.no_truncation()
+        self._library.no_padding()
+        self._path = path
+        self.name = where.name
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        ids = self._library.get_vocab(with_added_tokens=True).values()
+        self.vocabulary = max(ids, default=-1) + 1
+        if not self.vocabulary:
+            raise DataError(f"tokenizer: {path} has no tokens; train it first")
+
+    def encode(self, pieces: Sequence[Piece]) -> list[Ids]:
+        texts = [piece.text() for piece in pieces]
+        found = self._library.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in found]
+
+    def separator(self, wanted: str | None) -> tuple[int, ...]:
+        if wanted == "":
+            return ()
+        for token in END_TOKENS if wanted is None else (wanted,):
+            if (found := self._library.token_to_id(token)) is not None:
+                return (found,)
+        what = f"no token {wanted!r}" if wanted else f"none of {', '.join(END_TOKENS)}"
+        raise DataError(
+            f"tokenizer: {self._path} has {what} to end a document with; name one of its tokens "
+            "as separator, or '' for none"
+        )
+
+    def check_vocabulary(self, vocabulary: int) -> None:
+        if self.vocabulary > vocabulary:
+            raise DataError(
+                f"tokenizer: {self._path} has {self.vocabulary} tokens, more than model.vocabulary "
+                f"({vocabulary}); set model.vocabulary to {self.vocabulary}"
+            )
+
+
+def load_tokenizer(path: str | None) -> Tokenizer:
+    """The tokenizer of a file; of bytes where there is none. Raises DataError."""
+    return ByteTokenizer() if path is None else FileTokenizer(path)
+
+
+def _line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,406 @@
+"""Words between an agent and its workers, and the records that travel from workers to disk.
+
+The channel is one stream socket per worker; `oobleck.host.ipc.channel` frames these messages on it.
+The worker's end closing means that the worker is gone, and the other way round.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from oobleck.host.timeline import Recording
+from oobleck.planner.ids import Generation, Incarnation, JobId, WorkerId
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.profile.measurement import LinkMeasurement, Measurement, Scope
+from oobleck.planner.programs.plan import Plan
+
+
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the workers of a generation meet: a worker's store and a prefix of that meeting."""
+
+    #: host:port of a TCPStore that a worker of the generation serves.
+    store: str
+    #: Unguessable and never used before, so that generations cannot mix.
+    prefix: str
+
+
+class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
+    """One scripted fault of a drill: what happens to which worker at which point.
+
+    A point is the text of an instruction kind, with `before:` or `after:` in front
+    (`before:Forward`, `after:Vote`), a moment inside the vote (`reduced`: all gradients in hand,
+    `voting`: its own share is out), `evaluating` (before each instruction of an evaluation after
+    `step`, with `microbatch` of its samples), or a recovery phase, in this order:
+    `before:rendezvous`, `before:connect` (all have arrived), `before:standings`, `before:transfer`,
+    `sending` and `receiving` (before each piece of state, with the number of pieces before it as
+    `microbatch`), `after:transfer`; or `before:measure`.
+    """
+
+    worker: WorkerId
+    point: str
+    #: Only in jobs of this name; None: in every job.
+    job: str | None = None
+    #: None: in whatever generation, and whatever step, the worker is in.
+    generation: Generation | None = None
+    step: int | None = None
+    #: Only this micro-batch (global number); None: the first that comes.
+    microbatch: int | None = None
+    #: kill_worker / kill_node: SIGKILL (the node: agent and all its workers); hold: wait at the
+    #: point until a newer generation arrives; stop: SIGSTOP itself; hang: the training thread
+    #: never goes on, while the rest of the process does.
+    action: Literal["kill_worker", "kill_node", "hold", "stop", "hang"] = "kill_node"
+
+
+# ---- agent to worker
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
+    """First message to a new worker: who it is and what it will train."""
+
+    worker: WorkerId
+    job_id: JobId
+    job: JobSpec
+    #: Address that the worker's data-plane sockets bind to and others reach it by.
+    address: str
+    agent_pid: int
+    #: Name of what the worker computes on; equal names mean equal speed.
+    device_kind: str
+    #: cpu, or cuda:N with the N-th GPU that the worker sees.
+    device: str = "cpu"
+    #: After so long without a sign of life its kernel takes another one's host for gone.
+    silence_s: float = 5.0
+    faults: tuple[FaultRule, ...] = ()
+    #: For drills: copy tensors through buffers as between GPUs without NCCL.
+    stage_everything: bool = False
+
+
+class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
+    """Go to the plan's generation; repeats and older ones change nothing.
+
+    `boundary`: a change without a loss; workers that run an older generation go on with it until
+    the vote of a step shows that all of them have this message, and switch after that step.
+    Otherwise whatever they wait for is released at once.
+    """
+
+    plan: Plan
+    rendezvous: Rendezvous
+    boundary: bool
+    #: A part of the model is with nobody: all go back to the newest checkpoint.
+    restore: bool = False
+    #: With `restore`: no checkpoint is known of. Where none is found either, all begin anew.
+    anew: bool = False
+    #: Workers of the plan before that get this message too and are in no stage of this one: they
+    #: leave with the switch, and wait for what is next.
+    leaving: tuple[WorkerId, ...] = ()
+    #: Layers are with those alone: before the meeting of the plan's workers all of both meet, and
+    #: what is missing is handed over.
+    handover: bool = False
+
+
+class Save(msgspec.Struct, frozen=True, kw_only=True, tag="save"):
+    """Take a checkpoint after the next step at which all have this wish.
+
+    Wishes are numbered from 1 in a job; a newer one stands for those before it.
+    """
+
+    number: int
+
+
+class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+    """Two workers measure the link between them; the first one reports it."""
+
+    scope: Scope
+    workers: tuple[WorkerId, WorkerId]
+    rendezvous: Rendezvous
+
+
+class Measure(msgspec.Struct, frozen=True, kw_only=True, tag="measure"):
+    """Before the first plan: measure the job's layers, then the links that the worker is part of.
+
+    All get the same one at about the same time, so that each measures under the load of the
+    others, as in training. An `Assign` calls it off. Repeats and older attempts change nothing.
+    """
+
+    attempt: int
+    meetings: tuple[Meeting, ...] = ()
+    #: Workers of a node, among which layers may be shared.
+    gpus: int = 1
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, tag="record"):
+    """Record where the time goes in these steps, and report it; a newer wish replaces an older."""
+
+    number: int
+    first_step: int
+    last_step: int
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
+    """Answer with `Alive`."""
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
+    """End now: the job is over, cancelled, or the agent shuts down."""
+
+    reason: str
+
+
+ToWorker = Launch | Assign | Measure | Save | Record | Ask | Stop
+
+
+# ---- worker to agent
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The worker serves its store and waits for an `Assign`."""
+
+    pid: int
+    #: host:port of the worker's own store, fit for a `Rendezvous`.
+    store: str
+    #: Fingerprint of the data that it reads, in hexadecimal; those of one generation are equal.
+    data: str = ""
+
+
+class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="alive"):
+    """The process runs, and this is what its training thread is at.
+
+    Told by another thread: one that hangs does not keep it from being told.
+    """
+
+    #: Grows with everything that the training thread begins or has waited for.
+    beats: int
+    #: What it has begun last, as a timeline calls it.
+    doing: str
+    #: It waits for another process.
+    waiting: bool
+    #: It is at files, which may take long.
+    files: bool = False
+
+
+class PhaseReached(msgspec.Struct, frozen=True, kw_only=True, tag="phase"):
+    """The worker has ended a phase on its way into `generation`.
+
+    aborted: it is out of the old generation's groups (a fresh worker is at once); joined: the
+    new groups are up and the survivors' states known; transferred: it holds every layer it needs.
+    """
+
+    generation: Generation
+    phase: Literal["aborted", "joined", "transferred"]
+    #: With `joined`: the last step that is committed in the new generation's state.
+    committed_step: int | None = None
+    #: With `joined`: whether this worker applied a step whose vote it had not seen.
+    rolled_forward: bool = False
+    #: With `joined`: whether a step that was begun is done again, and how many of its micro-batches
+    #: are not, since all that they gave is still there.
+    redo: bool = False
+    salvaged_microbatches: int = 0
+    #: With `transferred`: bytes this worker received.
+    received_bytes: int = 0
+
+
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One committed step, a line of metrics.jsonl. Every worker makes the same one."""
+
+    step: int
+    #: None: not finite (the step was skipped by all).
+    loss: float | None
+    grad_norm: float | None
+    tokens: int
+    #: SHA-256 over the SHA-256 digests of the step's token rows in global sample order.
+    samples_digest: str
+    generation: Generation
+    step_seconds: float
+    #: Unix time of the commit.
+    time: float
+    #: The step's gradients were not finite, and nobody applied them.
+    skipped: bool = False
+    #: How many steps were, up to this one. The master counts them, not the workers.
+    skipped_steps: int = 0
+
+
+class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one worker on its device."""
+
+    #: Most at a time since its generation began.
+    peak_bytes: int
+    #: Of that, what it had before it held any layer.
+    base_bytes: int
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True, tag="committed"):
+    record: StepRecord
+    memory: MemoryUse | None = None
+
+
+class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation, a line of evaluations.jsonl. Every worker makes the same one."""
+
+    #: Step after which the state was evaluated.
+    step: int
+    #: Mean over all tokens of the samples; None: not finite.
+    loss: float | None
+    samples: int
+    generation: Generation
+    seconds: float
+    #: Unix time of its end.
+    time: float
+
+
+class Evaluated(msgspec.Struct, frozen=True, kw_only=True, tag="evaluated"):
+    record: EvaluationRecord
+
+
+class PeerLost(msgspec.Struct, frozen=True, kw_only=True, tag="peer_lost"):
+    """A peer's socket closed or an operation with it failed; the worker waits for an `Assign`."""
+
+    generation: Generation
+    step: int
+    detail: str
+    #: To whom there is no way from here; none: not known, or that all peers are reached.
+    unreached: tuple[WorkerId, ...] = ()
+    #: There is no way to the store of the meeting.
+    store_unreached: bool = False
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The worker cannot go on; it exits after this.
+
+    user: the job is at fault (out of memory, an exception in the model): no retry helps. node: so
+    is what this host has of it (data that are missing or damaged, a device, a disk, no way to the
+    checkpoints' place), which other hosts may have better. internal: a broken invariant of ours,
+    which another process may not meet.
+    """
+
+    kind: Literal["user", "node", "internal"]
+    message: str
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
+    """All steps are committed and the worker's share of the output is on disk."""
+
+    generation: Generation
+    step: int
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
+    """The worker's layers are measured, or why they could not be."""
+
+    attempt: int
+    measurement: Measurement | None
+    problem: str = ""
+
+
+class LinkMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="link_measured"):
+    """A link is measured, or why it could not be; from the first worker of its meeting."""
+
+    attempt: int
+    scope: Scope
+    link: LinkMeasurement | None
+    problem: str = ""
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):
+    """What came of a `Record`."""
+
+    recording: Recording
+
+
+class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint_saved"):
+    """A checkpoint is published; from the worker that did it."""
+
+    #: Steps applied.
+    step: int
+    #: Folder or URL of this checkpoint.
+    path: str
+    bytes: int
+    #: From the step's end until it was published.
+    seconds: float
+    #: The newest wish (`Save`) that it answers; 0: none.
+    request: int = 0
+
+
+class SaveFailed(msgspec.Struct, frozen=True, kw_only=True, tag="save_failed"):
+    """A checkpoint, or the final output, could not be written. Training goes on; the state after
+    the last step is kept, and writing it is tried again, until there is room."""
+
+    what: Literal["checkpoint", "output"]
+    step: int
+    reason: str
+    request: int = 0
+
+
+class Restored(msgspec.Struct, frozen=True, kw_only=True, tag="restored"):
+    """The worker goes on from a checkpoint, as all others of the generation do.
+
+    Without a path from step 0: the state was lost, and the job begins anew.
+    """
+
+    generation: Generation
+    step: int
+    path: str
+    #: Newer checkpoints that could not be used, and why.
+    passed_over: tuple[str, ...] = ()
+
+
+FromWorker = (
+    Ready
+    | Alive
+    | Measured
+    | LinkMeasured
+    | PhaseReached
+    | Committed
+    | CheckpointSaved
+    | SaveFailed
+    | Restored
+    | Evaluated
+    | PeerLost
+    | Failed
+    | Finished
+    | Recorded
+)
+
+
+# ---- agent to warm process and back
+#
+# The warm process has torch loaded, no CUDA context, no thread and no gRPC, and forks workers. Its
+# standard input is one end of a Unix socket pair with the agent; each side frames messages as on a
+# worker's channel. Fork carries two descriptors (SCM_RIGHTS): the worker's end of its channel, and
+# the pipe that becomes its standard output and error.
+
+
+class Fork(msgspec.Struct, frozen=True, kw_only=True, tag="fork"):
+    slot: int
+    incarnation: Incarnation
+    #: The job's kind of model: what it needs is loaded before, once for all workers.
+    kind: str = "gpt"
+
+
+class Warm(msgspec.Struct, frozen=True, kw_only=True, tag="warm"):
+    """The libraries are loaded; forks are fast from now on."""
+
+    pid: int
+
+
+class Forked(msgspec.Struct, frozen=True, kw_only=True, tag="forked"):
+    incarnation: Incarnation
+    pid: int
+
+
+class ForkFailed(msgspec.Struct, frozen=True, kw_only=True, tag="fork_failed"):
+    """The kernel has no process or no memory to give; a later fork may succeed."""
+
+    incarnation: Incarnation
+    reason: str
+
+
+class ChildExited(msgspec.Struct, frozen=True, kw_only=True, tag="child_exited"):
+    """The kernel's word on how a worker ended."""
+
+    pid: int
+    #: Of an exit by itself; None when a signal killed it.
+    exit_code: int | None
+    signal: int | None
+
+
+ToWarm = Fork
+FromWarm = Warm | Forked | ForkFailed | ChildExited

@@ -1,0 +1,95 @@
+"""A folder of credentials belongs to one holder for good. This is the one place that writes them.
+
+    DIR/client.key   made here, once; never replaced
+    DIR/ca.crt       the cluster's authority; never replaced
+    DIR/client.crt   replaced by a certificate of the same role and name alone
+
+So a process that is given the wrong folder cannot destroy what is there. Nor can two that are given
+the same one at a time: each file is put into an empty place by a link (or is made there, where the
+file system has no links), which the kernel gives to one of them, and what stands there changes its
+holder no more.
+
+Loads the cryptography library. Must not know masters or tokens.
+"""
+
+from functools import partial
+from pathlib import Path
+
+from oobleck.host.security import pki
+from oobleck.host.security.credentials import (
+    AUTHORITY,
+    CERTIFICATE,
+    KEY,
+    Credentials,
+    Role,
+    create_private,
+    make_private,
+    read_credentials,
+    read_file,
+    read_secret,
+    write_private,
+)
+
+_FIX = "name another folder, or move this one away"
+
+
+def check_holder(folder: Path, role: Role, name: str) -> None:
+    """Raises ValueError with the fix where the folder has the certificate of somebody else."""
+    path = folder / CERTIFICATE
+    if not path.exists():
+        return
+    content = read_file(path)
+    try:
+        found = pki.identity_of(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: is no certificate that can be read; {_FIX}") from error
+    if (found.role, found.name) != (role, name):
+        raise ValueError(
+            f"{folder} has the certificate of {found.role} {found.name}, which stays; "
+            f"{role} {name} needs a folder of its own: {_FIX}"
+        )
+
+
+def check_free(folder: Path, role: Role, name: str, authority: bytes) -> None:
+    """Raises ValueError with the fix where the folder has the certificate of somebody else, or
+    credentials in another cluster."""
+    check_holder(folder, role, name)
+    path = folder / AUTHORITY
+    if not path.exists():
+        return
+    content = read_file(path)
+    try:
+        same = pki.fingerprint(content) == pki.fingerprint(authority)
+    except ValueError as error:
+        raise ValueError(f"{path}: is no certificate that can be read; {_FIX}") from error
+    if not same:
+        raise ValueError(f"{folder} has credentials in another cluster, which stay; {_FIX}")
+
+
+def own_key(folder: Path) -> pki.Key:
+    """The folder's key, which is made unless it is there. Raises ValueError, OSError."""
+    make_private(folder)
+    path = folder / KEY
+    if not path.exists():
+        create_private(path, pki.key_pem(pki.new_key()))
+    content = read_secret(path)
+    try:
+        return pki.read_key(content)
+    except (TypeError, ValueError) as error:  # the former: it wants a password
+        raise ValueError(f"{path}: is no key that can be read; {_FIX}") from error
+
+
+def keep(folder: Path, authority: bytes, certificate: bytes) -> Credentials:
+    """Put a certificate for the folder's own key there. Raises ValueError, OSError."""
+    identity = pki.identity_of(certificate)
+    check = partial(check_free, folder, identity.role, identity.name, authority)
+    check()
+    if not pki.matches(certificate, own_key(folder)):
+        raise ValueError(f"{folder / KEY} is not the key that the certificate is for; {_FIX}")
+    # Another process may have come first, with either file.
+    if not create_private(folder / AUTHORITY, authority):
+        check()
+    if not create_private(folder / CERTIFICATE, certificate):
+        check()
+        write_private(folder / CERTIFICATE, certificate)
+    return read_credentials(folder)

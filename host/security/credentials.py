@@ -1,0 +1,165 @@
+"""What a process shows to prove who it is, in files: a folder per holder.
+
+`client.crt` and `client.key` are the holder's, `ca.crt` is the cluster's authority. Keys are
+readable for their owner alone; a folder where they are not is refused. Who may be put into a folder
+is decided by `oobleck.host.security.credentialfolder`. Must not know certificates' contents, nor
+load the library for them.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import ssl
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from oobleck.host.system.files import read_regular
+
+#: In every master's certificate, and in no other.
+MASTER_NAME = "master.oobleck"
+
+Role = Literal["agent", "worker", "operator", "viewer"]
+ROLES: tuple[Role, ...] = ("agent", "worker", "operator", "viewer")
+
+AUTHORITY = "ca.crt"
+CERTIFICATE = "client.crt"
+KEY = "client.key"
+_MOST_BYTES = 64 << 10
+#: Of a file's mode: what all but its owner may do.
+_OTHERS = 0o077
+#: What file systems without hard links answer.
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credentials:
+    """All PEM."""
+
+    authority: bytes
+    certificate: bytes
+    key: bytes
+
+    def __repr__(self) -> str:
+        return "Credentials(...)"  # the key must not come into logs
+
+
+def read_credentials(folder: Path) -> Credentials:
+    """Raises ValueError with the file and the fix."""
+    found = Credentials(
+        authority=read_file(folder / AUTHORITY),
+        certificate=read_file(folder / CERTIFICATE),
+        key=read_secret(folder / KEY),
+    )
+    _check(folder)
+    return found
+
+
+def _check(folder: Path) -> None:
+    """Raises ValueError where what the files hold cannot be shown: gRPC would end the process."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    fix = "get new ones into another folder with 'oobleck pki join' or 'oobleck pki issue'"
+    try:
+        context.load_verify_locations(folder / AUTHORITY)
+    except OSError as error:
+        raise ValueError(f"{folder / AUTHORITY}: is no certificate; {fix}") from error
+    try:
+        context.load_cert_chain(folder / CERTIFICATE, folder / KEY, password="")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{folder}: {CERTIFICATE} and {KEY} are damaged, or not of each other; {fix}"
+        ) from error
+
+
+def read_file(path: Path) -> bytes:
+    """Raises ValueError with the file and the fix."""
+    try:
+        return read_regular(path, _MOST_BYTES)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ValueError(f"{path}: {reason}; name a folder with credentials") from error
+
+
+def read_secret(path: Path) -> bytes:
+    """Raises ValueError with the file and the fix, also where others may read it."""
+    content = read_file(path)
+    mode = path.stat().st_mode & 0o777
+    if mode & _OTHERS:
+        raise ValueError(f"{path}: others may read it (mode {mode:o}); run: chmod 600 {path}")
+    return content
+
+
+def make_private(folder: Path) -> None:
+    """Make the folder, for its owner alone, unless it is there. Raises OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Put the file in place at once, readable for its owner alone. Raises OSError."""
+    with _finished(path, content) as finished:
+        finished.replace(path)
+
+
+def check_writable(path: Path) -> None:
+    """Raises OSError where no file could be put in place."""
+    with _finished(path, b""):
+        pass
+
+
+def create_private(path: Path, content: bytes) -> bool:
+    """The same unless something is there, which stays; whether it was put there. Raises OSError.
+
+    A file system without hard links gets it written in place: if the process is killed meanwhile,
+    a part of it stays, which is refused by whoever reads it.
+    """
+    with _finished(path, content) as finished:
+        try:
+            os.link(finished, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return _create_in_place(path, content)
+    return True
+
+
+def _create_in_place(path: Path, content: bytes) -> bool:
+    try:
+        _write(path, content)
+    except FileExistsError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _finished(path: Path, content: bytes) -> Iterator[Path]:
+    """The file, whole and on the disk, under another name beside `path`, for as long."""
+    # A name that nobody can have put a link at.
+    finished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        _write(finished, content)
+        yield finished
+    finally:
+        with contextlib.suppress(OSError):
+            finished.unlink()
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Make the file, which must not be there. Raises OSError, also where others could read it."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            with contextlib.suppress(PermissionError):  # FAT has one mode for all files
+                os.fchmod(descriptor, 0o600)  # whatever the umask
+            if os.fstat(descriptor).st_mode & _OTHERS:
+                raise OSError(errno.EPERM, "its file system lets others read every file")
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        with contextlib.suppress(OSError):  # the error before it says more
+            path.unlink()
+        raise

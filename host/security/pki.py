@@ -1,0 +1,284 @@
+"""Certificates of a cluster: its authority, who a certificate speaks for, requests for new ones.
+
+One authority per cluster signs everything. Who the holder is stands in a URI: oobleck://agent/n1,
+oobleck://operator/ann; a join token's is oobleck://token/agent or, for one name alone,
+oobleck://token/agent/n1. The master's certificate has no such URI but the name `MASTER_NAME`, which
+no other has and which clients insist on, whatever address they call. Keys are on P-256.
+
+Must not know files, the network, or who may do what. Loads the cryptography library, so commands
+import it only where they need it.
+"""
+
+import ipaddress
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from oobleck.host.security.credentials import MASTER_NAME, ROLES, Role
+from oobleck.planner.ids import check_name
+
+_SCHEME = "oobleck://"
+_AUTHORITY_LIFE = timedelta(days=3650)
+#: What others' clocks may differ by: certificates that other hosts check are valid from earlier on.
+_SKEW = timedelta(hours=1)
+#: A serial number begins with the microsecond of its certificate's issue.
+_RANDOM_BITS = 64
+_MOST_REQUEST_CHARACTERS = 8192
+
+Key = ec.EllipticCurvePrivateKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Whom a certificate speaks for."""
+
+    role: Role
+    #: Empty: a token for any name.
+    name: str
+    #: Whether it is a token's, which is good for nothing but to join with that role.
+    token: bool = False
+    #: Unix times; to the microsecond, and to the second.
+    issued_at: float = 0.0
+    expires_at: float = 0.0
+    #: SHA-256 of the certificate, in hexadecimal.
+    fingerprint: str = ""
+
+    @property
+    def uri(self) -> str:
+        parts = ["token", self.role] if self.token else [self.role]
+        return _SCHEME + "/".join([*parts, *([self.name] if self.name else [])])
+
+
+def new_key() -> Key:
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def new_cluster_id() -> str:
+    """A name for people, so that two authorities can be told apart."""
+    return secrets.token_hex(4)
+
+
+def key_pem(key: Key) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+
+
+def read_key(pem: bytes) -> Key:
+    """Raises ValueError."""
+    key = serialization.load_pem_private_key(pem, password=None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError("is not a key on an elliptic curve")
+    return key
+
+
+def key_number(key: Key) -> int:
+    return key.private_numbers().private_value
+
+
+def key_of_number(number: int) -> Key:
+    """Raises ValueError."""
+    return ec.derive_private_key(number, ec.SECP256R1())
+
+
+def fingerprint(pem: bytes) -> str:
+    return x509.load_pem_x509_certificate(pem).fingerprint(hashes.SHA256()).hex()
+
+
+def to_der(pem: bytes) -> bytes:
+    return x509.load_pem_x509_certificate(pem).public_bytes(serialization.Encoding.DER)
+
+
+def to_pem(der: bytes) -> bytes:
+    """Raises ValueError."""
+    return x509.load_der_x509_certificate(der).public_bytes(serialization.Encoding.PEM)
+
+
+# ---- requests
+
+
+def new_request(key: Key) -> str:
+    """PEM text that asks for a certificate of `key`, and proves that one has it."""
+    request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
+    return request.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM).decode()
+
+
+def read_request(text: str) -> ec.EllipticCurvePublicKey:
+    """The key that the request proves to have. Nothing else in it counts. Raises ValueError."""
+    if len(text) > _MOST_REQUEST_CHARACTERS:
+        raise ValueError("is too long for a certificate request")
+    try:
+        request = x509.load_pem_x509_csr(text.encode())
+        key = request.public_key()
+        valid = request.is_signature_valid
+    except (ValueError, InvalidSignature, UnicodeError) as error:
+        raise ValueError("is not a certificate request in PEM") from error
+    if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != "secp256r1":
+        raise ValueError("is not for a key on P-256")
+    if not valid:
+        raise ValueError("is not signed by the key that it is for")
+    return key
+
+
+def key_digest(key: ec.EllipticCurvePublicKey) -> str:
+    """SHA-256 of the public key, in hexadecimal."""
+    digest = hashes.Hash(hashes.SHA256())
+    digest.update(
+        key.public_bytes(
+            serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+    )
+    return digest.finalize().hex()
+
+
+# ---- reading certificates
+
+
+def identity_of(pem: bytes) -> Identity:
+    """Raises ValueError if the certificate is nobody's that this cluster knows."""
+    certificate = x509.load_pem_x509_certificate(pem)
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+    except x509.ExtensionNotFound as error:
+        raise ValueError("the certificate says no role") from error
+    uris = names.value.get_values_for_type(x509.UniformResourceIdentifier)
+    if len(uris) != 1 or not uris[0].startswith(_SCHEME):
+        raise ValueError("the certificate says no role")
+    role, name, token = _read_uri(uris[0].removeprefix(_SCHEME))
+    return Identity(
+        role=role,
+        name=name,
+        token=token,
+        issued_at=(certificate.serial_number >> _RANDOM_BITS) / 1e6,
+        expires_at=certificate.not_valid_after_utc.timestamp(),
+        fingerprint=certificate.fingerprint(hashes.SHA256()).hex(),
+    )
+
+
+def _read_uri(path: str) -> tuple[Role, str, bool]:
+    parts = path.split("/")
+    token = parts[0] == "token"
+    if token:
+        parts = parts[1:]
+    for role in ROLES:
+        if parts[:1] == [role] and len(parts) <= 2 and (token or len(parts) == 2):
+            name = check_name(parts[1], role) if len(parts) == 2 else ""
+            return role, name, token
+    raise ValueError("the certificate says no role that is known here")
+
+
+def expiry(pem: bytes) -> float:
+    """Unix time."""
+    return x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
+
+
+def begin(pem: bytes) -> float:
+    """Unix time from which the certificate is valid."""
+    return x509.load_pem_x509_certificate(pem).not_valid_before_utc.timestamp()
+
+
+def server_names(pem: bytes) -> tuple[str, ...]:
+    """Names and addresses of a master's certificate beside `MASTER_NAME`."""
+    certificate = x509.load_pem_x509_certificate(pem)
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    found = [*names.get_values_for_type(x509.DNSName)]
+    found += [str(address) for address in names.get_values_for_type(x509.IPAddress)]
+    return tuple(name for name in found if name != MASTER_NAME)
+
+
+def matches(pem: bytes, key: Key) -> bool:
+    """Whether the certificate is of that key."""
+    return x509.load_pem_x509_certificate(pem).public_key() == key.public_key()
+
+
+# ---- the authority
+
+
+class Authority:
+    """Signs for one cluster."""
+
+    def __init__(self, certificate: bytes, key: Key) -> None:
+        """Raises ValueError if the key is another certificate's."""
+        if not matches(certificate, key):
+            raise ValueError("the key is not that of the certificate")
+        self.certificate = certificate
+        self.key = key
+        self._name = x509.load_pem_x509_certificate(certificate).subject
+
+    @classmethod
+    def new(cls, cluster: str) -> "Authority":
+        key = new_key()
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Oobleck {cluster}")])
+        builder = _builder(_AUTHORITY_LIFE, backdated=_SKEW).subject_name(name)
+        builder = builder.issuer_name(name).public_key(key.public_key())
+        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), True)
+        builder = builder.add_extension(_usage(authority=True), True)
+        certificate = builder.sign(key, hashes.SHA256())
+        return cls(certificate.public_bytes(serialization.Encoding.PEM), key)
+
+    def sign(self, key: ec.EllipticCurvePublicKey, identity: Identity, life_s: float) -> bytes:
+        """A certificate, PEM, for a client. It is valid from now on by this host's clock, which
+        is the master's, who alone checks it."""
+        alternative = [x509.UniformResourceIdentifier(identity.uri)]
+        return self._sign(key, alternative, ExtendedKeyUsageOID.CLIENT_AUTH, life_s, timedelta(0))
+
+    def sign_master(
+        self, key: ec.EllipticCurvePublicKey, names: Sequence[str], life_s: float
+    ) -> bytes:
+        """A certificate, PEM, for the master, with further DNS names or IP addresses in it."""
+        alternative: list[x509.GeneralName] = [x509.DNSName(MASTER_NAME)]
+        alternative += [_server_name(name) for name in names]
+        return self._sign(key, alternative, ExtendedKeyUsageOID.SERVER_AUTH, life_s, _SKEW)
+
+    def _sign(
+        self,
+        key: ec.EllipticCurvePublicKey,
+        alternative: Sequence[x509.GeneralName],
+        purpose: x509.ObjectIdentifier,
+        life_s: float,
+        backdated: timedelta,
+    ) -> bytes:
+        builder = _builder(timedelta(seconds=life_s), backdated=backdated)
+        builder = builder.subject_name(x509.Name([])).issuer_name(self._name).public_key(key)
+        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), True)
+        builder = builder.add_extension(_usage(authority=False), True)
+        builder = builder.add_extension(x509.ExtendedKeyUsage([purpose]), False)
+        builder = builder.add_extension(x509.SubjectAlternativeName(alternative), True)
+        return builder.sign(self.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def _builder(life: timedelta, *, backdated: timedelta) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    serial = int(now.timestamp() * 1e6) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
+    builder = x509.CertificateBuilder().serial_number(serial)
+    return builder.not_valid_before(now - backdated).not_valid_after(now + life)
+
+
+def _usage(*, authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not authority,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=authority,
+        crl_sign=authority,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _server_name(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)

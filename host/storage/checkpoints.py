@@ -1,0 +1,205 @@
+"""The checkpoints in a folder: which there are, whether they are whole, and removing old ones.
+
+Reads and removes; workers write. Must not know torch or what is inside a layer's file.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from oobleck.host.storage.folder import Folder
+from oobleck.host.storage.setaside import DAMAGED, Mark, read_mark, set_aside
+from oobleck.host.system.files import WrongFile
+from oobleck.planner.recovery.checkpoint import (
+    MANIFEST,
+    MOST_MANIFEST_BYTES,
+    InvalidCheckpoint,
+    LayerFile,
+    Manifest,
+    read_manifest,
+    step_of,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A checkpoint, by its folder's name."""
+
+    name: str
+    manifest: Manifest
+    #: First 8 bytes of the manifest's SHA-256: the same number on all who see the same one.
+    identity: int
+
+    @property
+    def age_order(self) -> tuple[int, float]:
+        """Later is newer."""
+        return self.manifest.step, self.manifest.created
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    #: Newest first.
+    checkpoints: tuple[Found, ...]
+    #: Folders whose manifest cannot be read, or that are set aside, and why.
+    damaged: dict[str, str]
+    #: Of these, the ones that are set aside: what was found damaged in them is beside the manifest.
+    set_aside: tuple[Found, ...]
+    #: Folders without a manifest: of saves under way, or that came to nothing.
+    torn: tuple[str, ...]
+
+
+class Damaged(InvalidCheckpoint):
+    """A file is not what was written, as far as whoever reads it here can tell."""
+
+
+class Unreadable(InvalidCheckpoint):
+    """A file cannot be read here; on another node, or at another time, it may be whole."""
+
+
+def list_checkpoints(folder: Folder) -> Listing:
+    """Raises OSError where the folder itself cannot be read."""
+    found, aside, damaged, torn = [], [], {}, []
+    for name in folder.names():
+        if step_of(name) is None:
+            continue
+        try:
+            checkpoint = read_checkpoint(folder.below(name), name)
+            mark = None if checkpoint is None else read_mark(folder.below(name))
+        except InvalidCheckpoint as error:
+            damaged[name] = str(error)
+            continue
+        except OSError as error:
+            damaged[name] = f"{name}: {MANIFEST}: {error.strerror or error}"
+            continue
+        if checkpoint is None:
+            torn.append(name)
+        elif mark is not None:
+            aside.append(checkpoint)
+            damaged[name] = f"{name}: {mark}; it is set aside"
+        else:
+            found.append(checkpoint)
+    for some in (found, aside):
+        some.sort(key=lambda item: item.age_order, reverse=True)
+    return Listing(
+        checkpoints=tuple(found), damaged=damaged, set_aside=tuple(aside), torn=tuple(torn)
+    )
+
+
+def read_checkpoint(folder: Folder, name: str) -> Found | None:
+    """What `folder`'s manifest says; None: none is there. Raises InvalidCheckpoint, OSError."""
+    if not folder.exists(MANIFEST):
+        return None
+    text = folder.read(MANIFEST, most_bytes=MOST_MANIFEST_BYTES)
+    manifest = read_manifest(text, name)
+    digest = hashlib.sha256(text).digest()
+    identity = int.from_bytes(digest[:8], "little", signed=True)
+    return Found(name=name, manifest=manifest, identity=identity)
+
+
+def read_layer(folder: Folder, file: LayerFile) -> bytes:
+    """The content of a layer's file, after its hash was found right. Raises InvalidCheckpoint."""
+    try:
+        content = folder.read(file.name, most_bytes=file.bytes)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    _check(file, len(content), hashlib.sha256(content).hexdigest())
+    return content
+
+
+def verify(folder: Folder, manifest: Manifest) -> dict[str, InvalidCheckpoint]:
+    """Which files of a checkpoint are damaged or cannot be read, and how."""
+    found = {file.name: verify_layer(folder, file) for file in manifest.files}
+    return {name: problem for name, problem in found.items() if problem is not None}
+
+
+def verify_layer(folder: Folder, file: LayerFile) -> InvalidCheckpoint | None:
+    """None: the file is what was written. Keeps no more than a part of it in memory."""
+    digest, size = hashlib.sha256(), 0
+    try:
+        for chunk in folder.chunks(file.name):
+            digest.update(chunk)
+            size += len(chunk)
+            if size > file.bytes:
+                raise Damaged(f"{file.name}: has more than {file.bytes} bytes")
+        _check(file, size, digest.hexdigest())
+    except OSError as error:
+        return _unreadable(file, error)
+    except Damaged as error:
+        return error
+    return None
+
+
+def problem_of(error: InvalidCheckpoint) -> str:
+    """What is wrong with a file, without its name."""
+    return str(error).partition(": ")[2]
+
+
+def _unreadable(file: LayerFile, error: OSError) -> InvalidCheckpoint:
+    """A storage may fail for a moment; a file that is not there, or is none, stays so."""
+    lasts = isinstance(error, FileNotFoundError | WrongFile)
+    kind = Damaged if lasts else Unreadable
+    return kind(f"{file.name}: {error.strerror or error}")
+
+
+def _check(file: LayerFile, size: int, sha256: str) -> None:
+    if size != file.bytes:
+        raise Damaged(f"{file.name}: has {size} bytes, not {file.bytes}")
+    if sha256 != file.sha256:
+        raise Damaged(f"{file.name}: its content is not what was written (SHA-256)")
+
+
+def prune(
+    folder: Folder, *, keep: int, newest: str, is_own: Callable[[Manifest], bool], now: float
+) -> None:
+    """Remove all but the `keep` newest checkpoints of one training, of which `newest` is one.
+    Raises OSError.
+
+    What is damaged does not count, and goes once `keep` whole ones were published after it was
+    found so. `is_own`: whether a checkpoint is of that training; those of another one stay. To be
+    called by who has just published `newest`; `now`: Unix time.
+    """
+    listing = list_checkpoints(folder)
+    own = [c for c in listing.checkpoints if is_own(c.manifest)]
+    others = [c for c in own if c.name != newest]
+    others.sort(key=lambda checkpoint: checkpoint.manifest.created, reverse=True)
+    for checkpoint in others[keep - 1 :]:
+        _remove(folder, checkpoint.name)
+    published = [now, *(checkpoint.manifest.created for checkpoint in others)]
+    alone = len(own) == len(listing.checkpoints)  # else nobody knows whose an unreadable one is
+    set_aside_own = {c.name for c in listing.set_aside if is_own(c.manifest)}
+    for name in listing.damaged if alone else set_aside_own:
+        mark = _mark_of(folder.below(name), name, now)
+        if mark is not None and len(published) >= keep and published[keep - 1] > mark.found:
+            _remove(folder, name)
+
+
+def _mark_of(here: Folder, name: str, now: float) -> Mark | None:
+    """When and why a checkpoint was set aside; a manifest that is no manifest is so now. None: it
+    could not be read, which may pass. Raises OSError."""
+    try:
+        read_checkpoint(here, name)
+    except (InvalidCheckpoint, WrongFile) as error:
+        if not here.exists(DAMAGED):
+            set_aside(here, {MANIFEST: str(error)}, now)
+    except OSError:
+        return None
+    return read_mark(here)
+
+
+def _remove(folder: Folder, name: str) -> None:
+    # The manifest first: what is half removed is no checkpoint.
+    folder.remove(f"{name}/{MANIFEST}")
+    folder.remove(name)
+
+
+def sweep(folder: Folder, *, under_way: str, is_own: Callable[[Manifest], bool]) -> str:
+    """Remove what is left of saves that came to nothing, but for the one that begins now. Where
+    there are checkpoints of another training, it may be saving just now: nothing is removed, and
+    the name of one of them returned. `is_own` as for `prune`. Raises OSError."""
+    listing = list_checkpoints(folder)
+    if others := [c.name for c in listing.checkpoints if not is_own(c.manifest)]:
+        return others[0]
+    for name in listing.torn:
+        if name != under_way:
+            folder.remove(name)
+    return ""

@@ -1,0 +1,133 @@
+"""A checkpoint as one model that transformers loads: config.json and safetensors files.
+
+Layers are read one after the other, each against its hash, and written in pieces of a few
+gigabytes, so a model may be larger than memory. Must not know torch or transformers.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from oobleck.host.storage.checkpoints import Found, read_layer
+from oobleck.host.storage.folder import Folder, LocalFolder
+from oobleck.host.storage.weightfiles import WeightsError, check_content
+from oobleck.planner.job.spec import ModelSpec
+from oobleck.planner.recovery.checkpoint import (
+    MOST_LAYER_HEADER_BYTES,
+    InvalidCheckpoint,
+    LayerFile,
+)
+from oobleck.planner.report.export import Array, hugging_face_config, to_hugging_face
+
+#: Of weights per file, as transformers itself cuts.
+FILE_BYTES = 5 << 30
+_INDEX = "model.safetensors.index.json"
+
+
+def export(
+    folder: Folder,
+    found: Found,
+    output: Path,
+    *,
+    file_bytes: int = FILE_BYTES,
+    on_layer: Callable[[], object] = lambda: None,
+) -> list[str]:
+    """Write the model of the checkpoint in `folder` to `output`, a directory that is new or empty;
+    returns the files' names. `on_layer` is called after each layer.
+
+    Raises InvalidCheckpoint where a layer is damaged, OSError, and ValueError where something is
+    in `output` already; what was written is removed then.
+    """
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"{output} is not empty; name a new directory")
+    made_here = not output.exists()
+    try:
+        return _Export(folder, found, output, file_bytes).run(on_layer)
+    except BaseException:
+        for path in output.iterdir() if output.exists() else ():
+            path.unlink()
+        if made_here:
+            shutil.rmtree(output, ignore_errors=True)
+        raise
+
+
+class _Export:
+    def __init__(self, folder: Folder, found: Found, output: Path, file_bytes: int) -> None:
+        self._folder = folder
+        self._manifest = found.manifest
+        self._output = LocalFolder(output)
+        self._path = output
+        self._file_bytes = file_bytes
+        #: The names of the tensors in each file.
+        self._files: list[list[str]] = []
+        self._waiting: dict[str, Array] = {}
+        self._total = 0
+
+    def run(self, on_layer: Callable[[], object]) -> list[str]:
+        spec = self._manifest.model
+        for file in self._manifest.files:
+            for name, value in self._converted(spec, file).items():
+                if self._size(self._waiting) + value.nbytes > self._file_bytes:
+                    self._flush()
+                self._waiting[name] = value
+            on_layer()
+        self._flush()
+        names = self._name_files()
+        config = json.dumps(hugging_face_config(spec), indent=2) + "\n"
+        self._output.write("config.json", [config.encode()])
+        return ["config.json", *names]
+
+    def _converted(self, spec: ModelSpec, file: LayerFile) -> dict[str, Array]:
+        """Raises InvalidCheckpoint where the layer is not what the manifest says."""
+        content = read_layer(self._folder, file)
+        try:
+            check_content(content, MOST_LAYER_HEADER_BYTES)
+            stored = load(content)
+            # Moments have their parameter's name before their own.
+            weights = {n: v for n, v in stored.items() if n.rpartition(".")[0] not in stored}
+            return to_hugging_face(spec, file.layer, weights)
+        except (WeightsError, SafetensorError, LookupError, ValueError) as error:
+            what = f"is of another model: {error}" if isinstance(error, LookupError) else str(error)
+            raise InvalidCheckpoint(f"{file.name}: {what}") from error
+
+    @staticmethod
+    def _size(tensors: dict[str, Array]) -> int:
+        return sum(value.nbytes for value in tensors.values())
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        self._total += self._size(self._waiting)
+        content = save(self._waiting, metadata={"format": "pt"})
+        self._output.write(_temporary(len(self._files)), [content])
+        self._files.append(list(self._waiting))
+        self._waiting = {}
+
+    def _name_files(self) -> list[str]:
+        """How many there are is part of the names, and known only now."""
+        count = len(self._files)
+        names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+        if count == 1:
+            names = ["model.safetensors"]
+        for number, name in enumerate(names):
+            (self._path / _temporary(number)).rename(self._path / name)
+        if count == 1:
+            return names
+        index = {
+            "metadata": {"total_size": self._total},
+            "weight_map": {
+                tensor: name
+                for name, tensors in zip(names, self._files, strict=True)
+                for tensor in tensors
+            },
+        }
+        self._output.write(_INDEX, [json.dumps(index, indent=2).encode()])
+        return [*names, _INDEX]
+
+
+def _temporary(number: int) -> str:
+    return f".model-{number:05}.safetensors"

@@ -1,0 +1,245 @@
+"""A folder of files on this machine or anywhere that fsspec reaches, as checkpoints need it.
+
+Owns how a file comes to be there as a whole: on a local disk written under another name, synced
+and renamed; elsewhere, where a rename is not to be had, by what the service does when it is closed,
+so that nobody may rely on a file before another one that was written after it is there. Must not
+know what the files are.
+"""
+
+import contextlib
+import errno
+import itertools
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from oobleck.host.system.files import check_size, open_regular, read_regular
+from oobleck.planner.redact import redact
+
+#: Read and hashed at a time.
+CHUNK_BYTES = 4 << 20
+#: More is no folder of checkpoints.
+_MOST_NAMES = 100_000
+
+Content = bytes | memoryview
+
+
+class Folder(Protocol):
+    """Names are relative to the folder and use `/`. All methods raise OSError."""
+
+    #: As the user named it, without the secrets in it: for messages.
+    url: str
+
+    def names(self) -> list[str]:
+        """What is directly in the folder, sorted; nothing where there is no such folder. A crowd
+        of names is an error."""
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file; not to be able to tell is an error."""
+
+    def read(self, name: str, *, most_bytes: int) -> bytes:
+        """Raises WrongFile for what is larger, or no regular file."""
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """The file's content piece by piece."""
+
+    def write(self, name: str, content: Iterable[Content]) -> None:
+        """Make the file and the folders that it is in; it is there only when it is whole."""
+
+    def remove(self, name: str) -> None:
+        """The file or folder with all that is in it; one that is not there is no error."""
+
+    def below(self, name: str) -> "Folder":
+        """The folder `name` in this one, whether or not it is there."""
+
+
+def is_remote(path: str) -> bool:
+    """Whether `path` is a URL that is no local file's."""
+    return "://" in path and not path.startswith("file://")
+
+
+def open_folder(path: str) -> Folder:
+    """`path`: of a local directory, or an fsspec URL. Raises ValueError with the fix where fsspec
+    cannot speak that protocol here."""
+    if is_remote(path):
+        return _open_remote(path)
+    return LocalFolder(path.removeprefix("file://"))
+
+
+class LocalFolder:
+    def __init__(self, path: str | Path) -> None:
+        self.url = str(path)
+        self._path = Path(path)
+
+    def below(self, name: str) -> Folder:
+        return LocalFolder(self._path / name)
+
+    def names(self) -> list[str]:
+        try:
+            with os.scandir(self._path) as entries:
+                return bounded_names(entry.name for entry in entries)
+        except FileNotFoundError:
+            return []
+
+    def exists(self, name: str) -> bool:
+        # Path.exists takes any trouble of the storage for an absence from Python 3.14 on.
+        try:
+            os.stat(self._path / name)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def read(self, name: str, *, most_bytes: int) -> bytes:
+        return read_regular(self._path / name, most_bytes)
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        with open_regular(self._path / name) as file:
+            while chunk := file.read(CHUNK_BYTES):
+                yield chunk
+
+    def write(self, name: str, content: Iterable[Content]) -> None:
+        path = self._path / name
+        _make_directory(path.parent)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with open(temporary, "wb", buffering=0) as file:
+                for part in content:
+                    view = memoryview(part).cast("B")
+                    while view:  # a disk that is nearly full takes a part and refuses the rest
+                        view = view[file.write(view) :]
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        _sync_directory(path.parent)
+
+    def remove(self, name: str) -> None:
+        path = self._path / name
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_dir() and not path.is_symlink():
+                _remove_tree(path)
+            else:
+                path.unlink()
+
+
+def _remove_tree(path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except RecursionError as error:
+        reason = "folders are nested too deeply in it; remove it by hand"
+        raise OSError(errno.ELOOP, reason, str(path)) from error
+
+
+def bounded_names(names: Iterable[str]) -> list[str]:
+    """Sorted. Raises OSError for a crowd of them."""
+    found = list(itertools.islice(names, _MOST_NAMES + 1))
+    if len(found) > _MOST_NAMES:
+        raise OSError(errno.E2BIG, f"more than {_MOST_NAMES} names are in it")
+    return sorted(found)
+
+
+def _make_directory(path: Path) -> None:
+    """With its parents, and so that it is still there after a power failure."""
+    if path.is_dir():
+        return
+    _make_directory(path.parent)
+    try:
+        path.mkdir(exist_ok=True)
+    except FileExistsError as error:  # a file, or a link that leads nowhere
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from error
+    _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _open_remote(url: str) -> Folder:
+    import fsspec
+
+    protocol = url.partition("://")[0]
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        text = (
+            f"{url}: this machine cannot speak {protocol}: {error}; install the fsspec package for"
+        )
+        raise ValueError(f"{redact(text)} it on every node") from error
+    return RemoteFolder(url, system, path)
+
+
+class RemoteFolder:
+    """Through fsspec. No rename is assumed, and listings are never taken from a cache."""
+
+    def __init__(self, url: str, system: Any, path: str) -> None:
+        self.url = redact(url)
+        self._system = system
+        self._path = path.rstrip("/")
+
+    def _at(self, name: str) -> str:
+        return f"{self._path}/{name}"
+
+    def below(self, name: str) -> Folder:
+        return RemoteFolder(f"{self.url.rstrip('/')}/{name}", self._system, self._at(name))
+
+    def names(self) -> list[str]:
+        with _as_os_errors(self.url):
+            self._system.invalidate_cache()
+            try:
+                found = self._system.ls(self._path, detail=False)
+            except FileNotFoundError:
+                return []
+            return bounded_names(path.rstrip("/").rpartition("/")[2] for path in found)
+
+    def exists(self, name: str) -> bool:
+        with _as_os_errors(self.url):
+            self._system.invalidate_cache()
+            try:
+                self._system.info(self._at(name))  # `exists` takes any error for a missing file
+            except FileNotFoundError:
+                return False
+            return True
+
+    def read(self, name: str, *, most_bytes: int) -> bytes:
+        path = self._at(name)
+        with _as_os_errors(self.url):
+            self._system.invalidate_cache()
+            check_size(self._system.size(path) or 0, most_bytes)
+            return bytes(self._system.cat_file(path))
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        with _as_os_errors(self.url), self._system.open(self._at(name), "rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                yield chunk
+
+    def write(self, name: str, content: Iterable[Content]) -> None:
+        path = self._at(name)
+        with _as_os_errors(self.url):
+            self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
+            with self._system.open(path, "wb") as file:
+                for part in content:
+                    file.write(part)
+
+    def remove(self, name: str) -> None:
+        with _as_os_errors(self.url), contextlib.suppress(FileNotFoundError):
+            self._system.rm(self._at(name), recursive=True)
+
+
+@contextlib.contextmanager
+def _as_os_errors(url: str) -> Iterator[None]:
+    """Every storage service has exceptions of its own; here they all mean the same."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        # Foreign code of any service; what it raises is for the caller to handle as one kind.
+        raise OSError(redact(f"{url}: {type(error).__name__}: {error}")) from error

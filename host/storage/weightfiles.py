@@ -1,0 +1,207 @@
+"""Initial weights on disk: a directory as Hugging Face saves a model, in safetensors files.
+
+Owns which tensors lie where, and that the files are whole; reads their headers and no more, so the
+command line can look before a job is sent. No pickle is read. Must not know what the tensors mean.
+"""
+
+import hashlib
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from oobleck.host.display import inline
+from oobleck.host.system.files import open_regular, read_regular
+
+_ONE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+#: A file of the largest models has a tenth of it. The format's own limit, 100 MB, takes half a
+#: minute and gigabytes to read.
+_MOST_HEADER_BYTES = 10 << 20
+_MOST_INDEX_BYTES = 64 << 20
+#: Bits of one value; of another type, what its offsets say counts.
+_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 8),
+}
+#: A file's fingerprint covers this many blocks, evenly spaced, beside its header.
+_BLOCKS = 64
+_BLOCK_BYTES = 4096
+
+
+class WeightsError(ValueError):
+    """Initial weights that cannot be used; the text names the file or tensor and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Where one tensor is."""
+
+    path: str
+    #: As safetensors names it, such as `F32` or `BF16`.
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """A directory whose files are whole, as far as headers and sizes tell."""
+
+    directory: str
+    tensors: Mapping[str, Tensor]
+    #: 32 bytes, equal for equal files: over all headers and a part of the content.
+    fingerprint: bytes
+
+
+def open_weights(directory: str) -> WeightFiles:
+    """Look at the headers of all files in `directory`. Raises WeightsError."""
+    folder = Path(directory)
+    if not folder.is_dir():
+        what = "is not a directory" if folder.exists() else "does not exist"
+        raise WeightsError(
+            f"{directory} {what}; give the directory of a saved Hugging Face model, the same on "
+            "all nodes"
+        )
+    index = _read_index(folder)
+    names = [_ONE] if index is None else sorted(set(index.values()))
+    tensors: dict[str, Tensor] = {}
+    digest = hashlib.sha256()
+    for name in names:
+        found = _read_header(folder / name, digest)
+        tensors.update(found if index is None else _indexed(found, index, name))
+    for tensor, name in (index or {}).items():
+        if tensor not in tensors:
+            raise WeightsError(
+                f"{folder / name} has no tensor {tensor}, which {_INDEX} says is there; "
+                "copy the model anew"
+            )
+    return WeightFiles(directory, tensors, digest.digest())
+
+
+def _indexed(found: Mapping[str, Tensor], index: Mapping[str, str], name: str) -> dict[str, Tensor]:
+    return {tensor: where for tensor, where in found.items() if index.get(tensor) == name}
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    """Tensors to file names; None where one file has them all."""
+    if (folder / _ONE).is_file():
+        return None
+    path = folder / _INDEX
+    if not path.is_file():
+        if any((folder / name).exists() for name in _PICKLED):
+            raise WeightsError(
+                f"{folder} has only pickled weights (.bin), which may run code when they are read "
+                "and are refused; save the model as safetensors: "
+                "from_pretrained(DIR).save_pretrained(NEW)"
+            )
+        raise WeightsError(f"{folder} has neither {_ONE} nor {_INDEX}; give a saved model")
+    try:
+        content = read_regular(path, _MOST_INDEX_BYTES)
+        index = msgspec.json.decode(content, type=_Index).weight_map
+    except OSError as error:
+        raise WeightsError(f"cannot read {path}: {error.strerror}; copy the model anew") from error
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{path} is no index of safetensors; copy the model anew") from error
+    if not all(_is_file_name(name) for name in index.values()):
+        raise WeightsError(f"{path} names files outside of its directory; copy the model anew")
+    return index
+
+
+def _is_file_name(name: str) -> bool:
+    return os.path.basename(name) == name not in ("", ".", "..") and name.isprintable()
+
+
+def _read_header(path: Path, digest: "hashlib._Hash") -> dict[str, Tensor]:
+    """The tensors of one file; adds header and samples of the content to `digest`."""
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            _check_length(length, size, str(path))
+            header = file.read(length)
+            digest.update(f"{path.name}\0{size}\0".encode())
+            digest.update(header)
+            for block in range(_BLOCKS):
+                file.seek(8 + length + block * (size - 8 - length) // _BLOCKS)
+                digest.update(file.read(_BLOCK_BYTES))
+    except OSError as error:
+        raise WeightsError(
+            f"cannot read {path}: {error.strerror}; put it there, the same on all nodes"
+        ) from error
+    found = _parse_header(header, str(path), size)
+    return {
+        name: Tensor(str(path), entry.dtype, tuple(entry.shape)) for name, entry in found.items()
+    }
+
+
+def check_content(content: bytes, most_header_bytes: int) -> None:
+    """Raises WeightsError where `content` is no whole safetensors file, or its header is longer:
+    looked at before a library makes objects of it."""
+    length = int.from_bytes(content[:8], "little")
+    _check_length(length, len(content), "it", most_header_bytes)
+    _parse_header(content[8 : 8 + length], "it", len(content))
+
+
+class _Entry(msgspec.Struct):
+    """A tensor, as a header describes it."""
+
+    dtype: Annotated[str, msgspec.Meta(max_length=16)]
+    shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=8)]
+    #: Begin and end in the data behind the header.
+    data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0)]]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its data has as many bytes as its shape."""
+        begin, end = self.data_offsets
+        bits = _BITS.get(self.dtype)
+        return begin <= end and (bits is None or (end - begin) * 8 == math.prod(self.shape) * bits)
+
+
+class _Index(msgspec.Struct):
+    #: Tensors to file names.
+    weight_map: dict[str, str]
+
+
+_ENTRY = msgspec.json.Decoder(_Entry)
+
+
+def _check_length(length: int, size: int, path: str, most: int = _MOST_HEADER_BYTES) -> None:
+    if size < 8 or length > size - 8:
+        raise WeightsError(f"{path} is truncated or no safetensors file; copy it anew")
+    if length > most:
+        raise WeightsError(
+            f"{path} has a header of {length} bytes, more than {most}: it is damaged; copy it "
+            "anew, or save the model in more files"
+        )
+
+
+def _parse_header(header: bytes, path: str, size: int) -> dict[str, _Entry]:
+    """The tensors of a file of `size` bytes."""
+    try:
+        raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        tensors = {name: _ENTRY.decode(entry) for name, entry in raw.items()}
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{path} has a damaged header; copy it anew") from error
+    for name, entry in tensors.items():
+        if not entry.is_whole:
+            raise WeightsError(
+                f"{path} has a damaged header: the data of {inline(name[:80])} is not of its "
+                "shape; copy it anew"
+            )
+    data = 8 + len(header)
+    end = data + max((entry.data_offsets[1] for entry in tensors.values()), default=0)
+    if end != size:
+        raise WeightsError(
+            f"{path} is truncated or damaged: its tensors end at byte {end}, and it has {size}; "
+            "copy it anew"
+        )
+    return tensors

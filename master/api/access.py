@@ -1,0 +1,176 @@
+"""Who may call what: a table of every RPC, and the check that stands before each of them.
+
+Who calls is read from the certificate that the connection was made with. What is not in the table
+is denied to all. A service in the clear is bound to this host, and there everybody may do
+everything that the table knows. Must not know what the calls do.
+"""
+
+import functools
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from oobleck.host.security.credentials import Role
+from oobleck.master.state.trust import Denied, Trust, check_caller
+
+if TYPE_CHECKING:
+    from oobleck.host.security.pki import Identity
+
+log = logging.getLogger(__name__)
+
+Handler = Any  # a grpc.RpcMethodHandler; its stubs lack most of it
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_AGENT: frozenset[Role] = frozenset({"agent"})
+_READING: frozenset[Role] = frozenset({"operator", "viewer"})
+_OPERATOR: frozenset[Role] = frozenset({"operator"})
+_TOKEN: frozenset[Role] = frozenset()  # holders of join tokens, which have no role yet
+
+#: Workers talk to their agent alone, so they have nothing here.
+ALLOWED: Mapping[str, frozenset[Role]] = {
+    "/oobleck.Control/Session": _AGENT,
+    "/oobleck.Operator/Submit": _OPERATOR,
+    "/oobleck.Operator/ListJobs": _READING,
+    "/oobleck.Operator/GetJob": _READING,
+    "/oobleck.Operator/WatchJob": _READING,
+    "/oobleck.Operator/CancelJob": _OPERATOR,
+    "/oobleck.Operator/SaveCheckpoint": _OPERATOR,
+    "/oobleck.Operator/GetProfile": _READING,
+    "/oobleck.Operator/ListNodes": _READING,
+    "/oobleck.Operator/DrainNode": _OPERATOR,
+    "/oobleck.Operator/UndrainNode": _OPERATOR,
+    "/oobleck.Operator/Events": _READING,
+    "/oobleck.Operator/GetTimeline": _OPERATOR,  # has the workers record
+    "/oobleck.Operator/Logs": _READING,
+    "/oobleck.Pki/Join": _TOKEN,
+    "/oobleck.Pki/Renew": frozenset({"agent", "worker", "operator", "viewer"}),
+    "/oobleck.Pki/CreateToken": _OPERATOR,
+    "/oobleck.Pki/ListCredentials": _OPERATOR,
+    "/oobleck.Pki/Revoke": _OPERATOR,
+}
+JOIN = "/oobleck.Pki/Join"
+
+#: Different refusals that get a line in the log; the rest is only counted.
+_MOST_TOLD = 1000
+
+
+@functools.lru_cache(maxsize=4096)
+def _identity_of(pem: bytes) -> "Identity":
+    from oobleck.host.security.pki import identity_of
+
+    return identity_of(pem)
+
+
+def caller(context: Context) -> "Identity | None":
+    """Who calls; None: somebody on this host, in the clear. Raises Denied."""
+    certificate = next(iter(context.auth_context().get("x509_pem_cert", ())), None)
+    if certificate is None:
+        return None
+    try:
+        return _identity_of(certificate)
+    except ValueError as error:
+        raise Denied(str(error)) from error
+
+
+class Access:
+    def __init__(
+        self,
+        trust: Trust,
+        refused: Counter[str],
+        *,
+        secured: bool,
+        allowed: Callable[[str, "Identity | None"], None] = lambda peer, who: None,
+    ) -> None:
+        """`secured`: whether callers have to show certificates; `refused`: counts denials;
+        `allowed`: is told of calls that are, by the peer's name in gRPC and who it is."""
+        self._trust = trust
+        self._refused = refused
+        self._secured = secured
+        self._allowed = allowed
+        self._told: set[tuple[str, str]] = set()
+
+    async def check(self, method: str, context: Context) -> None:
+        """Ends the call where the caller may not make it."""
+        code = grpc.StatusCode.UNAUTHENTICATED
+        who = "nobody"
+        try:
+            identity = caller(context)
+            if identity is None and self._secured:
+                raise Denied("show a certificate of this cluster ('oobleck pki join' gets one)")
+            if identity is not None:
+                who = identity.uri
+                check_caller(self._trust, identity, time.time())
+            code = grpc.StatusCode.PERMISSION_DENIED
+            _check_table(method, identity)
+            self._allowed(context.peer(), identity)
+            return
+        except Denied as denied:
+            reason = str(denied)
+        self._refused["denied call"] += 1
+        if (who, method) not in self._told and len(self._told) < _MOST_TOLD:
+            self._told.add((who, method))
+            log.warning("call denied", extra={"who": who, "method": method, "reason": reason})
+        await context.abort(code, reason)
+
+
+def _check_table(method: str, identity: "Identity | None") -> None:
+    roles = ALLOWED.get(method)
+    name = method.rpartition("/")[2]
+    if roles is None:
+        raise Denied(f"nobody may call {name}")
+    if identity is None:
+        return
+    if identity.token:
+        if method != JOIN:
+            raise Denied(f"a join token is good for joining alone, not for {name}")
+    elif identity.role not in roles:
+        allowed = " or ".join(sorted(roles)) or "the holder of a join token"
+        raise Denied(f"{identity.role} {identity.name} may not call {name}; {allowed} may")
+
+
+class AccessGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # not at run time
+    """Has every call checked before anything of it is looked at."""
+
+    def __init__(self, access: Access) -> None:
+        self._check = access.check
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        handler = await continuation(handler_call_details)
+        if handler is None:  # no such method; gRPC says so itself
+            return handler
+        method = handler_call_details.method
+        guarded: dict[str, object] = {}
+        if handler.unary_unary is not None:
+            guarded["unary_unary"] = self._plain(method, handler.unary_unary)
+        elif handler.stream_stream is not None:
+            guarded["stream_stream"] = self._plain(method, handler.stream_stream)
+        elif handler.unary_stream is not None:
+            guarded["unary_stream"] = self._stream(method, handler.unary_stream)
+        else:
+            raise TypeError(f"{method}: calls of this kind have no guard")
+        return handler._replace(**guarded)
+
+    def _plain(self, method: str, behave: Any) -> Any:
+        async def guarded(request: Any, context: Any) -> Any:
+            await self._check(method, context)
+            return await behave(request, context)
+
+        return guarded
+
+    def _stream(self, method: str, behave: Any) -> Any:
+        async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
+            await self._check(method, context)
+            async for reply in behave(request, context):
+                # It may be long since, and the certificate revoked.
+                await self._check(method, context)
+                yield reply
+
+        return guarded

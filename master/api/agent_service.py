@@ -1,0 +1,162 @@
+"""The agents' side of the service: one bidirectional stream is one session.
+
+Reads the stream into the loop's inbox and the session's outbox into the stream. The session ends
+with either; what it means that it has ended is the loop's to say.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+
+from oobleck.master.api.access import caller
+from oobleck.master.api.limits import MOST_DETAILS
+from oobleck.master.clients.incoming import Incoming, Output, Records
+from oobleck.master.clients.outbox import AgentSession, refused_message
+from oobleck.master.loop import Master
+from oobleck.master.rules.admission import Refusal
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto import control_pb2_grpc as rpc
+from oobleck.proto.checks import check_slot
+from oobleck.proto.convert import read_output, read_records, read_register, read_report, read_status
+from oobleck.proto.detection import welcome_message
+from oobleck.proto.types import NodeStatus, WorkerReport
+
+log = logging.getLogger(__name__)
+
+#: For a message that is being written when its stream ends; an agent that does not read gets none.
+_WRITE_END_S = 2.0
+
+Context = grpc.aio.ServicerContext[pb.AgentMessage, pb.MasterMessage]
+
+
+class ControlService(rpc.ControlServicer):
+    def __init__(self, master: Master) -> None:
+        self._master = master
+
+    async def Session(self, requests: AsyncIterator[pb.AgentMessage], context: Context) -> None:
+        timing = self._master.config.timing
+        try:
+            # In this time the agent has given up: what it says later nobody would answer.
+            async with asyncio.timeout(timing.answer_s):
+                first = await anext(requests)
+        except StopAsyncIteration:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "register: did not come")
+        except TimeoutError:
+            # It may be on its way, and this master may have been stopped: to be tried again.
+            text = f"register: did not come within {timing.answer_s:g} s"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_DETAILS])
+        try:
+            if not first.HasField("register"):
+                raise ValueError("register: must be the first message of a session")
+            registration = read_register(first.register, first.incarnation)
+            node = registration.facts.node
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_DETAILS])
+        identity = caller(context)
+        if identity is not None and identity.name != node:
+            text = f"node: the certificate is of {identity.name}, which cannot speak for {node}"
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
+        session = await self._master.sessions.open(registration, identity)
+        if isinstance(session, Refusal):
+            await context.write(refused_message(session))
+            return
+        welcome = welcome_message(timing)
+        try:
+            await context.write(pb.MasterMessage(welcome=welcome))
+            await self._serve(session, requests, context)
+        finally:
+            self._master.sessions.close(session)
+
+    async def _serve(
+        self, session: AgentSession, requests: AsyncIterator[pb.AgentMessage], context: Context
+    ) -> None:
+        """Until the agent or the master ends the session."""
+        reading = asyncio.create_task(self._read(session, requests))
+        writing = asyncio.create_task(_write(session, context))
+        try:
+            await asyncio.wait((reading, writing), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (reading, writing):
+                task.cancel()
+            ended = await asyncio.gather(reading, writing, return_exceptions=True)
+        for result in ended:
+            if isinstance(result, ValueError):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(result)[:MOST_DETAILS])
+            if isinstance(result, Exception) and not isinstance(result, grpc.RpcError):
+                log.warning("session failed", extra={"node": session.node, "error": repr(result)})
+
+    async def _read(self, session: AgentSession, requests: AsyncIterator[pb.AgentMessage]) -> None:
+        slots = self._master.state.nodes[session.node].facts.worker_slots
+        async for message in requests:
+            if message.incarnation != session.incarnation:
+                self._master.sessions.refused["message of another incarnation"] += 1
+                continue
+            match message.WhichOneof("body"):
+                case "recorded":
+                    check_slot(message.recorded.slot, slots)
+                    self._master.timelines.recorded(session.node, message.recorded)
+                    continue
+                case "clock":
+                    self._master.timelines.clock_read(session.node, message.clock)
+                    continue
+                case _:
+                    pass
+            for incoming in _incoming(message):
+                _check_slots(incoming, slots)
+                await self._master.sessions.receive(session, incoming)
+
+
+async def _write_whole(context: Context, message: pb.MasterMessage) -> None:
+    """Also where this is cancelled meanwhile: under a write that goes on, gRPC cannot send the
+    status that ends the stream, and the agent would wait for it for ever."""
+    writing = asyncio.ensure_future(context.write(message))
+    # How it ended is of interest only to whoever waits for it; asyncio would log it otherwise.
+    writing.add_done_callback(lambda written: written.cancelled() or written.exception())
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait((writing,), timeout=_WRITE_END_S)
+        raise
+
+
+async def _write(session: AgentSession, context: Context) -> None:
+    while True:
+        for message in await session.outgoing():
+            await _write_whole(context, message)
+            if message.HasField("refused"):
+                return
+
+
+def _check_slots(incoming: Incoming, slots: int) -> None:
+    """Raises ValueError where an agent speaks of workers that its node does not have."""
+    match incoming:
+        case NodeStatus(workers=workers):
+            for worker in workers:
+                check_slot(worker.slot, slots)
+        case WorkerReport(slot=slot) | Output(slot=slot):
+            check_slot(slot, slots)
+        case Records():
+            pass
+
+
+def _incoming(message: pb.AgentMessage) -> list[Incoming]:
+    """Raises ValueError where the message is malformed."""
+    match message.WhichOneof("body"):
+        case "status":
+            return [read_status(message.status)]
+        case "report":
+            return [read_report(message.report)]
+        case "records":
+            job_id, records = read_records(message.records)
+            return [Records(job_id=job_id, records=records)]
+        case "log":
+            job_id, slot, lines = read_output(message.log)
+            return [Output(job_id=job_id, slot=slot, lines=lines)]
+        case "register":
+            raise ValueError("register: came twice in one session")
+        case _:
+            raise ValueError("body: is missing")

@@ -1,0 +1,171 @@
+"""The connections to the master's port, and how many of them may wait.
+
+A connection on which a call with a certificate of this cluster was allowed is *proven*, as far as
+its holder has not too many and is not revoked. All others wait: in their handshake, silent, with
+garbage, or with a join token. gRPC has one limit for all connections, of which one host could take
+all, and the memory with them. So each source has a share of those that wait: who has more is let in
+no more until it has had less for a while. Agents that come in a crowd from behind one address fit
+in. Must not know who may call what.
+"""
+
+import asyncio
+import ipaddress
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+from oobleck.host.ipc.port import Peer, Port, packed
+from oobleck.host.system.process import open_files
+from oobleck.master.heap import give_back
+
+if TYPE_CHECKING:
+    from oobleck.host.security.pki import Identity
+
+log = logging.getLogger(__name__)
+
+#: Connections of one source that wait: two thousand agents behind one address may come at once.
+MOST_OF_SOURCE = 2048
+#: Of all sources; where they have more, each one's share is less.
+MOST_WAITING = 4096
+#: Connections of one holder of certificates that are proven: an agent has one, `oobleck` one each.
+MOST_OF_HOLDER = 64
+#: Sources that are refused at a time: where net.core.optmem_max is 20 KiB, as older kernels have
+#: it, a filter of 128 IPv6 networks is too large.
+MOST_REFUSED = 100
+#: From the last time that a source had too many until it is let in again.
+REFUSED_S = 10.0
+#: Of an IPv6 address, the part that a host cannot choose.
+_NETWORK_BYTES = 8
+
+#: Between two looks at all connections, which takes 2 ms where they are a thousand. One more comes
+#: as soon as so many files have been opened since. Kernels before 6.2 do not tell how many are, so
+#: there all looks are as close as `_BLIND_LOOK_S`.
+_LOOK_S = 1.0
+_BLIND_LOOK_S = 0.2
+_GLANCE_S = 0.05
+_GROWTH = 256
+#: From a look that failed to the next.
+_AGAIN_S = 10.0
+#: Between two lines of the log about one source.
+_TELL_S = 600.0
+
+
+def share(waiting: Iterable[int], of_source: int, in_all: int) -> int:
+    """How many connections of one source may wait, where the sources have so many: the most with
+    which they have `in_all` together, but at least one and at most `of_source`."""
+    level, left = 0, in_all
+    counts = sorted(waiting)
+    for position, count in enumerate(counts):
+        sources = len(counts) - position
+        if (count - level) * sources > left:
+            return min(of_source, max(1, level + left // sources))
+        left -= (count - level) * sources
+        level = count
+    return of_source
+
+
+def source_of(address: bytes) -> bytes:
+    """An IPv4 address, or the network of an IPv6 address."""
+    return address if len(address) == 4 else address[:_NETWORK_BYTES]
+
+
+def name_of(source: bytes) -> str:
+    if len(source) == 4:
+        return str(ipaddress.ip_address(source))
+    return f"{ipaddress.ip_address(source.ljust(16, bytes(1)))}/{8 * _NETWORK_BYTES}"
+
+
+class Refusals:
+    """Which sources are refused, by what was seen at the times that are given. Pure."""
+
+    def __init__(self) -> None:
+        #: By source, when it last had too many; those who had them last are at the end.
+        self._over_at: dict[bytes, float] = {}
+
+    def look(self, waiting: Mapping[bytes, int], now: float) -> frozenset[bytes]:
+        """Whom to refuse from now on. `waiting`: by source, how many connections wait."""
+        most = share(waiting.values(), MOST_OF_SOURCE, MOST_WAITING)
+        over = sorted((count, source) for source, count in waiting.items() if count > most)
+        kept = {one: at for one, at in self._over_at.items() if now < at + REFUSED_S}
+        for _, source in over:
+            kept.pop(source, None)
+            kept[source] = now
+        self._over_at = dict(list(kept.items())[-MOST_REFUSED:])
+        return frozenset(self._over_at)
+
+
+class Connections:
+    def __init__(self, now: Callable[[], float], was_revoked: Callable[["Identity"], bool]) -> None:
+        self._now = now
+        self._was_revoked = was_revoked
+        #: On which calls were allowed, and whose (None: of this host, in the clear), by the names
+        #: that gRPC has for them, the oldest first. Some of them may have ended.
+        self._known: dict[str, tuple[Peer, Identity | None]] = {}
+        self._told_at: dict[bytes, float] = {}
+
+    def allowed(self, peer: str, who: "Identity | None") -> None:
+        """A call of this peer, as gRPC names it (ipv4:10.0.0.1:4242), was allowed."""
+        # Anybody may have made many connections by one token before it lets somebody in.
+        if peer not in self._known and not (who is not None and who.token):
+            host, _, port = unquote(peer).partition(":")[2].rpartition(":")
+            self._known[peer] = (packed(host.strip("[]")), int(port)), who
+
+    async def watch(self, port: int) -> None:
+        """Never returns; ends by cancellation."""
+        told = ""
+        while True:
+            try:
+                with Port(port) as there:
+                    await self._watch(there)
+            except OSError as error:
+                if (reason := error.strerror or str(error)) != told:
+                    told = reason
+                    log.warning("one host may take all connections", extra={"reason": reason})
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _watch(self, there: Port) -> None:
+        """Raises OSError where the kernel does not tell, or does not refuse."""
+        refusals, refused = Refusals(), frozenset[bytes]()
+        there.refuse(refused)
+        looked_at, were_open = self._now(), open_files()
+        while True:
+            await asyncio.sleep(_GLANCE_S)
+            are_open = open_files()
+            look_s = _LOOK_S if are_open else _BLIND_LOOK_S
+            if self._now() < looked_at + look_s and are_open < were_open + _GROWTH:
+                continue
+            looked_at, were_open = self._now(), are_open
+            # In a thread: with many it takes a while.
+            waiting = await asyncio.to_thread(self.waiting, there)
+            before, refused = refused, refusals.look(waiting, self._now())
+            if refused != before:
+                there.refuse(refused)
+                self._tell(refused - before, waiting)
+                if not refused:
+                    await asyncio.to_thread(give_back)
+
+    def waiting(self, there: Port) -> Counter[bytes]:
+        """How many connections wait, by source. Raises OSError."""
+        known = list(self._known.items())  # of later ones the kernel's answer says nothing
+        waiting = set(there.peers())
+        of_holder: Counter[str] = Counter()
+        for name, (peer, who) in known:
+            if peer not in waiting or (who is not None and self._was_revoked(who)):
+                del self._known[name]
+                continue
+            if who is not None:
+                of_holder[who.uri] += 1
+            if who is None or of_holder[who.uri] <= MOST_OF_HOLDER:
+                waiting.discard(peer)
+        return Counter(source_of(address) for address, _ in waiting)
+
+    def _tell(self, sources: Iterable[bytes], waiting: Mapping[bytes, int]) -> None:
+        now = self._now()
+        self._told_at = {one: at for one, at in self._told_at.items() if now < at + _TELL_S}
+        for source in sources:
+            if source not in self._told_at and len(self._told_at) < MOST_REFUSED:
+                self._told_at[source] = now
+                fields = {"source": name_of(source), "connections": waiting[source]}
+                log.warning("too many connections that make no call, refused", extra=fields)

@@ -1,0 +1,298 @@
+"""The operators' side of the service: submit, cancel, and look.
+
+Every refusal is a status code with one line that says the fix. Streams look at the state when it
+changes and send what is new, so a slow reader costs nobody anything.
+"""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Iterable, Iterator
+from itertools import islice, takewhile
+from typing import Any
+
+import grpc
+
+from oobleck.master.api.access import caller
+from oobleck.master.api.limits import MOST_DETAILS
+from oobleck.master.api.view import job_status, node_info
+from oobleck.master.clients.requests import Requests
+from oobleck.master.clients.timelines import NotRecorded
+from oobleck.master.loop import Master
+from oobleck.master.rules.draining import is_undecided
+from oobleck.master.rules.first_plan import shortfall
+from oobleck.master.state.job import ENDED, Job
+from oobleck.master.storage.logs import Line
+from oobleck.planner.ids import JobId, NodeName, WorkerId
+from oobleck.planner.job.file import parse_job
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.profile.file import format_profile, parse_profile
+from oobleck.planner.profile.measurement import check_fits
+from oobleck.planner.profile.profile import Profile
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto import control_pb2_grpc as rpc
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+#: Of a job file; a model's whole configuration fits many times.
+MOST_JOB_CHARACTERS = 256 << 10
+_REQUEST_ID = re.compile(r"[0-9A-Za-z_-]{1,64}")
+#: Names of nodes in an answer about one that is not there.
+_NAMES_TOLD = 8
+#: How long an answer waits for a plan without a node; shorter than operators wait for an answer.
+_FATE_S = 3.0
+#: Lines that are read from log files at a time, outside the event loop's thread.
+_LINES_AT_A_TIME = 1000
+
+
+class OperatorService(rpc.OperatorServicer):
+    def __init__(self, master: Master) -> None:
+        self._master = master
+
+    def _requests(self, context: Context) -> Requests:
+        return self._master.requests.of(caller(context))
+
+    async def _job(self, job_id: str, context: Context) -> Job:
+        job = self._master.state.jobs.get(JobId(job_id))
+        if job is None:
+            known = ", ".join(list(self._master.state.jobs)[-5:]) or "none yet"
+            text = f"no job {job_id[:80]!r}; known jobs: {known}"
+            await context.abort(grpc.StatusCode.NOT_FOUND, text)
+        return job
+
+    def _status(self, job: Job) -> pb.JobStatus:
+        status = job_status(self._master.state, job, self._master.config, self._master.now())
+        status.problem = self._master.problem
+        return status
+
+    async def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.SubmitReply:
+        await _check_request_id(request.request_id, context)
+        try:
+            # In a thread: for a long text it takes seconds, in which agents must be heard.
+            spec, profile = await asyncio.to_thread(_read_submission, request)
+        except ValueError as error:  # also InvalidJob
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error)[:MOST_DETAILS])
+        job_id = await self._requests(context).submit(
+            request.request_id, spec, profile=profile, profile_only=request.profile_only
+        )
+        job = self._master.state.jobs.get(job_id)  # one that has ended may be forgotten
+        warning = "" if job is None else shortfall(self._master.state, job)
+        return pb.SubmitReply(job_id=job_id, warning=warning)
+
+    async def ListJobs(self, request: pb.ListJobsRequest, context: Context) -> pb.ListJobsReply:
+        jobs = self._master.state.jobs.values()
+        return pb.ListJobsReply(
+            jobs=[self._status(job) for job in jobs], problem=self._master.problem
+        )
+
+    async def GetJob(self, request: pb.JobRequest, context: Context) -> pb.JobStatus:
+        return self._status(await self._job(request.job_id, context))
+
+    async def WatchJob(
+        self, request: pb.JobRequest, context: Context
+    ) -> AsyncIterator[pb.JobStatus]:
+        job = await self._job(request.job_id, context)
+        told: pb.JobStatus | None = None
+        while True:
+            changed = self._master.changes.next
+            ended = job.state in ENDED
+            status = self._status(job)
+            if status != told:
+                told = status
+                yield status
+            if ended:
+                return
+            await changed.wait()
+
+    async def CancelJob(self, request: pb.CancelRequest, context: Context) -> pb.JobStatus:
+        job = await self._job(request.job_id, context)
+        await _check_request_id(request.request_id, context)
+        await self._requests(context).cancel(request.request_id, job.id)
+        return self._status(job)
+
+    async def SaveCheckpoint(
+        self, request: pb.SaveCheckpointRequest, context: Context
+    ) -> pb.SaveCheckpointReply:
+        job = await self._job(request.job_id, context)
+        await _check_request_id(request.request_id, context)
+        why = ""
+        if request.request_id in job.save_numbers:
+            pass  # what was answered once is answered again, whatever has come since
+        elif job.spec.checkpoint is None:
+            why = "takes no checkpoints: submit it with checkpoint.path in its job file"
+        elif job.state in ENDED:
+            why = f"is {job.state}: it trains no more"
+        if why:
+            text = f"job {job.id} {why}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+        return pb.SaveCheckpointReply(
+            number=await self._requests(context).save(request.request_id, job.id)
+        )
+
+    async def GetProfile(self, request: pb.JobRequest, context: Context) -> pb.ProfileReply:
+        job = await self._job(request.job_id, context)
+        chosen = job.profile
+        if chosen is None or chosen.profile is None:
+            why = chosen.reason if chosen is not None else "nothing is measured so far"
+            text = f"job {job.id} has no profile: {why}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+        text = format_profile(chosen.profile, {**chosen.notes, "key": chosen.key})
+        return pb.ProfileReply(profile=text, key=chosen.key)
+
+    async def GetTimeline(self, request: pb.TimelineRequest, context: Context) -> pb.TimelineReply:
+        job = await self._job(request.job_id, context)
+        try:
+            trace = await self._master.timelines.trace(job, max(1, request.steps))
+        except NotRecorded as reason:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(reason))
+        self._requests(context).check()  # it took its time
+        return pb.TimelineReply(trace=trace.decode())
+
+    async def ListNodes(self, request: pb.ListNodesRequest, context: Context) -> pb.ListNodesReply:
+        state, now = self._master.state, self._master.now()
+        nodes = [node_info(state, node, now) for _, node in sorted(state.nodes.items())]
+        return pb.ListNodesReply(nodes=nodes, problem=self._master.problem)
+
+    async def DrainNode(self, request: pb.DrainNodeRequest, context: Context) -> pb.NodeInfo:
+        node = await self._node(request.request_id, request.node, context)
+        await self._requests(context).drain(
+            request.request_id, node, request.reason, force=request.force
+        )
+        await self._fate_of(node)
+        return await self._node_info(node, context)
+
+    async def _fate_of(self, name: NodeName) -> None:
+        """Until it is known whether the node's work can move off it, or that takes long."""
+        nodes = self._master.state.nodes
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FATE_S):
+                while name in nodes and is_undecided(self._master.state, nodes[name]):
+                    await self._master.changes.next.wait()
+
+    async def UndrainNode(self, request: pb.UndrainNodeRequest, context: Context) -> pb.NodeInfo:
+        node = await self._node(request.request_id, request.node, context)
+        await self._requests(context).undrain(request.request_id, node)
+        return await self._node_info(node, context)
+
+    async def _node(self, request_id: str, name: str, context: Context) -> NodeName:
+        await _check_request_id(request_id, context)
+        if NodeName(name) not in self._master.state.nodes:
+            text = f"no node {name[:80]!r}; known nodes: {_nearest(name, self._master.state.nodes)}"
+            await context.abort(grpc.StatusCode.NOT_FOUND, text)
+        return NodeName(name)
+
+    async def _node_info(self, name: NodeName, context: Context) -> pb.NodeInfo:
+        state = self._master.state
+        node = state.nodes.get(name)
+        if node is None:  # it was lost, and is forgotten meanwhile
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"node {name} has just been forgotten")
+        return node_info(state, node, self._master.now())
+
+    async def Events(
+        self, request: pb.EventsRequest, context: Context
+    ) -> AsyncIterator[pb.EventRecord]:
+        job = await self._job(request.job_id, context)
+        told = 0
+        while True:
+            changed = self._master.changes.next
+            ended = job.state in ENDED
+            while True:
+                lines, told = self._master.archive.events.read(job.id, told)
+                for line in lines:
+                    yield pb.EventRecord(json=line)
+                if not lines:
+                    break
+            if ended or not request.follow:
+                return
+            await changed.wait()
+
+    async def Logs(self, request: pb.LogsRequest, context: Context) -> AsyncIterator[pb.LogLine]:
+        job = await self._job(request.job_id, context)
+        workers = await self._workers(job, request, context)
+
+        def wanted(worker: WorkerId) -> bool:
+            if workers is not None and worker not in workers:
+                return False
+            return not request.node or worker.node == request.node
+
+        with self._master.archive.logs.follow(job.id, wanted) as follower:
+            past = self._master.archive.logs.snapshot(job.id, wanted, request.since)
+            while lines := await asyncio.to_thread(_take, past):
+                for line in lines:
+                    yield _log_line(line)
+            while request.follow:
+                changed = self._master.changes.next
+                ended = job.state in ENDED
+                while not follower.queue.empty():
+                    yield _log_line(follower.queue.get_nowait())
+                if ended:
+                    return
+                await changed.wait()
+
+    async def _workers(
+        self, job: Job, request: pb.LogsRequest, context: Context
+    ) -> frozenset[WorkerId] | None:
+        """The worker of the asked rank; None: all."""
+        if not request.HasField("rank"):
+            return None
+        workers = job.made.plan.workers if job.made is not None else ()
+        if request.rank >= len(workers):
+            text = f"no rank {request.rank}: the job's plan has {len(workers)} workers"
+            await context.abort(grpc.StatusCode.NOT_FOUND, text)
+        return frozenset({workers[request.rank]})
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Those that begin as `name` does come first: a cluster has more than fit into an answer."""
+
+    def alike(one: str) -> int:
+        return sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, name, strict=False))
+        )
+
+    near = sorted(known, key=lambda one: (-alike(one), one))
+    more = len(near) - _NAMES_TOLD
+    return ", ".join(near[:_NAMES_TOLD]) + (f" and {more} more" if more > 0 else "") or "none yet"
+
+
+async def _check_request_id(request_id: str, context: Context) -> None:
+    if _REQUEST_ID.fullmatch(request_id) is None:
+        text = "request_id: is not 1 to 64 letters, digits, '-' and '_'"
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+
+
+def _read_submission(request: pb.SubmitRequest) -> tuple[JobSpec, Profile | None]:
+    """Raises ValueError."""
+    if len(request.job) > MOST_JOB_CHARACTERS:
+        raise ValueError(
+            f"job: has {len(request.job)} characters, at most {MOST_JOB_CHARACTERS} are a job"
+        )
+    spec = parse_job(request.job)
+    return spec, _read_profile(spec, request)
+
+
+def _read_profile(spec: JobSpec, request: pb.SubmitRequest) -> Profile | None:
+    """The profile that the job names. Raises ValueError."""
+    if request.profile_only and spec.profile != "measure":
+        raise ValueError(f"profile: is {spec.profile}; to measure the model, set it to measure")
+    if spec.profile_path is None:
+        return None
+    if not request.profile:
+        raise ValueError(
+            f"profile: the text of {spec.profile} did not come with the job; submit it with "
+            "'oobleck submit'"
+        )
+    try:
+        profile = parse_profile(request.profile)
+        check_fits(profile, spec)
+    except ValueError as error:
+        raise ValueError(f"profile: {spec.profile}: {error}") from error
+    return profile
+
+
+def _take(lines: Iterator[Line]) -> list[Line]:
+    return list(islice(lines, _LINES_AT_A_TIME))
+
+
+def _log_line(line: Line) -> pb.LogLine:
+    return pb.LogLine(node=line.worker.node, slot=line.worker.slot, line=line.text, time=line.time)

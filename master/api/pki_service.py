@@ -1,0 +1,235 @@
+"""The service by which certificates are given out and taken back: joins, renewals, tokens.
+
+Every answer is journaled by the loop before it leaves. Who may call what is decided before, by
+`oobleck.master.api.access`; here it is what the caller may get.
+"""
+
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import grpc
+
+from oobleck.host.security.credentials import Role
+from oobleck.master.api.access import caller
+from oobleck.master.clients.requests import Requests
+from oobleck.master.events.trust import (
+    CredentialIssued,
+    CredentialsRevoked,
+    TokenCreated,
+    TokenRevoked,
+    TrustChanged,
+)
+from oobleck.master.loop import Master
+from oobleck.master.state.trust import (
+    Holder,
+    Trust,
+    check_join,
+    check_new_token,
+    check_renewal,
+    find_token,
+    is_revoked,
+    joined_by,
+)
+from oobleck.planner.ids import check_name
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto import control_pb2_grpc as rpc
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+
+    from oobleck.host.security.pki import Authority, Identity
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+SHORTEST_TTL_S = 1.0
+LONGEST_TTL_S = 7 * 86_400.0
+#: Characters of a token's fingerprint that stand for it.
+ID_CHARACTERS = 12
+
+
+class PkiService(rpc.PkiServicer):
+    def __init__(self, master: Master, authority: "Authority | None", life_s: float) -> None:
+        """`authority`: None where the service is in the clear; `life_s`: of the certificates that
+        holders are given."""
+        self._master = master
+        self._authority = authority
+        self._life_s = life_s
+
+    async def Join(self, request: pb.JoinRequest, context: Context) -> pb.CertificateReply:
+        from oobleck.host.security import pki
+
+        authority, token = await self._ready(context)
+        key = await _read_key(request.request, context)
+        try:
+            name = check_name(request.name, token.role)
+        except ValueError as error:
+            await _refuse(context, f"name: {error}")
+        digest = pki.key_digest(key)
+
+        def decide(trust: Trust, unix: float) -> tuple[TrustChanged | None, bytes]:
+            role = check_join(trust, token.fingerprint, digest, name, unix)
+            identity = pki.Identity(role=role, name=name)
+            if (before := joined_by(trust, token.fingerprint, unix)) is not None:
+                # The first answer was lost: one that ends with it changes nothing.
+                return None, authority.sign(key, identity, before.expires_at - unix)
+            certificate = authority.sign(key, identity, self._life_s)
+            issued = CredentialIssued(
+                role=role,
+                name=name,
+                expires_at=pki.expiry(certificate),
+                token=token.fingerprint,
+                key=digest,
+            )
+            return issued, certificate
+
+        return _reply(await self._requests(context).change_trust(decide), authority)
+
+    async def Renew(self, request: pb.RenewRequest, context: Context) -> pb.CertificateReply:
+        from oobleck.host.security import pki
+
+        authority, holder = await self._ready(context)
+        key = await _read_key(request.request, context)
+
+        def decide(trust: Trust, unix: float) -> tuple[TrustChanged, bytes]:
+            check_renewal(trust, holder, self._life_s, unix)
+            identity = pki.Identity(role=holder.role, name=holder.name)
+            certificate = authority.sign(key, identity, self._life_s)
+            issued = CredentialIssued(
+                role=holder.role, name=holder.name, expires_at=pki.expiry(certificate)
+            )
+            return issued, certificate
+
+        return _reply(await self._requests(context).change_trust(decide), authority)
+
+    async def CreateToken(self, request: pb.TokenRequest, context: Context) -> pb.CertificateReply:
+        from oobleck.host.security import pki
+
+        authority, maker = await self._ready(context)
+        key = await _read_key(request.request, context)
+        try:
+            role = _read_role(request.role)
+            name = check_name(request.name, role) if request.name else ""
+            if not SHORTEST_TTL_S <= request.ttl_s <= LONGEST_TTL_S:  # not a number: neither
+                raise ValueError(f"--ttl: {request.ttl_s:g} s is not from 1 s to 7 days")
+        except ValueError as error:
+            await _refuse(context, str(error))
+
+        def decide(trust: Trust, unix: float) -> tuple[TrustChanged, bytes]:
+            check_new_token(trust, unix)
+            identity = pki.Identity(role=role, name=name, token=True)
+            certificate = authority.sign(key, identity, request.ttl_s)
+            created = TokenCreated(
+                fingerprint=pki.fingerprint(certificate),
+                role=role,
+                name=name,
+                expires_at=pki.expiry(certificate),
+                maker=(maker.role, maker.name),
+            )
+            return created, certificate
+
+        return _reply(await self._requests(context).change_trust(decide), authority)
+
+    async def ListCredentials(
+        self, request: pb.ListCredentialsRequest, context: Context
+    ) -> pb.ListCredentialsReply:
+        await self._ready(context)
+        trust, unix = self._master.state.trust, time.time()
+        return pb.ListCredentialsReply(
+            tokens=[
+                pb.TokenInfo(
+                    id=fingerprint[:ID_CHARACTERS],
+                    role=token.role,
+                    name=token.name,
+                    expires_at=token.expires_at,
+                    by=_holder(token.maker),
+                )
+                for fingerprint, token in trust.tokens.items()
+                if token.expires_at > unix and not token.key
+            ],
+            credentials=[
+                _credential(trust, holder) for holder in sorted({*trust.given, *trust.revoked})
+            ],
+        )
+
+    async def Revoke(self, request: pb.RevokeRequest, context: Context) -> pb.RevokeReply:
+        await self._ready(context)
+        event: TrustChanged
+        match request.WhichOneof("what"):
+            case "token_id":
+                found = find_token(self._master.state.trust, request.token_id)
+                if found is None:
+                    await _not_found(context, f"no token {request.token_id[:80]!r}")
+                event = TokenRevoked(fingerprint=found)
+            case "holder":
+                try:
+                    role = _read_role(request.holder.role)
+                    name = check_name(request.holder.name, role)
+                except ValueError as error:
+                    await _refuse(context, str(error))
+                event = CredentialsRevoked(role=role, name=name)
+            case _:
+                await _refuse(context, "what: is missing; name a holder or a token")
+        await self._requests(context).change_trust(lambda trust, unix: (event, None))
+        return pb.RevokeReply()
+
+    async def _ready(self, context: Context) -> "tuple[Authority, Identity]":
+        """The authority and who calls, which a service with an authority always knows."""
+        identity = caller(context)
+        if self._authority is None or identity is None:
+            text = (
+                "this master has no authority: stop it, run 'oobleck pki init --dir "
+                f"{self._master.config.state_dir}/pki', and start it again"
+            )
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
+        return self._authority, identity
+
+    def _requests(self, context: Context) -> Requests:
+        return self._master.requests.of(caller(context))
+
+
+async def _refuse(context: Context, text: str) -> NoReturn:
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+    raise AssertionError("an abort does not return")
+
+
+async def _not_found(context: Context, text: str) -> NoReturn:
+    await context.abort(grpc.StatusCode.NOT_FOUND, text)
+    raise AssertionError("an abort does not return")
+
+
+async def _read_key(request: str, context: Context) -> "EllipticCurvePublicKey":
+    from oobleck.host.security import pki
+
+    try:
+        return pki.read_request(request)
+    except ValueError as error:
+        await _refuse(context, f"request: {error}")
+
+
+def _read_role(text: str) -> Role:
+    match text:
+        case "agent" | "operator" | "viewer":
+            return text
+        case _:
+            raise ValueError(f"role: {text[:80]!r} is not agent, operator or viewer")
+
+
+def _credential(trust: Trust, holder: Holder) -> pb.CredentialInfo:
+    given = trust.given.get(holder)
+    return pb.CredentialInfo(
+        role=holder[0],
+        name=holder[1],
+        expires_at=given.expires_at if given is not None else 0.0,
+        revoked=is_revoked(trust, holder),
+        by=_holder(given.by if given is not None else None),
+    )
+
+
+def _holder(holder: Holder | None) -> pb.Holder | None:
+    return pb.Holder(role=holder[0], name=holder[1]) if holder is not None else None
+
+
+def _reply(certificate: bytes, authority: "Authority") -> pb.CertificateReply:
+    return pb.CertificateReply(
+        certificate=certificate.decode(), authority=authority.certificate.decode()
+    )

@@ -1,0 +1,283 @@
+"""The state as operators see it, in the wire's messages. Reads, never writes.
+
+It says what is so at this moment: what the fold cannot know (a stream that has just closed, a
+silent agent) is told as the reason.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import median
+
+from oobleck.host.ipc.messages import StepRecord
+from oobleck.master.config import MasterConfig
+from oobleck.master.planning import client
+from oobleck.master.rules import job_queue, regroup
+from oobleck.master.state import versions
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.drains import is_quarantined
+from oobleck.master.state.job import ENDED, Job
+from oobleck.master.state.job_observed import JobSeen
+from oobleck.master.state.node import Drain, Node
+from oobleck.master.storage.incidentrecord import headline_of
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.redact import redact
+from oobleck.planner.units import count, listed
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto.convert import (
+    evaluation_message,
+    serialise_plan,
+    versions_message,
+    worker_message,
+    worker_status_message,
+)
+
+#: A worker that does not leave its generation within this time is worth a word.
+_SLOW_ANSWER_S = 5.0
+#: A job without a step for this long, and for so many usual steps, has no speed.
+_STILL_S = 2.0
+_STILL_STEPS = 5
+_WAY_BACK = "; put that right, then 'oobleck node undrain' it or start its agent anew"
+
+
+def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) -> pb.JobStatus:
+    seen = job.seen
+    training = job.spec.training
+    rate = tokens_per_s(tuple(seen.recent))
+    moving = job.state in ("running", "reconfiguring") and _is_moving(job, now)
+    message = pb.JobStatus(
+        job_id=job.id,
+        name=job.spec.name,
+        state=job.state,
+        reason=_reason(state, job, config, now),
+        generation=job.generation,
+        committed_step=seen.committed_step,
+        steps=training.steps,
+        tokens_per_s=rate if moving or job.state == "succeeded" else 0.0,
+        submitted_at=job.submitted_at,
+        started_at=job.started_at,
+        finished_at=job.finished_at,
+        reconfigurations=job.reconfigurations,
+        directory=str(config.job_directory(job.id)),
+    )
+    if job.spec.checkpoint is not None:
+        message.checkpoint_path = redact(job.spec.checkpoint.path)
+    if job.checkpoint is not None:
+        message.checkpoint = redact(job.checkpoint.path)
+        message.checkpoint_step = job.checkpoint.step
+    message.save_failure = job.save_failure
+    message.journal_cut_at = job.journal_cut_at
+    _tell_incident(message, job)
+    _tell_redo(message, job)
+    if job.profile is not None:
+        message.profile = job.profile.source
+    elif job.spec.profile == "estimate":
+        message.profile = "estimate"
+    if seen.recent and (loss := seen.recent[-1].loss) is not None:
+        message.loss = loss
+    if seen.recent:
+        message.skipped_steps = seen.recent[-1].skipped_steps
+    if seen.evaluation is not None:
+        message.evaluation.CopyFrom(evaluation_message(seen.evaluation))
+    if job.made is not None and not job.put_back:
+        message.plan.ParseFromString(serialise_plan(job.made.plan))
+        if job.state not in ENDED and not job.losses:
+            message.can_lose = job.made.can_lose
+        if job.state not in ENDED:
+            message.memory.extend(_memory(state, job))
+    if (age_s := _step_age_s(seen, now)) is not None and job.state not in ENDED:
+        message.last_step_age_s = age_s
+    if rate > 0 and moving:
+        step_tokens = seen.recent[-1].tokens
+        message.eta_s = (training.steps - seen.committed_step) * step_tokens / rate
+    return message
+
+
+def _tell_incident(message: pb.JobStatus, job: Job) -> None:
+    """The one that is open, or the last one."""
+    message.incidents = job.incidents
+    if job.incident is not None:
+        message.last_incident = headline_of(job.incident)
+    elif job.last_incident is not None:
+        message.last_incident = job.last_incident.summary
+        message.last_incident_at = job.last_incident.at
+
+
+def _tell_redo(message: pb.JobStatus, job: Job) -> None:
+    restored = job.restored
+    if restored is None or not job.redo_until or job.state in ENDED:
+        return
+    message.redo.first_step = restored.step + 1
+    message.redo.last_step = job.redone_until
+    message.redo.committed_step = max(restored.step, job.seen.furthest_step)
+
+
+def _memory(state: ClusterState, job: Job) -> Iterator[pb.WorkerMemory]:
+    """Of the plan's workers on the nodes that it still has."""
+    members = [state.nodes[name] for name in job.members]
+    measured = {
+        WorkerId(node.facts.node, worker.slot): worker
+        for node in members
+        for worker in node.seen.status.workers
+        if node.seen.status.job_id == job.id and worker.generation == job.generation
+    }
+    for worker, predicted in client.predicted_bytes(job, members).items():
+        message = pb.WorkerMemory(worker=worker_message(worker), predicted_bytes=predicted)
+        if found := measured.get(worker):
+            message.peak_bytes = max(0, found.peak_memory_bytes - found.base_memory_bytes)
+        yield message
+
+
+def _is_moving(job: Job, now: float) -> bool:
+    """Whether the last step is so recent that the next one is not overdue."""
+    recent, age_s = job.seen.recent, _step_age_s(job.seen, now)
+    if age_s is None or not recent:
+        return False
+    usual_s = median(record.step_seconds for record in recent)
+    return age_s <= max(_STILL_S, _STILL_STEPS * usual_s)
+
+
+def _step_age_s(seen: JobSeen, now: float) -> float | None:
+    """Of the last recorded step, by the calendar where a master before this one recorded it; None:
+    there is none."""
+    if seen.recorded_at is None:
+        return None
+    if seen.recent and seen.recent[-1].time < seen.since_unix:
+        return max(0.0, seen.since_unix + (now - seen.since) - seen.recent[-1].time)
+    return max(0.0, now - seen.recorded_at)
+
+
+def tokens_per_s(recent: Sequence[StepRecord]) -> float:
+    """Over the time between the first and the last of the recent steps."""
+    if len(recent) < 2:
+        return recent[0].tokens / recent[0].step_seconds if recent[:1] else 0.0
+    span_s = recent[-1].time - recent[0].time
+    return sum(record.tokens for record in recent[1:]) / span_s if span_s > 0 else 0.0
+
+
+def _reason(state: ClusterState, job: Job, config: MasterConfig, now: float) -> str:
+    if job.state in ENDED:
+        return job.reason
+    way, silent = job.seen.way, job.unanswered()
+    if way is not None and silent and now - way.pushed_at > _SLOW_ANSWER_S:
+        return f"{job.reason}; no answer so far from {', '.join(map(str, silent))}"
+    here = all(state.nodes[name].connected for name in job.members)
+    if here and (again := regroup.told_in(job, config.timing, now)):
+        return again
+    if turn := job_queue.outlook(state, job, config.gives_way_s, now):
+        return f"{job.reason}; {turn}"
+    return job.reason or _passing_reason(state, job)
+
+
+def _passing_reason(state: ClusterState, job: Job) -> str:
+    if job.state == "queued" and state.active is not None:
+        return f"job {state.active} has its turn"
+    if job.state == "profiling" and job.measuring is not None:
+        left = len(job.measuring.workers) - len(job.seen.measured)
+        return (
+            f"the model is measured, {count(left, 'worker')} to go"
+            if left
+            else "the links are measured"
+        )
+    if job.state == "starting":
+        return _start_reason(state, job)
+    away = [name for name in job.members if not state.nodes[name].connected]
+    if away:
+        return f"not connected, and lost if that lasts: {', '.join(away)}"
+    return ""
+
+
+def _start_reason(state: ClusterState, job: Job) -> str:
+    unready = [node for node in state.candidates(job) if not state.is_ready(node, job)]
+    # A process that has been asked for has no pid until its libraries are loaded.
+    loading = [n for n in unready if any(not worker.pid for worker in n.seen.status.workers)]
+    if loading:
+        return f"loading libraries on {_names(loading)}"
+    return f"workers start on {_names(unready)}" if unready else "the first step is computed"
+
+
+def _names(nodes: Iterable[Node]) -> str:
+    return listed(node.facts.node for node in nodes)
+
+
+def node_info(state: ClusterState, node: Node, now: float) -> pb.NodeInfo:
+    facts, status = node.facts, node.seen.status
+    heard_at = node.seen.heard_at
+    return pb.NodeInfo(
+        node=facts.node,
+        state=_node_state(node),
+        reason=_node_reason(state, node, now),
+        hostname=facts.hostname,
+        address=facts.address,
+        pid=facts.pid,
+        worker_slots=facts.worker_slots,
+        device=facts.device,
+        memory_per_worker_bytes=facts.memory_per_worker_bytes,
+        job_id=status.job_id or "",
+        generation=status.generation,
+        failures=len(node.failures.times),
+        last_heard_s=max(0.0, now - (node.seen.last_heard if heard_at is None else heard_at)),
+        heard_before=heard_at is None,
+        versions=versions_message(facts.versions),
+        workers=[worker_status_message(w) for w in status.workers] if node.registered else [],
+    )
+
+
+def _node_state(node: Node) -> str:
+    if not node.registered:
+        return "lost"
+    if not node.connected:
+        return "disconnected"
+    if is_quarantined(node):
+        return "quarantined"
+    if node.drain is not None:
+        return "drained" if node.drain.done else "draining"
+    return "live"
+
+
+def _node_reason(state: ClusterState, node: Node, now: float) -> str:
+    if not node.registered:
+        drained = node.drain is not None and node.drain.by == "operator"
+        return f"{node.reason}; drained, also when it is back" if drained else node.reason
+    if is_quarantined(node) and node.drain is not None and node.seen.release_at is not None:
+        left_s = max(0.0, node.seen.release_at - now)
+        return f"back in {left_s:.0f} s at the latest: {node.drain.reason}"
+    if node.drain is not None:
+        why = node.drain.reason or "an operator wants it so"
+        progress = _drain_progress(state, node, node.drain)
+        return f"{why}; {progress}" if progress else why
+    if node.seen.status.trouble:
+        return node.seen.status.trouble
+    if node.stale_workers:
+        return "its workers of before are to end first"
+    job, facts = state.job, node.facts
+    if job is None:
+        return ""
+    if facts.node in job.left_out:
+        return f"cannot join the job: {job.left_out[facts.node]}{_WAY_BACK}"
+    slots = state.worker_slots(job)
+    if facts.worker_slots != slots:
+        return (
+            f"kept idle: job {job.id} uses nodes with {slots} worker slots, "
+            f"this one has {facts.worker_slots}"
+        )
+    if job.made is None:
+        return ""
+    if not job.has_member(facts.node):
+        if why := versions.why_not(node, state.required_torch(job)):
+            return f"cannot join the job: {why}"
+        if state.is_ready(node, job):
+            return "ready to join the job"
+        return "its workers start, to join the job"
+    return client.idle_slots(job.made.plan, facts.worker_slots)
+
+
+def _drain_progress(state: ClusterState, node: Node, drain: Drain) -> str:
+    job, name = state.job, node.facts.node
+    if drain.done or job is None:
+        return ""
+    if name in job.leaving:
+        return f"work of job {job.id} moves off it at a step boundary"
+    if drain.kept:
+        return f"kept so far: {drain.kept}"
+    if name in job.members and job.state != "running":
+        return f"job {job.id} is {job.state}, and goes on without it after that if it can"
+    return ""

@@ -1,0 +1,163 @@
+"""One session of an agent, what is to be told to it, and when records are acknowledged.
+
+An outbox holds at most one message of each kind: a newer assignment replaces an older one, a
+higher acknowledgement a lower one; beside these only what operators ask. So nothing piles up for
+an agent that reads slowly, and nobody waits for it.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from oobleck.master.rules.admission import Refusal
+from oobleck.planner.ids import Incarnation, JobId, NodeName
+from oobleck.planner.programs.plan import Plan
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto.convert import assignment_message, serialise_plan
+from oobleck.proto.types import Assignment
+
+#: Messages of one agent that may wait for the master's loop; then its stream is not read.
+_MOST_UNREAD = 256
+#: The agents that send records are told at most once in this time what is on disk.
+SENDERS_S = 0.5
+#: And so are all others, who keep the same records. Well below the time for which they hold theirs
+#: back (4 s), so that those are not sent for nothing.
+OTHERS_S = 2.0
+#: So many of the others are told at once, and the next so much later.
+_TOLD_AT_ONCE = 50
+_TELLING_S = 0.05
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class AgentSession:
+    number: int
+    node: NodeName
+    incarnation: Incarnation
+    #: Taken for each message handed to the loop, released when the loop has handled it.
+    credit: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MOST_UNREAD))
+    #: Version of the newest assignment that was put into the outbox.
+    told_version: int = -1
+    _assignment: Assignment | None = None
+    _plan: bytes = b""
+    _acks: dict[JobId, int] = field(default_factory=dict)
+    #: Questions that no answer of the master's loop waits for; few, since operators ask them.
+    _questions: list[pb.MasterMessage] = field(default_factory=list)
+    _refusal: Refusal | None = None
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tell(self, assignment: Assignment, plan: bytes) -> None:
+        """`plan`: the assignment's, serialised."""
+        self.told_version = assignment.version
+        self._assignment, self._plan = assignment, plan
+        self._changed.set()
+
+    def acknowledge(self, job_id: JobId, through_step: int) -> None:
+        self._acks[job_id] = through_step
+        self._changed.set()
+
+    def ask(self, question: pb.MasterMessage) -> None:
+        """Tell it at the next opportunity; the answer may never come."""
+        self._questions.append(question)
+        self._changed.set()
+
+    def end(self, refusal: Refusal) -> None:
+        """Close the session after this last word."""
+        self._refusal = refusal
+        self._changed.set()
+
+    async def outgoing(self) -> list[pb.MasterMessage]:
+        """Wait for something to tell; a message with `refused` is the last."""
+        await self._changed.wait()
+        self._changed.clear()
+        messages = []
+        if self._assignment is not None:
+            told = assignment_message(self._assignment, self._plan)
+            messages.append(pb.MasterMessage(assignment=told))
+            self._assignment, self._plan = None, b""
+        for job_id, step in self._acks.items():
+            messages.append(pb.MasterMessage(ack=pb.Ack(job_id=job_id, through_step=step)))
+        self._acks.clear()
+        messages += self._questions
+        self._questions.clear()
+        if self._refusal is not None:
+            messages.append(refused_message(self._refusal))
+        return messages
+
+
+class PlanSerialiser:
+    """The plan that all nodes are told of, serialised once; even `serialise_plan` takes a while."""
+
+    def __init__(self) -> None:
+        self._plan: Plan | None = None
+        self._serialised = b""
+
+    def __call__(self, plan: Plan | None) -> bytes:
+        if plan is None:
+            return b""
+        if plan is not self._plan:
+            self._plan, self._serialised = plan, serialise_plan(plan)
+        return self._serialised
+
+
+class Acknowledger:
+    """Gathers the jobs whose records have come since the agents were last told of any."""
+
+    def __init__(self, at_most_every_s: float) -> None:
+        self._at_most_every_s = at_most_every_s
+        self._jobs: set[JobId] = set()
+        self._free_at = 0.0
+
+    def note(self, job_id: JobId) -> None:
+        self._jobs.add(job_id)
+
+    @property
+    def due_at(self) -> float | None:
+        """When `take` gives something; None: nothing is to be told."""
+        return self._free_at if self._jobs else None
+
+    def take(self, now: float) -> list[JobId]:
+        """The jobs to be acknowledged now."""
+        if not self._jobs or now < self._free_at:
+            return []
+        jobs = sorted(self._jobs)
+        self._jobs.clear()
+        self._free_at = now + self._at_most_every_s
+        return jobs
+
+
+class Rounds:
+    """Tells all sessions in turn of the jobs whose records have come, a few at a time: to write
+    to a thousand of them at once would keep everybody else waiting."""
+
+    def __init__(self) -> None:
+        self._acknowledger = Acknowledger(OTHERS_S)
+        self._jobs: list[JobId] = []
+        #: Numbers of the sessions that this round has not come to.
+        self._left: deque[int] = deque()
+        self._free_at = 0.0
+
+    def note(self, job_id: JobId) -> None:
+        self._acknowledger.note(job_id)
+
+    @property
+    def due_at(self) -> float | None:
+        """When `take` gives something; None: nothing is to be told."""
+        return self._free_at if self._left else self._acknowledger.due_at
+
+    def take(self, now: float, sessions: Iterable[int]) -> tuple[list[JobId], list[int]]:
+        """What is to be told now, and to whom of all `sessions`."""
+        if self._left and now < self._free_at:
+            return [], []
+        if not self._left:
+            self._jobs = self._acknowledger.take(now)
+            if not self._jobs:
+                return [], []
+            self._left.extend(sessions)
+        told = [self._left.popleft() for _ in range(min(len(self._left), _TOLD_AT_ONCE))]
+        self._free_at = now + _TELLING_S
+        return self._jobs, told
+
+
+def refused_message(refusal: Refusal) -> pb.MasterMessage:
+    return pb.MasterMessage(refused=pb.Refused(reason=refusal.reason, temporary=refusal.temporary))

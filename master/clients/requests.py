@@ -1,0 +1,181 @@
+"""What operators ask for: jobs, checkpoints, drains, and who may speak to the master.
+
+Each request becomes an event, once: one that is repeated with the same id is answered as the first
+time. The answer comes when the event is on disk. Whoever asks has to be trusted in the turn that
+decides on it: when the request came is before that. Must not know gRPC, nor who may ask what.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from oobleck.master.clients.sessions import Sessions
+from oobleck.master.config import MasterConfig
+from oobleck.master.events.jobs import CheckpointRequested, JobCancelRequested, JobSubmitted
+from oobleck.master.events.nodes import NodeDrainRequested, NodeUndrained
+from oobleck.master.events.trust import CredentialsRevoked
+from oobleck.master.inbox import Inbox
+from oobleck.master.rules.admission import Refusal
+from oobleck.master.state.job import ENDED
+from oobleck.master.state.trust import Decide, Denied, check_caller
+from oobleck.master.storage.disk import StorageFailed
+from oobleck.master.storage.ledger import Ledger
+from oobleck.planner.ids import JobId, NodeName
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.profile.profile import Profile
+
+if TYPE_CHECKING:
+    from oobleck.host.security.pki import Identity
+
+T = TypeVar("T")
+
+#: Most of a job's name that becomes part of its id.
+_NAME_IN_ID = 48
+
+
+class Requests:
+    def __init__(
+        self,
+        config: MasterConfig,
+        ledger: Ledger,
+        inbox: Inbox,
+        sessions: Sessions,
+        caller: "Identity | None" = None,
+    ) -> None:
+        """`caller`: who asks; None: somebody on this host, where all is in the clear.
+
+        All methods raise Denied where the caller is trusted no more, and StorageFailed.
+        """
+        self._config = config
+        self._caller = caller
+        self._ledger = ledger
+        self._inbox = inbox
+        self._sessions = sessions
+
+    def of(self, caller: "Identity | None") -> "Requests":
+        """The same for this caller."""
+        return Requests(self._config, self._ledger, self._inbox, self._sessions, caller)
+
+    def check(self) -> None:
+        """Whether the caller is still trusted. Raises Denied."""
+        if self._caller is not None:
+            check_caller(self._ledger.state.trust, self._caller, self._ledger.unix())
+
+    async def submit(
+        self,
+        request_id: str,
+        spec: JobSpec,
+        *,
+        profile: Profile | None = None,
+        profile_only: bool = False,
+    ) -> JobId:
+        """`profile`: of the file that the job names; `profile_only`: end once it is measured."""
+        ledger = self._ledger
+        if ledger.problem and request_id not in ledger.state.requests:
+            raise StorageFailed(ledger.problem)
+
+        def answer(_: float) -> JobId:
+            known = ledger.state.requests.get(request_id)
+            if known is not None:
+                return known
+            job_id = self._new_job_id(spec)
+            ledger.find_profiles()
+            submitted = JobSubmitted(
+                job_id=job_id,
+                request_id=request_id,
+                spec=spec,
+                profile=profile,
+                profile_only=profile_only,
+            )
+            ledger.record(submitted)
+            return job_id
+
+        return await self._ask(answer)
+
+    def _new_job_id(self, spec: JobSpec) -> JobId:
+        """One that no folder of an earlier job has either, whatever became of its journal."""
+        jobs = self._ledger.state.jobs
+        number = self._ledger.state.submissions + 1
+        while True:
+            job_id = JobId(f"{spec.name[:_NAME_IN_ID]}-{number}")
+            if job_id not in jobs and not self._config.job_directory(job_id).exists():
+                return job_id
+            number += 1
+
+    async def save(self, request_id: str, job_id: JobId) -> int:
+        """The number of the request for a checkpoint of the job, which is known; 0: it has ended
+        and was just forgotten.
+        """
+
+        def answer(_: float) -> int:
+            job = self._ledger.state.jobs.get(job_id)
+            if job is None:
+                return 0
+            if (known := job.save_numbers.get(request_id)) is not None:
+                return known
+            number = job.save_request + 1
+            self._ledger.record(
+                CheckpointRequested(job_id=job_id, request_id=request_id, number=number)
+            )
+            return number
+
+        return await self._ask(answer)
+
+    async def cancel(self, request_id: str, job_id: JobId) -> None:
+        """`job_id` is known."""
+
+        def answer(_: float) -> None:
+            job = self._ledger.state.jobs.get(job_id)  # one that has ended may be forgotten
+            if job is not None and job.state not in ENDED and not job.cancel_requested:
+                self._ledger.record(JobCancelRequested(job_id=job_id, request_id=request_id))
+
+        await self._ask(answer)
+
+    async def drain(self, request_id: str, node: NodeName, reason: str, *, force: bool) -> None:
+        """`node` is known."""
+        await self._about_node(
+            NodeDrainRequested(node=node, request_id=request_id, reason=reason, force=force)
+        )
+
+    async def undrain(self, request_id: str, node: NodeName) -> None:
+        """`node` is known."""
+        await self._about_node(NodeUndrained(node=node, request_id=request_id))
+
+    async def _about_node(self, event: NodeDrainRequested | NodeUndrained) -> None:
+        def answer(_: float) -> None:
+            state = self._ledger.state
+            # One that is lost may be forgotten meanwhile.
+            if event.node in state.nodes and event.request_id not in state.node_requests:
+                self._ledger.record(event)
+
+        await self._ask(answer)
+
+    async def change_trust(self, decide: Decide[T]) -> T:
+        """What `decide` answers, once what it wants journaled is. Raises what it raises."""
+
+        def answer(_: float) -> T:
+            event, value = decide(self._ledger.state.trust, self._ledger.unix())
+            if event is not None:
+                self._ledger.record(event)
+            if isinstance(event, CredentialsRevoked) and event.role == "agent":
+                refusal = Refusal(reason="its certificate was revoked", temporary=False)
+                self._sessions.end_of(NodeName(event.name), refusal)
+            return value
+
+        return await self._ask(answer)
+
+    async def _ask(self, answer: Callable[[float], T]) -> T:
+        """What `answer` gives in the turn, if the caller is trusted then."""
+        if self._ledger.stuck:
+            raise StorageFailed(self._ledger.problem)
+
+        def handle(arrived_at: float) -> tuple[T] | Denied:
+            try:
+                self.check()
+                return (answer(arrived_at),)
+            except Denied as denied:
+                return denied
+
+        answered = await self._inbox.ask(handle, of_operator=True)
+        if isinstance(answered, Denied):
+            raise answered
+        return answered[0]

@@ -1,0 +1,206 @@
+"""Timelines: has the workers of a job record the same steps, and gathers what they recorded.
+
+Nothing of it is state: it is not journaled, and a master that restarts forgets it. The recordings
+are put on the master's clock. How a node's clock lies to it is told by round trips over the
+agent's stream: the true offset is within half of the fastest one's time. Nodes on the master's own
+machine have its clock.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from oobleck.host.timeline import Clock, Recording, Track, boot_id, chrome_trace
+from oobleck.master.clients.outbox import AgentSession
+from oobleck.master.state.job import ENDED, Job
+from oobleck.planner.codec import decode
+from oobleck.planner.ids import JobId, NodeName, WorkerId
+from oobleck.planner.programs.plan import Plan
+from oobleck.proto import control_pb2 as pb
+
+#: Round trips per node.
+_ROUND_TRIPS = 8
+_ROUND_TRIP_LIMIT_S = 2.0
+#: The recording is asked for so long before its first step, so that the word reaches everyone; a
+#: wish that came too late is repeated with more.
+_AHEAD_S = 0.5
+_ATTEMPTS = 4
+#: Between two looks at whether the job still trains.
+_LOOK_S = 1.0
+#: So often at a change of the plan, before it is waited for no more.
+_CHANGE_LOOKS = 30
+
+
+class NotRecorded(Exception):
+    """There is no timeline; the text says why."""
+
+
+@dataclass(slots=True, eq=False)
+class _Wish:
+    """One request for recordings."""
+
+    job_id: JobId
+    found: dict[WorkerId, Recording] = field(default_factory=dict)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Timelines:
+    """Requests under way, of any number of operators."""
+
+    def __init__(self, sessions: Callable[[], Sequence[AgentSession]]) -> None:
+        self._sessions = sessions
+        self._boot = boot_id()
+        self._last_number = 0
+        self._wishes: dict[int, _Wish] = {}
+        self._readings: dict[tuple[NodeName, int], asyncio.Future[pb.ClockRead]] = {}
+
+    # ---- what agents tell
+
+    def recorded(self, node: NodeName, message: pb.Recorded) -> None:
+        """Raises ValueError where the recording cannot be read."""
+        try:
+            recording = decode(Recording, message.recording)
+        except ValueError as error:
+            raise ValueError(f"recording: {error}") from error
+        wish = self._wishes.get(recording.number)
+        if wish is not None and wish.job_id == message.job_id:
+            wish.found[WorkerId(node, message.slot)] = recording
+            wish.news.set()
+
+    def clock_read(self, node: NodeName, message: pb.ClockRead) -> None:
+        reading = self._readings.pop((node, message.number), None)
+        if reading is not None and not reading.done():
+            reading.set_result(message)
+
+    # ---- what operators ask
+
+    async def trace(self, job: Job, steps: int) -> bytes:
+        """The Chrome trace of `steps` steps to come. Raises NotRecorded."""
+        for attempt in range(_ATTEMPTS):
+            plan = await self._next_plan(job)
+            clocks = await self._clocks(plan)
+            found = await self._record(job, plan, steps, _AHEAD_S * 4**attempt)
+            if found is not None:
+                return msgspec.json.encode(chrome_trace(_tracks(plan, found, clocks)))
+        raise NotRecorded(f"job {job.id}: its steps are too short, or its plan changes too often")
+
+    async def _next_plan(self, job: Job) -> Plan:
+        """The plan that the job trains by, after a change of it that is under way."""
+        for _ in range(_CHANGE_LOOKS):
+            if job.state != "reconfiguring":
+                break
+            await asyncio.sleep(_LOOK_S)
+        return _training(job)
+
+    async def _record(
+        self, job: Job, plan: Plan, steps: int, ahead_s: float
+    ) -> Mapping[WorkerId, Recording] | None:
+        """What all workers of `plan` recorded; None: not all of them did in that generation."""
+        first = _step_in(job, ahead_s)
+        last = min(first + steps - 1, job.spec.training.steps)
+        if first > last:
+            raise NotRecorded(f"job {job.id} is about to end: no step is left to record")
+        self._last_number += 1
+        number = self._last_number
+        wish = self._wishes[number] = _Wish(job.id)
+        told = pb.Record(job_id=job.id, number=number, first_step=first, last_step=last)
+        try:
+            for session in self._of(plan):
+                session.ask(pb.MasterMessage(record=told))
+            while not set(plan.workers) <= set(wish.found):
+                wish.news.clear()
+                try:
+                    async with asyncio.timeout(_LOOK_S):
+                        await wish.news.wait()
+                except TimeoutError:
+                    if job.state == "reconfiguring":
+                        return None
+                    if _training(job).generation != plan.generation:
+                        return None
+        finally:
+            del self._wishes[number]
+        found = {worker: wish.found[worker] for worker in plan.workers}
+        wanted = set(range(first, last + 1))
+        whole = all(
+            wanted <= set(r.steps) and r.generation == plan.generation for r in found.values()
+        )
+        return found if whole else None
+
+    def _of(self, plan: Plan) -> list[AgentSession]:
+        """The sessions of all nodes of `plan`."""
+        nodes = {worker.node for worker in plan.workers}
+        found = {session.node: session for session in self._sessions() if session.node in nodes}
+        if missing := sorted(nodes - set(found)):
+            raise NotRecorded(f"node {missing[0]} is not connected; try again when it is")
+        return list(found.values())
+
+    async def _clocks(self, plan: Plan) -> Mapping[NodeName, Clock]:
+        sessions = self._of(plan)
+        clocks = await asyncio.gather(*(self._clock(session) for session in sessions))
+        return {session.node: clock for session, clock in zip(sessions, clocks, strict=True)}
+
+    async def _clock(self, session: AgentSession) -> Clock:
+        found: list[Clock] = []
+        for _ in range(_ROUND_TRIPS):
+            self._last_number += 1
+            number = self._last_number
+            reading = asyncio.get_running_loop().create_future()
+            self._readings[session.node, number] = reading
+            asked_ns = time.monotonic_ns()
+            session.ask(pb.MasterMessage(clock=pb.ReadClock(number=number)))
+            try:
+                async with asyncio.timeout(_ROUND_TRIP_LIMIT_S):
+                    read = await reading
+            except TimeoutError:
+                self._readings.pop((session.node, number), None)
+                raise NotRecorded(f"node {session.node} does not answer; try again") from None
+            if self._boot and read.boot == self._boot:
+                return Clock()
+            found.append(round_trip(asked_ns, read.monotonic_ns, time.monotonic_ns()))
+        return min(found, key=lambda clock: clock.error_ns)
+
+
+def round_trip(asked_ns: int, read_ns: int, heard_ns: int) -> Clock:
+    """A clock that was read at some time between two times of one's own (Cristian 1989)."""
+    middle, half = (asked_ns + heard_ns) // 2, (heard_ns - asked_ns + 1) // 2
+    return Clock(offset_ns=middle - read_ns, error_ns=half)
+
+
+def _training(job: Job) -> Plan:
+    """The plan that the job trains by. Raises NotRecorded."""
+    if job.state in ENDED or job.made is None or job.state != "running":
+        raise NotRecorded(f"job {job.id} is {job.state}; a timeline is of one that is running")
+    return job.made.plan
+
+
+def _step_in(job: Job, ahead_s: float) -> int:
+    """The step that begins no sooner than in `ahead_s`."""
+    recent = job.seen.recent
+    shortest_s = min((record.step_seconds for record in recent), default=ahead_s)
+    committed = recent[-1].step if recent else 0
+    return committed + 2 + math.ceil(ahead_s / max(shortest_s, 1e-6))
+
+
+def _tracks(
+    plan: Plan, found: Mapping[WorkerId, Recording], clocks: Mapping[NodeName, Clock]
+) -> list[Track]:
+    titles = {
+        worker: f"pipeline {number}, stage {position}, "
+        f"layers {stage.first_layer}-{stage.last_layer}"
+        for number, pipeline in enumerate(plan.pipelines)
+        for position, stage in enumerate(pipeline.stages)
+        for worker in stage.workers
+    }
+    return [
+        Track(
+            worker=worker,
+            title=titles[worker],
+            recording=found[worker],
+            clock=clocks[worker.node],
+        )
+        for worker in plan.workers
+    ]

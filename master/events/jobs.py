@@ -1,0 +1,164 @@
+"""Journaled events of jobs, except their plans: what operators asked for, turns, measuring,
+checkpoints, and how a job ends. Must not know what the events change.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from oobleck.host.ipc.messages import CheckpointSaved, Measure, Restored, SaveFailed
+from oobleck.master.events.nodes import Sighting
+from oobleck.master.events.plans import Transition
+from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.profile.profile import Profile
+
+
+class JobSubmitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    job_id: JobId
+    request_id: str
+    spec: JobSpec
+    #: Of the file that the job names.
+    profile: Profile | None = None
+    #: The job ends as soon as its profile is measured.
+    profile_only: bool = False
+
+
+class JobCancelRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    job_id: JobId
+    request_id: str
+
+
+class JobStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The job has its turn: nodes get ready for it."""
+
+    job_id: JobId
+
+
+class JobPutBack(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The job, that could not start so far, lets another one have its turn."""
+
+    job_id: JobId
+    instead: JobId
+
+
+class MeasuringStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """These processes measure the job's model, and some of them the links."""
+
+    job_id: JobId
+    wish: Measure
+    workers: tuple[tuple[WorkerId, Incarnation], ...]
+    #: Why the stored profile of that key is not used; empty: there is none.
+    passed_over: str = ""
+
+
+class ProfileChosen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The profile that all plans of the job are made by."""
+
+    job_id: JobId
+    source: Literal["measured", "stored", "file", "estimate"]
+    #: None: the estimate, which follows from the job.
+    profile: Profile | None
+    #: Name under which it is stored; empty: it is not.
+    key: str
+    reason: str
+    #: How it was measured.
+    notes: dict[str, Any] = {}
+
+
+class JobWaiting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """No plan is possible until nodes come."""
+
+    job_id: JobId
+    causes: tuple[str, ...]
+
+
+class CheckpointRequested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An operator wants a checkpoint; requests of a job are numbered from 1."""
+
+    job_id: JobId
+    request_id: str
+    number: int
+
+
+class CheckpointPublished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The job can go on from this checkpoint."""
+
+    job_id: JobId
+    saved: CheckpointSaved
+
+
+class SaveProblem(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A checkpoint, or the output, could not be written so far."""
+
+    job_id: JobId
+    failed: SaveFailed
+
+
+class JobRestored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The workers go on from a checkpoint."""
+
+    job_id: JobId
+    restored: Restored
+    #: The job began with it, instead of with initial weights.
+    resumed: bool
+    #: Committed steps that are done again.
+    lost_steps: int
+
+
+class JobCaughtUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All steps that were lost with the way back to a checkpoint are committed again."""
+
+    job_id: JobId
+    #: How far training is.
+    step: int
+
+
+class JobSucceeded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    job_id: JobId
+    #: Of a generation that came after the last step and has only saved the result.
+    transition: Transition | None = None
+    #: Records of steps that nobody has any more, so that metrics.jsonl ends before them.
+    missing_steps: int = 0
+
+
+class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    job_id: JobId
+    reason: str
+    #: It failed for want of this node alone, by the word of a worker there.
+    node: NodeName | None = None
+    transition: Transition | None = None
+    #: As in PlanMade.
+    sightings: tuple[Sighting, ...] = ()
+
+
+class JobCancelled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    job_id: JobId
+    transition: Transition | None = None
+
+
+JobEnded = JobSucceeded | JobFailed | JobCancelled
+
+
+class JobForgotten(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The job ended long ago: its files alone tell of it from now on."""
+
+    job_id: JobId
+
+
+JobEvent = (
+    JobSubmitted
+    | JobCancelRequested
+    | JobStarted
+    | JobPutBack
+    | MeasuringStarted
+    | ProfileChosen
+    | JobWaiting
+    | CheckpointRequested
+    | CheckpointPublished
+    | SaveProblem
+    | JobRestored
+    | JobCaughtUp
+    | JobEnded
+    | JobForgotten
+)

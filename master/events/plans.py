@@ -1,0 +1,115 @@
+"""Journaled events of plans: a generation is made or found, and has come to its first step.
+
+Owns the words for what a plan answers (`Cause`) and for how the way into a generation went
+(`Transition`). Must not know what the events change.
+"""
+
+from typing import Literal, get_args
+
+import msgspec
+
+from oobleck.host.ipc.messages import Rendezvous
+from oobleck.master.events.nodes import Sighting
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from oobleck.planner.programs.plan import Plan
+
+#: Of the way into a generation, in order: the loss is found out, no plan is found and none can be
+#: made until nodes come, the workers leave the generation before, meet, move layers, and train.
+Phase = Literal["detect", "plan", "waiting", "abort", "rendezvous", "transfer", "first_step"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+#: What a plan answers.
+Cause = Literal[
+    "start",
+    "node lost",
+    "worker lost",
+    "peers lost",
+    "no progress",
+    "node joined",
+    "node returned",
+    "node left out",
+    "node drained",
+    "put back",
+    "journal cut",
+]
+
+
+class Transition(msgspec.Struct, frozen=True, kw_only=True):
+    """How the way into a generation went, as far as it went."""
+
+    #: By `Phase`; they add up to `total_s`.
+    phases: dict[str, float]
+    total_s: float
+    #: Step that was begun and is done again; None: none.
+    redo_step: int | None
+    rolled_forward: bool
+    received_bytes: int
+    #: Micro-batches of the step that is done again which did not have to be.
+    salvaged_microbatches: int = 0
+    #: Where it did not come to a step: who had not left the generation before.
+    unanswered: tuple[WorkerId, ...] = ()
+    #: The phases inside were not observed because the master restarted meanwhile.
+    master_restarted: bool
+
+
+class PlanMade(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The next generation: every node of the plan is to enter it."""
+
+    job_id: JobId
+    plan: Plan
+    rendezvous: Rendezvous
+    boundary: bool
+    #: The processes that the plan counts on, in rank order.
+    incarnations: tuple[Incarnation, ...]
+    cause: Cause
+    rule: str
+    reason: str
+    nodes_lost: tuple[NodeName, ...]
+    workers_lost: tuple[WorkerId, ...]
+    nodes_joined: tuple[NodeName, ...]
+    can_lose: int
+    worker_slots: int
+    detect_s: float
+    #: Workers of the plan before that leave with the switch, and their processes; whether those
+    #: hand over layers first. See `oobleck.host.ipc.messages.Assign`.
+    leaving: tuple[WorkerId, ...] = ()
+    leaving_incarnations: tuple[Incarnation, ...] = ()
+    handover: bool = False
+    #: Those of its workers whose processes were not up yet.
+    starting: tuple[WorkerId, ...] = ()
+    #: Fingerprint of the data that all workers of the job read.
+    data: str = ""
+    #: The series of torch that its nodes have; empty: more than one, or not known.
+    torch: str = ""
+    #: See `oobleck.host.ipc.messages.Assign`.
+    restore: bool = False
+    anew: bool = False
+    #: Of the generation before, where it did not come to its first step.
+    overtaken: Transition | None = None
+    #: What was seen of failures since the last event that carries such.
+    sightings: tuple[Sighting, ...] = ()
+
+
+class PlanFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Agents have a plan that the journal does not have, and not all of them are there that are in
+    it. It tells which layers their workers hold."""
+
+    job_id: JobId
+    plan: Plan
+
+
+class FirstStepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The newest generation has committed its first step."""
+
+    job_id: JobId
+    generation: Generation
+    step: int
+    transition: Transition
+    #: As in PlanMade.
+    sightings: tuple[Sighting, ...] = ()
+    #: Unix time of the last step of a generation before, by the calendar of a worker's host; 0: not
+    #: known.
+    trained_until: float = 0.0
+
+
+PlanEvent = PlanMade | PlanFound | FirstStepCommitted

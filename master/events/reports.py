@@ -1,0 +1,160 @@
+"""Observed events: what the agents and the clock tell, see `oobleck.master.events.unions`. Must not
+know what the events change.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from oobleck.host.ipc.messages import (
+    CheckpointSaved,
+    EvaluationRecord,
+    LinkMeasured,
+    Measured,
+    PeerLost,
+    PhaseReached,
+    Restored,
+    SaveFailed,
+    StepRecord,
+)
+from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
+from oobleck.planner.profile.profile import Profile
+from oobleck.proto.types import Assignment, Hung, NodeStatus, WorkerExited
+
+
+class StreamOpened(msgspec.Struct, frozen=True, kw_only=True):
+    """The agent's newest session; a session number is never used twice."""
+
+    node: NodeName
+    session: int
+    status: NodeStatus
+    #: As in Registration.
+    running: Assignment | None = None
+
+
+class AgentRefused(msgspec.Struct, frozen=True, kw_only=True):
+    """An agent has registered under this name and was refused."""
+
+    node: NodeName
+    incarnation: Incarnation
+
+
+class StreamClosed(msgspec.Struct, frozen=True, kw_only=True):
+    node: NodeName
+    session: int
+
+
+class StatusReceived(msgspec.Struct, frozen=True, kw_only=True):
+    node: NodeName
+    status: NodeStatus
+
+
+class WorkerExitReported(msgspec.Struct, frozen=True, kw_only=True):
+    worker: WorkerId
+    job_id: JobId
+    incarnation: Incarnation
+    exited: WorkerExited
+
+
+class WorkerHungReported(msgspec.Struct, frozen=True, kw_only=True):
+    worker: WorkerId
+    job_id: JobId
+    incarnation: Incarnation
+    hung: Hung
+
+
+class PhaseReported(msgspec.Struct, frozen=True, kw_only=True):
+    worker: WorkerId
+    job_id: JobId
+    incarnation: Incarnation
+    phase: PhaseReached
+
+
+class PeerLostReported(msgspec.Struct, frozen=True, kw_only=True):
+    worker: WorkerId
+    job_id: JobId
+    incarnation: Incarnation
+    lost: PeerLost
+
+
+class WorkerFailedReported(msgspec.Struct, frozen=True, kw_only=True):
+    worker: WorkerId
+    job_id: JobId
+    incarnation: Incarnation
+    kind: Literal["user", "node", "internal"]
+    message: str
+
+
+class MeasurementReported(msgspec.Struct, frozen=True, kw_only=True):
+    worker: WorkerId
+    job_id: JobId
+    incarnation: Incarnation
+    measured: Measured | LinkMeasured
+
+
+class SaveReported(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's word on checkpoints; repeated with every session of its agent."""
+
+    worker: WorkerId
+    job_id: JobId
+    incarnation: Incarnation
+    what: CheckpointSaved | SaveFailed | Restored
+
+
+class ProfilesFound(msgspec.Struct, frozen=True, kw_only=True):
+    """All profiles that are stored, by key; of those that cannot be read, why."""
+
+    profiles: dict[str, Profile]
+    unusable: dict[str, str] = {}
+
+
+class RecordsReceived(msgspec.Struct, frozen=True, kw_only=True):
+    """New lines of metrics.jsonl, in step order, now on disk."""
+
+    job_id: JobId
+    records: tuple[StepRecord, ...]
+
+
+class RecordsWait(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether records wait for those of steps before, and go on without them within some time."""
+
+    job_id: JobId
+    waiting: bool
+
+
+class EvaluationReceived(msgspec.Struct, frozen=True, kw_only=True):
+    """A new line of evaluations.jsonl, now on disk."""
+
+    job_id: JobId
+    record: EvaluationRecord
+
+
+class Tick(msgspec.Struct, frozen=True, kw_only=True):
+    """Time has passed; `late_s` is how much later than planned the master looks."""
+
+    late_s: float
+    #: Late enough for agents to have given up their streams because of it.
+    cut: bool
+
+
+WorkerWord = (
+    WorkerExitReported
+    | WorkerHungReported
+    | PhaseReported
+    | PeerLostReported
+    | WorkerFailedReported
+    | MeasurementReported
+    | SaveReported
+)
+Observed = (
+    StreamOpened
+    | AgentRefused
+    | StreamClosed
+    | StatusReceived
+    | ProfilesFound
+    | RecordsReceived
+    | RecordsWait
+    | EvaluationReceived
+    | Tick
+    | WorkerWord
+)

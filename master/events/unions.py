@@ -1,0 +1,45 @@
+"""Everything that can happen to the cluster, as the master sees it.
+
+Two kinds, told apart here and nowhere else:
+
+*Journaled* events (`Journaled`) are durable facts: what operators asked for, who the nodes are,
+and every decision of the master. They are on disk before anyone acts on them, and the durable
+part of the state is a fold over them alone.
+
+*Observed* events (`Observed`) are what the agents and the clock tell: streams, heartbeats,
+reports. They are not journaled: a restarted master forgets them and is told again. Step records
+are observed too; their durable copy is metrics.jsonl.
+
+The shell stamps each event with the time of its arrival; events carry no clock of their own.
+The tag of a journaled event is its class's name.
+
+Owns the two unions, and the events of the master and its journal themselves.
+"""
+
+import msgspec
+
+from oobleck.master.events.jobs import JobEvent
+from oobleck.master.events.nodes import NodeEvent
+from oobleck.master.events.plans import PlanEvent
+from oobleck.master.events.reports import Observed
+from oobleck.master.events.trust import TrustChanged
+from oobleck.planner.ids import JobId
+
+
+class MasterStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A master has replayed the journal: whatever an earlier one observed is forgotten."""
+
+
+class JournalCut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The journal was found with an end that is no whole event, or without events that had been
+    acted on."""
+
+    #: What was cut off, and the name of the file that has it.
+    bytes: int
+    kept_as: str
+    #: Of jobs whose events.jsonl has more records than the journal gives: how many it has.
+    records: dict[JobId, int]
+
+
+Journaled = MasterStarted | JournalCut | NodeEvent | JobEvent | PlanEvent | TrustChanged
+Event = Journaled | Observed

@@ -1,0 +1,127 @@
+"""Which plan is next: the planner's functions, asked with what the state holds.
+
+Owns the questions to the planner (`oobleck.master.planning.requests`). Pure. Must not know when a
+plan is due, nor how one is made.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TypeVar
+
+from oobleck.master.events.nodes import NodeLeftOut
+from oobleck.master.planning.machines import Machines, profile_on, template_sizes
+from oobleck.master.planning.requests import Answer, Changed, FirstPlan, Made, NextPlan, NoPlan
+from oobleck.master.rules import holders
+from oobleck.master.rules.decision import Look
+from oobleck.master.state.job import Job
+from oobleck.master.state.node import Node
+from oobleck.planner.cost.steptime import worker_peak_bytes
+from oobleck.planner.errors import ModelTooLarge, PlanInfeasible
+from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.recovery.reconfigure import Reconfiguration
+from oobleck.planner.units import count, listed
+
+A = TypeVar("A", Made, Changed)
+
+
+def predicted_bytes(job: Job, nodes: Sequence[Node]) -> Mapping[WorkerId, int]:
+    """The most memory that each worker of the job's plan takes, by the profile of the plan; none
+    where there is no plan, or none of its `nodes` is there."""
+    if job.made is None or not nodes:
+        return {}
+    return _predicted_bytes(job.made.plan, profile_on(job.spec, Machines.of(job, nodes)))
+
+
+@lru_cache(maxsize=32)
+def _predicted_bytes(plan: Plan, profile: Profile) -> Mapping[WorkerId, int]:
+    return worker_peak_bytes(plan, profile)
+
+
+def check_enough(job: Job, nodes: Sequence[Node]) -> None:
+    """Raises PlanInfeasible where the job cannot start on `nodes`."""
+    template_sizes(job.spec, Machines.of(job, nodes), len(nodes))
+
+
+def never_fits(job: Job, nodes: Sequence[Node]) -> bool:
+    """Whether no number of nodes like the largest of `nodes` could hold the job's model."""
+    if not nodes:
+        return False
+    largest = max(nodes, key=lambda node: node.facts.memory_per_worker_bytes)
+    try:
+        check_enough(job, [largest])
+    except ModelTooLarge:
+        return True
+    except PlanInfeasible:
+        pass
+    return False
+
+
+def first_plan(look: Look, job: Job, nodes: Sequence[Node], generation: Generation) -> Plan:
+    """Raises PlanInfeasible, StillPlanning."""
+    question = FirstPlan(
+        spec=job.spec,
+        machines=Machines.of(job, nodes),
+        nodes=tuple(node.facts.node for node in nodes),
+        generation=generation,
+    )
+    return _expect(Made, look.planner.answer(question)).plan
+
+
+def _expect(kind: type[A], answer: Answer) -> A:
+    """Raises PlanInfeasible."""
+    if isinstance(answer, NoPlan):
+        raise PlanInfeasible(*answer.causes)
+    if not isinstance(answer, kind):
+        raise RuntimeError(f"{answer} is no {kind.__name__}")
+    return answer
+
+
+def idle_slots(plan: Plan, worker_slots: int) -> str:
+    """How many of each node's slots have no part in `plan`, and why; empty: none."""
+    used = max(worker.slot for worker in plan.workers) + 1
+    if used >= worker_slots:
+        return ""
+    return (
+        f"{worker_slots - used} of {count(worker_slots, 'worker slot')} per node stay idle: the "
+        f"model's {count(plan.layer_count, 'layer')} make no pipeline that uses more than {used}"
+    )
+
+
+def next_plan(
+    look: Look, job: Job, live: Sequence[Node], generation: Generation
+) -> Reconfiguration:
+    """The plan after `job`'s newest one, on `live`. Raises StillPlanning, and PlanInfeasible, also
+    where a layer of a model that has been trained has no holder in the new plan, and there is no
+    checkpoint, unless it is gone for good and the job wants to begin anew then."""
+    if job.made is None:
+        raise ValueError(f"job {job.id} has no plan to reconfigure")
+    question = NextPlan(
+        spec=job.spec,
+        machines=Machines.of(job, live),
+        plan=_base(job, job.made.plan),
+        nodes=tuple(node.facts.node for node in live),
+        most_nodes=max(job.most_nodes, len(live)),
+        generation=generation,
+    )
+    found = _expect(Changed, look.planner.answer(question)).found
+    lost = holders.lost_layers(look.state, job, found.plan)
+    if lost is None or job.has_checkpoint:
+        return found
+    if job.spec.on_state_lost == "restart" and holders.gone_for_good(look, job) is not None:
+        return found
+    away = listed(holders.may_bring_back(look, job, lost.layers))
+    hope = f"only {away} with the workers of before can bring it back; or " if away else ""
+    fix = "cancel the job and submit it again, since there is no checkpoint"
+    if job.spec.on_state_lost == "restart":
+        fix = "it begins anew once nothing can, since there is no checkpoint"
+    raise PlanInfeasible(*lost.causes, hope + fix) from lost
+
+
+def _base(job: Job, newest: Plan) -> Plan:
+    """The plan to change: with a newcomer that is left out, what it was to change is undone."""
+    if job.astray:
+        return job.plans[job.newest_known]
+    undone = any(isinstance(loss, NodeLeftOut) for loss in job.losses)
+    return job.trained.plan if undone and job.trained is not None else newest

@@ -1,0 +1,167 @@
+"""The master's end of the process that makes its plans (`oobleck.master.planning.worker`).
+
+Planning takes a core for seconds, and the libraries for it tens of megabytes; both stay out of the
+process that hears the nodes. The process is started with the first job, so that it is warm when
+that one's nodes are ready, and anew whenever it ends. Must not know what plans are for.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from oobleck.host.ipc.channel import frame, read_frame
+from oobleck.master.planning.requests import Answer, Answers, Broken, Question
+
+log = logging.getLogger(__name__)
+
+#: A question over which so many processes have ended is not asked again.
+_MOST_ENDS = 3
+_RESTART_S = 0.5
+#: The largest first plan takes a slow machine a minute; a process that takes this long hangs.
+_LONGEST_S = 600.0
+
+_answer: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
+
+
+class PlanningProcess:
+    def __init__(self) -> None:
+        #: An answer takes no longer.
+        self.longest_s = _LONGEST_S
+        self._answers = Answers()
+        self._wanted: Question | None = None
+        #: What the process works at, and how often one has ended over it.
+        self._at_work: Question | None = None
+        self._ends = 0
+        self._writer: asyncio.StreamWriter | None = None
+        #: To kill it by: asyncio's own way may reap it too, and then its exit code is lost.
+        self._handle: int | None = None
+        #: Ends a process that has been at work for too long.
+        self._limit: asyncio.TimerHandle | None = None
+        self._tell: Callable[[], None] = lambda: None
+        self._needed = asyncio.Event()
+
+    def prepare(self) -> None:
+        """Have a process started."""
+        self._needed.set()
+
+    def answer(self, question: Question) -> Answer:
+        """Raises StillPlanning."""
+        return self._answers.answer(question)
+
+    def listen(self, tell: Callable[[], None]) -> None:
+        """Call `tell` with each answer that comes."""
+        self._tell = tell
+
+    def want(self, question: Question | None) -> None:
+        """What the newest decision waits for; None: nothing. What is being worked at is finished
+        first."""
+        self._answers.forget_unused()
+        self._wanted = question
+        if question is not None:
+            self.prepare()
+            self._send()
+
+    def _send(self) -> None:
+        question = self._wanted
+        if self._writer is None or self._at_work is not None or question is None:
+            return
+        if question in self._answers:
+            return
+        self._at_work, self._ends = question, 0
+        self._put(self._writer, question)
+
+    def _put(self, writer: asyncio.StreamWriter, question: Question) -> None:
+        try:
+            writer.write(frame(question))
+        except ValueError as error:  # beyond all bounds
+            self._take(Broken(error=str(error)))
+            return
+        loop = asyncio.get_running_loop()
+        self._limit = loop.call_later(self.longest_s, self._give_up, self.longest_s)
+
+    def _give_up(self, after_s: float) -> None:
+        log.error("the planning process hangs", extra={"after_s": after_s})
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._handle is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    def _stop_limit(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
+
+    def _take(self, answer: Answer) -> None:
+        self._stop_limit()
+        question, self._at_work = self._at_work, None
+        if question is not None:
+            self._answers.add(question, answer)
+        self._send()
+        self._tell()
+
+    # ---- the process
+
+    async def run(self) -> None:
+        """Keep a process running once it is needed. Never returns; ends by cancellation, and the
+        process with it."""
+        await self._needed.wait()
+        while True:
+            try:
+                ended = await self._serve()
+            except OSError as error:
+                ended = f"cannot be started: {error}"
+            except ValueError as error:  # of a version of its own, after an update of the files
+                ended = f"was not understood: {error}"
+                self._ends += 1
+            log.error("the planning process failed", extra={"reason": ended})
+            if self._at_work is not None and self._ends >= _MOST_ENDS:
+                self._take(Broken(error=f"the planning process {ended}"))
+            await asyncio.sleep(_RESTART_S)
+
+    async def _serve(self) -> str:
+        """Start a process and take its answers; how it has ended. Raises OSError."""
+        own, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_unix_connection(sock=own)
+        process: asyncio.subprocess.Process | None = None
+        try:
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    *("-m", "oobleck.host.system.die_with_parent", str(os.getpid())),
+                    "oobleck.master.planning.worker",
+                    stdin=theirs.fileno(),
+                    start_new_session=True,
+                )
+            with suppress(ProcessLookupError):  # it ended already and was reaped
+                self._handle = os.pidfd_open(process.pid)
+            self._writer = writer
+            if self._at_work is not None and self._at_work == self._wanted:
+                self._put(writer, self._at_work)
+            else:
+                self._at_work = None
+                self._send()
+            with suppress(ConnectionError):
+                while (body := await read_frame(reader)) is not None:
+                    self._take(_answer.decode(body))
+        finally:
+            self._writer = None
+            writer.close()
+            self._stop_limit()
+            self._kill()
+            if self._handle is not None:
+                os.close(self._handle)
+                self._handle = None
+            if process is not None:
+                await process.wait()
+        if self._at_work is not None:
+            self._ends += 1
+        return f"ended with exit code {process.returncode}"

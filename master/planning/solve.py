@@ -1,0 +1,133 @@
+"""How a plan that is asked for is made: the planner's functions, with templates at hand.
+
+Pure, and remembered: what one question has led to serves the next ones. Takes a second or two for a
+first plan of a thousand nodes. Must not know who asks, or why.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+
+from oobleck.master.planning.machines import profile_on, template_sizes
+from oobleck.master.planning.requests import (
+    Answer,
+    Changed,
+    FirstPlan,
+    Made,
+    NextPlan,
+    NoPlan,
+    Question,
+)
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.ids import Generation
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.recovery.reconfigure import reconfigure
+from oobleck.planner.search.catalogue import Catalogue
+from oobleck.planner.search.choose import keep_schedule, with_residents
+from oobleck.planner.search.firstplan import make_first_plan
+
+
+def work_out(question: Question) -> Answer:
+    try:
+        match question:
+            case FirstPlan():
+                return Made(plan=_first_plan(question))
+            case NextPlan():
+                return _next_plan(question)
+    except PlanInfeasible as infeasible:
+        return NoPlan(causes=infeasible.causes)
+
+
+class AtOnce:
+    """Works answers out when they are asked for."""
+
+    def answer(self, question: Question) -> Answer:
+        return _remembered(question)
+
+    def prepare(self) -> None:
+        """Nothing to prepare."""
+
+    def want(self, question: Question | None) -> None:
+        assert question is None, "nothing is ever waited for"
+
+    def listen(self, tell: Callable[[], None]) -> None:
+        """Nothing comes later."""
+
+
+_remembered = lru_cache(maxsize=32)(work_out)
+
+
+@lru_cache(maxsize=8)
+def _catalogue(profile_of_any_memory: Profile, tied: bool) -> Catalogue:
+    return Catalogue(tied=tied)
+
+
+def _known(spec: JobSpec, profile: Profile) -> Catalogue:
+    return _catalogue(replace(profile, gpu_memory_bytes=1), spec.model.tied)
+
+
+def _first_plan(question: FirstPlan) -> Plan:
+    """Raises PlanInfeasible."""
+    spec, machines = question.spec, question.machines
+    profile = profile_on(spec, machines)
+    return make_first_plan(
+        _known(spec, profile),
+        template_sizes(spec, machines, len(question.nodes)),
+        question.nodes,
+        profile=profile,
+        microbatches=spec.training.microbatches,
+        min_pipelines=spec.fault_tolerance + 1,
+        generation=question.generation,
+        tied=spec.model.tied,
+        wanted=spec.training.wanted_schedule,
+    ).plan
+
+
+def _next_plan(question: NextPlan) -> Changed:
+    """Raises PlanInfeasible."""
+    spec, machines, plan = question.spec, question.machines, question.plan
+    profile = profile_on(spec, machines)
+    sizes = template_sizes(spec, machines, question.most_nodes)
+    offer = _known(spec, profile).offer(profile, sizes, plan)
+    found = reconfigure(
+        plan,
+        question.nodes,
+        templates=offer.templates,
+        profile=profile,
+        fault_tolerance=spec.fault_tolerance,
+        generation=question.generation,
+        judge=offer.judge,
+        costs=offer.costs,
+    )
+    made = with_residents(keep_schedule(found.plan, profile), profile)
+    return Changed(found=replace(found, plan=made))
+
+
+def forget() -> None:
+    """Begin anew with nothing remembered."""
+    _remembered.cache_clear()
+    _catalogue.cache_clear()
+
+
+def rehearse(question: Question, answer: Answer) -> Iterator[None]:
+    """After a first plan, plan for the loss of a node of each size of pipeline, one by one, for
+    the judge to have seen what it will be asked about when that happens."""
+    if not isinstance(question, FirstPlan) or not isinstance(answer, Made):
+        return
+    plan = answer.plan
+    for pipeline in {len(pipeline.nodes): pipeline for pipeline in plan.pipelines}.values():
+        with suppress(PlanInfeasible):
+            _next_plan(
+                NextPlan(
+                    spec=question.spec,
+                    machines=question.machines,
+                    plan=plan,
+                    nodes=tuple(node for node in plan.nodes if node != pipeline.nodes[0]),
+                    most_nodes=len(question.nodes),
+                    generation=Generation(plan.generation + 1),
+                )
+            )
+        yield

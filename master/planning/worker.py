@@ -1,0 +1,52 @@
+"""The process that makes plans for a master: one question after the other, from standard input.
+
+    python -m oobleck.master.planning.worker < socket
+
+It ends with the channel. After a first plan, and where nothing is asked yet, it gets ready for what
+may be asked next.
+"""
+
+import logging
+import os
+import select
+import socket
+import sys
+
+from oobleck.host import log as host_log
+from oobleck.host.ipc.channel import Channel
+from oobleck.master.planning.requests import Answer, Broken, Question
+from oobleck.master.planning.solve import rehearse, work_out
+
+log = logging.getLogger(__name__)
+
+#: A master that has nothing to ask at once will not for a while.
+_IDLE_S = 1.0
+
+
+def answer(question: Question) -> Answer:
+    try:
+        return work_out(question)
+    except Exception as error:
+        log.exception("planning failed")
+        return Broken(error=repr(error))
+
+
+def main() -> None:
+    host_log.configure()
+    channel: Channel[Question] = Channel(socket.socket(fileno=os.dup(0)), Question)
+    if not select.select([channel], [], [], _IDLE_S)[0]:
+        # For placement: half a second that is not to be spent in the middle of a recovery.
+        import scipy.optimize  # noqa: F401
+    while (question := channel.receive()) is not None:
+        answered = answer(question)
+        try:
+            channel.send(answered)
+        except OSError:  # the master is gone
+            sys.exit(1)
+        for _ in rehearse(question, answered):
+            if select.select([channel], [], [], 0)[0]:
+                break
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""What a rule of `oobleck.master.rules.reconcile` looks at, and what it answers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from oobleck.host.detection import Detection
+from oobleck.master.config import GIVES_WAY_S, Retention
+from oobleck.master.events.unions import Journaled
+from oobleck.master.planning.requests import Planner, Question
+from oobleck.master.state.cluster import ClusterState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    #: To be recorded and applied, in this order.
+    actions: tuple[Journaled, ...] = ()
+    #: When to look again though nothing has happened; None: no need.
+    wake_at: float | None = None
+    #: Why this, or why nothing.
+    reason: str = ""
+    #: No later rule counts, though there is nothing to record yet.
+    hold: bool = False
+    #: The plan that it waits for: to be decided anew when it is there.
+    awaits: Question | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    state: ClusterState
+    now: float
+    timing: Detection
+    #: Unguessable text for the rendezvous of a plan made now.
+    nonce: str
+    planner: Planner
+    retention: Retention = field(default_factory=Retention)
+    #: After so many seconds a job that waits for nodes gives way, if it has a checkpoint.
+    gives_way_s: float = GIVES_WAY_S
+
+
+#: None: the rule does not apply. May raise StillPlanning.
+Rule = Callable[[Look], Decision | None]

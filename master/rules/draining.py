@@ -1,0 +1,218 @@
+"""Rules about drains: moving work off a node before it goes away, without a loss.
+
+A drain is a planned change, as a join is: the plan without the node is pushed while training goes
+on, and all switch after a vote; what the node alone holds is handed over first (`Assign` in
+`oobleck.host.ipc.messages`). Until that plan has committed a step the node goes on with its part,
+and after a loss meanwhile the next plan may use it again. It is kept where the job cannot go on
+without it, unless the drain is forced, as that of an agent is that was told to end: then the job
+must do without it as after a loss. A node that no job needs is drained at once.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from oobleck.master.events.jobs import CheckpointRequested
+from oobleck.master.events.nodes import NodeDrained, NodeDrainRequested, NodeKept, NodeLost
+from oobleck.master.events.unions import Journaled
+from oobleck.master.planning import client
+from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.plan_event import next_generation, plan_made
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.drains import moves_off
+from oobleck.master.state.evidence import carried
+from oobleck.master.state.job import Job
+from oobleck.master.state.node import Drain, Node
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.recovery.reconfigure import Reconfiguration
+
+TOLD_TO_END = "its agent was told to end"
+
+
+def take_wishes(look: Look) -> Decision | None:
+    """An agent that was told to end asks for its node's drain in its status."""
+    wished = tuple(
+        NodeDrainRequested(node=name, request_id="", reason=TOLD_TO_END, force=True)
+        for name, node in sorted(look.state.nodes.items())
+        if node.connected
+        and node.seen.status.leaving
+        and (node.drain is None or not (node.drain.force or node.drain.done))
+    )
+    return Decision(actions=wished, reason=_names(wished)) if wished else None
+
+
+def farewell(look: Look) -> Decision | None:
+    """Nodes whose agents end by their own word are not waited for: a drained one has nothing that
+    others need, and any other's workers end with it."""
+    gone = tuple(
+        _gone(look, node)
+        for _, node in sorted(look.state.nodes.items())
+        if node.registered and (node.seen.status.ending or _has_left(node))
+    )
+    return Decision(actions=gone, reason=_names(gone)) if gone else None
+
+
+def _has_left(node: Node) -> bool:
+    drained = node.drain is not None and node.drain.done
+    return drained and node.seen.status.leaving and node.seen.closed_at is not None
+
+
+def _gone(look: Look, node: Node) -> NodeLost:
+    job, name = look.state.job, node.facts.node
+    drained = node.drain is not None and node.drain.done
+    closed_at = node.seen.closed_at
+    return NodeLost(
+        node=name,
+        incarnation=node.facts.incarnation,
+        cause="left",
+        reason="its agent has ended, as it was told to" if drained else "its agent ends at once",
+        detect_s=0.0 if closed_at is None else look.now - closed_at,
+        sightings=carried(job, look.now) if job is not None and job.has_member(name) else (),
+    )
+
+
+def finish(look: Look) -> Decision | None:
+    """Nodes that nobody needs any more are drained."""
+    job = look.state.job
+    needed = {*job.members, *job.leaving} if job is not None else set()
+    done = tuple(
+        NodeDrained(node=name)
+        for name, node in sorted(look.state.nodes.items())
+        if node.drain is not None and not node.drain.done and name not in needed
+    )
+    return Decision(actions=done, reason=_names(done)) if done else None
+
+
+def _names(events: Sequence[NodeDrainRequested | NodeDrained | NodeLost]) -> str:
+    return f"{', '.join(event.node for event in events)}: drained, or asked to be"
+
+
+def on_the_move(state: ClusterState, job: Job) -> list[Node]:
+    """Members of the plan that are to be drained, in the order of their names."""
+    return [state.nodes[name] for name in job.members if moves_off(state.nodes[name])]
+
+
+def is_undecided(state: ClusterState, node: Node) -> bool:
+    """Whether it will soon be known if the node's work can move off it: the planner is asked."""
+    job, drain = state.job, node.drain
+    if job is None or drain is None or job.state != "running":
+        return False
+    known = drain.save if drain.force else drain.kept
+    return moves_off(node) and node.facts.node in job.members and not known
+
+
+def _still_there(state: ClusterState, job: Job) -> list[Node]:
+    """Also those that the newest plan is without, and that are needed until it trains."""
+    held = (state.nodes[name] for name in {*job.members, *job.leaving})
+    return _sorted([node for node in held if moves_off(node)])
+
+
+def next_plan(look: Look, job: Job, live: Sequence[Node]) -> Reconfiguration:
+    """Without the nodes that are to be drained; with them where nothing else is possible, but for
+    forced drains. Raises PlanInfeasible."""
+    state, generation = look.state, next_generation(look, job)
+    kept = [
+        node
+        for node in _still_there(state, job)
+        if state.is_ready(node, job) and node.drain is not None and not node.drain.force
+    ]
+    try:
+        return client.next_plan(look, job, live, generation)
+    except PlanInfeasible:
+        if not kept:
+            raise
+    return client.next_plan(look, job, _sorted([*live, *kept]), generation)
+
+
+def _sorted(nodes: Sequence[Node]) -> list[Node]:
+    return sorted(nodes, key=lambda node: node.facts.node)
+
+
+def move_off(look: Look) -> Decision | None:
+    """Make the plan without the nodes that are to be drained, and can be."""
+    state, job = look.state, look.state.job
+    if job is None or job.made is None:
+        return None
+    if job.state == "waiting for nodes":
+        return _give_up(job, _still_there(state, job))
+    moving = on_the_move(state, job)
+    if not moving or job.losses or not all(state.nodes[name].connected for name in job.members):
+        return None
+    if job.state != "running" or job.seen.peers_lost:
+        return None
+    if job.seen.furthest_step >= job.spec.training.steps:
+        return Decision(reason="the job ends before work could move")
+    found, events = _find(look, job, moving)
+    if found is None or job.made.plan.nodes == found.plan.nodes:
+        return Decision(actions=tuple(events)) if events else None
+    staying = frozenset(found.plan.nodes)
+    gone = ", ".join(node for node in job.members if node not in staying)
+    reason = f"{gone} is drained: {found.reason}"
+    event = plan_made(
+        look,
+        job,
+        found.plan,
+        boundary=True,
+        cause="node drained",
+        rule=found.rule,
+        reason=reason,
+        detect_s=0.0,
+    )
+    return Decision(actions=(*events, event), reason=reason)
+
+
+def _give_up(job: Job, moving: Sequence[Node]) -> Decision | None:
+    """A job that does not train has nothing to lose but what the node holds of its state."""
+    forced = tuple(_without(job, node) for node in moving if node.drain and node.drain.force)
+    if forced:
+        return Decision(actions=forced, reason="a drain is forced while the job waits for nodes")
+    kept = "it waits for nodes, and this one holds a part of its state"
+    events = tuple(event for node in moving for event in _kept(job, node, kept))
+    return Decision(actions=events, reason=kept) if events else None
+
+
+def _without(job: Job, node: Node) -> NodeDrained:
+    reason = node.drain.reason if node.drain is not None else ""
+    return NodeDrained(node=node.facts.node, job_id=job.id, reason=reason)
+
+
+def _find(
+    look: Look, job: Job, moving: Sequence[Node]
+) -> tuple[Reconfiguration | None, list[Journaled]]:
+    """The plan without as many of `moving` as the job can go on without, and what becomes of the
+    others: they are kept, or gone all the same where that is forced."""
+    state, generation = look.state, next_generation(look, job)
+    ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
+    staying = list(moving)
+    found: Reconfiguration | None = None
+    events: list[Journaled] = []
+    for node in moving:
+        rest = [other for other in staying if other is not node]
+        try:
+            found = client.next_plan(look, job, _sorted([*ready, *rest]), generation)
+        except PlanInfeasible as infeasible:
+            if node.drain is not None and node.drain.force:
+                return None, _by_force(job, node, node.drain)
+            events += _kept(job, node, "; ".join(infeasible.causes))
+        else:
+            staying = rest
+    return found, events
+
+
+def _by_force(job: Job, node: Node, drain: Drain) -> list[Journaled]:
+    """The job must do without the node, but not without what a last checkpoint can save."""
+    if job.spec.checkpoint is None or 0 < drain.save <= job.save_answered:
+        return [_without(job, node)]
+    if drain.save:
+        return []
+    number, name = job.save_request + 1, node.facts.node
+    reason = f"job {job.id} cannot go on without it, and takes a checkpoint first"
+    return [
+        CheckpointRequested(job_id=job.id, request_id=f"drain-{name}-{number}", number=number),
+        NodeKept(node=name, job_id=job.id, reason=reason, save=number),
+    ]
+
+
+def _kept(job: Job, node: Node, why: str) -> Iterator[NodeKept]:
+    """Once for each reason."""
+    reason = f"job {job.id} needs it: {why}"
+    if node.drain is not None and node.drain.kept != reason:
+        yield NodeKept(node=node.facts.node, job_id=job.id, reason=reason)

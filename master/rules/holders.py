@@ -1,0 +1,168 @@
+"""Who holds what of a model's state, and who may still bring it back.
+
+By the plans that live workers have entered (`Job.plans`) and by what their agents tell. Pure. Must
+not know what is decided by it.
+"""
+
+import math
+from collections.abc import Iterable
+
+from oobleck.master.rules.decision import Look
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.drains import moves_off
+from oobleck.master.state.job import NO_GENERATION, Job
+from oobleck.planner.errors import LayerLost
+from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.transfer import Shard, ShardTable, plan_shards, require_holders
+
+
+def lost_layers(
+    state: ClusterState, job: Job, plan: Plan, *, handed_over: bool = True
+) -> LayerLost | None:
+    """The layers of a model that has been trained whose state is with nobody in `plan`.
+
+    `handed_over`: nor with workers on nodes that are being drained, who can give it to the others.
+    """
+    if not was_trained(state, job):
+        return None
+    try:
+        workers = (*plan.workers, *(departing(state, job, plan) if handed_over else ()))
+        require_holders(_held_layers(state, job, workers), plan.layer_count)
+    except LayerLost as lost:
+        return lost
+    return None
+
+
+def gone_for_good(look: Look, job: Job) -> LayerLost | None:
+    """The layers of a model that has been trained whose state no worker has any more, in the plan
+    or not, nor can any node that is away bring back."""
+    state = look.state
+    if not was_trained(state, job):
+        return None
+    here = [
+        WorkerId(name, worker.slot)
+        for name, node in sorted(state.nodes.items())
+        if node.connected and not node.stale_workers and name not in job.left_out
+        if node.seen.status.job_id == job.id
+        for worker in node.seen.status.workers
+        if not job.seen.is_gone(worker.incarnation)
+    ]
+    try:
+        held = _held_layers(state, job, here) | _held_away(look, job)
+        require_holders(held, job.spec.model.layer_count)
+    except LayerLost as lost:
+        return lost
+    return None
+
+
+def may_bring_back(look: Look, job: Job, layers: Iterable[int]) -> frozenset[NodeName]:
+    """Nodes that are away and whose workers may hold some of `layers`."""
+    wanted = frozenset(layers)
+    away = _held_away(look, job)
+    return frozenset(w.node for w, held in away.items() if any(s.layer in wanted for s in held))
+
+
+def _held_away(look: Look, job: Job) -> dict[WorkerId, frozenset[Shard]]:
+    """What workers on nodes that are away may hold, by any plan since the last step."""
+    held: dict[WorkerId, frozenset[Shard]] = {}
+    dead = job.lost_workers  # and no plan counts on others in their places yet
+    for plan in job.plans.values():
+        for worker, shards in plan_shards(plan).items():
+            if worker not in dead and look.now < _may_return_until(look, job, worker.node):
+                held[worker] = held.get(worker, frozenset()) | shards
+    return held
+
+
+def given_up_at(look: Look, job: Job) -> float | None:
+    """When the next node that is away is not expected back any more; None: none of them."""
+    names = {name for plan in job.plans.values() for name in plan.nodes}
+    ends = (_may_return_until(look, job, name) for name in names)
+    return min((end for end in ends if look.now < end < math.inf), default=None)
+
+
+def _may_return_until(look: Look, job: Job, name: NodeName) -> float:
+    """Until when the node, which is away, may come back with the workers that it had. It cannot
+    while the master is away, so that time does not count. One that the journal has lost may."""
+    node = look.state.nodes.get(name)
+    if name in job.emptied or (node is not None and node.connected):
+        return -math.inf
+    if node is not None and node.registered:
+        return math.inf
+    lost_at = node.seen.lost_at if node is not None else None
+    since = job.seen.since if lost_at is None else max(lost_at, job.seen.since)
+    return since + look.retention.node_s
+
+
+def departing(state: ClusterState, job: Job, plan: Plan) -> tuple[WorkerId, ...]:
+    """Workers that `plan` is without, and that are there to hand over what they hold."""
+    return tuple(
+        WorkerId(name, worker.slot)
+        for name, node in sorted(state.nodes.items())
+        # One that may stay after all is still without a part in a plan that is not trained in yet.
+        if (moves_off(node) or name in job.leaving)
+        and node.connected
+        and node.seen.status.job_id == job.id
+        and name not in plan.nodes
+        and name not in job.lost_nodes
+        for worker in node.seen.status.workers
+        if not job.seen.is_gone(worker.incarnation)
+    )
+
+
+def was_trained(state: ClusterState, job: Job) -> bool:
+    """Whether there is a state to lose. After a restart of the master the step may be unknown."""
+    return job.stepped > NO_GENERATION or committed_step(state, job) > 0
+
+
+def committed_step(state: ClusterState, job: Job) -> int:
+    """The last committed step that anyone tells of."""
+    told = (
+        worker.committed_step
+        for node in state.nodes.values()
+        if node.connected and node.seen.status.job_id == job.id
+        for worker in node.seen.status.workers
+    )
+    way = job.seen.way
+    agreed = 0 if way is None else way.committed_step or 0
+    return max(job.seen.committed_step, agreed, *told, 0)
+
+
+def _is_behind(worker: WorkerId, generation: Generation, stepped: Plan) -> bool:
+    """Whether a step that some of the others have committed, in `stepped`, has made what the worker
+    holds since `generation` worthless. Whoever has a part in that plan has entered it."""
+    return generation < stepped.generation and worker not in stepped.workers
+
+
+def _held_layers(
+    state: ClusterState, job: Job, workers: Iterable[WorkerId]
+) -> dict[WorkerId, frozenset[Shard]]:
+    """What the workers bring along from the newest generation that each has entered, and from those
+    since the last one that a step was committed in: until another is, they keep what plans take
+    away."""
+    shards: dict[Generation, ShardTable] = {}
+
+    def planned(generation: Generation, worker: WorkerId) -> frozenset[Shard]:
+        if generation not in job.plans:
+            return frozenset()
+        if generation not in shards:
+            shards[generation] = plan_shards(job.plans[generation])
+        return shards[generation].get(worker, frozenset())
+
+    held = {}
+    processes = {
+        worker: process
+        for worker in workers
+        if (process := state.nodes[worker.node].seen.status.worker(worker.slot)) is not None
+    }
+    newest = max((process.stepped for process in processes.values()), default=NO_GENERATION)
+    stepped = job.plans.get(newest)
+    for worker, process in processes.items():
+        reported = job.seen.entered.get(process.incarnation, frozenset())
+        entered = {process.generation, process.stepped, *reported}
+        last = max(entered)
+        if stepped is not None and _is_behind(worker, last, stepped):
+            continue
+        kept = {generation for generation in entered if generation >= max(newest, job.stepped)}
+        held[worker] = frozenset().union(*(planned(at, worker) for at in {last, *kept}))
+    return held

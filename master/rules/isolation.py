@@ -1,0 +1,210 @@
+"""Which nodes the data network has cut off from the others, though all agents are heard.
+
+Workers that lose each other say to whom there is no way: peers whose hosts are silent in the middle
+of training, and in a meeting its store or a member. Each such pair of nodes cannot both take part.
+The nodes to go on without are the fewest that leave no such pair; where either way round will do,
+as of two nodes that do not reach each other, those whose loss costs less.
+
+Where all others have told, and of peers rather than of a store, that is proof enough: they go on at
+once. One node's word against another's is none. And not without half of the nodes or more, since a
+network that is gone as a whole often comes back. Else two meetings at different nodes' stores must
+say the same: with one meeting alone, whoever hosts it looks cut off in any partition. A node that
+is given up is put aside as any that fails again and again, each time for longer, and joins again
+when its time is over. Where the others cannot go on without, all meet again, as they do where
+nobody knows who is to blame. Owns what is known of such pairs and what follows; `note` keeps, all
+else is pure.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence, Set
+from typing import NamedTuple
+
+from oobleck.host.ipc.messages import PeerLost
+from oobleck.master.events.nodes import NodeQuarantined, NodeReset
+from oobleck.master.rules import holders, quarantine
+from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.stalls import plan_without
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import Job
+from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.recovery.reconfigure import can_lose
+
+#: Two nodes, in the order of their names, one of which reported that it does not reach the other.
+Pair = tuple[NodeName, NodeName]
+Nodes = frozenset[NodeName]
+
+
+def note(state: ClusterState, job: Job, worker: WorkerId, lost: PeerLost) -> None:
+    """Keep to whom `worker` says that there is no way, if it does."""
+    if lost.generation != job.generation or not (lost.store_unreached or lost.unreached):
+        return
+    if (host := _host(state, job)) is None:
+        return
+    others = {peer.node for peer in lost.unreached} | ({host} if lost.store_unreached else set())
+    pairs = {_pair(worker.node, other) for other in others - {worker.node}}
+    if pairs:
+        job.seen.no_way.setdefault(host, set()).update(pairs)
+
+
+def _pair(a: NodeName, b: NodeName) -> Pair:
+    return (min(a, b), max(a, b))
+
+
+def give_up_at_once(look: Look, job: Job) -> Decision | None:
+    """Have the others go on without the fewest nodes that leave no two that do not reach each
+    other, where all others have told; None: that is not so, or they are needed."""
+    told = {worker: lost.unreached for worker, (_, lost) in job.seen.peers_lost.items()}
+    pairs = _proven(
+        {(by.node, peer.node) for by, peers in told.items() for peer in peers},
+        {worker.node for worker in told},
+    )
+
+    def clear(nodes: Nodes) -> bool:
+        few = len(nodes) == 1 or 2 * len(nodes) < len(job.members)
+        return few and {w for w in job.processes() if w.node not in nodes} <= told.keys()
+
+    ways = sorted(_ways(job, pairs), key=clear, reverse=True)
+    if not any(map(clear, ways)):
+        return None
+    nodes = _cheapest(look, job, ways, with_state=False)
+    if nodes is None or not clear(nodes):
+        return None
+    silent_at = min(at for at, _ in job.seen.peers_lost.values()) - look.timing.silence_s
+    detect_s = look.now - max(silent_at, job.seen.recorded_at or 0.0)
+    return _go_on_without(look, job, nodes, pairs, detect_s=detect_s)
+
+
+def _proven(accusations: Set[tuple[NodeName, NodeName]], told: Set[NodeName]) -> set[Pair]:
+    """The pairs but those where one node's word stands alone against another's: both have told,
+    only one does not reach the other, and nobody else complains of either."""
+    pairs = {_pair(by, of) for by, of in accusations if by != of}
+    degrees = Counter(node for pair in pairs for node in pair)
+
+    def contested(pair: Pair) -> bool:
+        alone = all(degrees[node] == 1 for node in pair)
+        return alone and set(pair) <= told and not {pair, pair[::-1]} <= accusations
+
+    return {pair for pair in pairs if not contested(pair)}
+
+
+def give_up(look: Look, job: Job) -> Decision | None:
+    """Have the others go on without nodes that are cut off; None: it is not known, or they are
+    needed."""
+    host = _host(look.state, job)
+    no_way = job.seen.no_way
+    if host is None or host not in no_way:
+        return None
+    known = {pair for pairs in no_way.values() for pair in pairs}
+    before = {pair for at, pairs in no_way.items() if at != host for pair in pairs}
+
+    def agreed(nodes: Nodes) -> bool:
+        if nodes <= set(job.newcomers):
+            # They have trained nothing, and cost the others every meeting.
+            return bool(job.seen.regroups and look.timing.quarantine_s)
+        return nodes in _ways(job, before)
+
+    nodes = _cheapest(look, job, filter(agreed, _ways(job, known)), with_state=True)
+    return _go_on_without(look, job, nodes, known) if nodes else None
+
+
+class _Cost(NamedTuple):
+    """Of going on without some nodes; what counts most comes first."""
+
+    state_lost: bool
+    guarantees_lost: int
+    layers_moved: int
+
+
+def _cheapest(look: Look, job: Job, ways: Iterable[Nodes], *, with_state: bool) -> Nodes | None:
+    """The nodes whose loss costs the job least, of equals the first; None: it cannot go on without
+    any. `with_state`: state that they alone hold may go with them, where there is a checkpoint."""
+    costs = {nodes: cost for nodes in ways if (cost := _cost(look, job, nodes)) is not None}
+    best = min(costs, key=costs.__getitem__, default=None)
+    return None if best is None or (costs[best].state_lost and not with_state) else best
+
+
+def _cost(look: Look, job: Job, nodes: Nodes) -> _Cost | None:
+    """None: the others cannot go on without."""
+    assert job.made is not None, "only asked of a job with a plan"
+    if nodes <= set(job.newcomers):
+        return _Cost(state_lost=False, guarantees_lost=0, layers_moved=0)
+    if (plan := plan_without(look, job, nodes)) is None:
+        return None
+    held = job.made.plan.holdings()
+    moved = (set(layers) - set(held.get(w, ())) for w, layers in plan.holdings().items())
+    return _Cost(
+        state_lost=holders.lost_layers(look.state, job, plan) is not None,
+        guarantees_lost=job.made.can_lose - can_lose(plan),
+        layers_moved=sum(map(len, moved)),
+    )
+
+
+def _go_on_without(
+    look: Look, job: Job, nodes: Nodes, pairs: Set[Pair], *, detect_s: float = 0.0
+) -> Decision:
+    actions = [
+        event for node in sorted(nodes) for event in _events(look, job, node, pairs, detect_s)
+    ]
+    reason = "; ".join(event.reason for event in actions if isinstance(event, NodeReset))
+    return Decision(actions=tuple(actions), reason=reason)
+
+
+def _events(
+    look: Look, job: Job, name: NodeName, pairs: Set[Pair], detect_s: float
+) -> Iterable[NodeReset | NodeQuarantined]:
+    reason, node = _reason(job, name, pairs), look.state.nodes[name]
+    aside = bool(look.timing.quarantine_s) and node.drain is None
+    yield NodeReset(
+        job_id=job.id,
+        node=name,
+        reason=reason,
+        cut_off=True,
+        keeps_workers=aside,  # else it would be in the next plan with them
+        detect_s=detect_s,
+    )
+    if aside:
+        seconds = quarantine.next_s(node, look.timing.quarantine_s)
+        yield NodeQuarantined(node=name, reason=reason, seconds=seconds)
+
+
+def _reason(job: Job, name: NodeName, pairs: Set[Pair]) -> str:
+    told = {node for pair in pairs if name in pair for node in pair}
+    others = sorted(told & set(job.members) - {name})
+    if len(others) == 1:
+        return f"data network between {name} and {others[0]} is cut"
+    return f"data network of {name} is cut: {', '.join(others)} do not reach it"
+
+
+def _ways(job: Job, pairs: Iterable[Pair]) -> tuple[Nodes, ...]:
+    """The fewest nodes without which all others reach each other, as far as is known: two ways
+    where they can be chosen."""
+    members = sorted(job.members)
+    between = {pair for pair in pairs if set(pair) <= set(members)}
+    ways = dict.fromkeys(_fewest(job, between, order) for order in (members, members[::-1]))
+    least = min(map(len, ways))
+    return tuple(nodes for nodes in ways if nodes and len(nodes) == least)
+
+
+def _fewest(job: Job, pairs: Set[Pair], order: Sequence[NodeName]) -> Nodes:
+    """Take out the node that is in most pairs until no pair is left. Where several are in as many,
+    a newcomer goes first, then the one that comes last in `order`: whoever tells first, the answer
+    is the same."""
+    left, out = set(pairs), set[NodeName]()
+    while left:
+        degrees = Counter(node for pair in left for node in pair)
+        worst = max(degrees, key=lambda n: (degrees[n], n in job.newcomers, order.index(n)))
+        out.add(worst)
+        left = {pair for pair in left if worst not in pair}
+    return frozenset(out)
+
+
+def _host(state: ClusterState, job: Job) -> NodeName | None:
+    """The node at whose store the newest generation meets."""
+    if job.made is None:
+        return None
+    store = job.made.rendezvous.store
+    for name in job.members:
+        node = state.nodes.get(name)  # one of a job that has ended may be forgotten
+        if node and any(worker.store == store for worker in node.seen.status.workers):
+            return name
+    return None

@@ -1,0 +1,122 @@
+"""Rules about failures of workers that count: whether the job is at fault, or one node.
+
+The job is, where a worker says so (an exception in the model, no memory on its device): every other
+one would meet the same. What a worker found wrong with its host (data that are missing or damaged,
+a device, a disk) and ends that nobody explains may be the node's own. The node is left out then, if
+the others can do it, and the job fails where most nodes say the same, or processes keep ending on a
+second node without a step in between. A job that cannot do without the node waits for another one.
+"""
+
+from oobleck.master.rules import node_faults
+from oobleck.master.rules.completion import fail
+from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.state.evidence import describe_exit
+from oobleck.master.state.job import Job
+from oobleck.master.state.node import Node
+from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.units import listed
+
+#: Ends of one worker's processes that may follow each other without a committed step in between.
+_MOST_ENDS = 5
+
+
+def fail_jobs(look: Look) -> Decision | None:
+    job = look.state.job
+    if job is None or job.cancel_requested or (reason := _jobs_fault(look, job)) is None:
+        return None
+    return fail(look, job, reason, _lone_node(job))
+
+
+def _jobs_fault(look: Look, job: Job) -> str | None:
+    """Why the job has failed; None: it has not."""
+    if job.seen.failure is not None:
+        return job.seen.failure
+    dying = _dying(job)
+    given_up = _given_up(job)
+    nodes = {*given_up, *(worker.node for worker in dying)}
+    if len(nodes) > 1:
+        words = [*dying.values(), *(f"{name}: {why}" for name, why in given_up.items())][-1]
+        return f"without a committed step between, on {', '.join(sorted(nodes))}: {words}"
+    suspects = _ailing(job) | {worker.node: words for worker, words in dying.items()}
+    news = _news(job, suspects)
+    if not news:
+        return None
+    if len(news) <= len(_others(look, job, suspects)):
+        return None
+    return f"{next(iter(news.values()))} (on {listed(sorted(news))})"
+
+
+def _lone_node(job: Job) -> NodeName | None:
+    """The only node that there is, where it alone is at fault; None: others could do no better."""
+    if job.seen.failure is not None or job.left_out or len(job.seen.ailing) != 1:
+        return None
+    return next(iter(job.seen.ailing))
+
+
+def leave_out(look: Look) -> Decision | None:
+    job = look.state.job
+    if job is None:
+        return None
+    suspects = _ailing(job) | {worker.node: words for worker, words in _dying(job).items()}
+    news = _news(job, suspects)
+    if not news:
+        return None
+    if (due := _wait_until(look, job, suspects)) is not None:
+        return Decision(wake_at=due, reason=f"{', '.join(news)}: {next(iter(news.values()))}")
+    out = tuple(
+        node_faults.left_out(job, look.state.nodes[name], words) for name, words in news.items()
+    )
+    return Decision(actions=out, reason="; ".join(f"{o.node}: {o.reason}" for o in out))
+
+
+def _ailing(job: Job) -> dict[NodeName, str]:
+    """What is wrong with nodes by their own workers' word, the first one first."""
+    found = sorted((at, name, words) for name, (at, words) in job.seen.ailing.items())
+    return {name: words for _, name, words in found}
+
+
+def _dying(job: Job) -> dict[WorkerId, str]:
+    """Workers that keep ending without a committed step between."""
+    found = {}
+    for worker, deaths in sorted(job.seen.deaths.items()):
+        if len(deaths) >= _MOST_ENDS:
+            last = deaths[-1]
+            words = job.seen.complaints.get(worker) or last.log_tail.strip() or "no output"
+            found[worker] = (
+                f"worker {worker} has ended {len(deaths)} times without a committed step between; "
+                f"the last time {describe_exit(last)}: {words}"
+            )
+    return found
+
+
+def _given_up(job: Job) -> dict[NodeName, str]:
+    """Nodes that have trained, whose new processes end before they have a part in a step."""
+    trained = job.trained.plan.nodes if job.trained is not None else ()
+    now = {node: node_faults.ends_early(job, node) for node in trained}
+    return job.seen.given_up | {node: why for node, why in now.items() if why}
+
+
+def _news(job: Job, suspects: dict[NodeName, str]) -> dict[NodeName, str]:
+    return {name: words for name, words in suspects.items() if name not in job.left_out}
+
+
+def _others(look: Look, job: Job, suspects: dict[NodeName, str]) -> list[Node]:
+    """Nodes that the job has or may get, of which nothing bad is known."""
+    nodes = look.state.candidates(job)
+    return [node for node in nodes if node.connected and node.facts.node not in suspects]
+
+
+def _wait_until(look: Look, job: Job, suspects: dict[NodeName, str]) -> float | None:
+    """Until when others may still say the same; None: no longer."""
+    since = [at for name, (at, _) in job.seen.ailing.items() if name not in job.left_out]
+    if job.made is not None:
+        due = max(since, default=look.now) + look.timing.join_settle_s
+        return due if since and look.now < due else None
+    pending = [n for n in _others(look, job, suspects) if not look.state.is_ready(n, job)]
+    ends = (
+        (look.now if node.seen.assigned_at is None else node.seen.assigned_at)
+        + look.timing.start_timeout_s
+        for node in pending
+    )
+    due = max(ends, default=look.now)
+    return due if look.now < due else None

@@ -1,0 +1,101 @@
+"""Rules about the processes that take the places of lost ones.
+
+An agent forks a new worker as it reports the end of the one before, and names it at once, though it
+is up only later. The next plan counts on it from then on, so that the others are told without
+waiting for it: they leave what they are blocked in and come to the meeting while it starts. One
+that is not up in time is done without, if the others can, and joins them when it is.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from oobleck.master.events.nodes import WorkerLost
+from oobleck.master.rules import stalls
+from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import Job
+from oobleck.master.state.node import Node
+from oobleck.planner.ids import NodeName
+
+
+def coming(state: ClusterState, job: Job, nodes: Sequence[Node]) -> list[Node]:
+    """Those of `nodes`, members that are not ready, of which all that is missing is on the way.
+
+    None where no worker is up of those that the next plan may count on: nobody waits then, nor is
+    there a store to meet at.
+    """
+    if not any(_is_up(job, node) for node in state.candidates(job)):
+        return []
+    lost = {loss.incarnation for loss in job.losses if isinstance(loss, WorkerLost)}
+    found = []
+    for node in nodes:
+        status = node.seen.status
+        here = [
+            worker
+            for worker in status.workers
+            if not job.seen.is_gone(worker.incarnation) and worker.incarnation not in lost
+        ]
+        full = len(here) == node.facts.worker_slots
+        if node.connected and status.job_id == job.id and full:
+            found.append(node)
+    return found
+
+
+def _is_up(job: Job, node: Node) -> bool:
+    """Whether a worker of the newest plan is up there."""
+    mine = set(job.processes().values())
+    return node.connected and any(
+        worker.store and worker.incarnation in mine and not job.seen.is_gone(worker.incarnation)
+        for worker in node.seen.status.workers
+    )
+
+
+def takes_longer(job: Job, node: Node) -> bool:
+    """Whether the place of a lost process will not be taken soon: the one in it is late already, or
+    there is none by its agent's last word, which forks one as soon as it may."""
+    status = node.seen.status
+    late = any(
+        isinstance(loss, WorkerLost) and loss.late and loss.worker.node == node.facts.node
+        for loss in job.losses
+    )
+    return late or (status.job_id == job.id and len(status.workers) < node.facts.worker_slots)
+
+
+def give_up_late(look: Look) -> Decision | None:
+    """Go on without a process that the plan counts on and that does not get up."""
+    state, job = look.state, look.state.job
+    if job is None or job.made is None or job.seen.planned_at is None:
+        return None
+    names = {worker.node for worker in job.made.starting}
+    if job.losses or not names or not all(state.nodes[name].connected for name in job.members):
+        return None
+    late = tuple(_not_up(look, job))
+    if not late:
+        return None
+    due = job.seen.planned_at + look.timing.replacement_grace_s
+    if look.now < due:
+        return Decision(wake_at=due, reason=f"{_names(late)}: a process is being started")
+    if not stalls.can_spare(look, job, {NodeName(loss.worker.node) for loss in late}):
+        return Decision(reason=f"{_names(late)}: the others wait for a process to start")
+    return Decision(actions=late, reason=f"{_names(late)}: {late[0].reason}")
+
+
+def _not_up(look: Look, job: Job) -> Iterator[WorkerLost]:
+    processes, since = job.processes(), job.seen.planned_at
+    assert job.made is not None
+    assert since is not None
+    for worker in job.made.starting:
+        process = look.state.nodes[worker.node].seen.status.worker(worker.slot)
+        if process is None or process.incarnation != processes[worker] or process.store:
+            continue
+        yield WorkerLost(
+            job_id=job.id,
+            worker=worker,
+            incarnation=process.incarnation,
+            reason=f"its new process is not up after {look.timing.replacement_grace_s:g} s",
+            detect_s=look.now - since,
+            late=True,
+        )
+
+
+def _names(late: Sequence[WorkerLost]) -> str:
+    return ", ".join(str(loss.worker) for loss in late)

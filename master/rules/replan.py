@@ -1,0 +1,215 @@
+"""Rules about later plans: after losses, doubts and joins.
+
+A job's first plan is `oobleck.master.rules.first_plan`'s. Must not know how plans are made.
+"""
+
+from dataclasses import replace
+
+from oobleck.master.events.nodes import NodeDrained, NodeLost, NodeReset, WorkerLost
+from oobleck.master.events.plans import Cause
+from oobleck.master.planning import client
+from oobleck.master.rules import (
+    draining,
+    first_plan,
+    holders,
+    isolation,
+    node_faults,
+    regroup,
+    replacing,
+)
+from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.losses import lost_workers
+from oobleck.master.rules.plan_event import is_up, next_generation, plan_made
+from oobleck.master.rules.wait import give_up_lost, names, wait
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import Job
+from oobleck.master.state.node import Node
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.programs.plan import Plan
+
+#: Nodes keep a join waiting for at most so many settle times.
+_MOST_SETTLES = 3
+
+
+def lose_workers(look: Look) -> Decision | None:
+    job = look.state.job
+    if job is None or job.made is None:
+        return None
+    lost = lost_workers(look.state, job, look.now)
+    if not lost:
+        return None
+    return Decision(actions=lost, reason="; ".join(f"{w.worker}: {w.reason}" for w in lost))
+
+
+def replan(look: Look) -> Decision | None:
+    """Answer losses, or try again while waiting, with all nodes that are ready."""
+    state, job = look.state, look.state.job
+    if job is None or job.made is None:
+        return None
+    again = job.astray or job.state == "waiting for nodes"
+    if not (job.losses or again or _unanswered(job) or _forsaken(state, job)):
+        return None
+    members = [state.nodes[name] for name in job.members]
+    away = [node for node in members if not node.connected]
+    if away:
+        # Until that is known the job gives its turn to nobody.
+        reason = f"{names(away)}: back, or lost after the lease, before planning"
+        return Decision(reason=reason, hold=True)
+    unready = [node for node in members if not state.is_ready(node, job)]
+    if job.put_back and (start := first_plan.get_ready(look, job)) is not None:
+        return start
+    coming = replacing.coming(state, job, unready) if job.losses and not again else []
+    missing = [node for node in unready if node not in coming]
+    patience = _for_replacements(look, job, missing)
+    if patience and not all(replacing.takes_longer(job, node) for node in missing):
+        return patience
+    live = [node for node in state.candidates(job) if state.is_ready(node, job) or node in coming]
+    try:
+        found = draining.next_plan(look, job, live)
+    except PlanInfeasible as infeasible:
+        given_up_at = holders.given_up_at(look, job)
+        waits = replace(wait(state, job, infeasible), wake_at=given_up_at)
+        return patience or give_up_lost(look, job) or waits
+    if not any(is_up(state, worker) for worker in found.plan.workers):
+        return Decision(reason=f"{names(coming)}: to be up before planning")
+    if job.state == "waiting for nodes":
+        # Those that come back after the same disturbance come back together.
+        due = max(node.seen.ready_at or look.now for node in live) + look.timing.join_settle_s
+        if look.now < due:
+            # It goes on in a moment: it gives its turn to nobody.
+            return Decision(wake_at=due, reason="enough nodes are here; more may follow", hold=True)
+    reason = found.reason
+    lost = holders.lost_layers(state, job, found.plan)
+    if lost is not None and patience:
+        return patience
+    if lost is not None:
+        reason += f"; {lost}, so that all {_way_back(job)}"
+    if coming:
+        reason += f"; a process is being started on {names(coming)}"
+    if missing:
+        reason += f"; no replacement was ready in time on {names(missing)}"
+    cause = _cause(job, found.plan)
+    if cause == "worker lost" and (end := regroup.enough(look, job, _worker_losses(job))):
+        return end
+    event = plan_made(
+        look,
+        job,
+        found.plan,
+        boundary=False,
+        cause=cause,
+        rule=found.rule,
+        reason=reason,
+        restore=lost is not None,
+    )
+    return Decision(actions=(event,), reason=reason)
+
+
+def _for_replacements(look: Look, job: Job, missing: list[Node]) -> Decision | None:
+    """For as long as processes may still come up on nodes that lack them."""
+    if not missing or job.seen.declared_at is None:
+        return None
+    due = job.seen.declared_at + look.timing.replacement_grace_s
+    if look.now >= due:
+        return None
+    return Decision(wake_at=due, reason=f"{names(missing)}: replacement to come", hold=True)
+
+
+def _way_back(job: Job) -> str:
+    return "go back to the newest checkpoint" if job.has_checkpoint else "begin anew at step 1"
+
+
+def _unanswered(job: Job) -> bool:
+    """Losses were taken back before a plan: whether all still train is not known."""
+    return job.state == "reconfiguring" and not job.on_the_way
+
+
+def _forsaken(state: ClusterState, job: Job) -> bool:
+    """The workers have met and found that nobody has some layer any more, nor a checkpoint. When
+    the plan was made, nobody had told yet of a step that those who are lost committed with them."""
+    if job.made is None or not job.on_the_way or not job.seen.peers_lost or job.has_checkpoint:
+        return False
+    return holders.lost_layers(state, job, job.made.plan) is not None
+
+
+def _worker_losses(job: Job) -> str:
+    lost = (loss for loss in job.losses if isinstance(loss, WorkerLost))
+    return "; ".join(f"{loss.worker}: {loss.reason}" for loss in lost)
+
+
+def _cause(job: Job, plan: Plan) -> Cause:
+    if job.put_back:
+        return "put back"
+    if any(isinstance(loss, NodeLost) for loss in job.losses):
+        return "node lost"
+    if any(isinstance(loss, NodeReset) for loss in job.losses):
+        return "no progress"
+    if any(isinstance(loss, NodeDrained) for loss in job.losses):
+        return "node drained"
+    if job.lost_nodes:
+        return "node left out"
+    if job.lost_workers:
+        return "worker lost"
+    if job.astray:
+        return "journal cut"
+    return "node returned" if set(job.members) == set(plan.nodes) else "node joined"
+
+
+def meet_after_peer_loss(look: Look) -> Decision | None:
+    """Workers lost a peer, and nobody is missing: let them meet again."""
+    state, job = look.state, look.state.job
+    if job is None or job.made is None or job.losses or job.state == "waiting for nodes":
+        return None
+    if (report := regroup.first_peer_lost(job)) is None:
+        return None
+    if not all(state.nodes[name].connected for name in job.members):
+        return None
+    if (without := isolation.give_up_at_once(look, job)) is not None:
+        return without
+    first, worker, detail = report
+    due = first + regroup.interval_s(job, look.timing)
+    if look.now < due:
+        return Decision(wake_at=due, reason=f"{worker} lost a peer and nobody is missing so far")
+    if (without := isolation.give_up(look, job)) is not None:
+        return without
+    if job.newcomers and job.seen.regroups:
+        why = f"the workers do not come together with it: {worker} lost a peer: {detail}"
+        out = tuple(node_faults.left_out(job, state.nodes[node], why) for node in job.newcomers)
+        return Decision(actions=out, reason=why)
+    reason = f"{worker} lost a peer though nobody is missing: {detail}"
+    return regroup.again(look, job, cause="peers lost", reason=reason, detect_s=look.now - first)
+
+
+def join(look: Look) -> Decision | None:
+    """Take in nodes that are ready and have no part in the plan, at a step boundary."""
+    state, job = look.state, look.state.job
+    if job is None or job.made is None or job.state != "running" or job.seen.peers_lost:
+        return None
+    if job.seen.furthest_step >= job.spec.training.steps:
+        return None
+    ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
+    since = [n.seen.ready_at or look.now for n in ready if not job.has_member(n.facts.node)]
+    if draining.on_the_move(state, job):
+        return None  # their place is not free yet
+    if not since or not all(state.nodes[name].connected for name in job.members):
+        return None
+    settle = look.timing.join_settle_s
+    due = min(max(since) + settle, min(since) + _MOST_SETTLES * settle)
+    if look.now < due:
+        return Decision(wake_at=due, reason="nodes are about to join")
+    try:
+        found = client.next_plan(look, job, ready, next_generation(look, job))
+    except PlanInfeasible as infeasible:
+        return Decision(reason=f"ready nodes stay idle: {'; '.join(infeasible.causes)}")
+    if not set(found.plan.nodes) > set(job.members):
+        return Decision(reason="ready nodes stay idle: no combination of templates uses them")
+    event = plan_made(
+        look,
+        job,
+        found.plan,
+        boundary=True,
+        cause="node joined",
+        rule=found.rule,
+        reason=found.reason,
+        detect_s=0.0,  # until it has settled, nothing waits for it
+    )
+    return Decision(actions=(event,), reason=found.reason)

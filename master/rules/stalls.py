@@ -1,0 +1,160 @@
+"""Want of progress: the net under all other rules.
+
+Losses are told by agents and peers, and a process or thread that hangs by its own agent
+(`oobleck.agent.hangs`). What nobody tells of is that a job does not get on though every worker
+waits for another one: a message that never comes, a mistake of ours. So in every state in which
+a job should get on (its workers meet, move layers, train, save the result) it may stay without
+progress only for so long. Then, from the mildest measure to the last one:
+
+1. The workers meet anew, in a new generation of the same plan, at another worker's store.
+2. Who does not come to that meeting while others do is known then. Where the others can go on
+   without their nodes, all workers there are ended and started anew; a node that never had a part
+   in a step is left out. The others go on at once, and the node joins them again.
+3. Where they cannot, they meet again, each time after twice as long, until too many meetings
+   without a step end the job (`meetings`).
+"""
+
+from collections.abc import Sequence, Set
+from functools import lru_cache
+
+from oobleck.host.detection import patience_s
+from oobleck.master.events.nodes import NodeLeftOut, NodeReset
+from oobleck.master.planning import client
+from oobleck.master.rules import node_faults, regroup
+from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.plan_event import next_generation
+from oobleck.master.state.job import Job
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.profile.estimate import estimate_profile
+from oobleck.planner.programs.plan import Plan
+
+#: Steps after which it is known how long they take; the first one often takes longer.
+_KNOWN_STEPS = 2
+#: Slower than this no network and no disk moves layers.
+_SLOWEST_BYTES_PER_S = 25e6
+
+
+def rouse(look: Look) -> Decision | None:
+    job = look.state.job
+    if job is None or job.made is None or job.losses or job.state == "waiting for nodes":
+        return None
+    since = job.seen.progressed_at
+    if since is None or job.all_finished():
+        return None
+    if not all(look.state.nodes[name].connected for name in job.members):
+        return None  # until they are back, or their leases end
+    if regroup.first_peer_lost(job) is not None:
+        return None  # they meet again in time anyway
+    due = since + _patience_s(look, job)
+    if look.now < due:
+        return Decision(wake_at=due)
+    idle_s = look.now - since
+    absent = _absent(job) if job.seen.stalls else ()
+    if (out := _give_up(look, job, absent, idle_s)) is not None:
+        return out
+    names = ", ".join(map(str, absent))
+    reason = f"no progress for {idle_s:.0f} s though nobody is missing"
+    if absent:
+        reason += f"; {names} did not come, and the others cannot go on without"
+    return regroup.again(look, job, cause="no progress", reason=reason, detect_s=idle_s)
+
+
+def _patience_s(look: Look, job: Job) -> float:
+    """For how long the newest generation may stay where it is."""
+    timing, seen = look.timing, job.seen
+    known = len(seen.recent) >= _KNOWN_STEPS
+    usual_s = max(record.step_seconds for record in seen.recent) if known else 0.0
+    usual_s *= 1 + _evaluation_steps(job)
+    made, way = job.made, seen.way
+    assert made is not None, "only asked of a job with a plan"
+    met = way is None or len(way.entered) == len(made.plan.workers)
+    if not met or seen.furthest_step >= job.spec.training.steps:
+        moving_s = _moving_s(job.spec, made.plan, made.worker_slots)
+        limit_s = patience_s(timing.meeting_s, usual_s) + moving_s
+    elif not known:
+        limit_s = timing.first_step_s
+    else:
+        limit_s = patience_s(timing.stall_s, usual_s)
+    if _busy(look, job):
+        # Whom the others wait for: its agent says whether it hangs, sooner than this.
+        limit_s = max(limit_s, timing.storage_s + timing.stall_s)
+    return limit_s * float(2 ** max(0, seen.stalls - 1))
+
+
+def _busy(look: Look, job: Job) -> bool:
+    """Whether a worker of the plan is at something of its own."""
+    for worker in job.processes():
+        status = look.state.nodes[worker.node].seen.status.worker(worker.slot)
+        if status is not None and status.doing and not status.waiting:
+            return True
+    return False
+
+
+def _evaluation_steps(job: Job) -> float:
+    """At most so many steps' time goes into an evaluation that may be under way."""
+    evaluation, training = job.spec.evaluation, job.spec.training
+    if evaluation is None or not evaluation.due(job.seen.furthest_step, training.steps):
+        return 0.0
+    done = job.seen.evaluation
+    if done is not None and done.step >= job.seen.furthest_step:
+        return 0.0
+    return evaluation.samples / training.global_batch
+
+
+@lru_cache(maxsize=32)
+def _moving_s(spec: JobSpec, plan: Plan, worker_slots: int) -> float:
+    """For how long the layers of any one worker may be on their way to it, or to a disk."""
+    profile = estimate_profile(spec, gpus_per_node=worker_slots, memory_per_worker_bytes=1)
+    sizes = [layer.state_bytes for layer in profile.layers]
+    most = max(sum(sizes[layer] for layer in layers) for layers in plan.holdings().values())
+    return most / _SLOWEST_BYTES_PER_S
+
+
+def _absent(job: Job) -> tuple[WorkerId, ...]:
+    """Who has not come where others have, in the meeting of the newest generation; none where
+    nobody can be told from the others."""
+    made, way = job.made, job.seen.way
+    if made is None or made.boundary or way is None:
+        return ()
+    finished = {w for w, process in job.processes().items() if job.has_finished(process)}
+    for here in (way.answered, way.joined, way.entered, finished):
+        absent = tuple(worker for worker in made.plan.workers if worker not in here)
+        if absent:
+            return absent if len(absent) < len(made.plan.workers) else ()
+    return ()
+
+
+def _give_up(look: Look, job: Job, absent: Sequence[WorkerId], idle_s: float) -> Decision | None:
+    """Have the absent workers' nodes begin anew; None where the others need what they hold."""
+    if not absent or not can_spare(look, job, {worker.node for worker in absent}):
+        return None
+    out: list[NodeLeftOut | NodeReset] = []
+    for name in sorted({worker.node for worker in absent}):
+        who = ", ".join(str(worker) for worker in absent if worker.node == name)
+        why = f"{who} did not come to the others of generation {job.generation} for {idle_s:.0f} s"
+        if name in job.newcomers:
+            out.append(node_faults.left_out(job, look.state.nodes[name], why))
+        else:
+            out.append(NodeReset(job_id=job.id, node=name, reason=why))
+    return Decision(actions=tuple(out), reason="; ".join(event.reason for event in out))
+
+
+def can_spare(look: Look, job: Job, nodes: Set[NodeName]) -> bool:
+    """Whether the others can go on without these nodes and what only they hold."""
+    return nodes <= set(job.newcomers) or plan_without(look, job, nodes) is not None
+
+
+def plan_without(look: Look, job: Job, nodes: Set[NodeName]) -> Plan | None:
+    """What the others would go on by; None: they cannot."""
+    state = look.state
+    rest = [
+        node
+        for node in state.candidates(job)
+        if state.is_ready(node, job) and node.facts.node not in nodes
+    ]
+    try:
+        return client.next_plan(look, job, rest, next_generation(look, job)).plan
+    except PlanInfeasible:
+        return None

@@ -1,0 +1,91 @@
+"""How each event changes the state: the only way to write to a `ClusterState`.
+
+Owns which part of an event's meaning is whose: incidents first, while the state is as it was
+before; then the event itself, by what it is about; then what follows for the nodes.
+"""
+
+from dataclasses import replace
+
+from oobleck.master.events.nodes import NodeEvent
+from oobleck.master.events.plans import FirstStepCommitted, PlanEvent, PlanMade
+from oobleck.master.events.reports import Observed
+from oobleck.master.events.trust import TrustChanged
+from oobleck.master.events.unions import Event, JournalCut, Journaled, MasterStarted
+from oobleck.master.state import apply_jobs, apply_nodes, apply_plans, trust
+from oobleck.master.state.apply_reports import observe
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.desired import follow, next_version
+from oobleck.master.state.incident import LastIncident
+from oobleck.master.state.incidents import closes, incident_after
+from oobleck.master.state.job import ENDED
+from oobleck.master.state.job_observed import JobSeen
+from oobleck.master.state.job_states import note_loss
+from oobleck.master.storage.incidentrecord import summary_of
+
+
+def apply(state: ClusterState, event: Event, *, now: float, unix: float) -> bool:
+    """Change `state` by `event`, which came at `now` (this process's clock) and `unix` (the
+    calendar's). Returns whether anything changed that a decision could depend on."""
+    if isinstance(event, Observed):
+        return observe(state, event, now)
+    state.sequence += 1
+    _follow_incident(state, event, unix)
+    _fold(state, event, now, unix)
+    follow(state, event, now, unix)
+    return True
+
+
+def _follow_incident(state: ClusterState, event: Journaled, unix: float) -> None:
+    found = incident_after(state, event, unix)
+    if found is None:
+        return
+    job, incident = found
+    if incident.number > job.incidents:
+        job.incidents = incident.number
+    if isinstance(event, PlanMade | FirstStepCommitted):
+        job.seen.sightings.clear()  # the event carries them
+    if closes(job, event):
+        summary = summary_of(incident, event, unix)
+        job.last_incident = LastIncident(number=incident.number, at=unix, summary=summary)
+        job.seen.sightings.clear()
+    job.incident = None if closes(job, event) else incident
+
+
+def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> None:
+    if isinstance(event, MasterStarted):
+        _observe_anew(state, now, unix)
+    elif isinstance(event, JournalCut):
+        _distrust(state, unix)
+    elif isinstance(event, NodeEvent):
+        apply_nodes.fold(state, event, now, unix)
+    elif isinstance(event, PlanEvent):
+        apply_plans.fold(state, event, now, unix)
+    elif isinstance(event, TrustChanged):
+        trust.fold(state.trust, event, unix)
+    else:
+        apply_jobs.fold(state, event, now, unix)
+
+
+def _observe_anew(state: ClusterState, now: float, unix: float) -> None:
+    for node in state.nodes.values():
+        apply_nodes.restarted(node, now, unix)
+    for job in state.jobs.values():
+        job.seen = JobSeen(since=now, since_unix=unix, committed_step=job.resumed_step)
+        if job.redo_until and job.restored is not None:
+            job.seen.furthest_step = job.restored.step
+        if job.measuring is not None:
+            job.seen.measuring_since = now
+        if job.losses:
+            opened_at = job.incident.opened_at if job.incident is not None else unix
+            note_loss(job, now, detect_s=max(0.0, unix - opened_at))
+        if job.made is not None:
+            job.seen.progressed_at = job.seen.planned_at = now
+
+
+def _distrust(state: ClusterState, unix: float) -> None:
+    """The events that are gone may have been acted on, with newer versions than are known."""
+    for node in state.nodes.values():
+        node.desired = replace(node.desired, version=next_version(node, unix))
+    for job in state.jobs.values():
+        if job.state not in ENDED:
+            job.journal_cut_at = unix

@@ -1,0 +1,186 @@
+"""How events of jobs change the state: what is asked for, turns, measuring, checkpoints, the end.
+
+Their plans are `oobleck.master.state.apply_plans`'s, and what they lose
+`oobleck.master.state.apply_nodes`'s.
+"""
+
+from oobleck.master.events.jobs import (
+    CheckpointPublished,
+    CheckpointRequested,
+    JobCancelled,
+    JobCancelRequested,
+    JobCaughtUp,
+    JobEvent,
+    JobFailed,
+    JobForgotten,
+    JobPutBack,
+    JobRestored,
+    JobStarted,
+    JobSubmitted,
+    JobSucceeded,
+    JobWaiting,
+    MeasuringStarted,
+    ProfileChosen,
+    SaveProblem,
+)
+from oobleck.master.events.nodes import NodeYielded
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import KNOWN_REQUESTS, Job
+from oobleck.master.state.job_states import move
+
+
+def fold(state: ClusterState, event: JobEvent, now: float, unix: float) -> None:
+    match event:
+        case JobSubmitted():
+            state.jobs[event.job_id] = _submitted(event, unix)
+            state.requests[event.request_id] = event.job_id
+            state.submissions += 1
+        case JobCancelRequested():
+            state.jobs[event.job_id].cancel_requested = True
+        case CheckpointRequested():
+            _ask_for_checkpoint(state.jobs[event.job_id], event)
+        case CheckpointPublished() | SaveProblem() | JobRestored():
+            _note_save(state.jobs[event.job_id], event, now)
+        case JobCaughtUp():
+            state.jobs[event.job_id].redo_until = 0
+        case JobStarted() | JobPutBack() | JobWaiting():
+            _take_turn(state, state.jobs[event.job_id], event, now, unix)
+        case MeasuringStarted() | ProfileChosen():
+            _measure(state.jobs[event.job_id], event, now)
+        case JobSucceeded() | JobFailed() | JobCancelled():
+            _end(state, state.jobs[event.job_id], event, unix)
+        case JobForgotten():
+            del state.requests[state.jobs.pop(event.job_id).request_id]
+
+
+def _submitted(event: JobSubmitted, unix: float) -> Job:
+    job = Job(
+        id=event.job_id,
+        request_id=event.request_id,
+        spec=event.spec,
+        submitted_at=unix,
+        profile_only=event.profile_only,
+    )
+    if event.profile is not None:
+        job.profile = ProfileChosen(
+            job_id=job.id,
+            source="file",
+            profile=event.profile,
+            key="",
+            reason=event.spec.profile,
+        )
+    return job
+
+
+def _ask_for_checkpoint(job: Job, event: CheckpointRequested) -> None:
+    job.save_request = event.number
+    job.save_numbers[event.request_id] = event.number
+    while len(job.save_numbers) > KNOWN_REQUESTS:
+        del job.save_numbers[next(iter(job.save_numbers))]
+
+
+def _note_save(
+    job: Job, event: CheckpointPublished | SaveProblem | JobRestored, now: float
+) -> None:
+    match event:
+        case CheckpointPublished():
+            # One that was saved before may be told of later, by an agent that was away.
+            if _is_newest(job, event.saved.step):
+                job.checkpoint, job.save_failure = event.saved, ""
+            job.known_reports.append(event.saved)
+            job.save_answered = max(job.save_answered, event.saved.request)
+        case SaveProblem():
+            job.save_failure = event.failed.reason
+            job.known_reports.append(event.failed)
+            job.save_answered = max(job.save_answered, event.failed.request)
+        case JobRestored():
+            job.restored = event.restored
+            step = event.restored.step
+            if event.resumed:
+                job.resumed_step = step
+                job.seen.committed_step = max(job.seen.committed_step, step)
+            elif event.lost_steps:
+                job.redo_until = max(job.redo_until, step + event.lost_steps)
+            job.seen.furthest_step = step
+            job.seen.progressed_at = now
+    job.seen.save_reports = tuple(r for r in job.seen.save_reports if not job.knows(r))
+
+
+def _is_newest(job: Job, step: int) -> bool:
+    """Whether a checkpoint after `step` takes the place of the newest one, which does not count
+    where the job has gone back behind it."""
+    newest, restored = job.checkpoint, job.restored
+    if newest is None or step >= newest.step:
+        return True
+    return restored is not None and restored.step < newest.step
+
+
+def _take_turn(
+    state: ClusterState,
+    job: Job,
+    event: JobStarted | JobPutBack | JobWaiting,
+    now: float,
+    unix: float,
+) -> None:
+    before, why = job.state, job.reason
+    move(job, event)
+    match event:
+        case JobStarted():
+            state.active = job.id
+            if job.made is None:
+                job.waiting_since = 0.0
+        case JobPutBack():
+            state.active, job.passed_over = None, True
+            job.reason = f"{why}; {event.instead} has its turn meanwhile"
+            if job.made is None:
+                job.waiting_since = 0.0
+            else:
+                nodes = {worker.node for worker in (*job.made.plan.workers, *job.made.leaving)}
+                job.losses = tuple(NodeYielded(job_id=job.id, node=name) for name in sorted(nodes))
+        case JobWaiting():
+            job.measuring = None
+            job.waiting_since = job.waiting_since or unix
+            if before != "waiting for nodes":
+                job.seen.waiting_since = now
+            job.reason = "; ".join(event.causes)
+
+
+def _measure(job: Job, event: MeasuringStarted | ProfileChosen, now: float) -> None:
+    move(job, event)
+    match event:
+        case MeasuringStarted():
+            job.measuring, job.attempts = event, event.wish.attempt
+            job.seen.measuring_since = now
+            job.seen.measured.clear()
+            job.seen.links_measured.clear()
+        case ProfileChosen():
+            job.profile, job.measuring = event, None
+            job.seen.measuring_since = None
+
+
+def _forget_what_led_there(job: Job) -> None:
+    """Only the last plan and what came of the job is asked for later; of a thousand nodes all else
+    would take more than a megabyte for each job that is known."""
+    job.before, job.plans = None, {}
+    seen = job.seen
+    seen.way = None
+    seen.entered.clear()
+    seen.finished.clear()
+    seen.measured.clear()
+    seen.peers_lost.clear()
+
+
+def _end(
+    state: ClusterState, job: Job, event: JobSucceeded | JobFailed | JobCancelled, unix: float
+) -> None:
+    move(job, event)
+    job.reason = event.reason if isinstance(event, JobFailed) else ""
+    job.finished_at = unix
+    job.measuring = None
+    job.losses = ()
+    job.waiting_since = 0.0
+    _forget_what_led_there(job)
+    if state.active == job.id:
+        state.active = None
+    for other in state.jobs.values():
+        other.passed_over = False

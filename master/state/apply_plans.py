@@ -1,0 +1,102 @@
+"""How events of plans change the state: a job gets a new generation, and comes to a step in it.
+
+Must not know how plans are made, nor what losses they answer.
+"""
+
+from oobleck.master.events.plans import FirstStepCommitted, PlanEvent, PlanFound, PlanMade
+from oobleck.master.state import versions
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import KNOWN_PROCESSES, Job
+from oobleck.master.state.job_observed import Way
+from oobleck.master.state.job_states import move
+
+
+def fold(state: ClusterState, event: PlanEvent, now: float, unix: float) -> None:
+    job = state.jobs[event.job_id]
+    match event:
+        case PlanFound():
+            job.plans[event.plan.generation] = event.plan
+            job.emptied.difference_update(event.plan.nodes)
+        case PlanMade():
+            move(job, event)
+            told = versions.pairs(versions.among(state, event.plan.nodes))
+            job.mixed = tuple(sorted({*job.mixed, *told}))
+            _make_plan(job, event, now, unix)
+        case FirstStepCommitted():
+            move(job, event)
+            _step(state, job, event, unix)
+
+
+def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
+    seen = job.seen
+    declared_at = now if seen.declared_at is None else seen.declared_at
+    evidence_at = now - event.detect_s if seen.evidence_at is None else seen.evidence_at
+    job.waited_s = max(0.0, unix - job.waiting_since) if job.waiting_since else 0.0
+    job.waiting_since = 0.0
+    seen.way = None  # of one that is adopted, others have seen the way
+    if event.rule != "adopt":
+        seen.way = Way(
+            evidence_at=evidence_at, declared_at=declared_at, pushed_at=now, waited_s=job.waited_s
+        )
+    seen.evidence_at = seen.declared_at = None
+    if job.made is not None:
+        job.before = job.made.plan
+        job.reconfigurations += 1
+    if not event.boundary:
+        job.abrupt = event.plan.generation
+        seen.peers_lost.clear()
+    if event.cause in ("worker lost", "peers lost", "no progress"):
+        seen.regroups += 1
+        if seen.fruitless_since is None:
+            seen.fruitless_since = now
+    if event.cause == "no progress" and event.rule == "regroup":
+        seen.stalls += 1
+    seen.progressed_at = seen.planned_at = now
+    _note_replaced(job, event)
+    job.made, job.made_at = event, unix
+    job.reason = event.reason
+    job.losses = ()
+    job.most_nodes = max(job.most_nodes, len(event.plan.nodes))
+    job.plans[event.plan.generation] = event.plan
+    job.emptied.difference_update(event.plan.nodes)
+
+
+def _note_replaced(job: Job, event: PlanMade) -> None:
+    """`event` is the plan that follows `job.made`."""
+    before = job.made.incarnations if job.made is not None else ()
+    job.replaced |= dict.fromkeys(before)
+    for process in event.incarnations:
+        job.replaced.pop(process, None)
+    while len(job.replaced) > KNOWN_PROCESSES:
+        del job.replaced[next(iter(job.replaced))]
+
+
+def _step(state: ClusterState, job: Job, event: FirstStepCommitted, unix: float) -> None:
+    job.stepped, job.trained = event.generation, job.made
+    for node in job.members:
+        job.seen.stillborn.pop(node, None)
+    job.plans = {g: plan for g, plan in job.plans.items() if g >= event.generation}
+    # Whatever they have reported by now: a step is committed by all or by none.
+    entered = dict.fromkeys(job.processes().values(), frozenset({event.generation}))
+    for process, before in job.seen.entered.items():
+        entered[process] = entered.get(process, frozenset()) | (before & job.plans.keys())
+    job.seen.entered = entered
+    if job.state == "running":
+        job.reason = ""
+    if event.step >= job.redo_until:
+        job.redo_until = 0
+    job.seen.way = None
+    _forget_processes(state, job)
+    if job.started_at == 0.0:
+        job.started_at = unix
+
+
+def _forget_processes(state: ClusterState, job: Job) -> None:
+    """Of processes that neither the plan nor any agent knows, nothing is asked any more."""
+    known = set(job.processes().values())
+    known |= {w.incarnation for node in state.nodes.values() for w in node.seen.status.workers}
+    seen = job.seen
+    seen.exits = {process: end for process, end in seen.exits.items() if process in known}
+    seen.hung = {process: word for process, word in seen.hung.items() if process in known}
+    seen.entered = {process: at for process, at in seen.entered.items() if process in known}
+    seen.finished = {process: at for process, at in seen.finished.items() if process in known}

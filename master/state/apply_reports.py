@@ -1,0 +1,115 @@
+"""How observed events change the `seen` part of the state. Nothing here outlives the process."""
+
+from oobleck.master.events.reports import (
+    AgentRefused,
+    EvaluationReceived,
+    MeasurementReported,
+    Observed,
+    PeerLostReported,
+    PhaseReported,
+    ProfilesFound,
+    RecordsReceived,
+    RecordsWait,
+    SaveReported,
+    StatusReceived,
+    StreamClosed,
+    StreamOpened,
+    Tick,
+    WorkerExitReported,
+    WorkerFailedReported,
+    WorkerHungReported,
+)
+from oobleck.master.state import evidence, progress, worker_reports
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job_observed import JobSeen
+
+#: A tick that is less late than this is not lateness.
+_LATE_S = 1e-3
+
+
+def observe(state: ClusterState, event: Observed, now: float) -> bool:
+    """Returns whether anything changed that a decision could depend on."""
+    match event:
+        case StreamOpened():
+            _open(state, event, now)
+        case StreamClosed():
+            return _close(state, event, now)
+        case AgentRefused():
+            _note_rival(state, event, now)
+            return False
+        case StatusReceived():
+            return progress.take_status(state, state.nodes[event.node], event.status, now)
+        case ProfilesFound():
+            state.profiles = dict(event.profiles)
+            state.unusable_profiles = dict(event.unusable)
+        case RecordsReceived():
+            progress.take_records(state.jobs[event.job_id], event.records, now)
+        case RecordsWait():
+            state.jobs[event.job_id].seen.records_wait = event.waiting
+        case EvaluationReceived():
+            job = state.jobs[event.job_id]
+            job.seen.evaluation = event.record
+            progress.note_progress(job, event.record.generation, now)
+        case Tick():
+            if event.late_s > _LATE_S:
+                _postpone(state, event, now)
+        case (
+            WorkerExitReported()
+            | WorkerHungReported()
+            | PhaseReported()
+            | PeerLostReported()
+            | WorkerFailedReported()
+            | MeasurementReported()
+            | SaveReported()
+        ):
+            return worker_reports.hear(state, event, now)
+    return True
+
+
+def _open(state: ClusterState, event: StreamOpened, now: float) -> None:
+    node = state.nodes[event.node]
+    node.seen.session, node.seen.running = event.session, event.running
+    node.seen.opened_at, node.seen.heard_before = now, node.seen.last_heard
+    if state.job is not None:
+        evidence.forget_stream(state.job, event.node)
+    node.seen.closed_at = None
+    node.seen.awaited = False
+    progress.take_status(state, node, event.status, now)
+
+
+def _close(state: ClusterState, event: StreamClosed, now: float) -> bool:
+    node = state.nodes[event.node]
+    if node.seen.session != event.session:
+        return False  # a newer stream has replaced it
+    node.seen.session = None
+    node.seen.closed_at = node.seen.cut_at = now
+    evidence.note(state, event, now)
+    return True
+
+
+def _note_rival(state: ClusterState, event: AgentRefused, now: float) -> None:
+    seen = state.nodes[event.node].seen if event.node in state.nodes else None
+    if seen is not None and (seen.rival is None or seen.rival[0] != event.incarnation):
+        seen.rival = event.incarnation, now
+
+
+def _postpone(state: ClusterState, event: Tick, now: float) -> None:
+    """What came meanwhile may still stand in the queue: that time counts for nobody."""
+    for node in state.nodes.values():
+        node.seen.last_heard = min(node.seen.last_heard + event.late_s, now)
+        node.seen.awaited |= event.cut
+        if event.cut:
+            node.seen.resumed_at = now
+    if state.job is not None:
+        _postpone_job(state.job.seen, event.late_s, now)
+
+
+def _postpone_job(seen: JobSeen, late_s: float, now: float) -> None:
+    if seen.declared_at is not None:
+        seen.declared_at = min(seen.declared_at + late_s, now)
+    if seen.planned_at is not None:
+        seen.planned_at = min(seen.planned_at + late_s, now)
+    if seen.progressed_at is not None:
+        seen.progressed_at = min(seen.progressed_at + late_s, now)
+    if seen.measuring_since is not None:
+        seen.measuring_since = min(seen.measuring_since + late_s, now)

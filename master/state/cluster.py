@@ -1,0 +1,182 @@
+"""What the master knows: nodes, jobs, who may speak to it, and what follows from them together.
+
+`ClusterState` has one owner, the loop, which changes it through `oobleck.master.state.apply` alone.
+Everything in it follows from journaled events, except what stands under `seen`: that is
+observed, lives as long as this master process, and starts anew with `MasterStarted`. Must not
+know the clock, files, gRPC or how decisions are made.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from oobleck.master.events.jobs import MeasuringStarted
+from oobleck.master.events.plans import PlanMade
+from oobleck.master.state.job import Job, Loss
+from oobleck.master.state.node import Node
+from oobleck.master.state.trust import Trust
+from oobleck.planner.ids import JobId, NodeName, WorkerId
+from oobleck.planner.profile.profile import Profile
+from oobleck.proto.types import Assignment
+
+#: So many of the last requests about nodes are known again when they are repeated.
+_KNOWN_REQUESTS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """All of the active job that what is desired of nodes hangs on."""
+
+    job_id: JobId
+    slots: int | None
+    torch: str
+    made: PlanMade | None
+    losses: tuple[Loss, ...]
+    on_the_way: bool
+    measuring: MeasuringStarted | None
+    save: int
+
+    def same_but_for_losses(self, other: "Wanted | None") -> bool:
+        """Whether it is the other one, or differs in what the plan has lost, which is no other
+        node's matter. Plans are compared as objects, not by what is in them."""
+        return (
+            other is not None
+            and self.job_id == other.job_id
+            and self.slots == other.slots
+            and self.torch == other.torch
+            and self.made is other.made
+            and self.on_the_way == other.on_the_way
+            and self.measuring is other.measuring
+            and self.save == other.save
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class ClusterState:
+    #: Number of the last journaled event.
+    sequence: int = 0
+    nodes: dict[NodeName, Node] = field(default_factory=dict)
+    #: In the order of submission.
+    jobs: dict[JobId, Job] = field(default_factory=dict)
+    requests: dict[str, JobId] = field(default_factory=dict)
+    #: How many there ever were.
+    submissions: int = 0
+    #: The ids of the last requests about nodes.
+    node_requests: deque[str] = field(default_factory=lambda: deque(maxlen=_KNOWN_REQUESTS))
+    #: Stored measurements by key; observed, since the files are the truth.
+    profiles: dict[str, Profile] = field(default_factory=dict)
+    unusable_profiles: dict[str, str] = field(default_factory=dict)
+    active: JobId | None = None
+    #: What the nodes' desired states are in line with.
+    wanted: Wanted | None = field(default=None, repr=False, compare=False)
+    #: Who may speak to this master.
+    trust: Trust = field(default_factory=Trust)
+
+    @property
+    def job(self) -> Job | None:
+        """The job that has its turn."""
+        return self.jobs[self.active] if self.active is not None else None
+
+    def worker_slots(self, job: Job) -> int | None:
+        """Workers per node of the job: what its plan has, before that what most nodes have."""
+        if job.made is not None:
+            return job.made.worker_slots
+        counts = Counter(n.facts.worker_slots for n in self.nodes.values() if n.registered)
+        return max(counts, key=lambda slots: (counts[slots], slots)) if counts else None
+
+    def common_torch(self, job: Job) -> str:
+        """The series of torch that a plan of the job may use: the newest plan's while any node that
+        could take part has it, else what most of those have (of equally many, what the first one
+        has); empty: any will do. A member that is to be drained still takes part."""
+        if job.spec.allow_mixed_versions:
+            return ""
+        slots, series = self.worker_slots(job), job.made.torch if job.made is not None else ""
+        here = (
+            node
+            for name, node in self.nodes.items()
+            if job.has_member(name) or self._is_fit(node, job, slots)
+        )
+        if series and any(node.torch == series for node in here):
+            return series
+        counts = Counter(node.torch for node in self.fit(job) if node.torch)
+        return counts.most_common(1)[0][0] if counts else ""
+
+    def required_torch(self, job: Job) -> str:
+        """What a node must have to get work of the job. Before the first plan, which chooses, nodes
+        of all series get ready."""
+        return self.common_torch(job) if job.made is not None else ""
+
+    def candidates(self, job: Job) -> list[Node]:
+        """Nodes that may get work of the job, by name."""
+        torch = self.required_torch(job)
+        return [node for node in self.fit(job) if node.goes_with(torch)]
+
+    def fit(self, job: Job) -> list[Node]:
+        """Nodes that could take part in the job, whatever their torch is, by name."""
+        slots = self.worker_slots(job)
+        nodes = (node for _, node in sorted(self.nodes.items()))
+        return [node for node in nodes if self._is_fit(node, job, slots)]
+
+    def is_candidate(self, node: Node, job: Job, slots: int | None, torch: str) -> bool:
+        """Whether the node may get work of the job, which has `slots` workers per node and that
+        series of torch."""
+        return self._is_fit(node, job, slots) and node.goes_with(torch)
+
+    def _is_fit(self, node: Node, job: Job, slots: int | None) -> bool:
+        return (
+            node.registered
+            and not node.stale_workers
+            and node.drain is None
+            and node.facts.worker_slots == slots
+            and node.facts.node not in job.left_out
+        )
+
+    def is_ready(self, node: Node, job: Job) -> bool:
+        """Whether a worker of the job is up in every slot of the node.
+
+        The last status may be older than the report of an exit, and still list the dead.
+        """
+        status = node.seen.status
+        up = [w for w in status.workers if w.store and not job.seen.is_gone(w.incarnation)]
+        return node.connected and status.job_id == job.id and len(up) == node.facts.worker_slots
+
+    def data_of(self, node: Node) -> str:
+        """Fingerprint of the data that the node's workers read."""
+        return ", ".join(sorted({worker.data for worker in node.seen.status.workers} - {""}))
+
+    def assignment(self, node: Node, job_text: str) -> Assignment:
+        """What `node` is to be told; `job_text` is the text of its desired job."""
+        desired = node.desired
+        if desired.job_id is None:
+            return Assignment(version=desired.version, drained=desired.drained)
+        made = self.jobs[desired.job_id].made
+        if desired.generation is None or made is None:
+            measuring = self.jobs[desired.job_id].measuring
+            return Assignment(
+                version=desired.version,
+                job_id=desired.job_id,
+                job=job_text,
+                measure=measuring.wish if measuring is not None else None,
+            )
+        job = self.jobs[desired.job_id]
+        processes, leaving = job.processes(), job.leaving_processes()
+        name = node.facts.node
+        workers = [WorkerId(name, slot) for slot in range(made.worker_slots)]
+        return Assignment(
+            version=desired.version,
+            job_id=desired.job_id,
+            job=job_text,
+            plan=made.plan,
+            rendezvous=made.rendezvous,
+            boundary=made.boundary,
+            restore=made.restore,
+            anew=made.anew,
+            save=desired.save,
+            leaving=made.leaving,
+            handover=made.handover,
+            data=made.data,
+            worker_incarnations=tuple(
+                process
+                for worker in workers
+                if (process := processes.get(worker) or leaving.get(worker)) is not None
+            ),
+        )

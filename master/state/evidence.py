@@ -1,0 +1,153 @@
+"""What agents, peers and streams tell of failures, kept until an event carries it to the journal.
+
+Kept beside the rules' own evidence, since a rule wants to know that something failed and an
+operator afterwards wants to know who saw what when. Bounded, and old ones go: a stream that closed
+and came back, or a peer's report without a loss, is of no incident.
+"""
+
+import msgspec
+
+from oobleck.master.events.nodes import Sighting
+from oobleck.master.events.reports import (
+    PeerLostReported,
+    StreamClosed,
+    WorkerExitReported,
+    WorkerFailedReported,
+    WorkerHungReported,
+)
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.incident import MOST_SIGHTINGS
+from oobleck.master.state.job import Job
+from oobleck.planner.ids import WorkerId
+from oobleck.proto.types import Hung, WorkerExited
+
+#: Older ones have nothing to do with a failure that is found now.
+_STALE_S = 60.0
+#: Of a dead process's output: lines and characters of a line that are kept.
+_TAIL_LINES = 12
+_TAIL_WIDTH = 400
+
+
+def note(
+    state: ClusterState,
+    event: StreamClosed
+    | WorkerExitReported
+    | WorkerHungReported
+    | PeerLostReported
+    | WorkerFailedReported,
+    now: float,
+) -> None:
+    match event:
+        case StreamClosed():
+            if state.job is not None and state.job.has_member(event.node):
+                saw = "its agent's stream closed"
+                _keep(state.job, now, "stream", "master", event.node, saw)
+        case WorkerExitReported():
+            job = state.jobs[event.job_id]
+            of_plan = event.incarnation in job.processes().values() or job.made is None
+            if of_plan or _is_missed(job, event.worker):
+                _add(job, now, _exit(event.worker, event.exited))
+        case WorkerHungReported():
+            job = state.jobs[event.job_id]
+            if event.incarnation in job.processes().values() or job.made is None:
+                _add(job, now, of_hang(event.worker, event.hung))
+        case PeerLostReported():
+            _keep(state.jobs[event.job_id], now, "peer", str(event.worker), "", event.lost.detail)
+        case WorkerFailedReported():
+            job, worker = state.jobs[event.job_id], str(event.worker)
+            _keep(job, now, "worker", worker, worker, event.message)
+
+
+def _is_missed(job: Job, worker: WorkerId) -> bool:
+    """Whether its process was found gone, and nobody has told how it ended."""
+    setbacks = job.incident.setbacks if job.incident is not None else ()
+    return any(s.kind == "worker died" and s.worker == worker and s.pid is None for s in setbacks)
+
+
+def forget_stream(job: Job, node: str) -> None:
+    """Its agent is back."""
+    job.seen.sightings = [
+        (at, s) for at, s in job.seen.sightings if not (s.by == "stream" and s.about == node)
+    ]
+
+
+def forget_node(job: Job, node: str) -> None:
+    """The job goes on without ever having counted on it."""
+    job.seen.sightings = [
+        (at, s) for at, s in job.seen.sightings if s.observer.partition("/")[0] != node
+    ]
+
+
+def carried(job: Job, now: float) -> tuple[Sighting, ...]:
+    """For an event that is decided on now; applying it to an open incident clears them."""
+    return tuple(
+        msgspec.structs.replace(sighting, ago_s=now - at)
+        for at, sighting in job.seen.sightings
+        if now - at <= _STALE_S or job.incident is not None
+    )
+
+
+def of_exit(job: Job, worker: WorkerId, exited: WorkerExited, now: float) -> Sighting:
+    """The agent's word on this end."""
+    for at, sighting in job.seen.sightings:
+        known = sighting.exited
+        if known is not None and sighting.about == str(worker) and known.pid == exited.pid:
+            return msgspec.structs.replace(sighting, ago_s=now - at)
+    return _exit(worker, exited)
+
+
+def of_hang(worker: WorkerId, hung: Hung) -> Sighting:
+    return Sighting(
+        by="agent",
+        observer=worker.node,
+        about=str(worker),
+        saw=hung.reason[:_TAIL_WIDTH],
+        ago_s=hung.seconds,
+    )
+
+
+def _exit(worker: WorkerId, exited: WorkerExited) -> Sighting:
+    return Sighting(
+        by="agent",
+        observer=worker.node,
+        about=str(worker),
+        saw=describe_exit(exited),
+        exited=_short(exited),
+    )
+
+
+def _keep(job: Job, now: float, by: str, observer: str, about: str, saw: str) -> None:
+    sighting = Sighting(
+        by=by,  # type: ignore[arg-type]  # one of the literals above
+        observer=observer,
+        about=about,
+        saw=saw[:_TAIL_WIDTH],
+    )
+    _add(job, now, sighting)
+
+
+def _add(job: Job, now: float, sighting: Sighting) -> None:
+    seen = job.seen
+    if any(sighting == known for _, known in seen.sightings):
+        return  # told again by a new session
+    if len(seen.sightings) >= MOST_SIGHTINGS:
+        seen.sightings = [(at, s) for at, s in seen.sightings if now - at <= _STALE_S]
+    if len(seen.sightings) < MOST_SIGHTINGS:
+        seen.sightings.append((now, sighting))
+
+
+def _short(exited: WorkerExited) -> WorkerExited:
+    lines = [line[:_TAIL_WIDTH] for line in exited.log_tail.splitlines()[-_TAIL_LINES:]]
+    return msgspec.structs.replace(exited, log_tail="\n".join(lines))
+
+
+def describe_exit(exited: WorkerExited) -> str:
+    """How a process ended, in words."""
+    if exited.out_of_memory:
+        return (
+            f"pid {exited.pid} was killed by the kernel, since its host is out of memory: lower "
+            "training.microbatch or the agent's --memory-per-worker, or free memory there"
+        )
+    if exited.signal is not None:
+        return f"pid {exited.pid} was killed by signal {exited.signal}"
+    return f"pid {exited.pid} exited with code {exited.exit_code}"

@@ -1,0 +1,182 @@
+"""What this master process has observed of one job: the way into its newest generation, its
+steps, how its processes ended, what they said.
+
+A restarted master begins with none of it and is told again. Only `oobleck.master.state.apply` and
+what it calls change it. Must not know what is decided by it.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from oobleck.host.ipc.messages import (
+    CheckpointSaved,
+    EvaluationRecord,
+    LinkMeasured,
+    Measured,
+    PeerLost,
+    Restored,
+    SaveFailed,
+    StepRecord,
+)
+from oobleck.master.events.nodes import Sighting
+from oobleck.master.events.plans import Phase, Transition
+from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
+from oobleck.planner.profile.measurement import Scope
+from oobleck.proto.types import Hung, WorkerExited
+
+#: What workers say of checkpoints.
+SaveReport = CheckpointSaved | SaveFailed | Restored
+#: Step records that rates are taken from.
+RECENT_RECORDS = 10
+
+
+@dataclass(slots=True, kw_only=True)
+class Way:
+    """Observed on the way into the newest generation: when each phase ended, and how."""
+
+    evidence_at: float
+    declared_at: float
+    pushed_at: float
+    #: So long before no plan was possible for want of nodes.
+    waited_s: float = 0.0
+    aborted_at: float | None = None
+    joined_at: float | None = None
+    transferred_at: float | None = None
+    first_step_at: float | None = None
+    committed_step: int | None = None
+    redo: bool = False
+    rolled_forward: bool = False
+    received_bytes: int = 0
+    salvaged_microbatches: int = 0
+    #: Who has left the generation before, met the others, and come to hold its layers.
+    answered: set[WorkerId] = field(default_factory=set)
+    joined: set[WorkerId] = field(default_factory=set)
+    entered: set[WorkerId] = field(default_factory=set)
+
+    def transition(self, end: float, unanswered: tuple[WorkerId, ...] = ()) -> Transition:
+        """The phases up to `end`; one that was not reported took no time of its own. A way that has
+        not come to its first step has stayed in the phase after the last one that was reported."""
+        waited_from = self.pushed_at - self.waited_s
+        began_at = min(self.evidence_at, waited_from)
+        end = max(end, began_at)
+        marks: dict[Phase, float | None] = {
+            "detect": min(self.declared_at, waited_from),
+            "plan": waited_from,
+            "waiting": self.pushed_at,
+            "abort": self.aborted_at,
+            "rendezvous": self.joined_at,
+            "transfer": self.transferred_at,
+            "first_step": end,
+        }
+        if self.first_step_at is None:
+            marks[self._under_way()] = end
+        phases: dict[str, float] = {}
+        before = began_at
+        for phase, at in marks.items():
+            # Reports of different nodes overtake each other, and none counts after the end.
+            at = before if at is None else min(max(at, before), end)
+            phases[phase] = at - before
+            before = at
+        redo_step = None
+        if self.redo and self.committed_step is not None:
+            redo_step = self.committed_step + 1
+        return Transition(
+            phases=phases,
+            total_s=end - began_at,
+            redo_step=redo_step,
+            rolled_forward=self.rolled_forward,
+            received_bytes=self.received_bytes,
+            salvaged_microbatches=self.salvaged_microbatches,
+            unanswered=unanswered,
+            master_restarted=False,
+        )
+
+    def _under_way(self) -> Phase:
+        if self.transferred_at is not None:
+            return "first_step"
+        if self.joined_at is not None:
+            return "transfer"
+        return "abort" if self.aborted_at is None else "rendezvous"
+
+
+@dataclass(slots=True, kw_only=True)
+class JobSeen:
+    """Observed of a job in this master's life."""
+
+    #: When that began, or the job; and the Unix time of the former.
+    since: float = 0.0
+    since_unix: float = 0.0
+    committed_step: int = 0
+    recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=RECENT_RECORDS))
+    #: The last one of a generation before the newest of them; None: not known.
+    last_before: StepRecord | None = None
+    #: When the last of them came.
+    recorded_at: float | None = None
+    #: Others have come and wait for those of steps before.
+    records_wait: bool = False
+    #: The newest one.
+    evaluation: EvaluationRecord | None = None
+    #: The last committed step that a record or an agent's status has told of.
+    furthest_step: int = 0
+    #: Since when the newest plan's processes have had the time to get up.
+    planned_at: float | None = None
+    #: Since when it waits for nodes, where it does.
+    waiting_since: float | None = None
+    #: When the newest generation last came any further on its way, in its steps or to its end.
+    progressed_at: float | None = None
+    #: How often it was given up on because it did not, since the last step.
+    stalls: int = 0
+    #: First report of a lost peer by each worker since the last plan that was not at a boundary.
+    peers_lost: dict[WorkerId, tuple[float, PeerLost]] = field(default_factory=dict)
+    #: First evidence and last declaration of the losses that no plan has answered yet.
+    evidence_at: float | None = None
+    declared_at: float | None = None
+    #: None: no plan of this master's life is on its way to its first step.
+    way: Way | None = None
+    #: How worker processes ended, and those of each worker of the plan since the last step.
+    exits: dict[Incarnation, WorkerExited] = field(default_factory=dict)
+    #: Processes that their agents have given up on, since they hang.
+    hung: dict[Incarnation, Hung] = field(default_factory=dict)
+    deaths: dict[WorkerId, list[WorkerExited]] = field(default_factory=dict)
+    #: Plans without a loss of a node since the last step, and when the first of them was made.
+    regroups: int = 0
+    fruitless_since: float | None = None
+    #: Since the last step, by the node whose store they met at: pairs of nodes, in the order of
+    #: their names, of which one has reported that there is no way to the other.
+    no_way: dict[NodeName, set[tuple[NodeName, NodeName]]] = field(default_factory=dict)
+    #: Generations that each process has entered, as far as their plans are kept (`Job.plans`).
+    entered: dict[Incarnation, frozenset[Generation]] = field(default_factory=dict)
+    #: Generation that each process has finished in.
+    finished: dict[Incarnation, Generation] = field(default_factory=dict)
+    #: A worker's word that the job is at fault; and each one's that something else is, since the
+    #: last step.
+    failure: str | None = None
+    complaints: dict[WorkerId, str] = field(default_factory=dict)
+    #: Since when the newest attempt at measuring is under way, and what has come of it.
+    measuring_since: float | None = None
+    measured: dict[Incarnation, Measured] = field(default_factory=dict)
+    links_measured: dict[Scope, LinkMeasured] = field(default_factory=dict)
+    #: What workers said of checkpoints and nothing was made of yet.
+    save_reports: tuple[SaveReport, ...] = ()
+    #: Of steps that are done again: the first and the last committed one that a status told of in
+    #: this generation.
+    redone: tuple[Generation, int, int] | None = None
+    #: Of nodes that have trained: why they were given up since the last step.
+    given_up: dict[NodeName, str] = field(default_factory=dict)
+    #: What workers that count found wrong with their node, and when; kept when it is left out.
+    ailing: dict[NodeName, tuple[float, str]] = field(default_factory=dict)
+    #: Of processes that have had no part in a step, while others have: why they cannot have one,
+    #: and the ends of those that a plan counted on.
+    unfit: dict[NodeName, str] = field(default_factory=dict)
+    stillborn: dict[NodeName, list[WorkerExited]] = field(default_factory=dict)
+    #: What was seen of failures, and when, that no event has carried yet.
+    sightings: list[tuple[float, Sighting]] = field(default_factory=list)
+
+    @property
+    def waits_since(self) -> float:
+        """Of a job that waits for nodes: since when, in this master's life."""
+        return self.since if self.waiting_since is None else self.waiting_since
+
+    def is_gone(self, process: Incarnation) -> bool:
+        """Whether it has ended, or is about to."""
+        return process in self.exits or process in self.hung

@@ -1,0 +1,131 @@
+"""What the master knows of one node: its facts, what is desired of it, whether it may get work.
+
+What stands under `seen` is observed and lives as long as this master process; all else follows
+from journaled events. Only `oobleck.master.state.apply` and what it calls change it. Must not know
+of jobs other than by name.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from oobleck.host.versions import series
+from oobleck.planner.ids import Generation, Incarnation, JobId
+from oobleck.proto.types import Assignment, NodeFacts, NodeStatus
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeSeen:
+    """Observed of a node in this master's life."""
+
+    #: When it was last heard of, or could first have been; while the master is late, later.
+    last_heard: float
+    #: When it really was; None: not in this master's life.
+    heard_at: float | None = None
+    #: Not heard of since this master began, or since it was paused itself: it has longer.
+    awaited: bool = False
+    #: When this master last went on after a pause of its own that agents may have ended streams in.
+    resumed_at: float | None = None
+    #: None: no stream.
+    session: int | None = None
+    #: Another agent that wants the node's name, and since when.
+    rival: tuple[Incarnation, float] | None = None
+    #: When its last stream ended; None while one is open, and before the first one.
+    closed_at: float | None = None
+    #: When its newest stream began, and when the last one ended that has; None: never.
+    opened_at: float | None = None
+    cut_at: float | None = None
+    #: When it was last heard of before its newest stream began.
+    heard_before: float | None = None
+    status: NodeStatus = field(default_factory=NodeStatus)
+    #: Since when it could prepare for the active job, and since when it is ready for it.
+    assigned_at: float | None = None
+    ready_at: float | None = None
+    #: When its quarantine ends, by this master's clock.
+    release_at: float | None = None
+    #: Since when it is lost, by this master's clock.
+    lost_at: float | None = None
+    #: What its agent had on the way when its newest session began; see `Registration`.
+    running: Assignment | None = None
+
+    def hear(self, now: float) -> None:
+        self.last_heard = self.heard_at = max(self.last_heard, now)
+        self.awaited = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desired:
+    """What a node shall do, by reference; `version` grows with every change."""
+
+    version: int = 0
+    job_id: JobId | None = None
+    #: None: get workers ready and wait.
+    generation: Generation | None = None
+    #: Without a generation: the attempt at measuring that the workers shall make; 0: none.
+    attempt: int = 0
+    #: Number of the newest request for a checkpoint.
+    save: int = 0
+    #: It is drained, and its agent may end.
+    drained: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """The work on a node is to move off it."""
+
+    #: Whose wish it is; an agent's own ends with the agent.
+    by: Literal["operator", "agent", "quarantine"]
+    reason: str
+    force: bool
+    #: Why a job cannot go on without the node; empty: nothing is known.
+    kept: str = ""
+    #: Number of the request for a checkpoint that a forced drain waits for; 0: none.
+    save: int = 0
+    #: Nothing is on it any more.
+    done: bool = False
+    #: Of a quarantine: until when it lasts (Unix time), or until the node starts workers again.
+    until: float = 0.0
+    until_ready: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failures:
+    """Of one node, over all starts of its agent."""
+
+    #: Unix times of those close together up to the last one.
+    times: tuple[float, ...] = ()
+    last: str = ""
+    #: Quarantines that followed on each other, and when the newest ends or has ended (Unix time).
+    quarantines: int = 0
+    quarantined_until: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    facts: NodeFacts
+    #: False: lost.
+    registered: bool = True
+    #: Why it is lost, since when, and when it was last heard of before (Unix times).
+    reason: str = ""
+    lost_at: float = 0.0
+    heard_at: float = 0.0
+    #: Workers of before its loss must go first.
+    stale_workers: bool = False
+    #: None: it may get work.
+    drain: Drain | None = None
+    failures: Failures = Failures()
+    desired: Desired = Desired()
+    seen: NodeSeen
+
+    @property
+    def torch(self) -> str:
+        """The series of its torch; empty: its agent does not tell."""
+        return series(self.facts.versions.torch)
+
+    def goes_with(self, torch: str) -> bool:
+        """Whether it can be beside nodes with that series (empty: any). An agent that does not tell
+        what it has is taken for one that has the same."""
+        return not torch or self.torch in ("", torch)
+
+    @property
+    def connected(self) -> bool:
+        return self.registered and self.seen.session is not None

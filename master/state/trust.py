@@ -1,0 +1,202 @@
+"""Who may speak to the master: tokens that were made, certificates given out and taken back.
+
+Part of the journaled state, and the rules about it. Times are Unix times, since certificates say
+theirs that way. Nothing secret is kept: of a token there is the SHA-256 of its certificate. Pure.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from oobleck.host.security.credentials import Role
+from oobleck.master.events.trust import (
+    CredentialIssued,
+    CredentialsRevoked,
+    TokenCreated,
+    TokenRevoked,
+    TrustChanged,
+)
+
+if TYPE_CHECKING:
+    from oobleck.host.security.pki import Identity
+
+T = TypeVar("T")
+Holder = tuple[Role, str]
+
+#: Tokens that are good at one time; more are a mistake.
+MOST_TOKENS = 10_000
+#: Holders with certificates.
+MOST_HOLDERS = 100_000
+#: From one certificate of a holder to the next; where they live short, a part of their life.
+RENEWALS_APART_S = 60.0
+RENEWALS_APART_PART = 1 / 50
+#: Of a fingerprint, to name its token.
+_FEWEST_CHARACTERS = 6
+
+
+class Denied(Exception):
+    """The text says why, and the fix."""
+
+
+class TooSoon(Denied):
+    """The same may be asked for again later."""
+
+
+class StillFresh(TooSoon):
+    """... and the caller's certificate is not older than that."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Token:
+    #: Who asked for it; None: the journal is from before this was kept.
+    maker: Holder | None = None
+    role: Role
+    #: The only name that may join by it; empty: any that is free.
+    name: str
+    expires_at: float
+    #: SHA-256 of the key that has joined by it, and the name; empty: nobody has.
+    key: str = ""
+    joined: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """The last certificate of a holder."""
+
+    at: float
+    expires_at: float
+    #: Who made the token that the holder joined by; None: the journal does not say.
+    by: Holder | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Trust:
+    #: By fingerprint.
+    tokens: dict[str, Token] = field(default_factory=dict)
+    given: dict[Holder, Given] = field(default_factory=dict)
+    #: What was given out up to this time is void.
+    revoked: dict[Holder, float] = field(default_factory=dict)
+
+
+#: From what is trusted and the Unix time to the answer and what, if anything, is to be journaled.
+#: Raises Denied.
+Decide = Callable[[Trust, float], tuple[TrustChanged | None, T]]
+
+
+def fold(trust: Trust, event: TrustChanged, unix: float) -> None:
+    """Change `trust` by `event`, which was journaled at `unix`."""
+    match event:
+        case TokenCreated():
+            for old in [f for f, token in trust.tokens.items() if token.expires_at < unix]:
+                del trust.tokens[old]
+            trust.tokens[event.fingerprint] = Token(
+                maker=event.maker, role=event.role, name=event.name, expires_at=event.expires_at
+            )
+        case TokenRevoked():
+            trust.tokens.pop(event.fingerprint, None)
+        case CredentialIssued():
+            before = trust.given.get((event.role, event.name))
+            by = before.by if before is not None else None
+            if (token := trust.tokens.get(event.token)) is not None:
+                token.key, token.joined, by = event.key, event.name, token.maker
+            trust.given[event.role, event.name] = Given(at=unix, expires_at=event.expires_at, by=by)
+        case CredentialsRevoked():
+            holder = event.role, event.name
+            # A clock may have been put back since the certificate was made.
+            given, before_at = trust.given.get(holder), trust.revoked.get(holder, unix)
+            trust.revoked[holder] = max(unix, given.at if given is not None else unix, before_at)
+            for ended in [f for f, token in trust.tokens.items() if _ends_with(token, holder)]:
+                del trust.tokens[ended]
+
+
+def _ends_with(token: Token, holder: Holder) -> bool:
+    """Whether the token is good no more when the holder is revoked."""
+    if token.key:
+        return (token.role, token.joined) == holder
+    return holder in (token.maker, (token.role, token.name))
+
+
+def check_new_token(trust: Trust, unix: float) -> None:
+    """Raises Denied."""
+    if sum(token.expires_at >= unix for token in trust.tokens.values()) >= MOST_TOKENS:
+        raise Denied(f"there are {MOST_TOKENS} tokens already; revoke some, or wait")
+
+
+def check_caller(trust: Trust, who: "Identity", unix: float) -> None:
+    """Whether what the caller shows is still good; of tokens joining says so. Raises Denied.
+
+    Asked when a call comes, and again in the turn that decides on it: the caller may be revoked
+    between the two.
+    """
+    if was_revoked(trust, who):
+        raise Denied(f"the certificate of {who.role} {who.name} was revoked; join anew by a token")
+    if who.expires_at <= unix:
+        raise Denied("the certificate has expired; join anew by a token")
+
+
+def was_revoked(trust: Trust, who: "Identity") -> bool:
+    """Whether the certificate that a caller shows was taken back; tokens are no matter of this."""
+    return not who.token and who.issued_at <= trust.revoked.get((who.role, who.name), -1.0)
+
+
+def check_renewal(trust: Trust, who: "Identity", life_s: float, unix: float) -> None:
+    """Raises Denied. `who`: as the caller's certificate says; `life_s`: of certificates."""
+    given = trust.given.get((who.role, who.name))
+    apart_s = min(RENEWALS_APART_S, RENEWALS_APART_PART * life_s)
+    if given is None or not 0 <= (age_s := unix - given.at) < apart_s:
+        return
+    kind = StillFresh if unix - who.issued_at < apart_s else TooSoon
+    raise kind(
+        f"{who.role} {who.name} was given a certificate {age_s:.1f} s ago; it can be renewed in "
+        f"{apart_s - age_s:.1f} s"
+    )
+
+
+def check_join(trust: Trust, fingerprint: str, key: str, name: str, unix: float) -> Role:
+    """The role with which the holder of the token may join as `name`. Raises Denied.
+
+    `key`: digest of the joiner's key. One key may ask again, since its answer may have been lost.
+    """
+    token = trust.tokens.get(fingerprint)
+    if token is None or token.expires_at < unix:
+        raise Denied("the join token has expired or was revoked; make one with 'oobleck pki token'")
+    if token.key:
+        if (token.key, token.joined) == (key, name):
+            return token.role
+        raise Denied("the join token was used before; make another with 'oobleck pki token'")
+    if token.name and token.name != name:
+        raise Denied(f"the join token is for {token.role} {token.name}, not for {name!r}")
+    holder = (token.role, name)
+    if not token.name and is_held(trust, holder, unix):
+        raise Denied(
+            f"{token.role} {name} has a certificate already; choose another name, take that one "
+            f"back with 'oobleck pki revoke {name}', or make a token for it with --name {name}"
+        )
+    if holder not in trust.given and len(trust.given) >= MOST_HOLDERS:
+        raise Denied(f"there are {MOST_HOLDERS} holders of certificates already")
+    return token.role
+
+
+def joined_by(trust: Trust, fingerprint: str, unix: float) -> Given | None:
+    """What was given out for the token, if it is still good."""
+    token = trust.tokens[fingerprint]
+    given = trust.given.get((token.role, token.joined)) if token.key else None
+    return given if given is not None and given.expires_at > unix else None
+
+
+def is_held(trust: Trust, holder: Holder, unix: float) -> bool:
+    """Whether a certificate of `holder` that was given out may be good."""
+    given = trust.given.get(holder)
+    return given is not None and given.expires_at > unix and not is_revoked(trust, holder)
+
+
+def is_revoked(trust: Trust, holder: Holder) -> bool:
+    """Whether all that the holder was given are void, by the master or by the authority's key."""
+    given = trust.given.get(holder)
+    return holder in trust.revoked and (given is None or given.at <= trust.revoked[holder])
+
+
+def find_token(trust: Trust, beginning: str) -> str | None:
+    """The fingerprint that begins so, if it is one alone and enough is given to be sure."""
+    found = [f for f in trust.tokens if f.startswith(beginning)]
+    return found[0] if len(found) == 1 and len(beginning) >= _FEWEST_CHARACTERS else None

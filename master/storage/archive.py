@@ -1,0 +1,157 @@
+"""The files of jobs: metrics, evaluations, events and output, and whether the disk takes them.
+
+What the disk does not take waits here, bounded, and is written when it does; output of workers is
+not kept. So a full disk stops no job (`oobleck.master.storage.disk`). Must not know the journal.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from oobleck.host.ipc.messages import EvaluationRecord, StepRecord
+from oobleck.master.config import MasterConfig
+from oobleck.master.storage.disk import Storage, StorageFailed, storing
+from oobleck.master.storage.evaluation_log import EvaluationLog
+from oobleck.master.storage.eventlog import EventLog
+from oobleck.master.storage.logs import LogStore
+from oobleck.master.storage.step_log import MetricsLog
+from oobleck.planner.ids import JobId, WorkerId
+
+log = logging.getLogger(__name__)
+
+#: So long records wait for those of steps before: longer than any node is waited for.
+_GAP_S = 60.0
+
+
+class Archive:
+    def __init__(self, config: MasterConfig) -> None:
+        self._config = config
+        self.storage = Storage(config.state_dir)
+        self.events = EventLog(config.state_dir)
+        self.logs = LogStore(config.state_dir)
+        self._metrics: dict[JobId, MetricsLog] = {}
+        self._evaluations: dict[JobId, EvaluationLog] = {}
+        #: What has something to be written.
+        self._unwritten: dict[Path, MetricsLog | EvaluationLog] = {}
+        #: Since when records of a job wait for others, and for which.
+        self._gaps: dict[JobId, tuple[range, float]] = {}
+        #: Jobs whose metrics file is not needed open.
+        self._ended: set[JobId] = set()
+
+    def metrics(self, job_id: JobId) -> MetricsLog:
+        """Raises StorageFailed."""
+        if job_id not in self._metrics:
+            path = self._path(job_id, "metrics.jsonl")
+            with storing(path):
+                self._metrics[job_id] = MetricsLog(path)
+        return self._metrics[job_id]
+
+    def evaluations(self, job_id: JobId) -> EvaluationLog:
+        """Raises StorageFailed."""
+        if job_id not in self._evaluations:
+            path = self._path(job_id, "evaluations.jsonl")
+            with storing(path):
+                self._evaluations[job_id] = EvaluationLog(path)
+        return self._evaluations[job_id]
+
+    def take_records(
+        self, job_id: JobId, records: tuple[StepRecord, ...]
+    ) -> tuple[StepRecord, ...]:
+        """Those that are new, in step order."""
+        metrics = self.metrics(job_id)
+        self._unwritten[self._path(job_id, "metrics.jsonl")] = metrics
+        new = metrics.append(records)
+        if metrics.waits:
+            self._gaps.setdefault(job_id, (range(0), 0.0))
+        return new
+
+    def has_waiting(self, job_id: JobId) -> bool:
+        """Whether records wait for others, and are written without them if these do not come; for
+        that the disk must have room."""
+        return job_id in self._gaps and not self.storage.problem and self.metrics(job_id).waits
+
+    def pass_over_lost(self, now: float, late_s: float) -> dict[JobId, tuple[StepRecord, ...]]:
+        """Go on behind records that nobody has sent for long: all that had them are gone, or the
+        file has lost them. `late_s`: of that the master itself was away. Returns what is new."""
+        found = {}
+        for job_id, (before, since) in list(self._gaps.items()):
+            metrics = self.metrics(job_id)
+            if held_up := metrics.append(()):  # by too many before them, which the disk now has
+                found[job_id] = held_up
+                self._unwritten[self._path(job_id, "metrics.jsonl")] = metrics
+            missing = metrics.missing
+            if not metrics.waits:
+                del self._gaps[job_id]
+            elif not missing or missing != before or self.storage.problem:
+                self._gaps[job_id] = missing, now
+            elif now - (since + max(0.0, late_s)) < _GAP_S:
+                self._gaps[job_id] = missing, since + max(0.0, late_s)
+            else:
+                extra = {"job": job_id, "first": missing.start, "last": missing.stop - 1}
+                log.warning("the records of some steps are lost, and left out", extra=extra)
+                del self._gaps[job_id]
+                found[job_id] = metrics.pass_over()
+                if metrics.waits:  # for others yet
+                    self._gaps[job_id] = range(0), 0.0
+                self._unwritten[self._path(job_id, "metrics.jsonl")] = metrics
+        return found
+
+    def take_evaluation(self, job_id: JobId, record: EvaluationRecord) -> bool:
+        """Whether it is a new one."""
+        evaluations = self.evaluations(job_id)
+        self._unwritten[self._path(job_id, "evaluations.jsonl")] = evaluations
+        return evaluations.append(record)
+
+    def take_output(self, job_id: JobId, worker: WorkerId, lines: Sequence[str], at: float) -> None:
+        if self.storage.problem:
+            return
+        try:
+            with storing(self._path(job_id, "logs")):
+                self.logs.append(job_id, worker, lines, at)
+        except StorageFailed as failed:
+            self.storage.failed(failed)
+
+    def end(self, job_id: JobId) -> None:
+        """The job's metrics are complete, but for what may come late."""
+        self._ended.add(job_id)
+
+    def forget(self, job_id: JobId) -> None:
+        """The job's files are complete, and stay."""
+        self.write()
+        if self.storage.problem:  # some of it may still wait
+            return
+        self.events.forget(job_id)
+        self._evaluations.pop(job_id, None)
+        self._gaps.pop(job_id, None)
+        self._ended.discard(job_id)
+        if (metrics := self._metrics.pop(job_id, None)) is not None:
+            metrics.close()
+
+    def write(self) -> None:
+        """Put what waits on disk, unless that failed and nothing has changed since."""
+        if self.storage.problem:
+            return
+        try:
+            self.events.write()
+            for path, log_file in list(self._unwritten.items()):
+                with storing(path):
+                    log_file.write()
+                del self._unwritten[path]
+        except StorageFailed as failed:
+            self.storage.failed(failed)
+        for job_id in self._ended & self._metrics.keys():
+            self._metrics[job_id].close()
+
+    def asks_again(self) -> bool:
+        """Whether records were left while the disk was full; asked once."""
+        left = [metrics for metrics in self._metrics.values() if metrics.left_some]
+        for metrics in left:
+            metrics.left_some = False
+        return bool(left)
+
+    def close(self) -> None:
+        for metrics in self._metrics.values():
+            metrics.close()
+
+    def _path(self, job_id: JobId, name: str) -> Path:
+        return self._config.job_directory(job_id) / name

@@ -1,0 +1,292 @@
+"""The journal: every journaled event, in order, in one file that survives `kill -9`.
+
+A file of lines that is only appended to. After the header each line is
+
+    CRC MARK PAYLOAD
+
+CRC-32 (hex) of what follows it; `=` where a commit begins and `-` inside one; and the JSON text
+`[sequence, unix, event]`. A commit is one write and one fdatasync, and the next one begins after
+that: so a crash can tear the last commit alone. On opening, what is not whole of the last commit is
+cut off, kept in a file of its own, and told (`cut`). A bad line with a later commit behind it is no
+crash but damage: such a file is refused, with the way out.
+
+`compact` puts a snapshot of the state in the place of the events that led to it: a new file whose
+first line is the snapshot takes the place of the old one, which stays as `journal.old`. Must not
+know what events mean, nor what a snapshot holds.
+"""
+
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import msgspec
+
+from oobleck.master import crash
+from oobleck.master.events.unions import Journaled
+from oobleck.master.storage.disk import append, storing
+from oobleck.planner.codec import decode, encode
+
+_HEADER = b"oobleck-journal 1\n"
+_BEGINS, _GOES_ON = b"=", b"-"
+#: CRC, space, mark, space.
+_PREFIX = 11
+#: Less than this, or than some snapshots, of events is not worth a new snapshot.
+_COMPACT_BYTES = 2 << 20
+_COMPACT_SNAPSHOTS = 4
+
+
+class JournalUnusable(Exception):
+    """The journal cannot be opened; the text is one line with the way out."""
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What the events before it have led to, in a form that only its maker reads."""
+
+    content: str
+
+
+class Cut(NamedTuple):
+    """What was found at the end of the file and is no whole event."""
+
+    bytes: int
+    #: Sequence of the last whole event.
+    last: int
+    kept_as: str
+
+
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
+    sequence: int
+    unix: float
+    event: Journaled | Snapshot
+
+
+class Journal:
+    def __init__(self, path: Path, *, salvage: bool = False) -> None:
+        """Open or create the journal at `path`. `salvage`: go on with what is before damage.
+
+        Raises JournalUnusable.
+        """
+        self._path = path
+        self._old = path.with_name("journal.old")
+        self._descriptor = -1
+        self._batch: list[bytes] = []
+        #: Sequence of the last event, also where it is not committed yet.
+        self._last = 0
+        #: Of the events since the snapshot, and of the snapshot.
+        self._tail_bytes = self._snapshot_bytes = 0
+        #: Of a file whose end was not whole.
+        self.cut: Cut | None = None
+        try:
+            self._open(salvage)
+        except OSError as error:
+            self.close()
+            raise self.unusable(f"cannot be read ({error.strerror or error})") from error
+        except JournalUnusable:
+            self.close()
+            raise
+
+    def _open(self, salvage: bool) -> None:
+        if not self._path.exists():
+            self._create([])
+        self._restore_snapshot()
+        with open(self._path, "rb") as file:
+            head = file.read(len(_HEADER))
+            if not _HEADER.startswith(head):
+                raise self.unusable("is not a journal of this version of Oobleck")
+            end, damage = self._scan(file)
+        if damage and not salvage:
+            raise self.unusable(
+                f"is damaged at byte {end}: the event after {self._last} cannot be read and later "
+                "ones can; start oobleck-master with --salvage-journal to go on from event "
+                f"{self._last} (the rest is kept beside it)"
+            )
+        if (size := self._path.stat().st_size) != end:
+            kept_as = self._keep_aside(end)
+            self.cut = Cut(size - end, self._last, kept_as)
+            if end < len(_HEADER):
+                self._create([])
+            else:
+                os.truncate(self._path, end)
+        self._descriptor = self._open_to_append()
+        os.fdatasync(self._descriptor)
+
+    def _scan(self, file: IO[bytes]) -> tuple[int, bool]:
+        """Where the whole lines end, and whether a commit begins behind the first bad one."""
+        end = file.tell()
+        if end < len(_HEADER):
+            return 0, False
+        good = True
+        for line in file:
+            payload = _payload(line)
+            if good and payload is not None and self._follows(payload):
+                end += len(line)
+                continue
+            good = False
+            if payload is not None and line[_PREFIX - 2 : _PREFIX - 1] == _BEGINS:
+                return end, True
+        return end, False
+
+    def _follows(self, payload: bytes) -> bool:
+        """Whether it is the next entry; takes note of it."""
+        sequence = int(payload[1 : payload.index(b",")])
+        is_snapshot = self._last == 0 and sequence > 0 and _is_snapshot(payload)
+        if sequence != self._last + 1 and not is_snapshot:
+            return False
+        self._last = sequence
+        if is_snapshot:
+            self._snapshot_bytes = len(payload)
+        else:
+            self._tail_bytes += len(payload)
+        return True
+
+    def _restore_snapshot(self) -> None:
+        """A file whose first line is not whole, where that was a snapshot, gets in its place the
+        events that it was made of."""
+        if not self._old.exists():
+            return
+        content = self._path.read_bytes()
+        first, newline, rest = content[len(_HEADER) :].partition(b"\n")
+        if not _HEADER.startswith(content[: len(_HEADER)]) or _payload(first + newline):
+            return
+        kept_as = self._keep_aside(0)
+        self._create([self._old.read_bytes()[len(_HEADER) :], rest])
+        with open(self._path, "rb") as file:
+            file.seek(len(_HEADER))
+            self._scan(file)
+        self.cut = Cut(len(first), self._last, kept_as)
+        self._last = self._tail_bytes = self._snapshot_bytes = 0
+
+    def _create(self, content: list[bytes]) -> None:
+        """Put a new file in place: all of it or nothing, whenever the process ends."""
+        fresh = self._path.with_name(self._path.name + ".new")
+        with storing(fresh):
+            try:
+                with open(fresh, "wb") as file:
+                    file.writelines([_HEADER, *content])
+                    file.flush()
+                    os.fsync(file.fileno())
+                crash.reach("snapshot-written")
+                os.replace(fresh, self._path)
+                _sync_directory(self._path.parent)
+            finally:
+                fresh.unlink(missing_ok=True)
+        crash.reach("snapshot-placed")
+
+    def _keep_aside(self, start: int) -> str:
+        """Copy the file from `start` on; the name of the copy."""
+        number = 1
+        while (aside := self._path.with_name(f"{self._path.name}.cut-{number}")).exists():
+            number += 1
+        with storing(aside), open(self._path, "rb") as file:
+            file.seek(start)
+            aside.write_bytes(file.read())
+        return aside.name
+
+    def unusable(self, problem: str) -> JournalUnusable:
+        """The error that says `problem` of this journal, with the way out."""
+        return JournalUnusable(
+            f"the journal {self._path} {problem}; choose another --state-dir, or move this one "
+            "away to start anew"
+        )
+
+    # ---- reading
+
+    def replay(self) -> Iterator[tuple[float, Journaled | Snapshot]]:
+        """All entries with their Unix times, oldest first; a snapshot is the first one.
+
+        Raises JournalUnusable.
+        """
+        with open(self._path, "rb") as file:
+            file.seek(len(_HEADER))
+            for line in file:
+                payload = line[_PREFIX:]
+                try:
+                    entry = decode(_Entry, payload)
+                except ValueError as error:
+                    text = f"has an entry that this version of Oobleck does not know ({error})"
+                    raise self.unusable(text) from error
+                yield entry.unix, entry.event
+                if entry.sequence == self._last:
+                    return
+
+    # ---- writing
+
+    def append(self, event: Journaled, unix: float) -> None:
+        """Add `event`; nobody may act on it before `commit`."""
+        self._last += 1
+        mark = _GOES_ON if self._batch else _BEGINS
+        line = _line(mark, encode(_Entry(self._last, unix, event)))
+        self._batch.append(line)
+
+    def commit(self) -> None:
+        """Put all appended events on disk. Raises StorageFailed: then none is, and it may be tried
+        again."""
+        if not self._batch:
+            return
+        data = b"".join(self._batch)
+        with storing(self._path):
+            append(self._descriptor, data, torn="journal-torn", sync=True)
+        self._batch.clear()
+        self._tail_bytes += len(data)
+
+    @property
+    def wants_compaction(self) -> bool:
+        least = max(_COMPACT_BYTES, _COMPACT_SNAPSHOTS * self._snapshot_bytes)
+        return self._tail_bytes > least
+
+    def compact(self, content: str, unix: float) -> None:
+        """Replace all events, which are committed, by a snapshot: the text `content`.
+
+        Raises StorageFailed; what is committed is still there then, in one form or the other.
+        """
+        assert not self._batch, "only what is committed can be replaced"
+        entry = encode(_Entry(self._last, unix, Snapshot(content=content)))
+        with storing(self._old):
+            spare = self._old.with_name(self._old.name + ".new")
+            spare.unlink(missing_ok=True)
+            os.link(self._path, spare)
+            os.replace(spare, self._old)
+        try:
+            self._create([_line(_BEGINS, entry)])
+        finally:
+            # Also where it failed: the new file may be in its place, and not known to stay there.
+            before, self._descriptor = self._descriptor, self._open_to_append()
+            os.close(before)
+        self._tail_bytes, self._snapshot_bytes = 0, len(entry)
+
+    def _open_to_append(self) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _line(mark: bytes, payload: bytes) -> bytes:
+    body = b"%b %b" % (mark, payload)
+    return b"%08x %b\n" % (zlib.crc32(body), body)
+
+
+def _payload(line: bytes) -> bytes | None:
+    """What a whole line carries; None: it is not whole."""
+    if len(line) <= _PREFIX or not line.endswith(b"\n"):
+        return None
+    body = line[9:-1]
+    if line[:9] != b"%08x " % zlib.crc32(body):
+        return None
+    return body[2:]
+
+
+def _is_snapshot(payload: bytes) -> bool:
+    return b'{"type":"Snapshot"' in payload[:80]
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,147 @@
+"""The state and what of it is on disk: the journal that it follows from, and the files of jobs.
+
+Whatever changes the state passes here: `record` journals an event first and `observe` does not,
+and both apply it. Has the state replayed from the journal when it is made. Who is told of a change,
+and when a decision is due, is not known here. Must not know gRPC, agents' sessions or time-outs.
+"""
+
+import logging
+from datetime import UTC, datetime
+
+from oobleck.host.system.environment import Surroundings
+from oobleck.master.config import MasterConfig
+from oobleck.master.events.jobs import JobEnded, JobForgotten, JobRestored, ProfileChosen
+from oobleck.master.events.reports import EvaluationReceived, Observed, RecordsReceived
+from oobleck.master.events.unions import JournalCut, Journaled, MasterStarted
+from oobleck.master.state.apply import apply
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.storage.archive import Archive
+from oobleck.master.storage.disk import StorageFailed, storing
+from oobleck.master.storage.journal import Journal, Snapshot
+from oobleck.master.storage.narrate import tell
+from oobleck.master.storage.profiles import read_profiles, write_profile
+from oobleck.master.storage.records import records_of
+from oobleck.master.storage.snapshot import restore, take
+
+log = logging.getLogger(__name__)
+
+
+class Ledger:
+    def __init__(self, config: MasterConfig, journal: Journal, surroundings: Surroundings) -> None:
+        """Raises JournalUnusable, StorageFailed."""
+        self.now = surroundings.now
+        self.unix = surroundings.unix
+        self.state = ClusterState()
+        self.archive = Archive(config)
+        #: Something changed that has not been decided on and told yet.
+        self.dirty = True
+        #: Not even the journal can be written.
+        self.stuck = False
+        self._profiles = config.profiles
+        self._journal = journal
+        self._replay()
+
+    @property
+    def problem(self) -> str:
+        """For operators: what keeps the master from storing; empty: nothing."""
+        return self.archive.storage.problem
+
+    def record(self, event: Journaled) -> None:
+        """Journal the event and apply it. Nobody outside may see it before it is committed."""
+        unix = self.unix()
+        self._journal.append(event, unix)
+        tell(event)
+        self._fold(event, self.now(), unix)
+        if isinstance(event, ProfileChosen) and event.source == "measured":
+            self._store_profile(event, unix)
+        if isinstance(event, JobEnded):
+            self.archive.end(event.job_id)
+
+    def observe(self, event: Observed, at: float) -> None:
+        self.dirty |= apply(self.state, event, now=at, unix=self.unix())
+
+    def find_profiles(self) -> None:
+        """Operators may add, replace and remove the files."""
+        self.observe(read_profiles(self._profiles), self.now())
+
+    def commit(self) -> bool:
+        """Have what was recorded on disk; whether it is."""
+        try:
+            self._journal.commit()
+        except StorageFailed as failed:
+            self.archive.storage.failed(failed)
+            return False
+        return True
+
+    def compact(self) -> None:
+        """Begin the journal anew with what it has led to, where that is much shorter."""
+        if not self._journal.wants_compaction or self.problem:
+            return
+        self.archive.write()
+        if self.problem:  # records that are in no file yet are made of these events alone
+            return
+        try:
+            self.archive.events.sync()  # records of before are not made again
+            self._journal.compact(take(self.state, self.archive.events.given), self.unix())
+        except StorageFailed as failed:
+            self.archive.storage.failed(failed)
+
+    def _replay(self) -> None:
+        now, archive = self.now(), self.archive
+        for unix, entry in self._journal.replay():
+            if isinstance(entry, Snapshot):
+                self._restore(entry, now)
+            else:
+                self._fold(entry, now, unix)
+        if self._journal.cut is not None or archive.events.ahead():
+            self.record(self._cut())
+        self.record(MasterStarted())
+        for job in self.state.jobs.values():
+            archive.metrics(job.id).start_after(job.resumed_step)
+            records = archive.metrics(job.id).recent
+            self.observe(RecordsReceived(job_id=job.id, records=records), now)
+            if (last := archive.evaluations(job.id).last) is not None:
+                self.observe(EvaluationReceived(job_id=job.id, record=last), now)
+        self.find_profiles()
+        while not self.commit():
+            if not archive.storage.give_way():
+                raise StorageFailed(archive.storage.problem)
+        archive.write()
+        self.compact()
+
+    def _restore(self, snapshot: Snapshot, now: float) -> None:
+        try:
+            self.state, given = restore(snapshot.content, now)
+        except ValueError as error:
+            raise self._journal.unusable(str(error)) from error
+        self.archive.events.resume(given)
+
+    def _cut(self) -> JournalCut:
+        cut = self._journal.cut
+        return JournalCut(
+            bytes=cut.bytes if cut is not None else 0,
+            kept_as=cut.kept_as if cut is not None else "",
+            records=self.archive.events.ahead(),
+        )
+
+    def _fold(self, event: Journaled, now: float, unix: float) -> None:
+        if isinstance(event, JournalCut):
+            self.archive.events.resume(event.records)
+        for job_id, record in records_of(self.state, event, unix):
+            self.archive.events.add(job_id, record, unix)
+        self.dirty |= apply(self.state, event, now=now, unix=unix)
+        if isinstance(event, JobForgotten):
+            self.archive.forget(event.job_id)
+        if isinstance(event, JobRestored) and event.resumed:
+            self.archive.metrics(event.job_id).start_after(event.restored.step)
+
+    def _store_profile(self, event: ProfileChosen, unix: float) -> None:
+        if event.profile is None or not event.key:
+            return
+        notes = {**event.notes, "date": datetime.fromtimestamp(unix, UTC).isoformat("T", "seconds")}
+        try:
+            with storing(self._profiles):
+                write_profile(self._profiles, event.key, event.profile, notes)
+        except StorageFailed as failed:
+            log.warning("the profile is not stored", extra={"reason": str(failed)})
+        self.find_profiles()

@@ -1,0 +1,114 @@
+"""The lines of events.jsonl about plans: a start, each reconfiguration, and a job's end.
+
+Pure. Must not know files.
+"""
+
+from collections.abc import Mapping
+
+from oobleck.master.events.jobs import JobCancelled, JobFailed, JobSucceeded
+from oobleck.master.events.plans import FirstStepCommitted, PlanMade, Transition
+from oobleck.master.state import versions
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import Job
+from oobleck.planner.ids import Generation
+from oobleck.planner.programs.plan import Plan
+
+#: `event` and the fields that go with it.
+Record = Mapping[str, object]
+
+
+def plan_records(state: ClusterState, event: PlanMade) -> list[Record]:
+    job = state.jobs[event.job_id]
+    if job.made is not None:
+        overtaken = _reconfigured(job, event.overtaken, superseded_by=event.plan.generation)
+        return [*overtaken, *_versions(state, job, event)]
+    started = {
+        "event": "started",
+        "reason": event.reason,
+        "generation": event.plan.generation,
+        "pipelines": pipelines(event.plan),
+        "can_lose": event.can_lose,
+    }
+    return [started, *_versions(state, job, event)]
+
+
+def _versions(state: ClusterState, job: Job, event: PlanMade) -> list[Record]:
+    """How the versions on the plan's nodes differ, where that was not told."""
+    found = versions.among(state, event.plan.nodes)
+    if set(versions.pairs(found)) <= {*job.mixed}:
+        return []
+    return [{"event": "versions_differ", "versions": found}]
+
+
+def end_records(
+    state: ClusterState, event: FirstStepCommitted | JobSucceeded | JobFailed | JobCancelled
+) -> list[Record]:
+    job = state.jobs[event.job_id]
+    records = _reconfigured(job, event.transition)
+    match event:
+        case FirstStepCommitted():
+            pass
+        case JobSucceeded():
+            succeeded: dict[str, object] = {"event": "succeeded", "generation": job.generation}
+            if event.missing_steps:
+                succeeded["missing_steps"] = event.missing_steps
+            records.append(succeeded)
+        case JobFailed():
+            failed = {"event": "failed", "generation": job.generation, "reason": event.reason}
+            records.append(failed)
+        case JobCancelled():
+            records.append({"event": "cancelled", "generation": job.generation})
+    return records
+
+
+def _reconfigured(
+    job: Job, transition: Transition | None, superseded_by: Generation | None = None
+) -> list[Record]:
+    """How the newest generation of `job` came about; nothing for the first one."""
+    made, before = job.made, job.before
+    if transition is None or made is None or before is None:
+        return []
+    record: dict[str, object] = {
+        "event": "reconfigured",
+        "from_generation": before.generation,
+        "to_generation": made.plan.generation,
+        "cause": made.cause,
+        "rule": made.rule,
+        "reason": made.reason,
+        "nodes_lost": made.nodes_lost,
+        "workers_lost": [str(worker) for worker in made.workers_lost],
+        "nodes_joined": made.nodes_joined,
+        "boundary": made.boundary,
+        "phases": transition.phases,
+        "total_s": transition.total_s,
+        "redo_step": transition.redo_step,
+        "rolled_forward": transition.rolled_forward,
+        "salvaged_microbatches": transition.salvaged_microbatches,
+        "received_bytes": transition.received_bytes,
+        "pipelines_before": pipelines(before),
+        "pipelines_after": pipelines(made.plan),
+        "can_lose": made.can_lose,
+    }
+    if superseded_by is not None:
+        record["superseded_by"] = superseded_by
+    if transition.unanswered:
+        record["unanswered"] = [str(worker) for worker in transition.unanswered]
+    if transition.master_restarted:
+        record["master_restarted"] = True
+    return [record]
+
+
+def pipelines(plan: Plan) -> list[list[dict[str, object]]]:
+    """Per pipeline its stages: node, first and last layer, and number of workers."""
+    return [
+        [
+            {
+                "node": stage.workers[0].node,
+                "first_layer": stage.first_layer,
+                "last_layer": stage.last_layer,
+                "workers": len(stage.workers),
+            }
+            for stage in pipeline.stages
+        ]
+        for pipeline in plan.pipelines
+    ]

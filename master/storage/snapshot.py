@@ -1,0 +1,98 @@
+"""The durable state as one text and back, so that a journal need not begin at the beginning.
+
+Whatever stands in the state's dataclasses is taken, but for what is observed (`seen`); a field that
+is added to them needs nothing here. Must not know where the text is kept.
+"""
+
+import base64
+import zlib
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import Job
+from oobleck.master.state.job_observed import JobSeen
+from oobleck.master.state.node import Node, NodeSeen
+from oobleck.planner.ids import JobId, NodeName
+
+#: What observed things are called, and what the files of profiles tell anew.
+_OBSERVED = ("seen", "profiles", "unusable_profiles")
+#: Fast; what repeats is most of a state.
+_LEVEL = 1
+_MADE_OF_PARTS = ("nodes", "jobs")
+
+
+class _Text(msgspec.Struct, frozen=True, kw_only=True):
+    #: Of the state, its nodes and its jobs: the fields, each by itself.
+    state: dict[str, msgspec.Raw]
+    nodes: dict[str, dict[str, msgspec.Raw]]
+    jobs: dict[str, dict[str, msgspec.Raw]]
+    #: How many records of each job's events.jsonl the events before have given.
+    records: dict[JobId, int]
+
+
+def take(state: ClusterState, records: Mapping[JobId, int]) -> str:
+    """The text of all of `state` that is durable, and of how many records it has given."""
+    text = _Text(
+        state=_parts(state),
+        nodes={name: _parts(node) for name, node in state.nodes.items()},
+        jobs={job_id: _parts(job) for job_id, job in state.jobs.items()},
+        records=dict(records),
+    )
+    return base64.b64encode(zlib.compress(msgspec.msgpack.encode(text), _LEVEL)).decode()
+
+
+def restore(content: str, now: float) -> tuple[ClusterState, dict[JobId, int]]:
+    """What `take` was given, with nothing observed yet. Raises ValueError."""
+    try:
+        packed = zlib.decompress(base64.b64decode(content))
+        text = msgspec.msgpack.decode(packed, type=_Text)
+        state = _whole(ClusterState, text.state)
+        for name, parts in text.nodes.items():
+            node = _whole(Node, parts, seen=NodeSeen(last_heard=now))
+            state.nodes[NodeName(name)] = node
+        for job_id, parts in text.jobs.items():
+            state.jobs[JobId(job_id)] = _whole(Job, parts, seen=JobSeen())
+        return state, text.records
+    except (msgspec.DecodeError, TypeError, ValueError, zlib.error) as error:
+        raise ValueError(f"the snapshot is of another version of Oobleck: {error}") from error
+
+
+def _parts(value: Any) -> dict[str, msgspec.Raw]:
+    """The fields of one dataclass."""
+    return {
+        name: msgspec.Raw(msgspec.msgpack.encode(_listed(getattr(value, name))))
+        for name in _names(type(value))
+    }
+
+
+def _whole(kind: type[Any], parts: Mapping[str, msgspec.Raw], **observed: object) -> Any:
+    hints = get_type_hints(kind)
+    values: dict[str, Any] = dict(observed)
+    bounded: dict[str, Any] = {}
+    for name, text in parts.items():
+        if name not in hints:
+            raise ValueError(f"{kind.__name__} has no {name}")
+        hint = hints[name]
+        if get_origin(hint) is deque:
+            bounded[name] = msgspec.msgpack.decode(text, type=list[get_args(hint)[0]])  # type: ignore[misc]
+        else:
+            values[name] = msgspec.msgpack.decode(text, type=hint)
+    made = kind(**values)
+    for name, items in bounded.items():  # their bounds are in their defaults
+        getattr(made, name).extend(items)
+    return made
+
+
+def _names(kind: type[Any]) -> list[str]:
+    left_out = (*_OBSERVED, *(_MADE_OF_PARTS if kind is ClusterState else ()))
+    # What does not count in comparisons follows from the rest.
+    return [field.name for field in fields(kind) if field.compare and field.name not in left_out]
+
+
+def _listed(value: Any) -> Any:
+    return list(value) if isinstance(value, deque) else value

@@ -1,0 +1,183 @@
+"""The one cost model: what layers, stages, pipelines, messages and gradient sums take.
+
+Owns every formula that planning compares by; `oobleck.planner.cost.simulate` replays whole programs
+on the same terms. Times are integers here (ticks of a femtosecond), so that sums are exact, equal
+stages are equal, and which stage is the slowest never hangs on rounding.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from oobleck.planner.profile.profile import Links, Profile
+from oobleck.planner.programs.template import PipelineTemplate
+
+TICKS_PER_S = 10**15
+
+#: Loss, norm and flags of a vote.
+VOTE_BYTES = 64
+
+
+def ticks(seconds: float) -> int:
+    return round(seconds * TICKS_PER_S)
+
+
+def seconds(count: int) -> float:
+    return count / TICKS_PER_S
+
+
+class StageCosts:
+    """Time and memory of any run of layers, from prefix sums over the profile."""
+
+    def __init__(self, profile: Profile) -> None:
+        layers = profile.layers
+        self.layer_count = len(layers)
+        #: Numbers of GPUs that some layer may be shared by inside a node.
+        self.gpu_choices = tuple(
+            sorted({d for layer in layers for d in layer.forward_s if d <= profile.gpus_per_node})
+        )
+        self._memory = profile.gpu_memory_bytes
+        self._state = _prefix([layer.state_bytes + layer.sum_bytes for layer in layers])
+        self._activation = _prefix([layer.activation_bytes for layer in layers])
+        self._working = [layer.working_bytes for layer in layers]
+        self._mapped = [layer.mapped_bytes for layer in layers]
+        self._exchange = [layer.exchange_bytes for layer in layers]
+        self._forward: dict[int, list[int]] = {}
+        self._backward: dict[int, list[int]] = {}
+        self._missing: dict[int, list[int]] = {}
+        for gpus in self.gpu_choices:
+            self._forward[gpus] = _prefix([ticks(la.forward_s.get(gpus, 0.0)) for la in layers])
+            self._backward[gpus] = _prefix([ticks(la.backward_s.get(gpus, 0.0)) for la in layers])
+            self._missing[gpus] = _prefix([int(gpus not in layer.forward_s) for layer in layers])
+
+    def forward(self, first: int, stop: int, gpus: int) -> int:
+        return self._forward[gpus][stop] - self._forward[gpus][first]
+
+    def backward(self, first: int, stop: int, gpus: int) -> int:
+        return self._backward[gpus][stop] - self._backward[gpus][first]
+
+    def time(self, first: int, stop: int, gpus: int) -> int:
+        """Forward and backward of one micro-batch through layers first .. stop - 1."""
+        return self.forward(first, stop, gpus) + self.backward(first, stop, gpus)
+
+    def allowed(self, first: int, stop: int, gpus: int, in_flight: int) -> bool:
+        """Whether the layers may share `gpus` GPUs and fit there, that many micro-batches kept."""
+        if self._missing[gpus][stop] != self._missing[gpus][first]:
+            return False
+        state = self._state[stop] - self._state[first]
+        activation = self._activation[stop] - self._activation[first]
+        working = max(self._working[first:stop]) + max(self._mapped[first:stop])
+        exchange = max(self._exchange[first:stop]) if gpus > 1 else 0
+        return state + in_flight * activation + working <= (self._memory - exchange) * gpus
+
+
+def _prefix(values: Sequence[int]) -> list[int]:
+    sums = [0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return sums
+
+
+def message_s(count: int, *, same_node: bool, links: Links) -> float:
+    """One message of `count` bytes from worker to worker."""
+    rate = links.intra_node_bytes_per_s if same_node else links.inter_node_bytes_per_s
+    return links.latency_s + count / rate
+
+
+def boundary_s(
+    output_bytes: int, *, before: int, after: int, same_node: bool, links: Links
+) -> float:
+    """A micro-batch's way between neighbour stages of `before` and `after` workers, either way:
+    each sends its rows to those that hold them, and the largest of these messages counts."""
+    return message_s(-(-output_bytes // max(before, after)), same_node=same_node, links=links)
+
+
+def all_reduce_s(count: int, *, workers: int, same_node: bool, links: Links) -> float:
+    """Sum of `count` bytes over `workers` (a ring); nothing for one."""
+    if workers == 1:
+        return 0.0
+    rate = links.intra_node_bytes_per_s if same_node else links.inter_node_bytes_per_s
+    return 2 * (workers - 1) * (links.latency_s + count / workers / rate)
+
+
+def exchange_s(count: int, *, gpus: int, links: Links) -> float:
+    """Gathering `count` bytes of which each of `gpus` workers of a node holds a part, or summing
+    as many into parts; nothing for one."""
+    return all_reduce_s(count, workers=gpus, same_node=True, links=links) / 2
+
+
+def vote_s(workers: int, links: Links) -> float:
+    """The vote of all workers of a step."""
+    return all_reduce_s(VOTE_BYTES, workers=workers, same_node=False, links=links)
+
+
+def in_turn(sums: Iterable[tuple[float, float]]) -> float:
+    """When the last of one worker's sums is over: each is (ready, taken), in seconds, and its link
+    passes them on one after the other, as they become ready."""
+    end = 0.0
+    for ready, taken in sorted(sums):
+        end = max(end, ready) + taken
+    return end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineCost:
+    """What a template costs as a pipeline, apart from its share of the batch (in ticks)."""
+
+    #: One micro-batch all the way forward and back.
+    first: int
+    #: Each further micro-batch.
+    period: int
+    #: Gradient bytes of the stage (per GPU) that has most of them.
+    gradient_bytes: int
+
+    def time(self, microbatches: int) -> int:
+        return self.first + (microbatches - 1) * self.period
+
+    def capacity(self, time: int, most: int) -> int:
+        """How many micro-batches, up to `most`, are done within `time`."""
+        if time < self.first:
+            return 0
+        return most if self.period == 0 else min(most, 1 + (time - self.first) // self.period)
+
+
+def pipeline_cost(template: PipelineTemplate, profile: Profile) -> PipelineCost:
+    """1F1B in closed form.
+
+    A micro-batch passes all stages and the messages between them. In the steady state, any run of
+    neighbouring stages s..k takes in one micro-batch per round trip through it and may have
+    k - s + 1 of them inside, so the slowest such run sets the period. Against a dry run this is up
+    to a quarter too long for few micro-batches on very uneven stages, since short stages make up
+    for part of the first round trip, and within a few per cent otherwise.
+    """
+    stages = template.stages
+    times = [ticks(stage.forward_s) + ticks(stage.backward_s) for stage in stages]
+    round_trips = [
+        2
+        * ticks(
+            message_s(
+                profile.layers[before.last_layer].output_bytes,
+                same_node=before.node == after.node,
+                links=profile.links,
+            )
+        )
+        for before, after in pairwise(stages)
+    ]
+    period = 0
+    for start in range(len(stages)):
+        inside = 0
+        for end in range(start, len(stages)):
+            inside += times[end] + (round_trips[end - 1] if end > start else 0)
+            period = max(period, inside // (end - start + 1))
+    gradient_bytes = max(
+        sum(profile.layers[layer].parameter_bytes for layer in stage.layers) // stage.gpus
+        for stage in stages
+    )
+    return PipelineCost(
+        first=sum(times) + sum(round_trips), period=period, gradient_bytes=gradient_bytes
+    )
+
+
+def sync_ticks(gradient_bytes: int, *, pipelines: int, links: Links) -> int:
+    """Gradient sync of a stage with that many gradient bytes over that many pipelines."""
+    return ticks(all_reduce_s(gradient_bytes, workers=pipelines, same_node=False, links=links))

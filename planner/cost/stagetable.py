@@ -1,0 +1,89 @@
+"""Which stages may exist, what they take and what room they have, for all runs of layers at once.
+
+Times are whole numbers in float64, so that sums are exact and what cannot be is infinite. Must not
+know what a cut costs: that is for `oobleck.planner.search.partition`.
+"""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oobleck.planner.profile.profile import Profile
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+#: T stays below so many units of time, so that all sums of whole units are exact in float64.
+_MOST_UNITS = 2**52
+#: More micro-batches in flight, or stages, than there can be.
+UNBOUNDED = 2**31
+
+
+class StageTable:
+    """Time and room of every possible stage.
+
+    `time[k, i, j]` is that of layers i .. j-1 on `choices[k]` GPUs, `per_s` to the second; infinite
+    where the layers may not be shared so. `room[k, i, j]` micro-batches fit there in flight.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        layers, per_node = profile.layers, profile.gpus_per_node
+        self.layers = len(layers)
+        self.per_node = per_node
+        self.choices = tuple(sorted({d for la in layers for d in la.forward_s if d <= per_node}))
+        seconds = [
+            [la.forward_s[d] + la.backward_s[d] if d in la.forward_s else np.inf for la in layers]
+            for d in self.choices
+        ]
+        whole_s = max((sum(t for t in row if t != np.inf) for row in seconds), default=0.0)
+        # No stage takes longer than the model, and T counts 4 times the stages and a few more. A
+        # decimal unit keeps times equal that are so on paper: 0.1 + 0.2 and 0.3.
+        most_s = (whole_s or 1.0) * (4 * self.layers + 4)
+        self.per_s = 10.0 ** min(15, math.floor(math.log10(_MOST_UNITS / most_s)))
+        shape = (len(self.choices), self.layers, self.layers + 1)
+        self.time = np.full(shape, np.inf)
+        self.room = np.zeros(shape, dtype=np.int64)
+        state = _running([la.state_bytes + la.sum_bytes for la in layers])
+        kept = _running([la.activation_bytes for la in layers])
+        working = np.array([la.working_bytes for la in layers], dtype=np.int64)
+        mapped = np.array([la.mapped_bytes for la in layers], dtype=np.int64)
+        exchange = np.array([la.exchange_bytes for la in layers], dtype=np.int64)
+        for k, gpus in enumerate(self.choices):
+            units = np.array([round(t * self.per_s) if t != np.inf else t for t in seconds[k]])
+            memory = min(profile.gpu_memory_bytes * gpus, 2**62)
+            for i in range(self.layers):
+                self.time[k, i, i + 1 :] = np.cumsum(units[i:])
+                left = memory - (state[i + 1 :] - state[i])
+                left -= np.maximum.accumulate(working[i:]) + np.maximum.accumulate(mapped[i:])
+                if gpus > 1:
+                    left -= gpus * np.maximum.accumulate(exchange[i:])
+                each = kept[i + 1 :] - kept[i]
+                room = np.where(each > 0, left // np.maximum(each, 1), UNBOUNDED)
+                self.room[k, i, i + 1 :] = np.where(left >= 0, np.minimum(room, UNBOUNDED), 0)
+        self.room[np.isinf(self.time)] = 0
+        self.time[self.room == 0] = np.inf
+
+    def fewest_stages(self, nodes: int) -> Integers:
+        """[layer, node, GPUs]: the fewest stages for the layers from there on, `UNBOUNDED` where
+        no cut fits. A cut of fewest stages leaves the stages before it most memory."""
+        fewest = np.full((self.layers + 1, nodes, self.per_node + 1), UNBOUNDED)
+        fewest[self.layers, 0, 0] = 0
+        for i in range(self.layers - 1, -1, -1):
+            top = min(nodes, self.layers - i)
+            for k, gpus in enumerate(self.choices):
+                stop = i + 1 + int(np.count_nonzero(self.room[k, i, i + 1 :]))
+                before = fewest[i + 1 : stop, :top, : self.per_node - gpus + 1] + 1
+                room = self.room[k, i, i + 1 : stop, None, None]
+                least = np.where(before <= room, before, UNBOUNDED).min(0, initial=UNBOUNDED)
+                into = fewest[i, :top, gpus:]
+                np.minimum(into, least, out=into)
+            fewest[i, 1:, 0] = fewest[i, :-1, self.per_node]
+        return fewest
+
+    def stage_time(self, first: int, stop: int, gpus: int) -> float:
+        return float(self.time[self.choices.index(gpus), first, stop])
+
+
+def _running(values: list[int]) -> Integers:
+    return np.cumsum([0, *values], dtype=np.int64)

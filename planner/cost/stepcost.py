@@ -1,0 +1,159 @@
+"""What the pieces of a step take: a stage's compute and memory, and sums of gradients; how many
+micro-batches tell what more of them take.
+
+The terms in which `simulate` and `steptime` replay programs. Must not know the order of things.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from oobleck.planner.cost.formula import all_reduce_s
+from oobleck.planner.profile.profile import LayerProfile, Profile, working_bytes
+from oobleck.planner.profile.sharing import exchange_bytes
+from oobleck.planner.programs.instructions import LayerPart, SyncGradient
+
+#: Share of the backward that makes the input's gradient where the profile does not tell: measured
+#: on transformer blocks, gradients of inputs and of weights take 1.3 to 1.
+INPUT_SHARE = 1.3 / 2.3
+
+#: Pipelines are replayed whole up to so many micro-batches, or 4 per stage.
+_FEW_MICROBATCHES = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """Of each worker of a stage; times are for one micro-batch, `update_s` is once per step."""
+
+    gpus: int
+    forward_s: float
+    backward_s: float
+    #: The two parts of `backward_s`.
+    backward_input_s: float
+    backward_weight_s: float
+    update_s: float
+    #: Of the whole stage, as all bytes here; its workers share them evenly.
+    state_bytes: int
+    #: Sums over all workers that hold a layer, where several do.
+    sum_bytes: int
+    #: The part of that which is summed where nobody else holds a layer as well: of a weight that
+    #: two layers share, whether they lie on one worker or on two.
+    tied_bytes: int
+    #: Kept per micro-batch from its forward to the end of its backward. Nothing is counted as freed
+    #: between the gradient of the input and those of the weights: the latter still need each linear
+    #: layer's input and its output's gradient, which are 16 hidden widths per token of a
+    #: transformer block, as many as the block keeps before.
+    activation_bytes: int
+    #: What the layers that take most have beside, while they are computed.
+    working_bytes: int
+    #: What each worker has beside its share of these while it computes.
+    exchange_bytes: int
+
+    def worker_bytes(self, kept: int, *, replicas: int) -> int:
+        """Of each worker, with the activations of `kept` micro-batches, in a plan of so many
+        pipelines; rounded up but once, so that what a template's memory allows is allowed here."""
+        shared = self.state_bytes + kept * self.activation_bytes + self.working_bytes
+        shared += self.sum_bytes if replicas > 1 else self.tied_bytes
+        return -(-shared // self.gpus) + self.exchange_bytes
+
+
+def stage_cost(
+    profile: Profile, first_layer: int, last_layer: int, gpus: int, *, resident: bool = False
+) -> StageCost:
+    """The cost of layers first_layer .. last_layer on `gpus` GPUs of a node.
+
+    `resident`: as a stage's flag of that name (`oobleck.planner.programs.plan.Stage`). Raises
+    ValueError where the profile has no time of a layer for so many GPUs.
+    """
+    return _stage_cost(profile.layers[first_layer : last_layer + 1], gpus, resident)
+
+
+@lru_cache(maxsize=4096)
+def _stage_cost(layers: tuple[LayerProfile, ...], gpus: int, resident: bool) -> StageCost:
+    for layer in layers:
+        if gpus not in layer.forward_s:
+            raise ValueError(
+                f"layer {layer.name}: forward_s has no time for {gpus} GPUs; give one, or plan "
+                f"stages of {', '.join(map(str, sorted(layer.forward_s)))} GPUs"
+            )
+    backward_s = sum(layer.backward_s[gpus] for layer in layers)
+    input_s = sum(
+        layer.backward_input_s.get(gpus, layer.backward_s[gpus] * INPUT_SHARE) for layer in layers
+    )
+    tied_bytes = max(layer.tied_bytes for layer in layers)
+    return StageCost(
+        gpus=gpus,
+        forward_s=sum(layer.forward_s[gpus] for layer in layers),
+        backward_s=backward_s,
+        backward_input_s=input_s,
+        backward_weight_s=backward_s - input_s,
+        update_s=sum(layer.update_s.get(gpus, 0.0) for layer in layers),
+        state_bytes=sum(layer.state_bytes for layer in layers),
+        activation_bytes=sum(layer.activation_bytes for layer in layers),
+        # Both places of a shared weight have one sum.
+        sum_bytes=sum(layer.sum_bytes - layer.tied_bytes for layer in layers) + tied_bytes,
+        tied_bytes=tied_bytes,
+        working_bytes=working_bytes(layers),
+        exchange_bytes=exchange_bytes(layers, gpus, resident=resident),
+    )
+
+
+def replayed_microbatches(wanted: int, *, stages: int) -> tuple[int, ...]:
+    """Numbers of micro-batches whose replays tell that of `wanted`: itself, or two in the steady
+    state, so that a replay takes bounded work."""
+    most = max(_FEW_MICROBATCHES, 4 * stages)
+    return (wanted,) if wanted <= most else (most // 2, most)
+
+
+def extrapolated(
+    counts: Sequence[int], ends: Sequence[Sequence[float]], wanted: int
+) -> tuple[float, ...]:
+    """When each stage is done with `wanted` micro-batches, from when it is with each of `counts`
+    (`replayed_microbatches`); to within a fraction of a per cent."""
+    if len(counts) == 1:
+        return tuple(ends[0])
+    (fewer, most), (before, after) = counts, ends
+    return tuple(
+        late + (wanted - most) * (late - early) / (most - fewer)
+        for early, late in zip(before, after, strict=True)
+    )
+
+
+class SumCost:
+    """What gradient sums take, given which layers of the model share a tied part.
+
+    The profile tells a layer's parameters as a whole. The tied weight is at most the smaller of
+    the layers that share it, and all of that but a norm or a position table, so it is counted as
+    the smaller of them; `own` parts are the rest.
+    """
+
+    def __init__(self, profile: Profile, parts: Iterable[LayerPart]) -> None:
+        """`parts`: all that are summed."""
+        self._profile = profile
+        self._tied = frozenset(part.layer for part in parts if part.part == "tied")
+        self._tied_bytes = min(
+            (profile.layers[layer].parameter_bytes for layer in self._tied), default=0
+        )
+
+    def seconds(self, sync: SyncGradient) -> float:
+        """Of the sum over all owners, alone on its links."""
+        return all_reduce_s(
+            self.bytes(sync.parts),
+            workers=len(sync.owners),
+            same_node=len({owner.node for owner in sync.owners}) == 1,
+            links=self._profile.links,
+        )
+
+    def bytes(self, parts: Collection[LayerPart]) -> int:
+        """What one worker puts into the sum of its `parts`."""
+        own = sum(self._own_bytes(part) for part in parts if part.part == "own")
+        # A worker that holds both places of the tied weight adds them up before.
+        tied = max(
+            (part.share.of_bytes(self._tied_bytes) for part in parts if part.part == "tied"),
+            default=0,
+        )
+        return own + tied
+
+    def _own_bytes(self, part: LayerPart) -> int:
+        whole = self._profile.layers[part.layer].parameter_bytes
+        return part.share.of_bytes(whole - self._tied_bytes * (part.layer in self._tied))

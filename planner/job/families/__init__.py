@@ -1,0 +1,39 @@
+"""Families of Hugging Face models: the keys of their configs, and what planning reads from them.
+
+One module per family, with its keys and defaults, which are those of transformers, and its counts,
+which are those of the modules that `oobleck.worker.models` builds, one for each kind of layer.
+Planning must not import transformers.
+"""
+
+from typing import Any
+
+from oobleck.planner.job.families.bert import BERT, mask_token
+from oobleck.planner.job.families.counts import Counts, LayerCount
+from oobleck.planner.job.families.family import Family, Kind, Numbers, Objective
+from oobleck.planner.job.families.gpt2 import GPT2
+from oobleck.planner.job.families.keys import Config, ConfigError, decode_config, encode_config
+from oobleck.planner.job.families.llama import LLAMA
+
+__all__ = [
+    "FAMILIES",
+    "Config",
+    "ConfigError",
+    "Counts",
+    "Family",
+    "Kind",
+    "LayerCount",
+    "Numbers",
+    "Objective",
+    "decode_config",
+    "encode_config",
+    "family_of",
+    "mask_token",
+]
+
+FAMILIES: dict[Kind, Family] = {family.kind: family for family in (GPT2, LLAMA, BERT)}
+
+
+def family_of(kind: str) -> Family | None:
+    """The family of that name; None for the built-in model and for unknown names."""
+    known: dict[Any, Family] = dict(FAMILIES)
+    return known.get(kind)

@@ -1,0 +1,188 @@
+"""The job file: YAML or JSON text to a JobSpec and back.
+
+Owns the file's keys and their checks against the types of `oobleck.planner.job.spec`. Every error
+is one line with the place and the fix. Paths are kept as they stand; whoever reads the file knows
+what they are relative to.
+"""
+
+import dataclasses
+import difflib
+import json
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from oobleck.planner.errors import InvalidJob
+from oobleck.planner.ids import check_name
+from oobleck.planner.job.document import Value, override, read_document, read_override
+from oobleck.planner.job.model_file import ReadText, expand_model
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.units import parse_bytes
+
+T = TypeVar("T")
+
+#: Byte counts stand in the file under a name without the unit: the value may carry one.
+_FILE_KEYS = {"memory_per_worker_bytes": "memory_per_worker"}
+_KINDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
+
+
+def parse_job(
+    text: str,
+    *,
+    overrides: Sequence[str] = (),
+    source: str = "job file",
+    read: ReadText | None = None,
+) -> JobSpec:
+    """The job that `text` describes; raises InvalidJob.
+
+    `overrides` are `key.path=value`, applied in order before the checks; `source` stands in front
+    of the line numbers in messages. `read` gives the text of a file that the job names, such as a
+    model's config.json; without it such a job is refused.
+    """
+    root = read_document(text, source)
+    _mapping_of(root, "the job")
+    for entry in overrides:
+        keys, value = read_override(entry)
+        root = override(root, keys, value)
+    return _build(JobSpec, expand_model(root, read), "")
+
+
+def format_job(job: JobSpec) -> str:
+    """`job` as normalised JSON, every key written out, that `parse_job` reads back equal."""
+    tree = msgspec.to_builtins(job)
+    for field, key in _FILE_KEYS.items():
+        tree["resources"][key] = tree["resources"].pop(field)
+    config = tree["model"].pop("config")
+    if config:
+        tree["model"]["config"] = json.loads(config)
+    return json.dumps(tree)
+
+
+def _mapping_of(value: Value, what: str) -> Mapping[str, Any]:
+    if not isinstance(value.content, Mapping):
+        raise InvalidJob(
+            f"{value.place}: {what} must be a mapping (key: value lines), not {value.describe()}"
+        )
+    return value.content
+
+
+def _build(kind: type[T], value: Value, path: str) -> T:
+    """A dataclass from a mapping with the same keys."""
+    entries = _mapping_of(value, path or "the job")
+    hints = get_type_hints(kind)
+    fields = {
+        _FILE_KEYS.get(field.name, field.name): field
+        for field in dataclasses.fields(kind)  # type: ignore[arg-type]  # only dataclasses come in
+    }
+    where = f" in {path}" if path else ""
+    arguments: dict[str, Any] = {}
+    for key, entry in entries.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(fields)}"
+            raise InvalidJob(f"{entry.place}: unknown key {key!r}{where}; {hint}")
+        if entry.value.content is None and _has_defaults(hints[fields[key].name], fields[key]):
+            continue  # a section without anything in it
+        below = f"{path}.{key}" if path else key
+        arguments[fields[key].name] = _convert(hints[fields[key].name], entry.value, below)
+    for key, field in fields.items():
+        required = (
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        )
+        if required and key not in entries:
+            kind_name = _KINDS.get(hints[field.name], "a mapping")
+            raise InvalidJob(f"{value.place}: missing key '{key}'{where}; add it ({kind_name})")
+    try:
+        if kind is JobSpec:
+            check_name(arguments["name"], "job")
+        return kind(**arguments)
+    except ValueError as error:
+        message = str(error)
+        guilty = "name" if message.startswith("job name") else message.partition(":")[0]
+        place, full = _find(value, _FILE_KEYS.get(guilty, guilty), path)
+        message = message.removeprefix(f"{guilty}: ")
+        raise InvalidJob(f"{place}: {full}: {message}") from error
+
+
+def _has_defaults(hint: Any, field: "dataclasses.Field[Any]") -> bool:
+    """Whether it is a section that may be left out."""
+    section = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+    return section and field.default_factory is not dataclasses.MISSING
+
+
+def _find(value: Value, key: str, path: str) -> tuple[str, str]:
+    """Where `key` stands below `value`; its own place if it does not."""
+    if isinstance(value.content, Mapping):
+        if key in value.content:
+            return value.content[key].place, f"{path}.{key}" if path else key
+        for name, entry in value.content.items():
+            found = _find(entry.value, key, f"{path}.{name}" if path else name)
+            if found[1].endswith(f".{key}"):
+                return found
+    return value.place, path or "job"
+
+
+def _convert(hint: Any, value: Value, path: str) -> object:
+    if path == "resources.memory_per_worker" and isinstance(value.content, str):
+        try:
+            return parse_bytes(value.content)
+        except ValueError as error:
+            raise InvalidJob(f"{value.place}: {path}: {error}") from error
+    if get_origin(hint) in (Union, types.UnionType):
+        if value.content is None:
+            return None
+        (hint,) = (option for option in get_args(hint) if option is not type(None))
+    if get_origin(hint) is Literal:
+        return _choose(get_args(hint), value, path)
+    if get_origin(hint) is tuple:
+        return _texts(value, path)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return _build(hint, value, path)
+    return _plain(hint, value, path)
+
+
+def _plain(kind: type, value: Value, path: str) -> object:
+    content = value.content
+    if kind is float and type(content) is int:
+        try:
+            return float(content)
+        except OverflowError as error:
+            raise InvalidJob(f"{value.place}: {path} is too large") from error
+    if type(content) is not kind:
+        hint = "; remove the quotes" if kind in (int, float) and _is_number(content) else ""
+        raise InvalidJob(
+            f"{value.place}: {path} must be {_KINDS[kind]}, not {value.describe()}{hint}"
+        )
+    if kind is int and not -(2**63) <= content < 2**63:  # type: ignore[operator]  # it is an int
+        raise InvalidJob(f"{value.place}: {path} is too large")
+    return content
+
+
+def _is_number(content: object) -> bool:
+    return isinstance(content, str) and content.strip().isdigit()
+
+
+def _choose(choices: tuple[Any, ...], value: Value, path: str) -> object:
+    if value.content in choices:
+        return value.content
+    raise InvalidJob(
+        f"{value.place}: {path} must be {' or '.join(choices)}, not {value.describe()}"
+    )
+
+
+def _texts(value: Value, path: str) -> tuple[str, ...]:
+    """A list of texts; a single text stands for a list of one."""
+    if isinstance(value.content, str):
+        return (value.content,)
+    if not isinstance(value.content, tuple):
+        raise InvalidJob(f"{value.place}: {path} must be a list of texts, not {value.describe()}")
+    items = []
+    for number, item in enumerate(value.content):
+        if not isinstance(item.content, str):
+            raise InvalidJob(
+                f"{item.place}: {path}[{number}] must be a text, not {item.describe()}"
+            )
+        items.append(item.content)
+    return tuple(items)

@@ -1,0 +1,350 @@
+"""The job: what to train, on which data, for how long, and how many losses to survive.
+
+Owns the types and their checks; `oobleck.planner.job.file` reads them from a file's text.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+from unicodedata import category
+
+from oobleck.planner.ids import check_name
+from oobleck.planner.job.families import Objective, decode_config, family_of
+from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
+from oobleck.planner.programs.plan import Schedule
+from oobleck.planner.redact import redact
+
+Precision = Literal["fp32", "bf16", "fp64"]
+Recompute = Literal["none", "layer"]
+OnStateLost = Literal["fail", "restart"]
+TransportName = Literal["auto", "gloo"]
+#: Of a path, so that a checkpoint's name behind it still fits into a line of the wire.
+_MOST_PATH = 900
+#: Of characters that no path has on purpose: controls, marks that are not seen, bytes that are no
+#: text. Two of them join letters in some scripts.
+_UNSEEN = ("Cc", "Cf", "Cs")
+_JOINERS = "\u200c\u200d"
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def url_refusal(place: str) -> str:
+    """What is wrong with a path that is a URL; empty: it is none."""
+    if not _URL.match(place):
+        return ""
+    return (
+        f"{redact(place)}: URLs are not supported yet here; give a path that is the same on all "
+        "nodes, on disks of their own or a shared one"
+    )
+
+
+def _check_place(name: str, place: str, what: str) -> None:
+    """Of every path and URL of a job. `what`: is to be given instead of nothing."""
+    if not place.strip():
+        raise ValueError(f"{name}: is empty; give {what}")
+    if any(category(c) in _UNSEEN and c not in _JOINERS for c in place):
+        raise ValueError(f"{name}: has characters that cannot be printed; name another place")
+    if len(place) > _MOST_PATH:
+        raise ValueError(f"{name}: is longer than {_MOST_PATH} characters; name another place")
+
+
+def _check_paths(name: str, places: Iterable[str | None]) -> None:
+    for place in places:
+        if place is not None:
+            _check_place(name, place, "a path")
+            if why := url_refusal(place):
+                raise ValueError(f"{name}: {why}")
+
+
+def _at_least(owner: object, minimum: float, *fields: str) -> None:
+    for name in fields:
+        value = getattr(owner, name)
+        if not value >= minimum:
+            raise ValueError(f"{name}: {value} is too small; it must be at least {minimum}")
+
+
+def _at_most(owner: object, **largest: int) -> None:
+    # Far above any use, and within what planning and the commit vote carry in a moment: a slip
+    # of the keyboard must not keep the master or every worker busy for hours.
+    for name, limit in largest.items():
+        value = getattr(owner, name)
+        if value > limit:
+            raise ValueError(f"{name}: {value} is too large; it must be at most {limit}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A transformer. Layer 0 is the embedding, the last layer is the head.
+
+    Of a Hugging Face family the numbers follow from `config`; `planner.modelfile.family_model`
+    makes such a spec.
+    """
+
+    kind: Literal["gpt", "gpt2", "llama", "bert"] = "gpt"
+    #: Transformer blocks; placement counts the embedding and the head as layers too.
+    layers: int
+    hidden: int
+    heads: int
+    sequence_length: int
+    vocabulary: int = 256
+    #: The head shares the token embedding's weight.
+    tied: bool = True
+    #: Of a family with several: the largest.
+    dropout: float = 0.0
+    #: The family's own keys, all of them, as JSON; empty for the built-in model.
+    config: str = ""
+    #: Directory with the initial weights, the same on all nodes; None: they are drawn.
+    weights: str | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "layers", "hidden", "heads", "sequence_length")
+        _at_least(self, 2, "vocabulary")
+        _check_paths("weights", [self.weights])
+        _at_most(self, layers=512, hidden=1 << 18, sequence_length=1 << 22, vocabulary=1 << 24)
+        if self.hidden % self.heads:
+            raise ValueError(
+                f"heads: {self.heads} does not divide hidden ({self.hidden}); "
+                "choose heads so that every head has the same width"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout: {self.dropout} is not in [0, 1)")
+        self._check_family()
+
+    def _check_family(self) -> None:
+        family = family_of(self.kind)
+        if family is None:
+            for name, given in (("config", self.config), ("weights", self.weights)):
+                if given:
+                    raise ValueError(
+                        f"{name}: the built-in model takes none; leave it out or set kind to gpt2, "
+                        "llama or bert"
+                    )
+            return
+        complete = family.complete(decode_config(self.config or "{}"))
+        for name, value in asdict(family.numbers(complete)).items():
+            if getattr(self, name) != value:
+                raise ValueError(f"{name}: {getattr(self, name)}, but the config says {value}")
+        longest = family.positions(complete)
+        if self.sequence_length > longest:
+            raise ValueError(
+                f"sequence_length: {self.sequence_length} is beyond the model's {longest} "
+                f"positions; lower it, or raise config.{family.names['positions']}"
+            )
+
+    @property
+    def objective(self) -> Objective:
+        """What is learned: the next token, or masked ones."""
+        family = family_of(self.kind)
+        return "causal" if family is None else family.objective
+
+    @property
+    def layer_count(self) -> int:
+        """Units of placement: embedding, blocks, head."""
+        return self.layers + 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSpec:
+    """Where tokens come from: text files, or one flat file of token ids."""
+
+    text: tuple[str, ...] = ()
+    tokens: str | None = None
+    #: Of `tokens`; None: what stands beside the file says it.
+    dtype: Literal["uint8", "uint16", "uint32"] | None = None
+    #: A tokenizer.json for `text`; None: every byte is a token.
+    tokenizer: str | None = None
+    #: What stands after every document of `text`: a token of the tokenizer, or any text for bytes.
+    #: None: the token that usually does, nothing for bytes; empty: nothing.
+    separator: str | None = None
+    #: Where the text stands in files of JSON lines.
+    field: str = "text"
+    #: Directory on every node for texts as tokens; None: one in the home directory.
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.text) == (self.tokens is not None):
+            raise ValueError("data: give exactly one of text (paths or globs) and tokens (a file)")
+        _check_paths("text", self.text)
+        for name in ("tokens", "tokenizer", "cache"):
+            _check_paths(name, [getattr(self, name)])
+        for name in ("tokenizer", "separator", "cache"):
+            if self.tokens is not None and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}: goes with text; a tokens file holds tokens already, so leave it out"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSpec:
+    steps: int
+    #: Samples per step over all pipelines.
+    global_batch: int
+    #: Samples per micro-batch.
+    microbatch: int = 1
+    seed: int = 0
+    precision: Precision = "fp32"
+    #: layer: keep each layer's input alone between forward and backward, and compute it twice.
+    recompute: Recompute = "none"
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    #: The order of compute in a pipeline; auto: the fastest whose memory fits.
+    pipeline_schedule: Literal["auto", "1f1b", "gpipe", "zb-h1"] = "auto"
+    #: Largest global gradient norm; None: no clipping.
+    clip: float | None = 1.0
+    #: Steps in a row that nobody applied, since loss or gradients were not finite, after which the
+    #: job fails; None: it never does.
+    max_skipped_steps: int | None = 100
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "steps", "global_batch", "microbatch")
+        _at_least(self, 0, "seed")
+        _at_most(self, steps=10**9, global_batch=1 << 17, seed=(1 << 63) - 1)
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"clip: {self.clip} must be > 0; leave it out for no clipping")
+        if self.max_skipped_steps is not None:
+            _at_least(self, 1, "max_skipped_steps")
+        if self.schedule.min_lr > self.optimizer.lr:
+            raise ValueError(
+                f"min_lr: {self.schedule.min_lr} is above the optimizer's lr "
+                f"({self.optimizer.lr}), from which the rate falls; lower it"
+            )
+        if self.global_batch % self.microbatch:
+            raise ValueError(
+                f"microbatch: {self.microbatch} does not divide global_batch "
+                f"({self.global_batch}); choose a divisor of it"
+            )
+
+    @property
+    def wanted_schedule(self) -> Schedule | None:
+        """The schedule that the job asks for; None: it leaves the choice to planning."""
+        return None if self.pipeline_schedule == "auto" else self.pipeline_schedule
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches per step over all pipelines."""
+        return self.global_batch // self.microbatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSpec:
+    """The loss on samples that are not trained on, now and then."""
+
+    #: After every so many steps, and after the last one.
+    every: int
+    #: The share of the job's data that is kept out of training for it.
+    fraction: float | None = None
+    #: Or data of its own.
+    data: DataSpec | None = None
+    #: Samples of each evaluation at most, always the same; a multiple of the micro-batch is used.
+    samples: int = 1024
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "every", "samples")
+        _at_most(self, samples=1 << 20)
+        if (self.fraction is None) == (self.data is None):
+            raise ValueError(
+                "evaluation: give exactly one of fraction (of the data) and data (of its own)"
+            )
+        if self.fraction is not None and not 0.0 < self.fraction < 1.0:
+            raise ValueError(
+                f"fraction: {self.fraction} is not between 0 and 1; 0.01 keeps 1% out of training"
+            )
+
+    def due(self, step: int, steps: int) -> bool:
+        """Whether the state after `step` of `steps` is evaluated."""
+        return step > 0 and (step % self.every == 0 or step == steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResourceSpec:
+    """What the plan may use of each worker, and how pipelines may be shaped."""
+
+    #: Budget for state and activations of one worker; None: what its node reports.
+    memory_per_worker_bytes: int | None = None
+    #: Lower bound for the nodes of one pipeline, above what memory asks for.
+    min_nodes_per_pipeline: int = 1
+    #: auto: NCCL where every worker has a GPU to itself, and gloo elsewhere; gloo: always that.
+    transport: TransportName = "auto"
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "min_nodes_per_pipeline")
+        if self.memory_per_worker_bytes is not None:
+            _at_least(self, 1, "memory_per_worker_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSpec:
+    """Where and when the training state is saved, and what becomes of what is there already."""
+
+    #: A directory or an fsspec URL, the same place on all nodes.
+    path: str
+    #: Steps between two checkpoints.
+    every: int = 100
+    #: Newest checkpoints that stay.
+    keep: int = 3
+    #: A job whose path holds checkpoints goes on from the newest valid one (auto), must find one
+    #: (require), or must find none (never).
+    resume: Literal["auto", "never", "require"] = "auto"
+    #: Whether the state after the last step is saved, whatever `every` says.
+    at_end: bool = True
+
+    def __post_init__(self) -> None:
+        _check_place("path", self.path, "a directory or an fsspec URL")
+        _at_least(self, 1, "every", "keep")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """One training run, as its job file describes it."""
+
+    name: str
+    model: ModelSpec
+    data: DataSpec
+    training: TrainingSpec
+    #: None: no evaluation.
+    evaluation: EvaluationSpec | None = None
+    #: Node losses at a time that must not cost more than the step in flight.
+    fault_tolerance: int = 1
+    resources: ResourceSpec = field(default_factory=ResourceSpec)
+    #: Directory for the final weights, the same on all nodes; None: they are not saved.
+    output: str | None = None
+    #: None: the training state is never saved.
+    checkpoint: CheckpointSpec | None = None
+    #: Times and bytes that plans are made by: `measure` (or taken from a stored measurement),
+    #: `estimate`, or the path of a profile file.
+    profile: str = "measure"
+    #: Nodes with another major.minor of torch than most may take part.
+    allow_mixed_versions: bool = False
+    #: What becomes of the job where its state is with nobody any more and there is no checkpoint:
+    #: it ends (fail), or begins anew at step 1 (restart).
+    on_state_lost: OnStateLost = "fail"
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "job")
+        _check_place("profile", self.profile, "measure, estimate or a profile file's path")
+        _check_paths("output", [self.output])
+        _at_least(self, 0, "fault_tolerance")
+        if self.resources.min_nodes_per_pipeline > self.model.layer_count:
+            raise ValueError(
+                f"min_nodes_per_pipeline: {self.resources.min_nodes_per_pipeline} nodes are more "
+                f"than the {self.model.layer_count} layers (embedding, blocks and head) that a "
+                "pipeline spreads over them; lower it"
+            )
+        evaluation = self.evaluation
+        if evaluation is not None and evaluation.samples < self.training.microbatch:
+            raise ValueError(
+                f"samples: {evaluation.samples} are fewer than a micro-batch "
+                f"({self.training.microbatch}), in which they are evaluated; give that many or more"
+            )
+        if self.training.microbatches < self.fault_tolerance + 1:
+            raise ValueError(
+                f"global_batch: {self.training.global_batch} samples in micro-batches of "
+                f"{self.training.microbatch} are {self.training.microbatches} micro-batches, too "
+                f"few for the {self.fault_tolerance + 1} pipelines that fault_tolerance "
+                f"{self.fault_tolerance} needs; enlarge global_batch or lower microbatch"
+            )
+
+    @property
+    def profile_path(self) -> str | None:
+        """The profile file that the job names; None: it names none."""
+        return None if self.profile in ("measure", "estimate") else self.profile

@@ -1,0 +1,263 @@
+"""From what workers have measured to the profile of the whole model.
+
+Owns the types of a measurement, how several of them become one, and the key that says which
+measurements may stand for each other. Must not know how anything is measured.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Literal
+
+from oobleck.planner.codec import encode
+from oobleck.planner.job.spec import JobSpec, Recompute
+from oobleck.planner.profile.estimate import (
+    INTER_NODE_BYTES_PER_S,
+    INTRA_NODE_BYTES_PER_S,
+    LATENCY_S,
+    estimate_profile,
+)
+from oobleck.planner.profile.profile import BYTES, InvalidProfile, LayerProfile, Links, Profile
+from oobleck.planner.profile.sharing import with_exchanges
+from oobleck.planner.units import count
+
+Scope = Literal["intra_node", "inter_node"]
+
+#: Part of the key: measurements of another way of measuring do not stand for one of this.
+_METHOD = 4
+_TIMES = ("forward_s", "backward_s", "backward_input_s", "update_s")
+#: What follows from the model alone, and how far off a profile may be.
+_COMPARED = ("parameter_bytes", "output_bytes")
+_SAME_BYTES = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What one worker has measured: each kind of layer once, since all blocks are alike.
+
+    Times for several GPUs are those of one worker's part of the work, without exchanges.
+    """
+
+    embedding: LayerProfile
+    block: LayerProfile
+    head: LayerProfile
+    #: What it was measured on, such as `cpu Xeon, 1 thread`, and by which torch.
+    device: str
+    torch: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkMeasurement:
+    """One message between two workers takes latency_s + bytes / bytes_per_s."""
+
+    scope: Scope
+    latency_s: float
+    bytes_per_s: float
+
+
+def profile_key(
+    job: JobSpec,
+    *,
+    devices: Collection[str],
+    worker_slots: int,
+    workers_per_host: int,
+    several_nodes: bool,
+) -> str:
+    """Name of the measurements of this model on such machines; a file name.
+
+    `workers_per_host`: most workers that compute on one host at a time, over all of its nodes;
+    they share its memory and cores, and a measurement is made under that load. `several_nodes`: a
+    link between nodes is there to be measured.
+    """
+    training = job.training
+    matters = {
+        "method": _METHOD,
+        "model": replace(job.model, weights=None),
+        "microbatch": training.microbatch,
+        "precision": training.precision,
+        "recompute": training.recompute,
+        "optimizer": (training.optimizer.name, training.optimizer.moments),
+        "devices": sorted(set(devices)),
+        "worker_slots": worker_slots,
+        "workers_per_host": workers_per_host,
+        "several_nodes": several_nodes,
+    }
+    digest = hashlib.sha256(encode(matters)).hexdigest()[:16]
+    model = job.model
+    return (
+        f"{model.kind}-{model.layers}x{model.hidden}-b{training.microbatch}-"
+        f"{training.precision}-{digest}"
+    )
+
+
+def assemble_profile(
+    job: JobSpec,
+    measurements: Sequence[Measurement],
+    links: Iterable[LinkMeasurement],
+    *,
+    gpus_per_node: int,
+    memory_bytes: int,
+) -> tuple[Profile, dict[str, object]]:
+    """The profile of `job`'s model, and notes on how it came about.
+
+    Of devices of one kind the median counts, among kinds the slowest: any of them may get any
+    stage. `memory_bytes`: what training may use of a worker. Raises ValueError where measurements
+    contradict each other.
+    """
+    if not measurements:
+        raise ValueError("nothing was measured")
+    wires, filled = _links(links)
+    embedding, block, head = (
+        with_exchanges(_combine([(m.device, getattr(m, kind)) for m in measurements]), wires)
+        for kind in ("embedding", "block", "head")
+    )
+    blocks = (replace(block, name=f"block{number}") for number in range(job.model.layers))
+    try:
+        profile = Profile(
+            microbatch=job.training.microbatch,
+            gpus_per_node=gpus_per_node,
+            gpu_memory_bytes=memory_bytes,
+            layers=(
+                replace(embedding, name="embedding"),
+                *blocks,
+                replace(head, name="head"),
+            ),
+            links=wires,
+        )
+    except InvalidProfile as error:  # a clock that runs wild must not become a plan
+        raise ValueError(f"the measurement makes no sense: {error}") from error
+    notes = {
+        "devices": sorted({m.device for m in measurements}),
+        "torch": sorted({m.torch for m in measurements}),
+        "workers": len(measurements),
+        "precision": job.training.precision,
+        "microbatch": job.training.microbatch,
+        **filled,
+    }
+    return profile, notes
+
+
+def _combine(found: Sequence[tuple[str, LayerProfile]]) -> LayerProfile:
+    layers = [layer for _, layer in found]
+    by_device: dict[str, list[LayerProfile]] = {}
+    for device, layer in found:
+        by_device.setdefault(device, []).append(layer)
+
+    def slowest(times_of: Callable[[LayerProfile], Mapping[int, float]]) -> dict[int, float]:
+        allowed = set.intersection(*(set(times_of(layer)) for layer in layers))
+        return {
+            gpus: max(median(times_of(one)[gpus] for one in alike) for alike in by_device.values())
+            for gpus in sorted(allowed)
+        }
+
+    forward_s, backward_s, backward_input_s, update_s = (
+        slowest(lambda layer, name=name: getattr(layer, name))  # type: ignore[misc]
+        for name in _TIMES
+    )
+    return LayerProfile(
+        name=layers[0].name,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        # Medians of the parts may cross where those of the wholes do not.
+        backward_input_s={g: min(s, backward_s[g]) for g, s in backward_input_s.items()},
+        update_s=update_s,
+        **{name: max(getattr(layer, name) for layer in layers) for name in BYTES},
+    )
+
+
+def _links(found: Iterable[LinkMeasurement]) -> tuple[Links, dict[str, object]]:
+    """What was measured, and in place of what was not: the other link, or the estimate."""
+    by_scope = {link.scope: link for link in found}
+    intra, inter = by_scope.get("intra_node"), by_scope.get("inter_node")
+    if intra is None and inter is None:
+        links = Links(
+            intra_node_bytes_per_s=INTRA_NODE_BYTES_PER_S,
+            inter_node_bytes_per_s=INTER_NODE_BYTES_PER_S,
+            latency_s=LATENCY_S,
+        )
+        return links, {"intra_node_link": "estimated", "inter_node_link": "estimated"}
+    one = inter or intra
+    assert one is not None, "one of them is there"
+    links = Links(
+        intra_node_bytes_per_s=(intra or one).bytes_per_s,
+        inter_node_bytes_per_s=(inter or one).bytes_per_s,
+        latency_s=one.latency_s,
+    )
+    return links, {
+        "intra_node_link": "measured" if intra else "the inter-node link's",
+        "inter_node_link": "measured" if inter else "the intra-node link's",
+    }
+
+
+def check_fits(profile: Profile, job: JobSpec) -> None:
+    """Raises ValueError where `profile` cannot be one of `job`'s model, or lacks what training
+    needs of it."""
+    if len(profile.layers) != job.model.layer_count:
+        raise ValueError(
+            f"the profile has {count(len(profile.layers), 'layer')}, and the model has "
+            f"{job.model.layer_count} (embedding, {count(job.model.layers, 'block')}, head); "
+            "profile this model"
+        )
+    if profile.microbatch != job.training.microbatch:
+        raise ValueError(
+            f"the profile was measured with microbatch {profile.microbatch}, and the job has "
+            f"{job.training.microbatch}; profile again, or set training.microbatch to that"
+        )
+    expected = _expected(job)
+    for number, (layer, wanted) in enumerate(zip(profile.layers, expected, strict=True)):
+        # What the head sends to nobody may be anything.
+        for name in _COMPARED if number < len(expected) - 1 else _COMPARED[:1]:
+            has, should = getattr(layer, name), getattr(wanted, name)
+            if abs(has - should) > _SAME_BYTES * should:
+                raise ValueError(
+                    f"layers[{number}].{name}: {has}, and that layer of the job's model has "
+                    f"{should}: it is a profile of another model or precision; profile this model"
+                )
+        if abs(layer.state_bytes - wanted.state_bytes) > _SAME_BYTES * wanted.state_bytes:
+            raise ValueError(
+                f"layers[{number}].state_bytes: {layer.state_bytes}, and with the job's optimizer "
+                f"({_optimizer(job)}) that layer has {wanted.state_bytes}: it is a profile for "
+                "another optimizer; profile again, or set training.optimizer to that one"
+            )
+    recompute = job.training.recompute
+    for number, layer in enumerate(profile.layers[1:-1], 1):
+        found: Recompute = "layer" if _keeps_input_alone(layer) else "none"
+        if found != recompute:
+            raise ValueError(
+                f"layers[{number}].activation_bytes: {layer.activation_bytes}, as with recompute "
+                f"{found}, and the job has {recompute}; profile again, or set training.recompute "
+                f"to {found}"
+            )
+
+
+def _optimizer(job: JobSpec) -> str:
+    optimizer = job.training.optimizer
+    return f"{optimizer.name}, {count(optimizer.moments, 'moment')}"
+
+
+def _keeps_input_alone(block: LayerProfile) -> bool:
+    """Otherwise a transformer block keeps ten times as much and more, in every precision."""
+    return block.activation_bytes < 2 * block.output_bytes
+
+
+def check_measured(profile: Profile, job: JobSpec, *, gpus_per_node: int) -> None:
+    """Raises ValueError where `profile` cannot be what `assemble_profile` makes for `job` on nodes
+    of so many GPUs."""
+    check_fits(profile, job)
+    if profile.gpus_per_node != gpus_per_node:
+        raise ValueError(
+            f"gpus_per_node: {profile.gpus_per_node}, and the nodes have {gpus_per_node}"
+        )
+    for number, (layer, wanted) in enumerate(zip(profile.layers, _expected(job), strict=True)):
+        if 1 not in layer.forward_s:
+            raise ValueError(f'layers[{number}].forward_s["1"]: is missing, and it is measured')
+        if layer.name != wanted.name:
+            raise ValueError(
+                f"layers[{number}].name: {layer.name!r}, and the model has {wanted.name!r} there"
+            )
+
+
+def _expected(job: JobSpec) -> tuple[LayerProfile, ...]:
+    """Names and byte counts of `job`'s model."""
+    return estimate_profile(job, gpus_per_node=1, memory_per_worker_bytes=1 << 30).layers

@@ -1,0 +1,207 @@
+"""The profile of a model on a machine: measured or estimated time and bytes per layer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from oobleck.planner.units import count
+
+#: Of all times but 0: what planning counts in, and some 30 years.
+LEAST_S, MOST_S = 1e-15, 1e9
+#: Of what a layer or a GPU has, and of the state or the activations of all layers.
+MOST_BYTES, MOST_BYTES_IN_ALL = 2**60 - 1, 2**62 - 1
+LEAST_RATE, MOST_RATE = 1.0, 1e18
+MOST_LAYERS = 1024
+#: Fields of a layer in bytes.
+OPTIONAL_BYTES = ("sum_bytes", "tied_bytes", "working_bytes", "mapped_bytes", "exchange_bytes")
+BYTES = ("parameter_bytes", "state_bytes", "activation_bytes", "output_bytes", *OPTIONAL_BYTES)
+_MOST = {"microbatch": 2**31 - 1, "gpus_per_node": 1024, "gpu_memory_bytes": MOST_BYTES}
+
+
+class InvalidProfile(ValueError):
+    """A value of a profile is wrong: which field of what, and the fix."""
+
+    def __init__(self, owner: str, field_path: str, problem: str) -> None:
+        super().__init__(f"{owner}{field_path}: {problem}")
+        self.field_path = field_path
+        self.problem = problem
+
+
+def _problem_of_time(seconds: float) -> str:
+    """What is wrong with `seconds` and the fix; empty: nothing."""
+    if seconds == 0 or LEAST_S <= seconds <= MOST_S:
+        return ""
+    return f"{seconds} is not a time; give seconds, 0 or {LEAST_S:g} to {MOST_S:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProfile:
+    """One layer. Times are seconds for one micro-batch, keyed by the GPUs sharing the layer.
+
+    Raises InvalidProfile, a ValueError.
+    """
+
+    name: str
+    #: A number of GPUs that is missing may not share the layer.
+    forward_s: Mapping[int, float]
+    backward_s: Mapping[int, float]
+    parameter_bytes: int
+    #: Weights, gradients and optimizer moments.
+    state_bytes: int
+    #: Kept per micro-batch from its forward to its backward.
+    activation_bytes: int
+    #: Sent to the next stage per micro-batch.
+    output_bytes: int
+    #: The sum of the layer's gradients over all workers that hold the layer, where several do.
+    sum_bytes: int = 0
+    #: The part of `sum_bytes` that the layer shares with another: summed in every plan.
+    tied_bytes: int = 0
+    #: The most that computing one micro-batch takes beside all that and what is kept: what its
+    #: operations hand to each other, and the messages at the stage's borders.
+    working_bytes: int = 0
+    #: The same of single blocks that the allocator gives back one by one (`MAPPED_BYTES` in
+    #: `oobleck.planner.profile.memory`): one layer's come when another's `working_bytes` are still
+    #: held.
+    mapped_bytes: int = 0
+    #: What a worker that shares the layer with others of its node has, beside its share, while it
+    #: computes the layer (`oobleck.planner.profile.sharing`).
+    exchange_bytes: int = 0
+    #: The part of `backward_s` that makes the gradient of the layer's input, where it was measured
+    #: apart from that of the weights.
+    backward_input_s: Mapping[int, float] = field(default_factory=dict)
+    #: The optimizer's update of the layer, once per step.
+    update_s: Mapping[int, float] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        # Layers that differ in their times alone are told apart by equality.
+        return hash((self.name, self.state_bytes, self.activation_bytes, len(self.forward_s)))
+
+    def __post_init__(self) -> None:
+        if not self.forward_s:
+            raise self._wrong("forward_s", 'is empty; give at least the time on one GPU, {"1": s}')
+        for name in ("forward_s", "backward_s", "backward_input_s", "update_s"):
+            self._check_times(name, getattr(self, name))
+        for name in ("backward_s", "backward_input_s", "update_s"):
+            self._check_keys(name, getattr(self, name), optional=name != "backward_s")
+        for gpus, seconds in self.backward_input_s.items():
+            if seconds > self.backward_s[gpus]:
+                raise self._wrong(
+                    f'backward_input_s["{gpus}"]',
+                    f"{seconds} is more than the whole backward ({self.backward_s[gpus]}), of "
+                    "which it is a part; correct one of them or leave backward_input_s out",
+                )
+        for name in BYTES:
+            value = getattr(self, name)
+            if value < 0:
+                raise self._wrong(name, f"{value} is negative; give bytes >= 0")
+            if value > MOST_BYTES:
+                raise self._wrong(name, "is too large; give bytes < 2^60")
+        if self.tied_bytes > self.sum_bytes:
+            raise self._wrong(
+                "tied_bytes",
+                f"{self.tied_bytes} is more than sum_bytes ({self.sum_bytes}), of which it is a "
+                "part; correct one of them or leave tied_bytes out",
+            )
+
+    def _wrong(self, field_path: str, problem: str) -> InvalidProfile:
+        return InvalidProfile(f"layer {self.name}: ", field_path, problem)
+
+    def _check_times(self, name: str, times: Mapping[int, float]) -> None:
+        for gpus, seconds in times.items():
+            if gpus < 1:
+                raise self._wrong(f'{name}["{gpus}"]', "keys are numbers of GPUs, from 1")
+            if problem := _problem_of_time(seconds):
+                raise self._wrong(f'{name}["{gpus}"]', problem)
+        if name in ("backward_input_s", "update_s"):
+            return
+        fewest, *others = sorted(times) or [0]
+        for gpus in others:
+            if times[gpus] > times[fewest]:
+                raise self._wrong(
+                    f'{name}["{gpus}"]',
+                    f"{times[gpus]} is more than with {count(fewest, 'GPU')} "
+                    f"({times[fewest]}); leave out the entry for {gpus} GPUs (in all of the "
+                    "layer's times): a layer may not be shared by a number that is missing",
+                )
+            fewest = gpus
+
+    def _check_keys(self, name: str, times: Mapping[int, float], *, optional: bool) -> None:
+        if optional and not times:
+            return
+        missing = sorted(set(self.forward_s) - set(times))
+        more = sorted(set(times) - set(self.forward_s))
+        if missing:
+            raise self._wrong(
+                f'{name}["{missing[0]}"]', "is missing; forward_s has that number of GPUs: give it"
+            )
+        if more:
+            raise self._wrong(
+                f'{name}["{more[0]}"]', "forward_s lacks that number of GPUs; give it there too"
+            )
+
+
+def working_bytes(layers: Sequence[LayerProfile]) -> int:
+    """What a stage of these layers has beside its state and what is kept."""
+    return max(la.working_bytes for la in layers) + max(la.mapped_bytes for la in layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """What the wires do: bytes per second inside and between nodes, seconds per message."""
+
+    intra_node_bytes_per_s: float
+    inter_node_bytes_per_s: float
+    latency_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("intra_node_bytes_per_s", "inter_node_bytes_per_s"):
+            value = getattr(self, name)
+            if not LEAST_RATE <= value <= MOST_RATE:
+                raise InvalidProfile(
+                    "links.",
+                    name,
+                    f"{value} is not a rate; give bytes per second, {LEAST_RATE:g} to "
+                    f"{MOST_RATE:g}",
+                )
+        if problem := _problem_of_time(self.latency_s):
+            raise InvalidProfile("links.", "latency_s", problem)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """All that planning knows of the model and the machines. Raises InvalidProfile."""
+
+    microbatch: int
+    gpus_per_node: int
+    #: What training may use of one GPU: without the margin of `oobleck.planner.profile.memory`.
+    gpu_memory_bytes: int
+    layers: tuple[LayerProfile, ...]
+    links: Links
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise InvalidProfile("", "layers", "is empty; give at least one layer")
+        if len(self.layers) > MOST_LAYERS:
+            raise InvalidProfile(
+                "", "layers", f"has {len(self.layers)} layers; give at most {MOST_LAYERS}"
+            )
+        for name, most in _MOST.items():
+            value = getattr(self, name)
+            if value < 1:
+                raise InvalidProfile("", name, f"{value} is below 1; give at least 1")
+            if value > most:
+                raise InvalidProfile("", name, f"is too large; give at most {most}")
+        for name in ("state_bytes", "activation_bytes"):
+            whole = sum(getattr(layer, name) for layer in self.layers)
+            if whole > MOST_BYTES_IN_ALL:
+                raise InvalidProfile(
+                    "", "layers", f"{name} of all add up to {whole}, 2^62 or more; check the unit"
+                )
+        first: dict[str, int] = {}
+        for number, layer in enumerate(self.layers):
+            before = first.setdefault(layer.name, number)
+            if before != number:
+                raise InvalidProfile(
+                    "",
+                    f"layers[{number}].name",
+                    f"{layer.name!r} is the name of layers[{before}] too; give each its own",
+                )

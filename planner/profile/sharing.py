@@ -1,0 +1,61 @@
+"""What it means that the workers of a node share a layer: times, bytes, and who may keep what.
+
+A stage of d workers splits each micro-batch: worker i takes the i-th d-th of its rows. State is
+sharded: worker i keeps the i-th d-th of each layer's weights, gradients and moments. A layer's
+weights are gathered for its forward and backward, and its gradients are summed into the shares
+after (fully sharded data parallelism, as ZeRO-3 of Rajbhandari et al., 2020, inside one stage).
+With room for it a worker does both once per step instead of once per micro-batch (`resident`).
+
+Owns the sizes that a profile offers and the bytes of both ways. Must not know cuts or schedules.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from oobleck.planner.cost.formula import exchange_s
+from oobleck.planner.profile.profile import LayerProfile, Links
+
+#: In units of a layer's parameters: the gathered weights, the gradient of the whole layer, and the
+#: other workers' shares of the sum on their way.
+_AT_ONCE = 3
+#: Of these the first two are kept for the step by a resident stage.
+_KEPT = 2
+
+
+def sharing_sizes(microbatch: int, gpus_per_node: int) -> tuple[int, ...]:
+    """By how many workers a measured or estimated profile lets a layer be shared.
+
+    Those that divide the rows of a micro-batch: with others some worker would have more rows than
+    its share, in time and in memory.
+    """
+    return tuple(d for d in range(1, min(microbatch, gpus_per_node) + 1) if microbatch % d == 0)
+
+
+def with_exchanges(layer: LayerProfile, links: Links) -> LayerProfile:
+    """`layer`, whose times are of computing alone, with what sharing it takes beside.
+
+    Weights are gathered and gradients summed once per step, so that is part of `update_s`. Where
+    memory is too short for that, both take their time for every micro-batch, which no time says.
+    """
+    sizes = sorted(layer.forward_s)
+    if sizes == [1]:
+        return layer
+    return replace(
+        layer,
+        update_s={
+            gpus: layer.update_s.get(gpus, 0.0)
+            + 2 * exchange_s(layer.parameter_bytes, gpus=gpus, links=links)
+            for gpus in sizes
+        },
+        exchange_bytes=_AT_ONCE * layer.parameter_bytes,
+    )
+
+
+def exchange_bytes(layers: Sequence[LayerProfile], gpus: int, *, resident: bool) -> int:
+    """What each of `gpus` workers has beside its share of the layers' state and activations."""
+    if gpus == 1:
+        return 0
+    if not resident:
+        return max(layer.exchange_bytes for layer in layers)
+    parameters = [layer.parameter_bytes for layer in layers]
+    return _KEPT * sum(parameters) + (_AT_ONCE - _KEPT) * max(parameters)

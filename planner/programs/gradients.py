@@ -1,0 +1,131 @@
+"""Which gradients are summed over whom: buckets, from where the pipelines of a plan hold layers.
+
+A sum over few workers costs milliseconds however small it is, and one can start only when all of it
+is there; so layers with the same owners go into one bucket up to a size, and then into the next.
+Owns the cut of layers into pieces where stages of different numbers of workers hold them. Must not
+know the order of compute or times.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.programs.instructions import LayerPart, Share, SyncGradient
+from oobleck.planner.programs.plan import Plan, Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Parts that are summed over the same workers in one go."""
+
+    owners: tuple[WorkerId, ...]
+    parts: tuple[LayerPart, ...]
+
+
+#: A bucket is full with this (as in Li et al., PyTorch Distributed, §4.2).
+BUCKET_BYTES = 25 << 20
+
+
+def gradient_buckets(
+    plan: Plan, *, tied: bool, layer_bytes: Sequence[int] | None = None
+) -> tuple[Bucket, ...]:
+    """The buckets, highest layers first; the index is the number.
+
+    One for each distinct set of owners or, where `layer_bytes` tells the size of each layer's
+    gradient, as many as fill up. Those of one set come in the order in which a backward completes
+    their layers, the tied part last: owners that hold both of its ends have it with layer 0.
+
+    A part is in a bucket exactly when its owners are the bucket's, so every owner holds every
+    `own` part of it. The tied part is one part with two places: its owners are the holders of
+    layer 0 and of the head, and each syncs what it holds of it.
+    """
+    by_owners: dict[tuple[WorkerId, ...], list[LayerPart]] = defaultdict(list)
+    for layers, stages in _runs(plan):
+        for share, owners in _pieces(stages):
+            by_owners[owners].extend(
+                LayerPart(layer=layer, part="own", share=share) for layer in layers
+            )
+    if tied:
+        ends = sorted({0, plan.layer_count - 1})
+        stages = [stage for p in plan.pipelines for stage in (p.stages[0], p.stages[-1])]
+        for share, owners in _pieces(stages):
+            by_owners[owners].extend(
+                LayerPart(layer=layer, part="tied", share=share) for layer in ends
+            )
+    buckets = [
+        Bucket(owners=owners, parts=tuple(parts))
+        for owners, held in by_owners.items()
+        for parts in (_filled(held, layer_bytes) if layer_bytes is not None else [held])
+    ]
+    # No two buckets share an own part's layer, except where it is cut into pieces; only those
+    # and the tied bucket can need the tie-break.
+    return tuple(sorted(buckets, key=lambda bucket: (-_highest(bucket), bucket.owners)))
+
+
+def _highest(bucket: Bucket) -> int:
+    """The highest layer of its own parts; of its tied ones, where there are no others."""
+    own = [part.layer for part in bucket.parts if part.part == "own"]
+    return max(own or [part.layer for part in bucket.parts])
+
+
+def _filled(parts: Sequence[LayerPart], layer_bytes: Sequence[int]) -> Iterator[list[LayerPart]]:
+    """`parts` of the same owners, whole layers from the highest down, cut where a bucket is full;
+    the tied ones stay with the lowest."""
+    bucket: list[LayerPart] = []
+    held = 0
+    for part in sorted(parts, key=lambda part: (part.part == "tied", -part.layer)):
+        if held >= BUCKET_BYTES and part.part == "own" and part.layer != bucket[-1].layer:
+            yield sorted(bucket, key=_place)
+            bucket, held = [], 0
+        bucket.append(part)
+        held += part.share.of_bytes(layer_bytes[part.layer])
+    yield sorted(bucket, key=_place)
+
+
+def _place(part: LayerPart) -> tuple[str, int, Share]:
+    return part.part, part.layer, part.share
+
+
+def syncs_by_worker(buckets: Sequence[Bucket], plan: Plan) -> Mapping[WorkerId, list[SyncGradient]]:
+    """The sums that each worker takes part in, in the order of the buckets."""
+    held = plan.holdings()
+    syncs: dict[WorkerId, list[SyncGradient]] = {worker: [] for worker in held}
+    for number, bucket in enumerate(buckets):
+        parts_of: dict[range, tuple[LayerPart, ...]] = {}
+        for worker in bucket.owners:
+            layers = held[worker]
+            if layers not in parts_of:
+                parts_of[layers] = tuple(part for part in bucket.parts if part.layer in layers)
+            syncs[worker].append(
+                SyncGradient(bucket=number, parts=parts_of[layers], owners=bucket.owners)
+            )
+    return syncs
+
+
+def _runs(plan: Plan) -> Iterator[tuple[range, list[Stage]]]:
+    """Maximal runs of layers that every pipeline holds in one stage, with those stages."""
+    starts = sorted({stage.first_layer for p in plan.pipelines for stage in p.stages})
+    reached = [0] * len(plan.pipelines)
+    for start, stop in zip(starts, [*starts[1:], plan.layer_count], strict=True):
+        stages = []
+        for number, pipeline in enumerate(plan.pipelines):
+            while pipeline.stages[reached[number]].last_layer < start:
+                reached[number] += 1
+            stages.append(pipeline.stages[reached[number]])
+        yield range(start, stop), stages
+
+
+def _pieces(stages: Collection[Stage]) -> Iterator[tuple[Share, tuple[WorkerId, ...]]]:
+    """What the stages hold in common, cut wherever one of them changes the worker that owns it.
+
+    Worker p of d owns the p-th d-th. Yields each piece with its owners, sorted.
+    """
+    sizes = {len(stage.workers) for stage in stages}
+    of = math.lcm(*sizes)
+    cuts = sorted({p * of // size for size in sizes for p in range(size)} | {of})
+    for start, stop in pairwise(cuts):
+        owners = {stage.workers[start * len(stage.workers) // of] for stage in stages}
+        yield Share(start, stop, of), tuple(sorted(owners))

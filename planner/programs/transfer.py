@@ -1,0 +1,255 @@
+"""Which worker sends which layer's state to whom before a new plan can start.
+
+Every worker computes this from the same table and comes to the same list, so nobody has to be
+told. A stage of d workers keeps its layers' state (parameters, gradients, moments) in shards:
+worker p of d holds part p of d of each layer's flat state. When the grouping changes, 2 workers to
+1 or 3 to 2, the pieces that are missing come from whoever holds them. Owns what is missing and who
+has it; `oobleck.planner.programs.balance` says who sends. Must not know how state travels.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+
+from oobleck.planner.errors import LayerLost
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.programs.balance import Task, balance
+from oobleck.planner.programs.plan import Plan
+
+__all__ = [
+    "CUT_NUMBERS",
+    "LayerLost",
+    "LayerTable",
+    "Shard",
+    "ShardTable",
+    "Transfer",
+    "cut",
+    "plan_shards",
+    "plan_transfers",
+    "require_holders",
+]
+
+_WHOLE = Fraction(1)
+
+#: Shares of a layer's numbers begin at multiples of this. Vectorised kernels round the last few
+#: numbers of a tensor, fewer than these, unlike the others; so an update gives the same result to
+#: the last bit however the layer is cut, and copies of it in different cuts stay equal.
+CUT_NUMBERS = 16
+
+
+def cut(share: Fraction, count: int) -> int:
+    """Where the first `share` of `count` numbers ends."""
+    return min(count, share.numerator * -(-count // CUT_NUMBERS) // share.denominator * CUT_NUMBERS)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shard:
+    """Part `part` of `parts` equal ones of a layer's flat state (see `cut`)."""
+
+    layer: int
+    part: int = 0
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.part < self.parts:
+            raise ValueError(f"part {self.part} of {self.parts}; parts count from 0")
+
+    @property
+    def start(self) -> Fraction:
+        return Fraction(self.part, self.parts)
+
+    @property
+    def stop(self) -> Fraction:
+        return Fraction(self.part + 1, self.parts)
+
+
+#: The layers whose whole state each reachable worker holds, all at the same committed step.
+LayerTable = Mapping[WorkerId, frozenset[int]]
+#: The same where layers are held in parts.
+ShardTable = Mapping[WorkerId, frozenset[Shard]]
+
+
+@dataclass(frozen=True, slots=True, order=True, kw_only=True)
+class Transfer:
+    """State of `layer` (parameters and moments) goes from source to destination.
+
+    All of it, or the piece from `start` to `stop` of its flat state: of its tied part and of its
+    own part, each of n numbers, those from cut(start, n) to cut(stop, n) - 1.
+    """
+
+    layer: int
+    source: WorkerId
+    destination: WorkerId
+    start: Fraction = Fraction(0)
+    stop: Fraction = _WHOLE
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop <= 1:
+            raise ValueError(f"a piece from {self.start} to {self.stop} of a layer is not one")
+
+
+def plan_shards(plan: Plan) -> ShardTable:
+    """What each worker of the plan holds; equal sets are one object."""
+    known: dict[tuple[range, int, int], frozenset[Shard]] = {}
+    table = {}
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            parts = len(stage.workers)
+            for part, worker in enumerate(stage.workers):
+                key = stage.layers, part, parts
+                if key not in known:
+                    known[key] = frozenset(Shard(layer, part, parts) for layer in stage.layers)
+                table[worker] = known[key]
+    return table
+
+
+def require_holders(held: ShardTable, layer_count: int) -> None:
+    """Raises LayerLost where a layer, or a part of one, is with nobody."""
+    spans: dict[int, set[Shard]] = {layer: set() for layer in range(layer_count)}
+    for shards in set(held.values()):
+        for shard in shards:
+            spans[shard.layer].add(shard)
+    if lost := {layer for layer, shards in spans.items() if not _cover(shards)}:
+        raise LayerLost(lost)
+
+
+def _cover(shards: Collection[Shard]) -> bool:
+    """Whether the shards make up the whole layer."""
+    if any(shard.parts == 1 for shard in shards):
+        return True
+    reached = Fraction(0)
+    for shard in sorted(shards, key=lambda shard: shard.start):
+        if shard.start > reached:
+            return False
+        reached = max(reached, shard.stop)
+    return reached == _WHOLE
+
+
+def plan_transfers(
+    held: LayerTable | ShardTable, plan: Plan, *, state_bytes: Sequence[int]
+) -> tuple[Transfer, ...]:
+    """All transfers after which every worker of `plan` holds its layers, or its parts, sorted.
+
+    What a worker of the destination's node holds comes from there. The rest is spread over its
+    holders so that the one that sends most bytes sends as few as possible
+    (`oobleck.planner.programs.balance`). What a worker receives is what it lacks, whoever sends.
+    Raises LayerLost.
+    """
+    table = {worker: _shards(held[worker]) for worker in sorted(held, key=_key)}
+    wanted = [
+        (worker, shard)
+        for worker, shards in sorted(plan_shards(plan).items(), key=lambda item: _key(item[0]))
+        for shard in sorted(shards - table.get(worker, frozenset()), key=_place)
+    ]
+    holders: dict[int, list[tuple[WorkerId, Shard]]] = {shard.layer: [] for _, shard in wanted}
+    for worker, shards in table.items():
+        for shard in shards:
+            if shard.layer in holders:
+                holders[shard.layer].append((worker, shard))
+    held_pieces = {s: _cut(s, holders[s.layer]) for s in dict.fromkeys(s for _, s in wanted)}
+    pieces = [
+        _Piece(layer=shard.layer, start=start, stop=stop, destination=worker, holders=having)
+        for worker, shard in wanted
+        for start, stop, having in held_pieces[shard]
+        if worker not in having
+    ]
+    if lost := {piece.layer for piece in pieces if not piece.holders}:
+        raise LayerLost(lost)
+
+    sources = balance(
+        [
+            Task(
+                size=_bytes(piece, state_bytes[piece.layer]),
+                near=tuple(w for w in piece.holders if w.node == piece.destination.node),
+                far=tuple(piece.holders),
+            )
+            for piece in pieces
+        ]
+    )
+    return tuple(sorted(_joined(zip(pieces, sources, strict=True)), key=_order))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Something that `destination` lacks, and everyone who holds all of it."""
+
+    layer: int
+    start: Fraction
+    stop: Fraction
+    destination: WorkerId
+    holders: dict[WorkerId, None]
+
+
+def _shards(held: frozenset[int] | frozenset[Shard]) -> frozenset[Shard]:
+    return frozenset(item if isinstance(item, Shard) else Shard(item) for item in held)
+
+
+def _cut(
+    shard: Shard, holders: Sequence[tuple[WorkerId, Shard]]
+) -> list[tuple[Fraction, Fraction, dict[WorkerId, None]]]:
+    """The pieces of `shard`, cut where the set of their holders changes, and the holders."""
+    others = dict.fromkeys(other for _, other in holders)
+    cuts = {shard.start, shard.stop}
+    for other in others:
+        cuts.update(cut for cut in (other.start, other.stop) if shard.start < cut < shard.stop)
+    pieces = []
+    for start, stop in pairwise(sorted(cuts)):
+        inside = {other for other in others if other.start <= start and stop <= other.stop}
+        pieces.append((start, stop, dict.fromkeys(w for w, other in holders if other in inside)))
+    return pieces
+
+
+def _bytes(piece: _Piece, count: int) -> int:
+    return int(piece.stop * count) - int(piece.start * count)
+
+
+def _joined(found: Iterable[tuple[_Piece, WorkerId]]) -> Iterator[Transfer]:
+    """Neighbouring pieces of one layer, source and destination as one transfer."""
+    last: Transfer | None = None
+    for piece, source in found:
+        transfer = Transfer(
+            layer=piece.layer,
+            source=source,
+            destination=piece.destination,
+            start=piece.start,
+            stop=piece.stop,
+        )
+        if last is not None and (last.layer, last.source, last.destination, last.stop) == (
+            transfer.layer,
+            transfer.source,
+            transfer.destination,
+            transfer.start,
+        ):
+            last = Transfer(
+                layer=last.layer,
+                source=last.source,
+                destination=last.destination,
+                start=last.start,
+                stop=transfer.stop,
+            )
+            continue
+        if last is not None:
+            yield last
+        last = transfer
+    if last is not None:
+        yield last
+
+
+def _key(worker: WorkerId) -> tuple[str, int]:
+    # Tuples compare faster than dataclasses, by the same order.
+    return worker.node, worker.slot
+
+
+def _place(shard: Shard) -> tuple[int, int, int]:
+    return shard.layer, shard.part, shard.parts
+
+
+def _order(transfer: Transfer) -> tuple[object, ...]:
+    return (
+        transfer.layer,
+        *_key(transfer.source),
+        *_key(transfer.destination),
+        transfer.start,
+        transfer.stop,
+    )

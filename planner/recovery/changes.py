@@ -1,0 +1,124 @@
+"""All ways from a plan into one for the nodes that live now: the candidates of reconfiguration.
+
+What the paper's rules make of the hit pipelines, in any combination
+(`oobleck.planner.recovery.rules`), with newcomers in pipelines of their own or in those that are
+there; and given sizes, with whole pipelines staying where they can. Owns the candidates and their
+stories. Must not know which one is the best: `oobleck.planner.recovery.reconfigure` compares them.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from oobleck.planner.ids import NodeName
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.recovery.placement import Slot, keep_fitting
+from oobleck.planner.recovery.rules import (
+    Group,
+    Groups,
+    Rule,
+    enlarge,
+    found_pipelines,
+    mend,
+    refill,
+)
+
+#: Ways to put the hit pipelines right; all of them for up to three.
+_MOST_WAYS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A way into the next plan: its pipelines, the rule that leads there, and its story."""
+
+    slots: tuple[Slot, ...]
+    rule: Rule
+    reason: str
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Nodes per pipeline, biggest first."""
+        return tuple(sorted((slot.size for slot in self.slots), reverse=True))
+
+
+def by_rules(plan: Plan, alive: frozenset[NodeName], known: Collection[int]) -> Iterator[Change]:
+    """Changes with templates of `known` sizes, in the paper's order of rules.
+
+    Not all of them use all nodes, and some may have fewer pipelines than there were.
+    """
+    groups, gone = _hit_groups(plan, alive)
+    stop = min(known)  # the rules use the sizes without a gap
+    while stop in known:
+        stop += 1
+    sizes = range(min(known), stop)
+    newcomers = len(alive - set(plan.nodes))
+    if not newcomers:
+        for way in mend(groups, sizes, most=_MOST_WAYS):
+            reason = "; ".join((*gone, *way.stories))
+            yield Change(slots=_slots(way.groups), rule=way.rule, reason=reason)
+        return
+    for filled, left in dict.fromkeys((refill(groups, newcomers), (groups, newcomers))):
+        for way in mend(filled, sizes, most=_MOST_WAYS):
+            for function in (found_pipelines, enlarge):
+                joined = function(way.groups, left, sizes) if left else way.groups
+                if joined is not None:
+                    yield told(_slots(joined), plan, alive)
+
+
+def reshaped(sizes: Sequence[int], plan: Plan, alive: frozenset[NodeName]) -> Change:
+    """Pipelines of these sizes, with those of `plan` that can stay."""
+    return told(keep_fitting(sizes, plan, alive), plan, alive)
+
+
+def told(slots: tuple[Slot, ...], plan: Plan, alive: frozenset[NodeName]) -> Change:
+    """Slots that no rule has told the story of."""
+    before = frozenset(plan.nodes)
+    changes = [
+        f"{', '.join(sorted(nodes))} {verb}"
+        for nodes, verb in ((before - alive, "lost"), (alive - before, "joined"))
+        if nodes
+    ]
+    old = _listed([len(pipeline.nodes) for pipeline in plan.pipelines])
+    new = _listed(sorted((slot.size for slot in slots), reverse=True))
+    idle = len(alive) - sum(slot.size for slot in slots)
+    spare = f"; no combination of templates has a use for {idle} of the nodes" if idle else ""
+    return Change(
+        slots=slots,
+        rule="join" if alive - before else "reshape",
+        reason=f"{' and '.join(changes)}: templates {old} -> templates {new}{spare}",
+    )
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    """`3, 2, 2`, and many equal ones in a row as `3, 2 (x12)`."""
+    runs = [(size, len(list(run))) for size, run in groupby(sizes)]
+    return ", ".join(
+        f"{size} (x{number})" if number > 4 else ", ".join([str(size)] * number)
+        for size, number in runs
+    )
+
+
+def _slots(groups: Groups) -> tuple[Slot, ...]:
+    return tuple(Slot(size=g.size, kept=g.kept, origin=g.origin) for g in groups)
+
+
+def _hit_groups(plan: Plan, alive: frozenset[NodeName]) -> tuple[Groups, tuple[str, ...]]:
+    groups, gone = [], []
+    for number, pipeline in enumerate(plan.pipelines):
+        lost = ", ".join(node for node in pipeline.nodes if node not in alive)
+        left = sum(node in alive for node in pipeline.nodes)
+        name = f"pipeline {number} lost {lost}" if lost else f"pipeline {number}"
+        if not left:
+            gone.append(f"{name}: all its nodes; the others take over its share")
+            continue
+        groups.append(
+            Group(
+                name=name,
+                template=len(pipeline.nodes),
+                size=left,
+                kept=None if lost else pipeline,
+                origin=pipeline,
+                hit=bool(lost),
+            )
+        )
+    return tuple(groups), tuple(gone)

@@ -1,0 +1,193 @@
+"""Which node takes which place of a new plan, so that the fewest bytes of state move.
+
+An assignment problem: a node that a place is given to keeps what it holds of the place's layers.
+Pipelines that stay whole are no part of it. Places of the same template position are alike, and
+so are nodes that hold the same, so gains are worked out by kinds.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oobleck.planner.ids import Generation, NodeName
+from oobleck.planner.programs.plan import Pipeline, Plan, place
+from oobleck.planner.programs.template import PipelineTemplate
+
+Templates = Mapping[int, PipelineTemplate]
+Matrix = NDArray[np.float64]
+#: What the workers of a node hold, by slot: first layer, layer after the last, part, parts.
+Kind = tuple[tuple[int, int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One pipeline of the next plan: its size, and the pipeline that it is if it stays."""
+
+    size: int
+    kept: Pipeline | None
+    #: The pipeline that it was before, smaller or bigger, if there is one.
+    origin: Pipeline | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seats:
+    """The nodes of every slot, in the order of its template, and the bytes that move for them."""
+
+    nodes: tuple[tuple[NodeName, ...], ...]
+    #: State that comes from elsewhere; what comes from the same node counts half.
+    moved_bytes: int
+    #: Of that, what comes to the node that most comes to.
+    busiest_bytes: int
+
+
+def keep_fitting(sizes: Sequence[int], plan: Plan, alive: frozenset[NodeName]) -> tuple[Slot, ...]:
+    """Slots of these sizes in which whole pipelines of `plan` stay as far as sizes allow.
+
+    No placement moves fewer bytes than one that keeps them: whoever takes a place where another
+    node holds all may change with that one without a loss.
+    """
+    free = list(sizes)
+    slots = []
+    for pipeline in plan.pipelines:
+        if len(pipeline.nodes) in free and alive.issuperset(pipeline.nodes):
+            free.remove(len(pipeline.nodes))
+            slots.append(Slot(size=len(pipeline.nodes), kept=pipeline, origin=pipeline))
+    return (
+        *slots,
+        *(Slot(size=size, kept=None, origin=None) for size in sorted(free, reverse=True)),
+    )
+
+
+def put_in_place(
+    slots: Sequence[Slot],
+    seats: Seats,
+    shares: Sequence[int],
+    plan: Plan,
+    *,
+    templates: Templates,
+    generation: Generation,
+) -> Plan:
+    """The next plan: pipelines that stay, and new ones on their `seats`."""
+    pipelines: list[Pipeline] = []
+    first = 0
+    for slot, nodes, share in zip(slots, seats.nodes, shares, strict=True):
+        if slot.kept is not None:
+            pipeline = replace(slot.kept, first_microbatch=first, microbatches=share)
+        else:
+            pipeline = place(
+                templates[slot.size], nodes, first_microbatch=first, microbatches=share
+            )
+        pipelines.append(pipeline)
+        first += share
+    return replace(plan, generation=generation, pipelines=tuple(pipelines))
+
+
+def seat(
+    slots: Sequence[Slot],
+    plan: Plan,
+    alive: frozenset[NodeName],
+    *,
+    templates: Templates,
+    state_bytes: Sequence[int],
+) -> Seats:
+    """The seats that move the fewest bytes; among equals a node stays beside its old neighbours."""
+    staying = {node for slot in slots if slot.kept for node in slot.kept.nodes}
+    pool = sorted(alive - staying)
+    wanted = [
+        (slot, kind)
+        for slot in slots
+        if slot.kept is None
+        for kind in _template_kinds(templates[slot.size])
+    ]
+    held = _plan_kinds(plan)
+    rows, places = _numbered([kind for _, kind in wanted])
+    columns, holders = _numbered([held.get(node, ()) for node in pool])
+    kept = _kept_bytes(places, holders, state_bytes)[np.ix_(rows, columns)]
+    homes = np.zeros(kept.shape)
+    number = {node: column for column, node in enumerate(pool)}
+    for row, (slot, _) in enumerate(wanted):
+        if slot.origin is not None:
+            homes[row, [number[node] for node in slot.origin.nodes if node in number]] = 0.5
+    chosen_rows, chosen = _assigned(kept + homes)
+    needed = np.array([_bytes_of(kind, state_bytes) for kind in places], dtype=float)[rows]
+    moved = np.maximum(needed - kept[chosen_rows, chosen] / 2, 0.0)
+    nodes = iter([pool[column] for column in chosen])
+    return Seats(
+        nodes=tuple(
+            slot.kept.nodes if slot.kept else tuple(next(nodes) for _ in range(slot.size))
+            for slot in slots
+        ),
+        moved_bytes=round(moved.sum()),
+        busiest_bytes=round(moved.max(initial=0.0)),
+    )
+
+
+def _assigned(gains: Matrix) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Rows, and the column of each, for the largest sum of gains."""
+    # Imported here: it takes 45 MB, and most who read plans make none.
+    from scipy.optimize import linear_sum_assignment
+
+    return linear_sum_assignment(gains, maximize=True)
+
+
+def _template_kinds(template: PipelineTemplate) -> list[Kind]:
+    """What each of the template's nodes is to hold."""
+    kinds: list[list[tuple[int, int, int, int]]] = [[] for _ in range(template.nodes)]
+    for stage in template.stages:
+        kinds[stage.node] += [
+            (stage.first_layer, stage.last_layer + 1, part, stage.gpus)
+            for part in range(stage.gpus)
+        ]
+    return [tuple(kind) for kind in kinds]
+
+
+def _plan_kinds(plan: Plan) -> dict[NodeName, Kind]:
+    """What each node of the plan holds."""
+    kinds: dict[NodeName, dict[int, tuple[int, int, int, int]]] = {}
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            for part, worker in enumerate(stage.workers):
+                held = (stage.first_layer, stage.last_layer + 1, part, len(stage.workers))
+                kinds.setdefault(worker.node, {})[worker.slot] = held
+    return {node: tuple(held for _, held in sorted(kind.items())) for node, kind in kinds.items()}
+
+
+def _numbered(kinds: Sequence[Kind]) -> tuple[list[int], list[Kind]]:
+    """The number of each one's kind, and the kinds."""
+    number: dict[Kind, int] = {}
+    return [number.setdefault(kind, len(number)) for kind in kinds], list(number)
+
+
+def _kept_bytes(
+    places: Sequence[Kind], nodes: Sequence[Kind], state_bytes: Sequence[int]
+) -> Matrix:
+    """[place, node]: bytes that need not come from another node, and once more those that stay in
+    their slot. A worker that shares its stage holds its part of every layer of it."""
+    sums = np.concatenate([[0.0], np.cumsum(np.array(state_bytes, dtype=np.float64))])
+    wanted, held = _table(places), _table(nodes)
+    total = np.zeros((len(places), len(nodes)))
+    for own, slot in enumerate(wanted):
+        for other, source in enumerate(held):
+            first = np.maximum(slot[0][:, None], source[0]).astype(np.intp)
+            stop = np.minimum(slot[1][:, None], source[1]).astype(np.intp)
+            part = np.minimum(slot[3][:, None], source[3]) - np.maximum(slot[2][:, None], source[2])
+            layers = sums[np.maximum(first, stop)] - sums[first]
+            total += layers * np.maximum(part, 0.0) * (2 if own == other else 1)
+    return total
+
+
+def _table(kinds: Sequence[Kind]) -> NDArray[np.float64]:
+    """[slot, what, kind], the parts as begin and end of a share of the layer."""
+    slots = max((len(kind) for kind in kinds), default=0)
+    table = np.zeros((slots, 4, len(kinds)))
+    for column, kind in enumerate(kinds):
+        for slot, (first, stop, part, parts) in enumerate(kind):
+            table[slot, :, column] = first, stop, part / parts, (part + 1) / parts
+    return table
+
+
+def _bytes_of(kind: Kind, state_bytes: Sequence[int]) -> float:
+    """State that the workers of a place hold."""
+    return sum(sum(state_bytes[first:stop]) / parts for first, stop, _, parts in kind)

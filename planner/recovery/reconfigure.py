@@ -1,0 +1,252 @@
+"""Reconfiguration: from a plan and the nodes that live now to the next plan (Oobleck §5).
+
+All ways into the next plan are candidates (`oobleck.planner.recovery.changes`): what the paper's
+rules make of the hit pipelines, and sizes chosen anew for all live nodes
+(`oobleck.planner.search.instantiate`). What counts, in this order:
+
+1. lost guarantees: as many pipelines as f asks for, as far as the nodes allow it, and no idle node;
+2. step time, with the time that state takes to move spread over the steps until the next loss;
+   candidates within a band of the best are equal;
+3. where no node is lost, the most pipelines, which survive more losses; after a loss the job waits
+   for its state, so bytes come first;
+4. bytes of state that move (`oobleck.planner.recovery.placement`);
+5. the paper's order of rules: reinstantiate, borrow, merge, then sizes chosen anew.
+
+Owns the choice. Must not know who holds what in truth: `oobleck.planner.programs.transfer` finds
+out whether all layers are still there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.ids import Generation, NodeName
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.template import PipelineTemplate
+from oobleck.planner.recovery.changes import Change, by_rules, reshaped
+from oobleck.planner.recovery.placement import Seats, Slot, put_in_place, seat
+from oobleck.planner.recovery.rules import Rule
+from oobleck.planner.search.demand import Costs, Demand, Sizes, worth_judging
+from oobleck.planner.search.instantiate import (
+    Instantiation,
+    Judge,
+    Patience,
+    by_formula,
+    choose,
+    most_used,
+    template_costs,
+)
+from oobleck.planner.search.templates import feasible_sizes, generate_templates
+from oobleck.planner.units import are, count
+
+Templates = Mapping[int, PipelineTemplate]
+
+#: A plan is used for so long, seconds: the paper's worst case is a loss every ten minutes.
+HORIZON_S = 600.0
+#: Costs this close, as parts of the best step time, are equal: the estimate is not that exact.
+TIE = Fraction(1, 100)
+#: Sizes whose step time is judged, where there are many.
+_MOST_JUDGED = 6
+#: Of them, those chosen anew.
+_MOST_ANEW = 2
+#: The effort of the search for them (`oobleck.planner.search.instantiate.Patience`): some 10 ms.
+_EFFORT = 8000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reconfiguration:
+    """The next plan, the strongest rule that led to it, and what happened in words."""
+
+    plan: Plan
+    rule: Rule
+    reason: str
+    #: Live nodes that no combination of templates has a use for: the plan is without them.
+    idle: tuple[NodeName, ...] = ()
+
+
+def can_lose(plan: Plan) -> int:
+    """How many nodes, whichever they are, can be lost at a time without losing a layer."""
+    holders = [0] * plan.layer_count
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:  # of one node, so a pipeline has every layer on one
+            for layer in stage.layers:
+                holders[layer] += 1
+    return min(holders) - 1
+
+
+def reconfigure(
+    plan: Plan,
+    live: Sequence[NodeName],
+    *,
+    templates: Templates,
+    profile: Profile,
+    fault_tolerance: int,
+    generation: Generation,
+    judge: Judge = by_formula,
+    costs: Costs | None = None,
+) -> Reconfiguration:
+    """The plan for the `live` nodes; raises PlanInfeasible when they cannot hold the model.
+
+    `judge` says what a step takes; `costs` are those of the templates, where they are at hand.
+    """
+    alive, before = frozenset(live), frozenset(plan.nodes)
+    smallest = min(templates)
+    if len(alive) < smallest:
+        raise PlanInfeasible(
+            f"needs at least {count(smallest, 'node')} to hold the model; {are(len(alive))} live"
+        )
+    costs = template_costs(templates, profile) if costs is None else costs
+    means = _Means(templates=templates, costs=costs, judge=judge)
+    means, demand = _for_nodes(len(alive), means, plan, profile, fault_tolerance)
+    if before <= alive and demand.nodes <= len(before):
+        # Those that are not in the plan are of no use to any other one.
+        return Reconfiguration(
+            plan=replace(plan, generation=generation),
+            rule="replace",
+            reason="the nodes are the same: the placement stays",
+            idle=tuple(sorted(alive - before)),
+        )
+    changes, steps = _changes(plan, alive, demand)
+    close = worth_judging(demand, steps, most=_MOST_JUDGED)
+    anew = [reshaped(sizes, plan, alive) for sizes in close if sizes not in steps]
+    timed = _timed([*changes, *anew], _judged(close, demand, means.judge))
+    best, seats = _least_cost(timed, plan, alive, means.templates, profile)
+    next_plan = put_in_place(
+        best.slots,
+        seats,
+        _shares(best.slots, demand),
+        plan,
+        templates=means.templates,
+        generation=generation,
+    )
+    return Reconfiguration(
+        plan=next_plan,
+        rule=best.rule,
+        reason=best.reason,
+        idle=tuple(sorted(alive - set(next_plan.nodes))),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Means:
+    """What plans are made of and measured by."""
+
+    templates: Templates
+    costs: Costs
+    judge: Judge
+
+
+def _for_nodes(
+    nodes: int, means: _Means, plan: Plan, profile: Profile, fault_tolerance: int
+) -> tuple[_Means, Demand]:
+    """As many of so many nodes as can be used, with further templates where those help."""
+    smallest, batch = min(means.templates), plan.microbatches
+    wanted = min(fault_tolerance + 1, nodes // smallest, batch)
+    used = most_used(means.costs, nodes, least=wanted, most=batch)
+    if used < nodes:
+        # The table is for the nodes that there were, and may lack sizes for the ones left.
+        feasible = [n for n in feasible_sizes(profile, nodes) if n > smallest]
+        most = most_used((smallest, *feasible), nodes, least=wanted, most=batch)
+        if most > used:
+            used = most
+            means = _with_sizes([n for n in feasible if n not in means.templates], means, profile)
+    return means, Demand(
+        costs=means.costs,
+        nodes=used,
+        microbatches=batch,
+        min_pipelines=wanted,
+        links=profile.links,
+    )
+
+
+def _with_sizes(sizes: Sequence[int], means: _Means, profile: Profile) -> _Means:
+    more = [generate_templates(profile, range(size, size + 1)) for size in sizes]
+    templates = {n: t for part in (means.templates, *more) for n, t in part.items()}
+    # The judge knows the templates alone that it was made for.
+    return _Means(templates=templates, costs=template_costs(templates, profile), judge=by_formula)
+
+
+def _changes(
+    plan: Plan, alive: frozenset[NodeName], demand: Demand
+) -> tuple[list[Change], dict[Sizes, int]]:
+    """Those that lose no guarantee, in the order of rules, and what their sizes take in ticks."""
+    changes = [
+        change
+        for change in by_rules(plan, alive, demand.costs)
+        if len(change.slots) in demand.numbers and sum(change.sizes) == demand.nodes
+    ]
+    steps = {sizes: demand.step(sizes) for sizes in dict.fromkeys(c.sizes for c in changes)}
+    quick = min(steps.values(), default=None)
+    patience = Patience(
+        most=_MOST_ANEW,
+        # What gains less is not worth a move.
+        limit=None if quick is None else quick - int(quick * TIE),
+        slack=TIE,
+        effort=_EFFORT,
+    )
+    anew = choose(demand, patience)
+    changes += [reshaped(one.sizes, plan, alive) for one in anew]
+    return changes, steps | {one.sizes: one.step for one in anew}
+
+
+def _judged(close: Mapping[Sizes, int], demand: Demand, judge: Judge) -> dict[Sizes, float]:
+    """What a step takes by the judge, which is not asked where there is no choice."""
+    if len(close) == 1:
+        return dict.fromkeys(close, 1.0)
+    times = judge(
+        [
+            Instantiation(sizes=sizes, shares=demand.shares(sizes), step=step, bound=0)
+            for sizes, step in close.items()
+        ]
+    )
+    return dict(zip(close, times, strict=True))
+
+
+def _timed(changes: Sequence[Change], judged: Mapping[Sizes, float]) -> list[tuple[float, Change]]:
+    """Changes to `judged` sizes, with their times: the first for each set of sizes and of pipelines
+    that stay."""
+    kept: dict[object, tuple[float, Change]] = {}
+    for change in changes:
+        if change.sizes in judged:
+            stay = tuple(slot.kept.nodes for slot in change.slots if slot.kept)
+            kept.setdefault((change.sizes, stay), (judged[change.sizes], change))
+    return list(kept.values())
+
+
+def _least_cost(
+    timed: Sequence[tuple[float, Change]],
+    plan: Plan,
+    alive: frozenset[NodeName],
+    templates: Templates,
+    profile: Profile,
+) -> tuple[Change, Seats]:
+    """The change of least step time and transfer; of those that tie, where no node is lost, of the
+    most pipelines; of those of the fewest bytes, and of those the first."""
+    fastest = min(time for time, _ in timed)
+    state_bytes = [layer.state_bytes for layer in profile.layers]
+    rate = profile.links.inter_node_bytes_per_s
+    least = float("inf")
+    ways: list[tuple[float, int, int, Change, Seats]] = []
+    for number, (time, change) in sorted(enumerate(timed), key=lambda one: one[1][0]):
+        cost = time / fastest if fastest else 1.0
+        if cost > least + TIE:
+            break  # seats can only add to that
+        seats = seat(change.slots, plan, alive, templates=templates, state_bytes=state_bytes)
+        cost += seats.busiest_bytes / rate / HORIZON_S
+        least = min(least, cost)
+        ways.append((cost, seats.moved_bytes, number, change, seats))
+    tied = [way for way in ways if way[0] <= least + TIE]
+    if alive.issuperset(plan.nodes):
+        most = max(len(change.slots) for *_, change, _ in tied)
+        tied = [way for way in tied if len(way[3].slots) == most]
+    *_, best, seats = min(tied, key=lambda way: way[1:3])
+    return best, seats
+
+
+def _shares(slots: Sequence[Slot], demand: Demand) -> list[int]:
+    """As the judge has seen them: shared among the sizes, biggest first."""
+    order = sorted(range(len(slots)), key=lambda number: -slots[number].size)
+    shares = demand.shares([slots[number].size for number in order])
+    return [share for _, share in sorted(zip(order, shares, strict=True))]

@@ -1,0 +1,156 @@
+"""Pipelines as text: which layers on which GPUs, and when each stage computes what.
+
+Owns layout alone; pipelines that are alike are drawn once. Boxes and strips are as wide as they
+may be; sentences are on one line, which whoever prints it folds. Must not decide or estimate.
+"""
+
+from collections.abc import Sequence
+
+from oobleck.planner.cost.steptime import KindEstimate, StepEstimate
+from oobleck.planner.cost.timeline import Event, timeline
+from oobleck.planner.ids import NodeName
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.instructions import BackwardInput, BackwardWeight, Forward
+from oobleck.planner.programs.plan import Plan, Schedule, Stage
+from oobleck.planner.units import count, format_bytes
+
+#: Columns of a drawing where nobody says how many there are, and the fewest.
+WIDTH, NARROWEST = 80, 40
+#: A timeline of more stages or micro-batches is not readable.
+MOST_STAGES, MOST_MICROBATCHES = 16, 26
+#: Of pipelines that are alike, and of the nodes of each, so many are named.
+_NAMED = 4
+
+
+def draw_pipelines(plan: Plan, estimate: StepEstimate, *, memory_limit: int, width: int) -> str:
+    """Each kind of pipeline once: stages in their order, with node, layers, GPUs, peak memory."""
+    return "\n".join(_draw_kind(plan, kind, memory_limit, width) for kind in estimate.kinds)
+
+
+def _draw_kind(plan: Plan, kind: KindEstimate, memory_limit: int, width: int) -> str:
+    pipeline = kind.pipeline
+    nodes = count(len(pipeline.nodes), "node")
+    if kind.count == 1:
+        last = pipeline.first_microbatch + pipeline.microbatches - 1
+        batch = (
+            f"micro-batch {last}"
+            if pipeline.microbatches == 1
+            else f"micro-batches {pipeline.first_microbatch}-{last}"
+        )
+        lines = [f"pipeline {kind.numbers[0]}: {nodes}, {batch}"]
+    else:
+        plural = "es" if pipeline.microbatches > 1 else ""
+        batch = f"{pipeline.microbatches} micro-batch{plural}"
+        lines = [f"{kind.count} x pipeline: {nodes}, {batch} each"]
+    columns = [
+        _column(stage, peak, memory_limit, gpus=_shared(pipeline.stages))
+        for stage, peak in zip(pipeline.stages, kind.peak_bytes, strict=True)
+    ]
+    lines += _boxes(columns, [stage.workers[0].node for stage in pipeline.stages], width)
+    if kind.count > 1:
+        others = [
+            f"{number} ({some(plan.pipelines[number].nodes)})" for number in kind.numbers[1:_NAMED]
+        ]
+        more = f" and {kind.count - _NAMED} more" if kind.count > _NAMED else ""
+        lines.append(f"  the same: pipeline {', '.join(others)}{more}")
+    return "\n".join(lines)
+
+
+def some(nodes: Sequence[NodeName]) -> str:
+    """The names of the first nodes, and of the last one."""
+    if len(nodes) > _NAMED + 1:
+        return f"{', '.join(nodes[:_NAMED])}, ... {nodes[-1]}"
+    return ", ".join(nodes)
+
+
+def _shared(stages: Sequence[Stage]) -> bool:
+    """Whether a node has several stages, or a stage several GPUs."""
+    nodes = {stage.workers[0].node for stage in stages}
+    return len(nodes) < sum(len(stage.workers) for stage in stages)
+
+
+def _column(stage: Stage, peak: int, limit: int, *, gpus: bool) -> list[str]:
+    slots = [worker.slot for worker in stage.workers]
+    layers = (
+        f"layer {stage.first_layer}"
+        if stage.first_layer == stage.last_layer
+        else f"layers {stage.first_layer}-{stage.last_layer}"
+    )
+    device = f"GPU {slots[0]}" if len(slots) == 1 else f"GPUs {slots[0]}-{slots[-1]}"
+    memory = f"{format_bytes(peak)} {100 * peak / limit:.0f}%"
+    return [stage.workers[0].node, layers, *([device] if gpus else []), memory]
+
+
+def _boxes(columns: Sequence[Sequence[str]], nodes: Sequence[str], width: int) -> list[str]:
+    """Boxes side by side, in as many rows as they need; `||` where the node changes."""
+    lines: list[str] = []
+    row: list[int] = []
+    used = 0
+    for number, column in enumerate(columns):
+        wide = max(map(len, column)) + len(" || ")
+        if row and used + wide > width:
+            lines += _row(columns, nodes, row)
+            row, used = [], 0
+        used += wide if row else wide + len("  ")
+        row.append(number)
+    return lines + _row(columns, nodes, row)
+
+
+def _row(columns: Sequence[Sequence[str]], nodes: Sequence[str], row: Sequence[int]) -> list[str]:
+    several = len(set(nodes)) < len(nodes)
+    lines = []
+    for index in range(len(columns[0])):
+        cells = []
+        for number in row:
+            text = columns[number][index]
+            # A node's name stands over the first of its stages.
+            if index == 0 and number != row[0] and nodes[number] == nodes[number - 1]:
+                text = ""
+            cells.append(text.ljust(max(map(len, columns[number]))))
+        line = "  | " + cells[0]
+        for number, cell in zip(row[1:], cells[1:], strict=True):
+            line += " || " if several and nodes[number] != nodes[number - 1] else " | "
+            line += cell
+        lines.append(line + " |")
+    return lines
+
+
+def draw_timeline(
+    kind: KindEstimate, profile: Profile, schedule: Schedule, *, width: int
+) -> str | None:
+    """When each stage computes what, a line per stage; None where that would not be readable."""
+    pipeline = kind.pipeline
+    if len(pipeline.stages) > MOST_STAGES or pipeline.microbatches > MOST_MICROBATCHES:
+        return None
+    rows = timeline(pipeline, profile, schedule)
+    end = max(row[-1][3] for row in rows)
+    if end <= 0:
+        return None
+    label = len(f"stage {len(rows) - 1}")
+    columns = max(NARROWEST, width) - label - 2
+    split = any(event[0] is BackwardInput for row in rows for event in row)
+    legend = "0-9 forward, a-z backward" + (", + weight gradients" if split else "") + ", . idle"
+    lines = [f"pipeline {kind.numbers[0]} up to its gradient sums ({end:.4g} s):", f"  {legend}"]
+    for stage, row in enumerate(rows):
+        lines.append(f"{f'stage {stage}'.rjust(label)}  {_strip(row, end, columns)}")
+    return "\n".join(lines)
+
+
+def _strip(row: Sequence[Event], end: float, columns: int) -> str:
+    """The micro-batch that is computed in the middle of each column."""
+    marks = []
+    events = iter(row)
+    event = next(events, None)
+    for column in range(columns):
+        at = (column + 0.5) * end / columns
+        while event is not None and event[3] <= at:
+            event = next(events, None)
+        marks.append(_mark(event) if event is not None and event[2] <= at else ".")
+    return "".join(marks)
+
+
+def _mark(event: Event) -> str:
+    kind, microbatch = event[0], event[1]
+    if kind is Forward:
+        return str(microbatch % 10)
+    return "+" if kind is BackwardWeight else chr(ord("a") + microbatch)

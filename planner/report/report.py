@@ -1,0 +1,290 @@
+"""What `oobleck plan` shows: templates, the plan and what a step of it takes, as data and text."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from oobleck.planner.cost.steptime import KindEstimate, StepEstimate
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.ids import Generation, NodeName
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.plan import Plan, Schedule
+from oobleck.planner.programs.template import PipelineTemplate
+from oobleck.planner.recovery.reconfigure import reconfigure
+from oobleck.planner.report.drawing import WIDTH, draw_pipelines, draw_timeline, some
+from oobleck.planner.search.catalogue import Catalogue, Offer
+from oobleck.planner.search.choose import (
+    ScheduleChoice,
+    choose_schedule,
+    keep_schedule,
+    with_residents,
+)
+from oobleck.planner.search.firstplan import make_first_plan
+from oobleck.planner.search.specification import node_specification
+from oobleck.planner.units import count, format_bytes
+
+#: Planning for more takes too long to be of use.
+MOST_NODES = 1 << 16
+MOST_SAMPLES = 1 << 17
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A plan under the schedule that was chosen for it."""
+
+    plan: Plan
+    #: Nodes that the plan has no use for.
+    idle: tuple[NodeName, ...] = ()
+    choice: ScheduleChoice
+
+    @property
+    def estimate(self) -> StepEstimate:
+        return self.choice.estimates[self.choice.schedule]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """What follows the loss of a node; without an outcome, the reason says what is missing."""
+
+    node: NodeName
+    rule: str | None
+    reason: str
+    outcome: Outcome | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """The answer to `oobleck plan`."""
+
+    profile: Profile
+    templates: Mapping[int, PipelineTemplate]
+    first: Outcome
+    #: None where nobody asked for losses.
+    losses: tuple[Loss, ...] | None
+
+    def data(self) -> dict[str, Any]:
+        """As plain data, for JSON."""
+        report: dict[str, Any] = {
+            "templates": [_template(template) for _, template in sorted(self.templates.items())],
+            "plan": _plan(self.first, self.profile),
+        }
+        if self.losses is not None:
+            report["after_losses"] = [
+                {
+                    "lost": loss.node,
+                    "rule": loss.rule,
+                    "reason": loss.reason,
+                    "plan": None if loss.outcome is None else _plan(loss.outcome, self.profile),
+                }
+                for loss in self.losses
+            ]
+        return report
+
+    def drawing(self, width: int = WIDTH) -> str:
+        """The plan's pipelines, the timeline of the first where it is small, and the step."""
+        return draw(self.first, self.profile, width)
+
+
+def make_report(
+    profile: Profile,
+    *,
+    nodes: int,
+    fault_tolerance: int,
+    global_batch: int,
+    min_nodes: int = 1,
+    lost: int = 0,
+    tied: bool = False,
+    wanted: Schedule | None = None,
+) -> PlanReport:
+    """Templates and plan for nodes n1 .. n<nodes>.
+
+    With `lost` there is also, one after the other, what follows the loss of the first pipeline's
+    last node, until nothing fits any more. `tied`: the head shares layer 0's token embedding.
+    `wanted`: the schedule to use; None: the best one. Raises ValueError naming the field and the
+    fix, or PlanInfeasible.
+    """
+    _check(profile, nodes, global_batch, lost)
+    sizes = node_specification(
+        profile, nodes=nodes, fault_tolerance=fault_tolerance, min_nodes=min_nodes
+    )
+    names = [NodeName(f"n{number}") for number in range(1, nodes + 1)]
+    made = make_first_plan(
+        Catalogue(tied=tied),
+        sizes,
+        names,
+        profile=profile,
+        microbatches=global_batch // profile.microbatch,
+        min_pipelines=fault_tolerance + 1,
+        generation=Generation(1),
+        tied=tied,
+        wanted=wanted,
+    )
+    offer = made.offer
+    first = Outcome(plan=made.plan, idle=_unused(made.plan, names), choice=made.choice)
+    losses = _losses(first, names, lost, profile, offer, fault_tolerance, tied=tied)
+    return PlanReport(
+        profile=profile,
+        templates=offer.templates,
+        first=first,
+        losses=tuple(losses) if lost else None,
+    )
+
+
+def _check(profile: Profile, nodes: int, global_batch: int, lost: int) -> None:
+    if nodes > MOST_NODES:
+        raise ValueError(
+            f"nodes is {nodes}; it must be at most {MOST_NODES}, more than any cluster has"
+        )
+    if not 0 <= lost < nodes:
+        raise ValueError(f"lost is {lost}; it must be at least 0 and less than nodes ({nodes})")
+    if global_batch < 1 or global_batch % profile.microbatch:
+        raise ValueError(
+            f"global_batch is {global_batch}; it must be a multiple of microbatch "
+            f"({profile.microbatch})"
+        )
+    if global_batch > MOST_SAMPLES:
+        raise ValueError(
+            f"global_batch is {global_batch}; it must be at most {MOST_SAMPLES}, as in a job"
+        )
+
+
+def _losses(
+    first: Outcome,
+    names: Sequence[NodeName],
+    lost: int,
+    profile: Profile,
+    offer: Offer,
+    fault_tolerance: int,
+    *,
+    tied: bool,
+) -> Iterator[Loss]:
+    """What follows each loss, until nothing fits; idle nodes take part where they can."""
+    plan, live = first.plan, list(names)
+    for _ in range(lost):
+        gone = plan.pipelines[0].nodes[-1]
+        live.remove(gone)
+        try:
+            change = reconfigure(
+                plan,
+                live,
+                templates=offer.templates,
+                profile=profile,
+                fault_tolerance=fault_tolerance,
+                generation=Generation(plan.generation + 1),
+                judge=offer.judge,
+                costs=offer.costs,
+            )
+            kept = keep_schedule(change.plan, profile)
+            outcome = _outcome(kept, live, profile, tied=tied, wanted=kept.schedule)
+        except PlanInfeasible as infeasible:
+            yield Loss(node=gone, rule=None, reason=str(infeasible), outcome=None)
+            return
+        yield Loss(node=gone, rule=change.rule, reason=change.reason, outcome=outcome)
+        plan = outcome.plan
+
+
+def draw(outcome: Outcome, profile: Profile, width: int = WIDTH) -> str:
+    """The pipelines of a plan, each kind once, and what a step takes."""
+    plan, estimate = outcome.plan, outcome.estimate
+    parts = [draw_pipelines(plan, estimate, memory_limit=profile.gpu_memory_bytes, width=width)]
+    if outcome.idle:
+        parts.append(_idle(outcome))
+    strip = draw_timeline(estimate.kinds[0], profile, plan.schedule, width=width)
+    if strip is not None:
+        parts.append(strip)
+    parts.append(
+        f"schedule: {outcome.choice.reason}\n"
+        f"estimated step: {estimate.step_s:.4g} s, "
+        f"of which GPUs idle {100 * estimate.bubble:.1f}%\n"
+        f"peak memory: {format_bytes(estimate.peak_bytes)} of "
+        f"{format_bytes(profile.gpu_memory_bytes)} per GPU"
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _idle(outcome: Outcome) -> str:
+    idle, plan = outcome.idle, outcome.plan
+    microbatches = sum(pipeline.microbatches for pipeline in plan.pipelines)
+    return (
+        f"idle: {count(len(idle), 'node')} ({some(idle)}): no pipelines of these templates use "
+        f"them, with a share of the step's micro-batches ({microbatches}) for each"
+    )
+
+
+def _outcome(
+    plan: Plan,
+    live: Sequence[NodeName],
+    profile: Profile,
+    *,
+    tied: bool,
+    wanted: Schedule | None,
+) -> Outcome:
+    choice = choose_schedule(plan, profile, tied=tied, wanted=wanted)
+    settled = with_residents(replace(plan, schedule=choice.schedule), profile)
+    return Outcome(plan=settled, idle=_unused(plan, live), choice=choice)
+
+
+def _unused(plan: Plan, live: Sequence[NodeName]) -> tuple[NodeName, ...]:
+    used = frozenset(plan.nodes)
+    return tuple(node for node in live if node not in used)
+
+
+def _template(template: PipelineTemplate) -> dict[str, Any]:
+    return {
+        "nodes": template.nodes,
+        "stages": [
+            {
+                "first_layer": stage.first_layer,
+                "last_layer": stage.last_layer,
+                "node": stage.node,
+                "gpus": stage.gpus,
+                "forward_s": stage.forward_s,
+                "backward_s": stage.backward_s,
+            }
+            for stage in template.stages
+        ],
+        "iteration_s": template.iteration_s,
+    }
+
+
+def _plan(outcome: Outcome, profile: Profile) -> dict[str, Any]:
+    estimate = outcome.estimate
+    return {
+        "pipelines": [
+            {"template_nodes": len(p.nodes), "microbatches": p.microbatches}
+            for p in outcome.plan.pipelines
+        ],
+        "idle": list(outcome.idle),
+        "step_s": estimate.step_s,
+        "schedule": estimate.schedule,
+        "schedule_reason": outcome.choice.reason,
+        "schedules": {
+            schedule: {"step_s": e.step_s, "bubble": e.bubble, "peak_bytes": e.peak_bytes}
+            for schedule, e in outcome.choice.estimates.items()
+        },
+        "bubble": estimate.bubble,
+        "peak_bytes": estimate.peak_bytes,
+        "gpu_memory_bytes": profile.gpu_memory_bytes,
+        "kinds": [_kind(kind) for kind in estimate.kinds],
+    }
+
+
+def _kind(kind: KindEstimate) -> dict[str, Any]:
+    """Pipelines that are alike, by their positions in `pipelines`."""
+    return {
+        "template_nodes": len(kind.pipeline.nodes),
+        "microbatches": kind.pipeline.microbatches,
+        "pipelines": list(kind.numbers),
+        "stages": [
+            {
+                "first_layer": stage.first_layer,
+                "last_layer": stage.last_layer,
+                "gpus": len(stage.workers),
+                "busy_s": busy_s,
+                "peak_bytes": peak_bytes,
+            }
+            for stage, busy_s, peak_bytes in zip(
+                kind.pipeline.stages, kind.busy_s, kind.peak_bytes, strict=True
+            )
+        ],
+    }

@@ -1,0 +1,155 @@
+"""Which schedule a plan should run under: the fastest of those that fit the memory.
+
+Owns the comparison, and which stages of several workers may keep what they gather for a whole
+step. What a step takes is `oobleck.planner.cost.steptime`'s to say.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from oobleck.planner.cost.stepcost import stage_cost
+from oobleck.planner.cost.steptime import Memory, StepEstimate, estimate_schedules, peak_bytes
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.plan import Pipeline, Plan, Schedule
+from oobleck.planner.programs.schedule import in_flight
+from oobleck.planner.units import format_bytes
+
+#: In the order of preference: 1F1B keeps least and needs no split backward.
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "zb-h1", "gpipe")
+
+#: A schedule that is faster by less than this share of the step is not worth leaving 1F1B for:
+#: splitting the backward was measured to cost 0.5 % of it in wide layers and 7 % in narrow ones,
+#: which profiles do not tell.
+TIE = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleChoice:
+    """The schedule for a plan, why, and what each of the candidates would take."""
+
+    schedule: Schedule
+    reason: str
+    estimates: Mapping[Schedule, StepEstimate]
+
+    @property
+    def step_s(self) -> float:
+        return self.estimates[self.schedule].step_s
+
+
+def choose_schedule(
+    plan: Plan,
+    profile: Profile,
+    *,
+    tied: bool = False,
+    wanted: Schedule | None = None,
+    memory: Memory | None = None,
+) -> ScheduleChoice:
+    """The schedule of least step time among those whose peak memory fits on every worker.
+
+    Ties go to 1F1B; so does a plan for which nothing fits, since it keeps least. `tied`: the head
+    shares layer 0's token embedding. With `wanted` it is that one; raises PlanInfeasible where it
+    does not fit. `memory` is for many plans of one profile. Takes three estimates of the step, each
+    in O(pipelines + kinds of pipelines x stages x micro-batches of one).
+    """
+    estimates = estimate_schedules(plan, profile, SCHEDULES, tied=tied, memory=memory)
+    limit = profile.gpu_memory_bytes
+    fitting = [s for s in SCHEDULES if estimates[s].peak_bytes <= limit]
+    if wanted is not None:
+        return ScheduleChoice(
+            schedule=wanted, reason=_wanted(wanted, estimates, limit), estimates=estimates
+        )
+    best: Schedule = "1f1b"  # where it does not fit, none does
+    for schedule in fitting:
+        if estimates[schedule].step_s < estimates[best].step_s * (1 - TIE):
+            best = schedule
+    return ScheduleChoice(
+        schedule=best, reason=_reason(best, fitting, estimates, limit), estimates=estimates
+    )
+
+
+def with_residents(plan: Plan, profile: Profile) -> Plan:
+    """`plan` with every stage of several workers resident that has the memory for it."""
+    return replace(
+        plan,
+        pipelines=tuple(
+            replace(
+                pipeline,
+                stages=tuple(
+                    replace(stage, resident=_has_room(plan, pipeline, number, profile))
+                    for number, stage in enumerate(pipeline.stages)
+                ),
+            )
+            for pipeline in plan.pipelines
+        ),
+    )
+
+
+def _has_room(plan: Plan, pipeline: Pipeline, number: int, profile: Profile) -> bool:
+    stage = pipeline.stages[number]
+    if len(stage.workers) == 1:
+        return False
+    cost = stage_cost(
+        profile, stage.first_layer, stage.last_layer, len(stage.workers), resident=True
+    )
+    kept = in_flight(
+        plan.schedule,
+        stages=len(pipeline.stages),
+        stage=number,
+        microbatches=pipeline.microbatches,
+    )
+    return cost.worker_bytes(kept, replicas=len(plan.pipelines)) <= profile.gpu_memory_bytes
+
+
+def keep_schedule(plan: Plan, profile: Profile) -> Plan:
+    """`plan` under its schedule where memory allows it, else under 1F1B, which keeps least.
+
+    For a plan that has to be there at once: looks at memory alone.
+    """
+    if plan.schedule == "1f1b" or peak_bytes(plan, profile) <= profile.gpu_memory_bytes:
+        return plan
+    return replace(plan, schedule="1f1b")
+
+
+def _wanted(schedule: Schedule, estimates: Mapping[Schedule, StepEstimate], limit: int) -> str:
+    needed = estimates[schedule].peak_bytes
+    if schedule != "1f1b" and needed > limit:
+        raise PlanInfeasible(
+            f"pipeline_schedule {schedule} needs {format_bytes(needed)} on some worker, which has "
+            f"{format_bytes(limit)}; leave it out, or use 1f1b or a smaller microbatch"
+        )
+    return f"{schedule}: as asked for"
+
+
+def _reason(
+    best: Schedule,
+    fitting: list[Schedule],
+    estimates: Mapping[Schedule, StepEstimate],
+    limit: int,
+) -> str:
+    clauses = []
+    if not fitting:
+        clauses.append("keeps least of all; none fits")
+    for schedule in SCHEDULES:
+        if schedule == best:
+            continue
+        estimate = estimates[schedule]
+        if schedule not in fitting:
+            clauses.append(
+                f"{schedule} needs {format_bytes(estimate.peak_bytes)} of {format_bytes(limit)}"
+            )
+            continue
+        clauses.append(_compared(best, schedule, estimates))
+    return f"{best}: {', '.join(clauses)}"
+
+
+def _compared(best: Schedule, other: Schedule, estimates: Mapping[Schedule, StepEstimate]) -> str:
+    """By how much `best` is faster than one that fits as well, or why it is taken all the same."""
+    taken, left = estimates[best].step_s, estimates[other].step_s
+    figure = f"{100 * abs(left - taken) / max(left, taken, 1e-300):.1f}%"
+    if figure == "0.0%":
+        return f"as fast as {other}"
+    if taken < left:
+        return f"{figure} faster than {other}"
+    why = "splitting the backward may cost as much" if other == "zb-h1" else "too little to count"
+    return f"{other} is {figure} faster but {why}"

@@ -1,0 +1,227 @@
+"""The best sizes of a given number of pipelines that use all nodes.
+
+For p pipelines and a time bound, each size does so many micro-batches, so whether p pipelines can
+do the batch is a knapsack of p items (`oobleck.planner.search.knapsack`), and the least time
+follows by bisection. Gradient sync hangs on p and on the template that has the most gradients per
+GPU, so the one that does is fixed in turn. A linear program bounds each such question from below.
+
+The result is exact wherever the knapsack is; elsewhere `SizeSearch.open_from` is the least step
+time that was not ruled out. Owns no formula: they are in `oobleck.planner.cost.formula`.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oobleck.planner.cost.formula import PipelineCost, sync_ticks
+from oobleck.planner.search.demand import Costs, Demand, Sizes
+from oobleck.planner.search.knapsack import Kind, Selection, select
+from oobleck.planner.search.shares import makespan
+
+Floats = NDArray[np.float64]
+
+#: What `be_quick` leaves: other candidates need not be the very best of their number.
+ROUGH = Fraction(5, 1000)
+EXACT = Fraction(0)
+#: After so many sizes in knapsacks what is not this much better is not looked for any more: with
+#: next to no gradient sync, hundreds of numbers of pipelines differ by less.
+_PATIENCE = 4000
+CLOSE = Fraction(1, 1000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    sizes: Sizes
+    #: Ticks.
+    step: int
+
+
+class SizeSearch:
+    """The best sizes for one number of pipelines after the other."""
+
+    def __init__(self, demand: Demand, slack: Fraction) -> None:
+        costs = demand.costs
+        self._costs = costs
+        self._nodes = demand.nodes
+        self._microbatches = demand.microbatches
+        self._links = demand.links
+        #: Step times from here on were not ruled out; all below were, except the ones found.
+        self.open_from = _NEVER
+        self._slack = slack
+        #: Sizes in all knapsacks so far: a measure of the time spent.
+        self.looked_at = 0
+        #: Templates by gradients per GPU: what syncs faster stands before what syncs slower.
+        self._order = sorted(costs, key=lambda size: (costs[size].gradient_bytes, size))
+        self._sizes = np.array(self._order, dtype=float)
+        self._first = np.array([costs[size].first for size in self._order], dtype=float)
+        self._period = np.array([costs[size].period for size in self._order], dtype=float)
+        self._period = np.maximum(self._period, 1e-3)  # rates must be finite
+        self._gradients = np.array(
+            [costs[size].gradient_bytes for size in self._order], dtype=float
+        )
+        self._later = np.triu_indices(len(self._order), k=1)
+
+    def be_quick(self) -> None:
+        """Only rough answers are wanted from now on."""
+        self._slack = ROUGH
+
+    def floors(self, pipelines: int) -> Floats:
+        """For each place in the order of gradients: no step of templates up to there, with that
+        one's sync, takes less ticks.
+
+        Parts of pipelines may do parts of micro-batches here. That is a linear program in the
+        numbers of pipelines with two constraints, which two sizes beside nodes/pipelines solve.
+        """
+        average = self._nodes / pipelines
+        low, high = (
+            np.flatnonzero(side) for side in (self._sizes < average, self._sizes > average)
+        )
+        time = np.full((len(self._order), len(self._order)), np.inf)
+        if len(low) and len(high):
+            small, big = self._sizes[low][:, None], self._sizes[high]
+            many_high = (self._nodes - pipelines * small) / (big - small)
+            rate_low = (pipelines - many_high) / self._period[low][:, None]
+            rate_high = many_high / self._period[high]
+            first_low, first_high = self._first[low][:, None], self._first[high]
+            work = self._microbatches - pipelines + rate_low * first_low + rate_high * first_high
+            within = work / (rate_low + rate_high)
+            time[np.ix_(low, high)] = np.maximum(within, np.maximum(first_low, first_high))
+        even = np.flatnonzero(self._sizes == average)
+        more = self._microbatches / pipelines - 1
+        time[even, even] = self._first[even] + more * self._period[even]
+        pairs = np.minimum(time, time.T)
+        pairs[self._later] = np.inf
+        compute = np.minimum.accumulate(pairs.min(axis=1))
+        # Sync is linear in the bytes.
+        none, most = (
+            sync_ticks(int(count), pipelines=pipelines, links=self._links)
+            for count in (0, self._gradients[-1])
+        )
+        sync = none + (most - none) * (self._gradients / max(1.0, self._gradients[-1]))
+        floors: Floats = (compute + sync) * _ROUNDED_DOWN - 1
+        return floors
+
+    def best(self, pipelines: int, floors: Floats, limit: int | None) -> Found | None:
+        """The fastest sizes of exactly that many pipelines, if a step takes `limit` ticks at most.
+
+        The template with the slowest sync is fixed in turn, the one with the lowest floor first.
+        """
+        best: Found | None = None
+        for index in map(int, np.argsort(floors, kind="stable")):
+            if not np.isfinite(floors[index]):
+                break
+            if limit is None:
+                limit = self._reachable(pipelines, index, int(floors[index]))
+            if limit is None:
+                continue
+            if floors[index] > limit:
+                self.leave_open(floors[index])
+                break
+            slowest = self._sync(self._order[index], pipelines)
+            found = self._least_time(self._up_to(index), pipelines, limit - slowest, slowest)
+            if found is not None:
+                time, sizes = found
+                step = time + max(self._sync(size, pipelines) for size in set(sizes))
+                best = Found(sizes=sizes, step=step)
+                limit = step - max(1, int(step * self.slack))
+        return best
+
+    @property
+    def slack(self) -> Fraction:
+        """The part of a step time that is not worth more search."""
+        return self._slack or (CLOSE if self.looked_at > _PATIENCE else EXACT)
+
+    def leave_open(self, step: float) -> None:
+        """Steps of `step` ticks and more were not ruled out."""
+        if step < _NEVER:
+            self.open_from = min(self.open_from, math.ceil(step))
+
+    def _reachable(self, pipelines: int, index: int, floor: int) -> int | None:
+        """Some step time that is not too short for the templates up to `index`."""
+        allowed = self._up_to(index)
+        latest = max(cost.time(self._microbatches) for cost in allowed.values())
+        time = max(1, floor + max(cost.period for cost in allowed.values()))
+        while self._select(allowed, pipelines, time).sizes is None:
+            if time >= latest:
+                return None
+            time *= 2
+        return time + self._sync(self._order[index], pipelines)
+
+    def _up_to(self, index: int) -> Costs:
+        """Costs by size, rising, of the templates up to a place in the order of gradients."""
+        return {size: self._costs[size] for size in sorted(self._order[: index + 1])}
+
+    def _sync(self, size: int, pipelines: int) -> int:
+        count = self._costs[size].gradient_bytes
+        return sync_ticks(count, pipelines=pipelines, links=self._links)
+
+    def _least_time(
+        self, allowed: Costs, pipelines: int, limit: int, sync: int
+    ) -> tuple[int, Sizes] | None:
+        """The least time, up to `limit`, within which the pipelines can do the batch, and their
+        sizes.
+
+        Each answer of the knapsack moves a bound to where the capacities change: a yes to the
+        time that the sizes really take, a no to the next micro-batch that any template is done
+        with. From a yes the steps down double, since the limit is mostly near.
+        """
+        low = proven = -1
+        high, best = limit + 1, None
+        time, step = limit, max(1, min(cost.period for cost in allowed.values()))
+        while low + 1 < high - high * self.slack:
+            selection = self._select(allowed, pipelines, time)
+            if selection.sizes is not None:
+                chosen = Counter(allowed[size] for size in selection.sizes)
+                high = makespan(chosen, self._microbatches)
+                best = high, selection.sizes
+            else:
+                low = _next_change(allowed, time) - 1
+                proven = low if selection.proven else proven
+            time = max(high - step, low + 1) if low < 0 else (low + high) // 2
+            step *= 2
+        if proven < low:
+            proven = self._ruled_out(allowed, pipelines, proven, min(low, limit))
+        self.leave_open(proven + 1 + sync)
+        return best
+
+    def _ruled_out(self, allowed: Costs, pipelines: int, proven: int, high: int) -> int:
+        """The last time before `high` that is proven too short."""
+        while high - proven > 1:
+            time = (proven + high) // 2
+            selection = self._select(allowed, pipelines, time)
+            if selection.sizes is None and selection.proven:
+                proven = _next_change(allowed, time) - 1
+            else:
+                high = time
+        return proven
+
+    def _select(self, allowed: Costs, pipelines: int, time: int) -> Selection:
+        kinds = [
+            Kind(size, capacity)
+            for size, cost in allowed.items()
+            if (capacity := cost.capacity(time, self._microbatches))
+        ]
+        self.looked_at += len(kinds)
+        return select(kinds, items=pipelines, size=self._nodes, worth=self._microbatches)
+
+
+_NEVER = 1 << 200
+#: More than what floating point may have rounded up.
+_ROUNDED_DOWN = 1 - 1e-9
+
+
+def _next_change(allowed: Costs, time: int) -> int:
+    """The first tick after `time` at which some template is done with one more micro-batch."""
+    return min(_next_done(cost, time) for cost in allowed.values())
+
+
+def _next_done(cost: PipelineCost, time: int) -> int:
+    if time < cost.first:
+        return cost.first
+    if cost.period == 0:
+        return _NEVER
+    return cost.first + ((time - cost.first) // cost.period + 1) * cost.period

@@ -1,0 +1,154 @@
+"""Node specification: which template sizes a cluster needs (Oobleck §4.1.1)."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+from oobleck.planner.errors import ModelTooLarge, PlanInfeasible
+from oobleck.planner.profile.profile import MOST_BYTES, Profile
+from oobleck.planner.search.templates import feasible_sizes
+from oobleck.planner.units import are, count, enough_bytes, format_bytes
+
+#: Missing memory is told to this part of it.
+_MEMORY_STEPS = 1000
+
+
+def node_specification(
+    profile: Profile, *, nodes: int, fault_tolerance: int, min_nodes: int = 1
+) -> range:
+    """The template sizes: n0 and what follows it, as far as `nodes` nodes have use for them.
+
+    n0 is the fewest nodes, `min_nodes` at least, that hold the model. The largest is what the other
+    `fault_tolerance` pipelines leave, nodes - fault_tolerance * n0 (§4.1.1); it is at least
+    2 n0 - 1, since only with n0 .. 2 n0 - 1 can every number of nodes from n0 on be made up, which
+    a cluster that begins with no more than it needs would miss after its first loss. No size
+    exceeds the number of layers or of nodes, or leaves a gap. Raises PlanInfeasible with the
+    bytes or the nodes that are missing.
+    """
+    for name, value, least in (
+        ("nodes", nodes, 1),
+        ("fault_tolerance", fault_tolerance, 0),
+        ("min_nodes", min_nodes, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
+    layers = len(profile.layers)
+    sizes = feasible_sizes(profile, min(nodes, layers))
+    if not any(size >= min_nodes for size in sizes):
+        sizes = feasible_sizes(profile, layers)
+    if not sizes:
+        raise ModelTooLarge(_memory_cause(profile))
+    usable = [size for size in sizes if size >= min_nodes]
+    if not usable:
+        raise ModelTooLarge(
+            f"a pipeline cannot have {min_nodes} nodes: the model of {layers} layers "
+            f"on {profile.gpus_per_node} GPUs per node fits {sizes[-1]} at most; lower "
+            "min_nodes_per_pipeline"
+        )
+    smallest = usable[0]
+    needed = (fault_tolerance + 1) * smallest
+    if nodes < needed:
+        raise PlanInfeasible(_nodes_cause(profile, nodes, fault_tolerance, smallest, min_nodes))
+    largest = min(nodes, max(nodes - fault_tolerance * smallest, 2 * smallest - 1))
+    stop = smallest
+    while stop in sizes and stop <= largest:
+        stop += 1
+    return range(smallest, stop)
+
+
+def on_usable_gpus(profile: Profile, *, gpus: int, min_nodes: int = 1) -> Profile:
+    """`profile` for training on nodes of `gpus` GPUs, or of as many of these as can be used.
+
+    A stage has no more GPUs than the profile has times for, and a pipeline no more stages than
+    layers, so a node may have more than it can use: the result's `gpus_per_node` is the most of
+    which some pipeline of `min_nodes` nodes or more fits.
+    """
+    layers = len(profile.layers)
+    most = max(1, min(gpus, sum(max(la.forward_s) for la in profile.layers) // min_nodes))
+    found = [replace(profile, gpus_per_node=used) for used in range(most, 0, -1)]
+    fitting = (one for one in found if max(feasible_sizes(one, layers), default=0) >= min_nodes)
+    return next(fitting, found[0])
+
+
+def _nodes_cause(
+    profile: Profile, nodes: int, fault_tolerance: int, smallest: int, min_nodes: int
+) -> str:
+    """How many nodes are missing, and what else would do."""
+    needed = (fault_tolerance + 1) * smallest
+    fixes = [f"add {count(needed - nodes, 'node')}"]
+    possible = nodes // smallest - 1
+    if possible >= 0:
+        fixes.append(f"lower fault_tolerance to {possible}")
+    memory = _least_memory(profile, min_nodes, nodes // (fault_tolerance + 1))
+    if memory is not None and memory > profile.gpu_memory_bytes:
+        fixes.append(f"use GPUs with {_more_memory(profile, memory)}")
+    return (
+        f"needs {count(needed, 'node')}: fault_tolerance {fault_tolerance} and pipelines of at "
+        f"least {count(smallest, 'node')}; {are(nodes)} live; {', '.join(fixes[:-1])}"
+        f"{' or ' if len(fixes) > 1 else ''}{fixes[-1]}"
+    )
+
+
+def _memory_cause(profile: Profile) -> str:
+    """How much memory per GPU would do, and for how many nodes."""
+    layers = profile.layers
+    if any(min(layer.forward_s) > profile.gpus_per_node for layer in layers):
+        return (
+            f"some layer has no time for {profile.gpus_per_node} GPUs or fewer: profile it for "
+            "the GPUs that a node has"
+        )
+    memory = _least_memory(profile, 1, len(layers))
+    if memory is None:
+        return (
+            f"no cut of {len(layers)} layers uses all {profile.gpus_per_node} GPUs of a node; "
+            "lower --workers-per-node"
+        )
+    fewest = _sizes_with(profile, memory, len(layers))[0]
+    return (
+        f"the model does not fit on any number of nodes: a GPU needs "
+        f"{_more_memory(profile, memory)}, for pipelines of {count(fewest, 'node')}; use GPUs "
+        "with more memory, a smaller microbatch or a smaller model"
+    )
+
+
+def _more_memory(profile: Profile, memory: int) -> str:
+    have = profile.gpu_memory_bytes
+    return (
+        f"at least {enough_bytes(memory)}, {enough_bytes(memory - have)} more than training may "
+        f"use of one ({format_bytes(have)})"
+    )
+
+
+@lru_cache(maxsize=16)  # asked again and again while a job waits
+def _least_memory(profile: Profile, min_nodes: int, most_nodes: int) -> int | None:
+    """Bytes per GPU, about, with which pipelines of `min_nodes` to `most_nodes` nodes fit; None:
+    there are none, whatever the memory."""
+    layers, most = profile.layers, min(most_nodes, len(profile.layers))
+
+    def fit(memory: int) -> bool:
+        sizes = _sizes_with(profile, memory, most) if most > 0 else ()
+        return max(sizes, default=0) >= min_nodes
+
+    everything = sum(
+        layer.state_bytes
+        + layer.sum_bytes
+        + layer.working_bytes
+        + layer.mapped_bytes
+        + len(layers) * layer.activation_bytes
+        for layer in layers
+    )
+    low = profile.gpu_memory_bytes
+    # With everything, one GPU holds the whole model.
+    high = min(max(low, everything), MOST_BYTES)
+    if not fit(high):
+        return None
+    while high - low > max(1, high // _MEMORY_STEPS):
+        middle = (low + high) // 2
+        if fit(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _sizes_with(profile: Profile, memory_bytes: int, most_nodes: int) -> tuple[int, ...]:
+    return feasible_sizes(replace(profile, gpu_memory_bytes=memory_bytes), most_nodes)

@@ -1,0 +1,238 @@
+"""Template generation: the cheapest way to cut the model for n nodes (Oobleck §4.1.2).
+
+Minimises T1 + T2 + T3 exactly, for 4 micro-batches per stage, for all n at once. The slowest stage
+takes one of the times that some stage has. Intervals of these times are searched from coarse to
+fine: a sweep (`oobleck.planner.search.partition`) gives each interval a lower bound for every n,
+and the cut that belongs to the bound has a true T. Only intervals that may still hold a better cut
+for some n are divided, down to single times, for which the sweep is exact.
+
+Owns the search. T does not tell all cuts apart: which of least T become templates is for
+`oobleck.planner.search.ties`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oobleck.planner.cost.formula import StageCosts, seconds
+from oobleck.planner.cost.stagetable import Floats, Integers, StageTable
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.template import PipelineTemplate, StageTemplate
+from oobleck.planner.search.partition import Bounds, Sweep, swept_together
+from oobleck.planner.search.ties import TiedTemplates, shortlists, tied_cuts
+from oobleck.planner.search.trace import Cuts, Stages, trace
+
+#: Intervals of a level are no wider than this, so that the first bounds mean something.
+_COARSEST = 1.2
+#: Parts that an interval is divided into.
+_PARTS = 8
+
+
+def generate_templates(profile: Profile, sizes: Sequence[int]) -> Mapping[int, PipelineTemplate]:
+    """The best template for each number of nodes in `sizes`; raises PlanInfeasible."""
+    return {nodes: tied.quickest for nodes, tied in tied_templates(profile, sizes).items()}
+
+
+def tied_templates(profile: Profile, sizes: Sequence[int]) -> Mapping[int, TiedTemplates]:
+    """A few templates of least T for each number of nodes. Raises PlanInfeasible."""
+    costs, table = StageCosts(profile), StageTable(profile)
+    candidates = [
+        [template_of(costs, table, nodes, cut) for cut in cuts]
+        for nodes, cuts in least_cuts(table, sizes).items()
+    ]
+    return {tied.quickest.nodes: tied for tied in shortlists(candidates, profile)}
+
+
+def feasible_sizes(profile: Profile, most: int) -> tuple[int, ...]:
+    """All numbers of nodes up to `most` that some template fits, ascending."""
+    table = StageTable(profile)
+    return fitting_sizes(table, table.fewest_stages(min(most, table.layers)))
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class _Intervals:
+    """Times number first .. last may be that of the slowest stage; `bound` [interval, size] is a
+    lower bound of T then."""
+
+    first: Integers
+    last: Integers
+    bound: Floats
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def __getitem__(self, which: slice | Integers | NDArray[np.bool_]) -> "_Intervals":
+        return _Intervals(first=self.first[which], last=self.last[which], bound=self.bound[which])
+
+    def divided(self) -> "_Intervals":
+        """Parts of about equal numbers of times, in order, with the bounds of the whole."""
+        parts = np.arange(_PARTS + 1)
+        edges = self.first[:, None] + (self.last + 1 - self.first)[:, None] * parts // _PARTS
+        real = edges[:, :-1] < edges[:, 1:]
+        return _Intervals(
+            first=edges[:, :-1][real],
+            last=edges[:, 1:][real] - 1,
+            bound=np.repeat(self.bound, real.sum(1), axis=0),
+        )
+
+
+def least_cuts(table: StageTable, sizes: Sequence[int]) -> Mapping[int, tuple[Stages, ...]]:
+    """Cuts of least T for every number of nodes; several where they are tied.
+
+    Raises PlanInfeasible.
+    """
+    fewest = table.fewest_stages(min(max(sizes, default=1), table.layers))
+    fitting = set(fitting_sizes(table, fewest))
+    for nodes in sizes:
+        if nodes not in fitting:
+            raise PlanInfeasible(f"no template of {nodes} nodes fits the memory")
+    found = _Search(table, fewest, sizes).run()
+    return tied_cuts(table, fewest, found) if found else {}
+
+
+class _Search:
+    def __init__(self, table: StageTable, fewest: Integers, sizes: Sequence[int]) -> None:
+        self._table, self._fewest = table, fewest
+        self._sizes = np.array(sizes, dtype=np.int64)
+        self._times = np.unique(table.time[np.isfinite(table.time)])
+        self._least_work = self._work()
+        self._best = np.full(len(self._sizes), np.inf)
+        self._stages: dict[int, Stages] = {}
+
+    def run(self) -> Mapping[int, tuple[float, Stages]]:
+        """Least T and a cut that has it, by number of nodes."""
+        level = self._coarse()
+        while len(level):
+            level = self._survivors(level).divided()
+        return {
+            int(n): (float(self._best[at]), self._stages[at]) for at, n in enumerate(self._sizes)
+        }
+
+    def _work(self) -> float:
+        """GPU time that the model needs at least."""
+        single = [
+            d * np.diag(t, 1) for d, t in zip(self._table.choices, self._table.time, strict=True)
+        ]
+        return float(np.min(single, axis=0).sum())
+
+    def _coarse(self) -> _Intervals:
+        """All times, in intervals of about equal ratio."""
+        times, edges = self._times, [0]
+        while edges[-1] < len(times):
+            stop = int(np.searchsorted(times, times[edges[-1]] * _COARSEST, "right"))
+            edges.append(max(stop, edges[-1] + 1))
+        return _Intervals(
+            first=np.array(edges[:-1], dtype=np.int64),
+            last=np.array(edges[1:], dtype=np.int64) - 1,
+            bound=np.full((len(edges) - 1, len(self._sizes)), -np.inf),
+        )
+
+    def _alive(self, level: _Intervals) -> NDArray[np.bool_]:
+        """[interval, size]: which may hold a better cut. GPUs that are busy for no longer than the
+        slowest stage have to do all the work, and T is at least 3 S + 1 times its time."""
+        low, high = self._times[level.first, None], self._times[level.last, None]
+        floor = (3 * self._sizes + 1) * low
+        can = self._sizes * self._table.per_node * high >= self._least_work
+        alive: NDArray[np.bool_] = can & (np.maximum(level.bound, floor) < self._best)
+        return alive
+
+    def _survivors(self, level: _Intervals) -> _Intervals:
+        """Those of more than one time that may hold a better cut, with their lower bounds."""
+        done = 0
+        while done < len(level):
+            alive = self._alive(level[done:])
+            rows = np.flatnonzero(alive.any(1))
+            if not len(rows):
+                level.bound[done:] = np.inf
+                break
+            rows = rows[: self._together(level[done + rows], alive[rows])]
+            level.bound[done : done + int(rows[-1]) + 1] = np.inf
+            level.bound[done + rows] = self._bound(level[done + rows], alive[rows])
+            done += int(rows[-1]) + 1
+        return level[(level.first < level.last) & (level.bound < self._best).any(1)]
+
+    def _together(self, level: _Intervals, alive: NDArray[np.bool_]) -> int:
+        """How many of the intervals are swept together."""
+        return swept_together(
+            self._table, self._times[level.last], np.where(alive, self._sizes, 0).max(1)
+        )
+
+    def _bound(self, level: _Intervals, alive: NDArray[np.bool_]) -> Floats:
+        """The bounds of all intervals by one sweep; takes better cuts on the way."""
+        sizes = self._sizes[alive.any(0)]
+        low, high = self._times[level.first], self._times[level.last]
+        single = low == high
+        bounds = Bounds(low=low, high=high, after=np.where(single, high - 1, high))
+        sweep = Sweep(
+            self._table, self._fewest, bounds, nodes=int(sizes.max()), least=int(sizes.min())
+        )
+        totals = np.full(alive.shape, np.inf)
+        totals[:, alive.any(0)] = sweep.totals(sizes)
+        totals[~alive] = np.inf
+        self._improve(sweep, totals)
+        for row in np.flatnonzero(single):
+            for at in np.flatnonzero(totals[row] < self._best):
+                self._count_stages(low[row], int(at))
+        return totals
+
+    def _improve(self, sweep: Sweep, totals: Floats) -> None:
+        """Take the cuts that belong to each size's least bound where they are better."""
+        row = totals.argmin(0)
+        at = np.flatnonzero(totals.min(0) < self._best)
+        if len(at):
+            self._take(at, trace(sweep, row[at], self._sizes[at]))
+
+    def _take(self, at: Integers, cuts: Cuts) -> None:
+        totals = cuts.totals()
+        for number, index in enumerate(at):
+            if totals[number] < self._best[index]:
+                self._best[index] = totals[number]
+                self._stages[int(index)] = cuts.stages(number)
+
+    def _count_stages(self, time: float, at: int) -> None:
+        """The best cut with slowest stage `time` where memory hangs on the number of stages."""
+        rows = np.full(self._table.layers + 1, time)
+        bounds = Bounds(low=rows, high=rows, after=rows - 1, stages_after=True)
+        nodes = int(self._sizes[at])
+        sweep = Sweep(self._table, self._fewest, bounds, nodes=nodes, least=nodes)
+        totals = sweep.totals(np.array([nodes]))[:, 0]
+        if totals.min() < self._best[at]:
+            row = np.array([totals.argmin()])
+            self._take(np.array([at]), trace(sweep, row, np.array([nodes])))
+
+
+def fitting_sizes(table: StageTable, fewest: Integers) -> tuple[int, ...]:
+    whole = fewest[0, :, table.per_node]
+    return tuple(int(n) + 1 for n in np.flatnonzero(whole <= table.layers))
+
+
+def template_of(
+    costs: StageCosts, table: StageTable, nodes: int, stages: Stages
+) -> PipelineTemplate:
+    """The template of a cut; `table` says which stages are equally slow, as in the search."""
+    times = [costs.time(*stage) for stage in stages]
+    slowest = max(range(len(stages)), key=lambda s: (table.stage_time(*stages[s]), s))
+    total = sum(times) + (3 * len(stages) + slowest - 1) * times[slowest] + sum(times[slowest:])
+    made = []
+    used = 0
+    for first, stop, gpus in stages:
+        made.append(
+            StageTemplate(
+                first_layer=first,
+                last_layer=stop - 1,
+                node=used // table.per_node,
+                gpus=gpus,
+                forward_s=seconds(costs.forward(first, stop, gpus)),
+                backward_s=seconds(costs.backward(first, stop, gpus)),
+            )
+        )
+        used += gpus
+    return PipelineTemplate(
+        nodes=nodes,
+        gpus_per_node=table.per_node,
+        stages=tuple(made),
+        iteration_s=seconds(total),
+    )

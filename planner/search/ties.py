@@ -1,0 +1,107 @@
+"""Which of the cuts of least T become templates: those with the shortest replays.
+
+T1 + T2 + T3 knows neither messages nor which stages beside the slowest are short, so many cuts
+have the same T (in a model of equal blocks nearly always) though they take differently long.
+Owns that choice. Sampling draws from a fixed seed: the same profile gives the same templates.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from oobleck.planner.cost.finish import finish_s
+from oobleck.planner.cost.replay import template_run
+from oobleck.planner.cost.stagetable import Floats, Integers, StageTable
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.template import PipelineTemplate
+from oobleck.planner.search.partition import Bounds, Sweep, swept_together
+from oobleck.planner.search.trace import Stages, trace
+
+#: Cuts that are drawn for each number of nodes, beside the one that the search has found.
+_SAMPLES = 5
+#: Micro-batches per stage of a replay: enough to fill, run and drain.
+_MICROBATCHES = 2
+#: Templates of a size, for the first plan to choose among.
+_SHORTLISTED = 3
+
+
+def tied_cuts(
+    table: StageTable, fewest: Integers, found: Mapping[int, tuple[float, Stages]]
+) -> Mapping[int, tuple[Stages, ...]]:
+    """By number of nodes: the cut found for it, first, and others of the same T and the same
+    slowest stage. `found` has T with its cut."""
+    slowest = {n: max(table.stage_time(*stage) for stage in cut) for n, (_, cut) in found.items()}
+    ties = {n: {cut: None} for n, (_, cut) in found.items()}
+    sample = np.random.default_rng(0)
+    sizes = np.array(sorted(found, key=lambda n: (slowest[n], n)), dtype=np.int64)
+    while len(sizes):
+        rows = np.array([slowest[n] for n in sizes.tolist()])
+        count = swept_together(table, rows, sizes)
+        for nodes, total, cut in _drawn(table, fewest, rows[:count], sizes[:count], sample):
+            if total == found[nodes][0]:
+                ties[nodes][cut] = None
+        sizes = sizes[count:]
+    return {nodes: tuple(cuts) for nodes, cuts in ties.items()}
+
+
+def _drawn(
+    table: StageTable,
+    fewest: Integers,
+    slowest: Floats,
+    sizes: Integers,
+    sample: np.random.Generator,
+) -> Iterator[tuple[int, float, Stages]]:
+    """Cuts of least T for each size and its slowest stage: number of nodes, T and cut."""
+    times = np.unique(slowest)
+    bounds = Bounds(low=times, high=times, after=times - 1)
+    sweep = Sweep(table, fewest, bounds, nodes=int(sizes.max()), least=int(sizes.min()))
+    queries = np.repeat(sizes, _SAMPLES)
+    cuts = trace(sweep, np.repeat(np.searchsorted(times, slowest), _SAMPLES), queries, sample)
+    for number, total in enumerate(cuts.totals().tolist()):
+        yield int(queries[number]), total, cuts.stages(number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiedTemplates:
+    """A few templates of one size and of least T, one of them twice where it is best and first."""
+
+    #: Its pipeline is done first with micro-batches for all its stages.
+    quickest: PipelineTemplate
+    #: The first one that the search has come upon.
+    found: PipelineTemplate
+    #: The next quickest.
+    others: tuple[PipelineTemplate, ...] = ()
+
+    @property
+    def all(self) -> tuple[PipelineTemplate, ...]:
+        return tuple(dict.fromkeys((self.quickest, self.found, *self.others)))
+
+
+def shortlists(
+    candidates: Sequence[Sequence[PipelineTemplate]], profile: Profile
+) -> list[TiedTemplates]:
+    """Of each group of templates, tied and of one size, those that are worth a closer look.
+
+    Which one suits a plan hangs on its shares of the batch and on the other pipelines, too.
+    """
+    runs = [
+        template_run(template, _MICROBATCHES * len(template.stages), profile)
+        for group in candidates
+        if len(group) > 1
+        for template in group
+    ]
+    times = iter(finish_s(runs))
+    chosen = []
+    for group in candidates:
+        done = [max(next(times)) if len(group) > 1 else 0.0 for _ in group]
+        order = [at for _, at in sorted(zip(done, range(len(group)), strict=True))]
+        few = list(dict.fromkeys((order[0], 0, *order[1:])))[:_SHORTLISTED]
+        chosen.append(
+            TiedTemplates(
+                quickest=group[order[0]],
+                found=group[0],
+                others=tuple(group[at] for at in few if at not in (order[0], 0)),
+            )
+        )
+    return chosen

@@ -1,0 +1,111 @@
+"""Step records until the master has them, and lines of output: nothing twice, nothing unbounded."""
+
+import pytest
+
+from oobleck.agent.connection.outbox import Outbox
+from oobleck.agent.connection.records import BATCH, HOLD_S, RecordBuffer
+from oobleck.agent.processes.output import LINE_BYTES, TAIL_LINES, LogQueue, Tail
+from oobleck.planner.ids import Generation, Incarnation, JobId
+from oobleck.proto.types import NodeStatus
+from support.standin_warm import record
+
+JOB = JobId("demo-1")
+FIRST = Generation(1)
+
+
+def filled(steps: int, limit: int = 1000) -> RecordBuffer:
+    buffer = RecordBuffer(limit)
+    for step in range(1, steps + 1):
+        buffer.add(JOB, record(step, FIRST), 0.0)
+    return buffer
+
+
+def steps(buffer: RecordBuffer, now: float, *, first: bool) -> list[int]:
+    return [record.step for record in buffer.due(now, first=first)]
+
+
+def test_the_agent_of_rank_0_sends_each_record_at_once_and_once() -> None:
+    buffer = filled(3)
+    assert steps(buffer, 0.0, first=True) == [1, 2, 3]
+    assert steps(buffer, 99.0, first=True) == []
+    assert buffer.next_due(0.0, first=True) is None
+
+
+def test_other_agents_send_what_stays_unacknowledged() -> None:
+    buffer = filled(3)
+    assert steps(buffer, HOLD_S - 0.01, first=False) == []
+    assert buffer.next_due(0.5, first=False) == HOLD_S
+    buffer.acknowledge(JOB, 2)
+    assert steps(buffer, HOLD_S, first=False) == [3]
+
+
+def test_records_of_several_workers_and_late_repeats_count_once() -> None:
+    buffer = filled(2)
+    buffer.add(JOB, record(2, FIRST), 0.0)
+    buffer.acknowledge(JOB, 2)
+    buffer.add(JOB, record(1, FIRST), 0.0)
+    assert len(buffer) == 0
+
+
+def test_a_new_session_repeats_all_that_is_unacknowledged_in_step_order() -> None:
+    buffer = filled(3)
+    assert steps(buffer, 0.0, first=True) == [1, 2, 3]
+    buffer.acknowledge(JOB, 1)
+    buffer.session_began(5.0)
+    assert steps(buffer, 5.0, first=False) == []
+    assert steps(buffer, 5.0 + HOLD_S, first=False) == [2, 3]
+
+
+def test_batches_are_bounded() -> None:
+    buffer = filled(BATCH + 1)
+    assert len(steps(buffer, 0.0, first=True)) == BATCH
+    assert len(steps(buffer, 0.0, first=True)) == 1
+
+
+def test_a_full_buffer_keeps_the_oldest() -> None:
+    buffer = filled(5, limit=3)
+    assert buffer.lost == 2
+    assert steps(buffer, 0.0, first=True) == [1, 2, 3]
+
+
+def test_another_job_drops_the_old_records_and_ignores_old_acknowledgements() -> None:
+    buffer = filled(3)
+    buffer.add(JobId("next-1"), record(1, FIRST), 0.0)
+    buffer.acknowledge(JOB, 3)
+    assert steps(buffer, 0.0, first=True) == [1]
+
+
+def test_output_is_cut_into_lines_and_the_last_ones_are_remembered() -> None:
+    tail = Tail()
+    assert tail.feed(b"one\ntw") == ["one"]
+    assert tail.feed(b"o\n\xff\n") == ["two", "�"]
+    assert tail.feed(b"x" * (LINE_BYTES + 1)) == ["x" * LINE_BYTES]
+    assert tail.finish() == ["x"]
+    tail.feed(b"".join(b"%d\n" % n for n in range(100)))
+    assert tail.last_lines().split("\n") == [str(n) for n in range(100 - TAIL_LINES, 100)]
+
+
+def test_lines_that_nobody_takes_are_dropped_oldest_first_and_counted() -> None:
+    queue = LogQueue(limit=3)
+    queue.add(0, [str(n) for n in range(5)])
+    queue.add(1, ["other"])
+    assert queue.take(2) == (0, ["2", "3"], 2)
+    assert queue.take(2) == (0, ["4"], 0)
+    assert queue.take(2) == (1, ["other"], 0)
+    assert queue.take(2) is None
+
+
+def test_steps_before_a_boundary_are_sent_at_once_by_who_had_rank_0_then() -> None:
+    outbox = Outbox(Incarnation("0001"))
+    outbox.status(NodeStatus(generation=FIRST), has_rank_0=True)
+    outbox.status(NodeStatus(generation=Generation(2)), has_rank_0=False)
+    outbox.record(JOB, record(7, FIRST), 0.0)
+    assert sent(outbox) == [7]
+    outbox.record(JOB, record(8, Generation(2)), 0.1)
+    assert sent(outbox) == []
+    assert outbox.next_due(0.1) == pytest.approx(0.1 + HOLD_S)
+
+
+def sent(outbox: Outbox) -> list[int]:
+    messages = [m for m in outbox.take(0.1) if m.WhichOneof("body") == "records"]
+    return [told.step for message in messages for told in message.records.records]

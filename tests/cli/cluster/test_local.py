@@ -1,0 +1,211 @@
+"""`oobleck local` with real daemons: what it prints, what it survives, and that nothing stays."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from oobleck.cli.cluster.children import restart_pause_s
+from oobleck.cli.cluster.local import NODE_BYTES
+from support.commands import end, refused, run
+from support.waiting import PATIENCE_S, all_gone, until
+
+pytestmark = pytest.mark.cluster
+
+
+class Local:
+    """A running `oobleck local` and all processes below it."""
+
+    def __init__(self, state_dir: Path, *options: str, nodes: int = 2) -> None:
+        command = [sys.executable, "-m", "oobleck.cli.main", "local", "--nodes", str(nodes)]
+        self.process = subprocess.Popen(
+            [*command, "--listen", "127.0.0.1:0", "--state-dir", str(state_dir), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self.family: set[psutil.Process] = set()
+
+    def until(self, pattern: str) -> re.Match[str]:
+        """Read lines up to one that matches."""
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline():
+            self.lines.append(line.rstrip("\n"))
+            if found := re.fullmatch(pattern, self.lines[-1]):
+                return found
+        raise AssertionError(f"no {pattern!r} in {self.lines}")
+
+    def remember(self) -> set[psutil.Process]:
+        self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
+        return self.family
+
+    def daemons(self) -> dict[str, int]:
+        """Pids by name, from the lines."""
+        found = [re.fullmatch(r"(?:agent )?(\w+) (?:\S+ )?pid (\d+)", line) for line in self.lines]
+        return {match[1]: int(match[2]) for match in found if match}
+
+
+@pytest.fixture
+def local(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Local]:
+    running = Local(tmp_path / "state", *getattr(request, "param", ()))
+    yield running
+    if running.process.poll() is None:
+        running.remember()
+    end(running.process)
+    all_gone(running.family)
+
+
+def test_what_it_prints_and_that_ctrl_c_leaves_nothing(local: Local, tmp_path: Path) -> None:
+    local.until("ready")
+    assert [re.sub(r"\d{2,}", "#", line) for line in local.lines] == [
+        "master #.0.0.1:# pid #",
+        "agent n1 pid #",
+        "agent n2 pid #",
+        re.sub(r"\d{2,}", "#", f"state {tmp_path}/state"),
+        "ready",
+    ]
+    until(lambda: len(local.remember()) >= 5, "all processes")
+    assert len(local.family) == 5, "master, two agents, two warm processes"
+    assert set(local.daemons().values()) < {process.pid for process in local.family}
+    os.killpg(local.process.pid, signal.SIGINT)
+    assert local.process.wait(PATIENCE_S) == 0
+    all_gone(local.family)
+    assert local.process.stderr is not None
+    assert local.process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("moment", ["agent n1 .*", "ready"])
+def test_kill_9_leaves_nothing(local: Local, moment: str) -> None:
+    local.until(moment)
+    local.remember()
+    local.process.kill()
+    local.process.wait()
+    all_gone(local.family)
+
+
+def test_an_agent_that_dies_is_started_again_with_its_flags(local: Local) -> None:
+    address = local.until(r"master (\S+) pid \d+")[1]
+    local.until("ready")
+    dead = local.daemons()
+    command = psutil.Process(dead["n2"]).cmdline()
+    local.remember()
+    os.kill(dead["n2"], signal.SIGKILL)
+    local.until(r"agent n2 \(pid \d+\) was killed by SIGKILL; it is started again in 2 s")
+    again = int(local.until(r"agent n2 pid (\d+)")[1])
+    wait_for_nodes(address, {"n1": dead["n1"], "n2": again})
+    assert psutil.Process(again).cmdline() == command
+
+
+@pytest.mark.parametrize("local", [["--nodes", "1"]], indirect=True)
+def test_the_last_daemon_is_started_again_too(local: Local) -> None:
+    local.until("ready")
+    pids = local.daemons()
+    local.remember()
+    os.kill(pids["master"], signal.SIGKILL)
+    local.until(r"master \(pid \d+\) was killed by SIGKILL; training goes on .*")
+    os.kill(pids["n1"], signal.SIGKILL)
+    local.until(r"agent n1 \(pid \d+\) was killed by SIGKILL; it is started again in 2 s")
+    local.until(r"agent n1 pid \d+")
+
+
+def test_who_keeps_dying_is_started_again_later_each_time() -> None:
+    assert [restart_pause_s(ends) for ends in (0, 1, 2, 3, 4, 5, 500)] == [2, 2, 4, 8, 16, 30, 30]
+
+
+def test_an_agent_that_was_told_to_end_stays_away(local: Local) -> None:
+    local.until("ready")
+    os.kill(local.daemons()["n2"], signal.SIGTERM)
+    local.until(r"agent n2 \(pid \d+\) ended with exit code 0.*; to start it again: .*")
+
+
+@pytest.mark.parametrize("local", [["--no-restart"]], indirect=True)
+def test_an_agent_that_dies_is_told_and_can_be_started_again(local: Local) -> None:
+    address = local.until(r"master (\S+) pid \d+")[1]
+    local.until("ready")
+    os.kill(local.daemons()["n2"], signal.SIGKILL)
+    told = local.until(
+        r"agent n2 \(pid \d+\) was killed by SIGKILL; to start it again: (oobleck-agent .*)"
+    )
+    assert local.process.poll() is None
+    assert " --memory-per-worker " in told[1]
+    command = [sys.executable, "-m", "oobleck.agent", *shlex.split(told[1])[1:]]
+    again = subprocess.Popen(command, stderr=subprocess.DEVNULL, text=True)
+    try:
+        wait_for_nodes(address, {"n1": local.daemons()["n1"], "n2": again.pid})
+    finally:
+        end(again)
+
+
+def test_the_cluster_goes_on_without_its_master(local: Local, tmp_path: Path) -> None:
+    address = local.until(r"master (\S+) pid \d+")[1]
+    local.until("ready")
+    os.kill(local.daemons()["master"], signal.SIGKILL)
+    told = local.until(
+        r"master \(pid \d+\) was killed by SIGKILL; training goes on without it; "
+        r"to start it again: (oobleck-master .*)"
+    )
+    assert address in told[1]
+    command = [sys.executable, "-m", "oobleck.master", *shlex.split(told[1])[1:]]
+    again = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        daemons = local.daemons()
+        wait_for_nodes(address, {"n1": daemons["n1"], "n2": daemons["n2"]})
+        line = refused(
+            run("local", "--nodes", "1", "--state-dir", str(tmp_path / "state"), timeout_s=60), 2
+        )
+        assert f"is in use by another master (pid {again.pid})" in line
+    finally:
+        end(again)
+
+
+def test_agents_that_all_refuse_end_it_at_once(tmp_path: Path) -> None:
+    faults = tmp_path / "faults.json"
+    faults.write_text("no list")
+    arguments = ("--state-dir", str(tmp_path), "--fault-plan", str(faults))
+    result = run("local", "--nodes", "1", "--listen", "127.0.0.1:0", *arguments)
+    assert result.returncode == 1
+    assert "give a JSON list of faults" in result.stdout
+    assert result.stderr.startswith("oobleck: every agent ended before it registered; see ")
+
+
+def wait_for_nodes(address: str, pids: dict[str, int]) -> None:
+    """The master knows exactly these nodes as live, with these pids."""
+    from oobleck.cli.client import Master
+    from oobleck.host.command import CommandFailed
+
+    def live() -> dict[str, int]:
+        try:
+            with Master(address) as connection:
+                nodes = connection.nodes()
+        except CommandFailed:
+            return {}  # not up yet
+        return {node.node: node.pid for node in nodes if node.state == "live"}
+
+    until(lambda: live() == pids, f"the nodes {pids}", poll_s=0.1)
+
+
+def test_a_cluster_that_memory_cannot_hold_is_refused_with_the_limit() -> None:
+    cores = os.cpu_count() or 1
+    nodes = min(16 * cores, psutil.virtual_memory().total // NODE_BYTES + 1)
+    if 16 * cores == nodes:
+        nodes += 1
+        assert f"limit: {16 * cores}" in refused(run("local", "--nodes", str(nodes)), 2)
+    else:
+        assert "MiB are free" in refused(run("local", "--nodes", str(nodes)), 2)
+
+
+def test_what_the_master_keeps_is_the_master_s_to_refuse(tmp_path: Path) -> None:
+    state = ("--state-dir", str(tmp_path), "--listen", "127.0.0.1:0")
+    few = run("local", "--nodes", "1", *state, "--keep-jobs", "0")
+    assert "--keep-jobs 0: is too few" in refused(few, 2)
+    short = run("local", "--nodes", "1", *state, "--forget-nodes-after", "1s")
+    assert "--forget-nodes-after: 1 s is too short" in refused(short, 2)

@@ -1,0 +1,456 @@
+"""Joining a cluster as users do it: init, tokens, nodes that join, renewal, revocation."""
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from oobleck.host.security import pki
+from oobleck.host.security.credentials import read_credentials
+from oobleck.host.security.jointoken import format_token, read_token
+from support.commands import end, refused, run
+
+DEADLINE_S = 60.0
+
+
+class Secured:
+    """A master on a loopback address that wants certificates all the same."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder = folder
+        self.pki = folder / "state" / "pki"
+        assert run("pki", "init", "--dir", str(self.pki), "--name", "10.1.2.3").returncode == 0
+        self.operator = self.pki / "operator"
+        self.log = folder / "master.log"
+        self.address = "127.0.0.1:0"
+        self._options = options
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "oobleck.master", "--listen", self.address]
+        with self.log.open("a") as log:
+            process = subprocess.Popen(
+                [*command, "--state-dir", str(self.folder / "state"), *self._options],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("listening on "), self.log.read_text()
+        self.address = line.split()[-1]
+        return process
+
+    def restart(self) -> None:
+        self.process.kill()
+        end(self.process)
+        self.process = self._start()
+
+    def oobleck(self, *arguments: str, who: Path | None = None) -> subprocess.CompletedProcess[str]:
+        shown = ("--credentials", str(who or self.operator))
+        return run(*arguments, "--master", self.address, *shown)
+
+    def token(self, *arguments: str) -> Path:
+        """A file with a new one."""
+        path = self.folder / f"token-{os.urandom(4).hex()}"
+        made = self.oobleck("pki", "token", *arguments, "--out", str(path))
+        assert (made.returncode, made.stdout) == (0, f"{path}\n"), made
+        return path
+
+    def states(self) -> dict[str, str]:
+        nodes = self.oobleck("nodes", "--json")
+        return {node["node"]: node["state"] for node in json.loads(nodes.stdout)}
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    cluster = Secured(tmp_path_factory.mktemp("secured"), "--certificate-life-s", "20")
+    yield cluster
+    end(cluster.process)
+
+
+Start = Callable[..., tuple[subprocess.Popen[bytes], Path]]
+
+
+@pytest.fixture
+def start_agent(secured: Secured, tmp_path: Path) -> Iterator[Start]:
+    """Starts agents; gives the process and its log."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(name: str, *options: str, **environment: str) -> tuple[subprocess.Popen[bytes], Path]:
+        log = tmp_path / f"{name}-{len(started)}.log"
+        arguments = ("--master", secured.address, "--name", name, *options)
+        with log.open("wb") as output:
+            command = [sys.executable, "-m", "oobleck.agent", *arguments]
+            process = subprocess.Popen(
+                command, env={**os.environ, **environment}, stdout=output, stderr=output
+            )
+        started.append(process)
+        return process, log
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        process.wait(DEADLINE_S)
+
+
+def until(condition: Callable[[], object], what: object = "") -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def test_what_init_makes_is_for_its_owner_alone(secured: Secured) -> None:
+    for path in (secured.pki, *secured.pki.rglob("*")):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (0o700 if path.is_dir() else 0o600), path
+    assert pki.server_names((secured.pki / "master.crt").read_bytes()) == ("10.1.2.3",)
+    for path in (secured.folder / "state").iterdir():
+        assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
+    again = run("pki", "init", "--dir", str(secured.pki))
+    assert "has an authority already" in refused(again, 2)
+
+
+def test_a_node_joins_once_by_a_token_and_renews(secured: Secured, start_agent: Start) -> None:
+    token = secured.token()
+    folder = secured.folder / "n1"
+    agent, log = start_agent("n1", "--credentials", str(folder), "--token-file", str(token))
+    until(lambda: secured.states().get("n1") == "live", log)
+    first = pki.identity_of(read_credentials(folder).certificate)
+    assert (first.role, first.name) == ("agent", "n1")
+    assert stat.S_IMODE((folder / "client.key").stat().st_mode) == 0o600
+
+    def issued_at() -> float:
+        return pki.identity_of(read_credentials(folder).certificate).issued_at
+
+    until(lambda: issued_at() > first.issued_at)
+    # What was given out is known to the next master too, and the new certificate is good there.
+    secured.restart()
+    until(lambda: log.read_text().count("session began") >= 2, log)
+
+    other, other_log = start_agent(
+        "n2", "--credentials", str(secured.folder / "n2"), "--token-file", str(token)
+    )
+    assert other.wait(DEADLINE_S) == 2
+    assert "the join token was used before" in other_log.read_text()
+
+    # Another token does not help to a name that somebody holds.
+    thief, thief_log = start_agent(
+        "n1", "--credentials", str(secured.folder / "thief"), "--token-file", str(secured.token())
+    )
+    assert thief.wait(DEADLINE_S) == 2
+    assert "agent n1 has a certificate already" in thief_log.read_text()
+
+    assert secured.oobleck("pki", "revoke", "n1").returncode == 0
+    assert agent.wait(DEADLINE_S) == 2
+    assert "its certificate was revoked" in log.read_text()
+
+
+def test_a_name_that_was_revoked_joins_anew_in_the_same_folder(
+    secured: Secured, start_agent: Start
+) -> None:
+    folder = ("--credentials", str(secured.folder / "n3"))
+    first, log = start_agent("n3", *folder, "--token-file", str(secured.token("--name", "n3")))
+    until(lambda: secured.states().get("n3") == "live", log)
+    assert secured.oobleck("pki", "revoke", "n3").returncode == 0
+    assert first.wait(DEADLINE_S) == 2
+    again, log = start_agent("n3", *folder, "--token-file", str(secured.token()))
+    until(lambda: "session began" in log.read_text())
+    assert again.poll() is None
+
+
+def test_a_token_goes_into_a_file_of_its_owners(secured: Secured, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    before = os.umask(0o000)
+    try:
+        first = secured.oobleck("pki", "token", "--out", str(path))
+        again = secured.oobleck("pki", "token", "--role", "viewer", "--out", str(path))
+    finally:
+        os.umask(before)
+    assert (first.returncode, again.returncode) == (0, 0), (first, again)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert pki.identity_of(read_token(path.read_text()).certificate).role == "viewer"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_token_is_put_over_nothing_but_a_token(secured: Secured, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.write_text("important\n")
+    for path in (notes, Path("/dev/null")):
+        line = refused(secured.oobleck("pki", "token", "--out", str(path)), 2)
+        assert f"--out {path}: is there, and is no join token; name another file" in line
+    nowhere = secured.oobleck("pki", "token", "--out", str(tmp_path / "no" / "token"))
+    assert "no such file or directory; name another file" in refused(nowhere, 1).lower()
+    assert notes.read_text() == "important\n"
+
+
+def test_an_agent_uses_no_operators_credentials(secured: Secured, start_agent: Start) -> None:
+    """Neither those that its shell has exported, nor those that it is told of by mistake."""
+    before = {path: path.read_bytes() for path in secured.operator.iterdir()}
+    token = ("--token-file", str(secured.token()))
+    agent, log = start_agent("n5", "--credentials", str(secured.operator), *token)
+    assert agent.wait(DEADLINE_S) == 2
+    (line,) = log.read_text().splitlines()
+    assert "has the certificate of operator admin, which stays" in line
+    assert "name another folder" in line
+    exported = {"OOBLECK_CREDENTIALS": str(secured.operator), "HOME": str(secured.folder / "home")}
+    agent, log = start_agent("n5", *token, **exported)
+    until(lambda: secured.states().get("n5") == "live", log)
+    kept = read_credentials(secured.folder / "home" / ".oobleck" / "nodes" / "n5")
+    assert pki.identity_of(kept.certificate).uri == "oobleck://agent/n5"
+    assert {path: path.read_bytes() for path in secured.operator.iterdir()} == before
+
+
+def test_who_joins_writes_over_nobodys_credentials(secured: Secured, tmp_path: Path) -> None:
+    token = secured.token("--role", "viewer")
+    before = {path: path.read_bytes() for path in secured.operator.iterdir()}
+
+    def join(folder: Path) -> subprocess.CompletedProcess[str]:
+        shown = ("--token-file", str(token), "--credentials", str(folder))
+        return run("pki", "join", "kim", "--master", secured.address, *shown)
+
+    line = refused(join(secured.operator), 2)
+    assert "has the certificate of operator admin, which stays; viewer kim needs a folder" in line
+    assert {path: path.read_bytes() for path in secured.operator.iterdir()} == before
+    assert join(tmp_path / "kim").returncode == 0, "the token is still good"
+
+
+def test_operators_and_viewers_join_too(secured: Secured, tmp_path: Path) -> None:
+    token = secured.token("--role", "viewer")
+    arguments = ("pki", "join", "ann", "--master", secured.address)
+    folder = tmp_path / "ann"
+    joined = run(*arguments, "--token-file", str(token), "--credentials", str(folder))
+    assert joined.returncode == 0, joined
+    assert secured.oobleck("nodes", who=folder).returncode == 0
+    denied = refused(secured.oobleck("cancel", "job-1", who=folder), 5)
+    assert "viewer ann may not call CancelJob; operator may" in denied
+    renewed = run("pki", "renew", "--master", secured.address, "--credentials", str(folder))
+    assert renewed.returncode == 0, renewed
+    listed = json.loads(secured.oobleck("pki", "list", "--json").stdout)
+    assert ("viewer", "ann") in [(held["role"], held["name"]) for held in listed["credentials"]]
+    assert secured.oobleck("pki", "revoke", "ann").stdout == "revoked viewer ann\n"
+    assert "was revoked" in refused(secured.oobleck("nodes", who=folder), 5)
+
+
+def test_an_operator_s_tokens_end_with_him(secured: Secured, tmp_path: Path) -> None:
+    def token(who: Path, role: str) -> Path:
+        made = secured.oobleck("pki", "token", "--role", role, "--ttl", "7d", who=who)
+        path = tmp_path / f"token-{os.urandom(4).hex()}"
+        path.touch(0o600)
+        path.write_text(made.stdout)
+        return path
+
+    def join(name: str, shown: Path) -> subprocess.CompletedProcess[str]:
+        arguments = ("--token-file", str(shown), "--credentials", str(tmp_path / name))
+        return run("pki", "join", name, "--master", secured.address, *arguments)
+
+    eve, mal = tmp_path / "eve", tmp_path / "mal"
+    assert join("eve", token(secured.operator, "operator")).returncode == 0
+    kept = token(eve, "operator")
+    assert join("mal", token(eve, "operator")).returncode == 0
+    assert join("vic", token(mal, "viewer")).returncode == 0
+    listed = secured.oobleck("pki", "list").stdout
+    assert re.search(r"^vic +certificate +viewer +\S+ \S+ +operator mal$", listed, re.MULTILINE)
+    assert re.search(r"^any +token \S+ +operator +\S+ \S+ +operator eve$", listed, re.MULTILINE)
+    revoked = secured.oobleck("pki", "revoke", "eve").stdout.splitlines()
+    assert revoked == [
+        "revoked operator eve",
+        "still let in, by eve's tokens or by theirs: operator mal, viewer vic",
+    ]
+    assert "expired or was revoked" in refused(join("new", kept), 5)
+    himself = secured.oobleck("pki", "revoke", "mal", who=mal)
+    assert (himself.returncode, himself.stdout.splitlines()) == (
+        0,
+        ["revoked operator mal", "still let in, by mal's tokens or by theirs: viewer vic"],
+    )
+
+
+def test_a_token_can_be_taken_back_and_ends(secured: Secured, tmp_path: Path) -> None:
+    def join(token: Path) -> subprocess.CompletedProcess[str]:
+        arguments = ("pki", "join", "bob", "--master", secured.address)
+        shown = ("--token-file", str(token), "--credentials", str(tmp_path / "bob"))
+        return run(*arguments, *shown)
+
+    revoked = secured.token("--role", "operator")
+    tokens = json.loads(secured.oobleck("pki", "list", "--json").stdout)["tokens"]
+    (listed,) = [found for found in tokens if found["role"] == "operator"]
+    assert secured.oobleck("pki", "revoke", "--token", listed["id"]).returncode == 0
+    assert "expired or was revoked" in refused(join(revoked), 5)
+    assert secured.oobleck("pki", "revoke", "--token", listed["id"]).returncode == 3
+
+    short = secured.token("--role", "operator", "--ttl", "1s")
+    expires_at = pki.identity_of(read_token(short.read_text()).certificate).expires_at
+    until(lambda: time.time() > expires_at)
+    # The handshake fails already, so that the master cannot say why.
+    assert "where a certificate has ended" in refused(join(short), 4)
+    bound = secured.token("--role", "operator", "--name", "eve")
+    assert "is for operator eve" in refused(join(bound), 5)
+
+
+def test_an_agent_whose_token_has_ended_ends(secured: Secured, start_agent: Start) -> None:
+    token = secured.token("--ttl", "1s")
+    expires_at = pki.identity_of(read_token(token.read_text()).certificate).expires_at
+    until(lambda: time.time() > expires_at)
+    folder = ("--credentials", str(secured.folder / "late"))
+    agent, log = start_agent("late", *folder, "--token-file", str(token))
+    assert agent.wait(DEADLINE_S) == 2
+    assert "the join token has ended" in log.read_text()
+
+
+def test_nobody_is_revoked_by_a_guess(secured: Secured, tmp_path: Path) -> None:
+    assert "--role ROLE" in refused(secured.oobleck("pki", "revoke", "nobody"), 3)
+    for role in ("viewer", "operator"):
+        token = ("--token-file", str(secured.token("--role", role)))
+        folder = ("--credentials", str(tmp_path / role))
+        joined = run("pki", "join", "zoe", "--master", secured.address, *token, *folder)
+        assert joined.returncode == 0, joined
+    several = refused(secured.oobleck("pki", "revoke", "zoe"), 2)
+    assert "several roles (operator, viewer)" in several
+    assert secured.oobleck("pki", "revoke", "zoe", "--role", "viewer").returncode == 0
+    assert secured.oobleck("nodes", who=tmp_path / "operator").returncode == 0
+
+
+def test_who_is_of_another_cluster_reads_so(secured: Secured, tmp_path: Path) -> None:
+    assert run("pki", "init", "--dir", str(tmp_path / "pki")).returncode == 0
+    foreign = secured.oobleck("nodes", who=tmp_path / "pki" / "operator")
+    assert "it is of another cluster than the credentials" in refused(foreign, 4)
+    assert "wants --credentials" in refused(run("nodes", "--master", secured.address), 4)
+
+
+def test_nothing_secret_is_in_logs_arguments_or_the_journal(
+    secured: Secured, start_agent: Start, tmp_path: Path
+) -> None:
+    token = secured.token("--name", "n4").read_text().strip()
+    folder = tmp_path / "n4"
+    os.environ["OOBLECK_JOIN_TOKEN"] = token
+    try:
+        _, log = start_agent("n4", "--credentials", str(folder))
+    finally:
+        del os.environ["OOBLECK_JOIN_TOKEN"]
+    until(lambda: "session began" in log.read_text(), log)
+    until(lambda: psutil.Process(_.pid).children())
+    key = (folder / "client.key").read_text()
+    secrets = [token[9:50], token[-60:], *re.findall(r"[A-Za-z0-9+/]{40,}", key)]
+    assert len(secrets) >= 4
+    for process in psutil.process_iter():
+        try:
+            arguments = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        assert not any(secret in arguments for secret in secrets), process
+    for child in psutil.Process(_.pid).children(recursive=True):
+        assert "OOBLECK_JOIN_TOKEN" not in child.environ(), child
+    files = [log, secured.log, *(p for p in (secured.folder / "state").rglob("*") if p.is_file())]
+    for path in files:
+        content = path.read_bytes().decode(errors="replace")
+        assert not any(secret in content for secret in secrets), path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("nodes", "--master", "198.51.100.1:4600"), "--credentials or OOBLECK_CREDENTIALS"),
+        (("nodes", "--insecure", "--master", "198.51.100.1:4600"), "is no address of this host"),
+        (("nodes", "--credentials", "/nowhere"), "/nowhere/ca.crt: no such file or directory"),
+        (("pki", "token", "--ttl", "soon"), "write it like 30s, 10m or 2h"),
+        (("pki", "token", "--name", "N1"), "agent name 'N1' is not allowed"),
+        (("pki", "token"), "this master has no authority"),
+        # Before a token is asked for.
+        (("pki", "token", "--out", "/nowhere/x"), "--out /nowhere/x: No such file or directory"),
+        (("pki", "join", "x", "--master", "127.0.0.1:1"), "is not a join token"),
+        (("pki", "revoke"), "give a NAME, or --token ID"),
+        (("pki", "init", "--dir", "/proc/pki"), "choose another"),
+        (("pki", "init", "--dir", "/tmp/x", "--name", "a b"), "is no DNS name or IP address"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_wrong_usage(master: str, arguments: tuple[str, ...], part: str) -> None:
+    named = () if "--master" in arguments or "init" in arguments else ("--master", master)
+    result = run(*arguments, *named)
+    assert result.returncode in (1, 2)
+    assert part in refused(result, result.returncode)
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "part"),
+    [
+        ("master", ("--listen", "0.0.0.0:0"), "run 'oobleck pki init --dir"),
+        ("master", ("--listen", "0.0.0.0:0", "--insecure"), "is no address of this host"),
+        ("master", ("--listen", "127.0.0.1:0", "--pki", "/nowhere"), "no such file"),
+        ("agent", ("--master", "198.51.100.1:1"), "the agent needs credentials"),
+        # A name that does not resolve yet may lead anywhere.
+        ("agent", ("--master", "no.such.host.invalid:1"), "the agent needs credentials"),
+        ("agent", ("--master", "198.51.100.1:1", "--insecure"), "is no address of this host"),
+        ("agent", ("--master", "127.0.0.1:1", "--token-file", __file__), "others may read it"),
+    ],
+)
+def test_daemons_refuse_what_others_could_reach(
+    tmp_path: Path, program: str, arguments: tuple[str, ...], part: str
+) -> None:
+    more = ("--state-dir", str(tmp_path / "state")) if program == "master" else ("--name", "n1")
+    result = subprocess.run(
+        [sys.executable, "-m", f"oobleck.{program}", *arguments, *more],
+        env={**os.environ, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert part in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_key_that_others_may_read_is_refused(secured: Secured, tmp_path: Path) -> None:
+    for name in ("ca.crt", "client.crt", "client.key"):
+        (tmp_path / name).write_bytes((secured.operator / name).read_bytes())
+    (tmp_path / "client.key").chmod(0o644)
+    result = secured.oobleck("nodes", who=tmp_path)
+    assert "chmod 600" in refused(result, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("client.crt", b""), ("client.key", b"\xff" * 300), ("ca.crt", b"x"), ("client.key", None)],
+)
+def test_damaged_credentials_are_refused(
+    secured: Secured, tmp_path: Path, name: str, content: bytes | None
+) -> None:
+    for file in ("ca.crt", "client.crt", "client.key"):
+        (tmp_path / file).write_bytes((secured.operator / file).read_bytes())
+    (tmp_path / name).write_bytes(pki.key_pem(pki.new_key()) if content is None else content)
+    (tmp_path / "client.key").chmod(0o600)
+    line = refused(secured.oobleck("nodes", who=tmp_path), 2)
+    assert str(tmp_path) in line
+    assert "'oobleck pki join'" in line
+
+
+def test_a_damaged_token_is_refused_and_not_repeated() -> None:
+    signer, key = pki.Authority.new("test"), pki.new_key()
+    identity = pki.Identity(role="agent", name="n1", token=True)
+    from oobleck.host.security.credentials import Credentials
+
+    whole = Credentials(
+        authority=signer.certificate,
+        certificate=signer.sign(key.public_key(), identity, 60.0),
+        key=pki.key_pem(key),
+    )
+    text = format_token(whole)
+    assert pki.identity_of(read_token(text).certificate).uri == identity.uri
+    assert read_token(text).key == whole.key
+    for damaged in (text[:-100], text[:200] + text[300:], text + "!", "x" + text, "", "\0"):
+        with pytest.raises(ValueError, match="token") as caught:
+            read_token(damaged)
+        assert text[100:150] not in str(caught.value)

@@ -1,0 +1,175 @@
+"""Submitting, watching and ending jobs: the real command and master, workers that pretend."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from oobleck.cli import client, options
+from oobleck.cli.cluster import node
+from oobleck.host.command import CommandFailed
+from oobleck.proto import control_pb2 as pb
+from support.commands import refused, run
+from support.waiting import until
+
+
+def test_a_job_from_submit_to_its_end(cluster: str, job_file: Callable[..., Path]) -> None:
+    master = ("--master", cluster)
+    result = run("submit", str(job_file()), *master, "--follow", "--set", "training.steps=30")
+    assert result.returncode == 0, result
+    assert result.stderr == ""
+    lines = result.stdout.strip().split("\n")
+    assert lines[0] == "demo-1"
+    assert lines[-1].startswith("succeeded  step 30/30  loss 0.0333")
+    assert any("started generation 1: 2 pipelines on 2 nodes" in line for line in lines)
+
+    status = json.loads(run("status", "demo-1", *master, "--json").stdout)
+    assert status["state"] == "succeeded"
+    assert (status["committed_step"], status["steps"]) == (30, 30)
+    assert [p["nodes"] for p in status["plan"]["pipelines"]] == [["n1"], ["n2"]]
+    text = run("status", "demo-1", *master).stdout
+    assert "step        30 of 30" in text
+    assert "n1 [0..3]" in text
+
+    (job,) = json.loads(run("jobs", *master, "--json").stdout)
+    assert job == status
+    nodes = json.loads(run("nodes", *master, "--json").stdout)
+    assert [(node["node"], node["state"]) for node in nodes] == [("n1", "live"), ("n2", "live")]
+    both = json.loads(run("status", *master, "--json").stdout)
+    assert set(both) == {"nodes", "jobs"}
+    table = run("nodes", *master).stdout.split("\n")
+    assert table[0].split()[:3] == ["NODE", "STATE", "WORKERS"]
+    assert [line.split()[:2] for line in table[1:3]] == [["n1", "live"], ["n2", "live"]]
+
+    records = [
+        json.loads(line) for line in run("events", "demo-1", *master, "--json").stdout.splitlines()
+    ]
+    on_disk = Path(status["directory"], "events.jsonl").read_text().splitlines()
+    assert records == [json.loads(line) for line in on_disk]
+    readable = run("events", "demo-1", *master).stdout.splitlines()
+    failures = run("events", "demo-1", "--incidents", *master)
+    assert (failures.returncode, failures.stdout) == (0, "")
+    assert failures.stderr.startswith("no failure of demo-1 is over")
+    assert len(readable) == len(records)
+    assert readable[-1].endswith("  succeeded")
+
+    def has_said(node: str) -> bool:
+        said = run("logs", "demo-1", "--node", node, *master).stdout
+        return said == f"{node}/0  worker {node}/0 faults=2\n"
+
+    until(lambda: all(map(has_said, ("n1", "n2"))), "what workers write, after all else")
+    line = refused(run("logs", "demo-1", "--node", "nope", *master), 3)
+    assert line == "oobleck: no such node in this job: nope; it has n1, n2"
+    line = refused(run("logs", "demo-1", "--rank", "2", *master), 3)
+    assert line == "oobleck: no rank 2: the job's plan has 2 workers"
+    refused(run("logs", "demo-1", "--rank", "99999999999", *master), 2)
+    (entry,) = run("logs", "demo-1", "--rank", "0", *master, "--json").stdout.splitlines()
+    line = json.loads(entry)
+    assert line.pop("time") > "2026"
+    assert line == {"node": "n1", "slot": 0, "line": "worker n1/0 faults=2"}
+
+
+def test_following_a_job_that_fails(cluster: str, job_file: Callable[..., Path]) -> None:
+    result = run("submit", str(job_file("fails")), "--follow", "--master", cluster)
+    assert result.returncode == 1
+    assert result.stderr.startswith("oobleck: fails-1 failed: ")
+    assert "the data is missing" in result.stderr
+
+
+def test_ctrl_c_leaves_the_job_and_says_how_to_end_it(
+    cluster: str, job_file: Callable[..., Path]
+) -> None:
+    path = str(job_file())
+    command = [sys.executable, "-m", "oobleck.cli.main", "submit", path, "--follow"]
+    process = subprocess.Popen(
+        [*command, "--set", "training.steps=100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OOBLECK_MASTER": cluster},
+    )
+    assert process.stdout is not None
+    told = iter(process.stdout.readline, "")
+    assert any("running" in line for line in told), process.communicate()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "oobleck cancel demo-1" in errors
+    assert "Traceback" not in errors
+    master = ("--master", cluster)
+    assert json.loads(run("status", "demo-1", "--json", *master).stdout)["state"] == "running"
+
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "oobleck.cli.main", "events", "-f", "demo-1", *master],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert run("cancel", "demo-1", *master).returncode == 0
+    output, _ = follower.communicate(timeout=120)
+    assert output.splitlines()[-1].endswith("  cancelled")
+    until(lambda: "cancelled" in run("jobs", *master).stdout, "the end in the list", poll_s=0.1)
+    assert run("cancel", "demo-1", *master).stdout == "demo-1 cancelled\n"
+
+
+def test_data_that_only_the_nodes_have(
+    cluster: str, job_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The nodes are another machine's by their host's name, as behind a tunnel to the master."""
+    sets = ("--set", "data={text: [absent/*.txt], tokenizer: absent.json}")
+    result = run("submit", str(job_file()), "--master", cluster, *sets)
+    assert (result.returncode, result.stdout) == (0, "demo-1\n"), result
+
+
+def test_a_job_that_is_too_large_is_taken_with_a_warning(
+    cluster: str, job_file: Callable[..., Path]
+) -> None:
+    path = str(job_file(extra="fault_tolerance: 3\n"))
+    result = run("submit", path, "--master", cluster)
+    assert (result.returncode, result.stdout) == (0, "demo-1\n"), result
+    assert result.stderr.startswith("oobleck: warning: needs 4 nodes: fault_tolerance 3 and ")
+    assert result.stderr.endswith(
+        "2 are live; add 2 nodes or lower fault_tolerance to 1; the job waits until then\n"
+    )
+
+
+def test_a_node_that_is_forgotten_while_its_drain_is_waited_for_is_told_of() -> None:
+    class Cluster:
+        def nodes(self) -> list[object]:
+            return []
+
+    with pytest.raises(CommandFailed, match="n1 was lost, and is forgotten") as told:
+        node._find(Cluster(), "n1")  # type: ignore[arg-type]
+    assert told.value.exit_code == options.NO_SUCH_THING
+
+
+def test_a_drain_is_not_waited_for_beyond_its_time_while_the_master_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Away:
+        def __init__(self, endpoint: object) -> None:
+            self._address = str(endpoint)
+
+        def __enter__(self) -> "Away":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            """Nothing is open."""
+
+        def drain(self, name: str, reason: str, *, force: bool) -> pb.NodeInfo:
+            return pb.NodeInfo(node=name, state="draining")
+
+        def nodes(self) -> list[pb.NodeInfo]:
+            raise client.Unreachable(self._address, "nobody is there")
+
+    monkeypatch.setattr(client, "Master", Away)
+    asked = ["n1", "--wait", "--timeout", "1ms"]
+    done = CliRunner().invoke(node.drain, asked, standalone_mode=False)
+    assert isinstance(done.exception, CommandFailed)
+    assert done.exception.exit_code == options.FAILED
+    assert str(done.exception) == "--timeout 1ms: n1 draining"

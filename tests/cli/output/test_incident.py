@@ -1,0 +1,180 @@
+"""How `oobleck events` and `oobleck status` tell an incident."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+
+from oobleck.cli.output import incident, text
+from oobleck.proto import control_pb2 as pb
+
+AT = 1_700_000_010.0
+
+
+def phases(detect: float, transfer: float) -> dict[str, float]:
+    names = ("detect", "plan", "abort", "rendezvous", "transfer", "first_step")
+    return {**dict.fromkeys(names, 0.0), "detect": detect, "transfer": transfer}
+
+
+def cause(summary: str, at: float, **changes: object) -> dict[str, Any]:
+    return {"summary": summary, "time": at, "log_tail": [], **changes}
+
+
+def seen(at: float, by: str, observer: str, saw: str, about: str | None = None) -> dict[str, Any]:
+    return {"time": at, "by": by, "observer": observer, "about": about, "saw": saw}
+
+
+WITNESSES = [
+    seen(AT, "peer", "n1/0", "socket closed"),
+    seen(AT + 0.03, "agent", "n2", "pid 2018 was killed by signal 9", "n2/0"),
+    seen(AT + 0.4, "stream", "master", "its agent's stream closed", "n8"),
+]
+RECORD: dict[str, Any] = {
+    "event": "incident",
+    "id": 7,
+    "time": AT + 0.6,
+    "incident": 2,
+    "outcome": "recovered",
+    "summary": "worker n2/0 (rank 1, pid 2018) was killed by SIGKILL; recovered in 0.600 s, step 6 "
+    "done again",
+    "root_cause": cause(
+        "worker n2/0 (rank 1, pid 2018) was killed by SIGKILL", AT, log_tail=["step 5", "step 6"]
+    ),
+    "also_lost": [cause("node n8 (rank 7) was lost: closed", AT + 0.4, consequence=False)],
+    "first_seen": WITNESSES[0],
+    "witnesses": WITNESSES,
+    "opened_at": AT,
+    "closed_at": AT + 0.6,
+    "total_s": 0.6,
+    "phases": phases(0.04, 0.31),
+    "attempts": [
+        {"generation": 2, "rule": "replace", "phases": phases(0.03, 0.11), "total_s": 0.14},
+        {"generation": 3, "rule": "merge", "phases": phases(0.01, 0.2), "total_s": 0.21},
+    ],
+    "steps_redone": 1,
+    "redo_steps": [6],
+    "salvaged_microbatches": 3,
+    "salvaged_samples": 6,
+    "rolled_forward": False,
+    "received_bytes": 2048,
+    "from_generation": 1,
+    "to_generation": 3,
+    "can_lose": 2,
+}
+
+BLOCK = """\
+incident 2: worker n2/0 (rank 1, pid 2018) was killed by SIGKILL; recovered in 0.600 s
+              first seen    peer n1/0: socket closed, {first}
+              witnesses     +0.030 s agent of n2: pid 2018 was killed by signal 9
+                            +0.400 s master: n8: its agent's stream closed
+              also          +0.400 s node n8 (rank 7) was lost: closed (a failure of its own)
+              seconds in      detect      plan     abort  rendezvous  transfer  first_step     total
+               generation 2    0.030     0.000     0.000       0.000     0.110       0.000     0.140
+               generation 3    0.010     0.000     0.000       0.000     0.200       0.000     0.210
+               all             0.040     0.000     0.000       0.000     0.310       0.000     0.350
+              cost          step 6 done again but for 6 samples, 2.0 KiB of state moved
+              generation    1 -> 2 by replace -> 3 by merge
+              can lose      2 more nodes, whichever
+              last words    | step 5
+                            | step 6"""
+
+
+def test_an_incident_is_a_block_with_its_root_cause_first_and_phases_in_columns() -> None:
+    told = incident.block(RECORD)
+    clock, _, rest = told.partition("  ")
+    assert clock == incident.clock(AT)
+    assert rest == BLOCK.format(first=clock)
+
+
+def test_time_without_nodes_and_steps_done_again_have_columns_where_there_is_any() -> None:
+    record = copy.deepcopy(RECORD)
+    record["phases"] |= {"waiting": 9.176, "redo": 6.7}
+    record["attempts"][1]["phases"]["waiting"] = 9.176
+    rows = [line.split()[-9:] for line in incident.block(record).splitlines()]
+    rows = [row for row in rows if row[-1] in ("total", "0.210", "16.226")]
+    assert [row[rows[0].index("waiting")] for row in rows] == ["waiting", "9.176", "9.176"]
+    assert [row[rows[0].index("redo")] for row in rows] == ["redo", "0.000", "6.700"]
+
+
+def test_one_generation_has_one_row_of_phases() -> None:
+    record = copy.deepcopy(RECORD)
+    del record["attempts"][0]
+    told = incident.block(record).splitlines()
+    assert sum(line.strip().startswith(("generation ", "all ")) for line in told) == 2
+
+
+NARROW = """\
+incident 2: worker n2/0 (rank 1, pid 2018) was killed by SIGKILL;
+              recovered in 0.600 s
+              first seen    peer n1/0: socket closed, {first}
+              witnesses     +0.030 s agent of n2: pid 2018 was killed by signal
+                            9
+                            +0.400 s master: n8: its agent's stream closed
+              also          +0.400 s node n8 (rank 7) was lost: closed (a
+                            failure of its own)
+              seconds in      detect      plan     abort  rendezvous  transfer
+               generation 2    0.030     0.000     0.000       0.000     0.110
+               generation 3    0.010     0.000     0.000       0.000     0.200
+               all             0.040     0.000     0.000       0.000     0.310
+              seconds in    first_step     total
+               generation 2      0.000     0.140
+               generation 3      0.000     0.210
+               all               0.000     0.350
+              cost          step 6 done again but for 6 samples, 2.0 KiB of
+                            state moved
+              generation    1 -> 2 by replace -> 3 by merge
+              can lose      2 more nodes, whichever
+              last words    | step 5
+                            | step 6"""
+
+
+def test_an_incident_fits_80_columns() -> None:
+    told = incident.block(RECORD, width=80)
+    clock, _, rest = told.partition("  ")
+    assert rest == NARROW.format(first=clock)
+    shown = incident.block(RECORD, width=80, colour=True)
+    assert shown.count("\x1b") == 4
+    assert re.sub(r"\x1b\[\d+m", "", shown) == told
+
+
+@pytest.mark.parametrize("name", ["gpu-node-0123.rack-7.example.org", "n" * 63])
+def test_long_names_and_last_words_fit_80_columns_and_no_name_is_cut(name: str) -> None:
+    record = copy.deepcopy(RECORD)
+    record["root_cause"] |= cause(f"node {name} was lost", AT, log_tail=["  word" * 30, "x" * 99])
+    record["witnesses"][1] |= {"observer": name, "saw": "word " * 30}
+    record["phases"] |= {"waiting": 91760.25, "redo": 6.7}
+    told = incident.block(record, width=80).splitlines()
+    assert all(len(line) <= 80 for line in told)
+    assert sum(name in line for line in told) == 2
+    last = [line[28:] for line in told[told.index(next(t for t in told if "last words" in t)) :]]
+    assert all(line.startswith("| ") for line in last)
+
+
+def test_a_job_that_never_had_a_plan_has_no_generations() -> None:
+    without = {"from_generation": 0, "to_generation": 0, "attempts": [], "outcome": "failed"}
+    assert "generation" not in incident.block({**RECORD, **without})
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("recovered", "32"), ("failed", "31")])
+def test_colour_is_only_where_it_is_asked_for(outcome: str, code: str) -> None:
+    record = {**RECORD, "outcome": outcome}
+    assert "\x1b" not in incident.block(record)
+    assert f"\x1b[{code}m" in incident.block(record, colour=True)
+
+
+def test_many_witnesses_are_counted() -> None:
+    many = [seen(AT + n, "peer", f"n{n}/0", "socket closed") for n in range(50)]
+    told = incident.block({**RECORD, "witnesses": many})
+    assert "and 41 more" in told
+
+
+def test_status_names_the_newest_incident_in_one_line() -> None:
+    job = pb.JobStatus(job_id="j", state="running", incidents=2, last_incident="node n1 was lost")
+    assert "incident    2, not over: node n1 was lost" in text.job_text(job)
+    job.last_incident_at = AT
+    assert f"incident    2, {text.moment(AT)}: node n1 was lost" in text.job_text(job)
+
+
+def test_elsewhere_an_incident_is_one_line() -> None:
+    assert text.event_line(RECORD).endswith(f"incident 2: {RECORD['summary']}")

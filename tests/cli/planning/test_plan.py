@@ -1,0 +1,139 @@
+"""`oobleck plan`: what the files, the flags and the machine say, and what is shown of it."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oobleck.planner.job.file import parse_job
+from oobleck.planner.profile.estimate import estimate_profile
+from oobleck.planner.profile.file import format_profile
+from oobleck.planner.profile.memory import usable_bytes
+from support.commands import refused, run
+
+JobFile = Callable[..., Path]
+MEMORY = 7 << 20
+
+
+@pytest.fixture
+def named(job_file: JobFile) -> Callable[..., str]:
+    """Writes a job that names a profile of 2 GPUs per node and gives its path."""
+
+    def write(extra: str = "") -> str:
+        job = job_file(extra=f"profile: p.json\n{extra}")
+        estimate = estimate_profile(
+            parse_job(job.read_text()), gpus_per_node=2, memory_per_worker_bytes=1 << 30
+        )
+        times = {"forward_s": {1: 0.2, 2: 0.1}, "backward_s": {1: 0.4, 2: 0.2}}
+        layers = tuple(replace(layer, **times) for layer in estimate.layers)
+        profile = replace(estimate, gpu_memory_bytes=MEMORY, layers=layers)
+        job.with_name("p.json").write_text(format_profile(profile))
+        return str(job)
+
+    return write
+
+
+def planned(*arguments: str) -> dict[str, Any]:
+    result = run("plan", *arguments, "--json")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_profile_that_a_job_names_speaks_for_its_machines(named: Callable[..., str]) -> None:
+    report = planned(named(), "--nodes", "2")
+    assert report["plan"]["gpu_memory_bytes"] == MEMORY
+    stages = report["templates"][0]["stages"]
+    assert [(stage["node"], stage["gpus"]) for stage in stages] == [(0, 2)]
+    assert "notes" not in report
+
+
+def test_flags_and_the_job_itself_come_before_the_profile(named: Callable[..., str]) -> None:
+    flags = ("--gpus-per-node", "6", "--memory-per-worker", "32MiB")
+    job = named()
+    report = planned(job, "--nodes", "2", *flags)
+    assert report["plan"]["gpu_memory_bytes"] == usable_bytes(32 << 20)
+    assert [stage["gpus"] for stage in report["templates"][0]["stages"]] == [2, 2, 2]
+    assert "notes" not in report
+    many = planned(job, "--nodes", "2", *flags, "--workers-per-node", "10")
+    assert many["notes"] == [
+        "2 of 10 GPUs per node stay idle: the model's 4 layers make no pipeline that uses more "
+        "than 8"
+    ]
+    assert (
+        many["notes"][0] in run("plan", job, "--nodes", "2", *flags, "--gpus-per-node", "10").stdout
+    )
+    limited = named("resources: {memory_per_worker: 9MiB}\n")
+    assert planned(limited, "--nodes", "2", *flags)["plan"]["gpu_memory_bytes"] == 9 << 20
+
+
+def test_a_profile_alone_is_planned_as_it_is(named: Callable[..., str]) -> None:
+    profile = ("--profile", str(Path(named()).with_name("p.json")), "--global-batch", "4")
+    report = planned(*profile, "--nodes", "2")
+    assert {stage["gpus"] for stage in report["templates"][0]["stages"]} <= {1, 2}
+    assert report["plan"]["gpu_memory_bytes"] == MEMORY
+    assert "notes" not in report
+    small = planned(*profile, "--nodes", "2", "--memory-per-worker", "4MiB")
+    assert small["plan"]["gpu_memory_bytes"] == usable_bytes(4 << 20)
+
+
+def test_a_layer_may_be_for_two_gpus_alone(named: Callable[..., str]) -> None:
+    job = named()
+    path = Path(job).with_name("p.json")
+    profile = json.loads(path.read_text())
+    for name in ("forward_s", "backward_s"):
+        del profile["layers"][2][name]["1"]
+    path.write_text(json.dumps(profile))
+    report = planned(job, "--nodes", "2")
+    assert [stage["gpus"] for stage in report["templates"][0]["stages"]] == [2]
+
+
+def test_idle_nodes_and_losses_in_words(job_file: JobFile) -> None:
+    text = run("plan", str(job_file()), "--nodes", "4", "--lost", "2").stdout
+    assert "n2 lost: " in text
+    assert ", then " in text
+    assert "pipelines of 1 nodes" not in text
+    many = run("plan", str(job_file()), "--nodes", "30", "--lost", "1").stdout
+    assert "idle: " in many
+    assert "idle nodes, " in many
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (("--nodes", "1000000"), "nodes is 1000000; it must be at most 65536"),
+        (("--nodes", "2", "--global-batch", "1000000"), "is too large; it must be at most 131072"),
+        (("--nodes", "2", "--memory-per-worker", "0"), "--memory-per-worker 0: give a size"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_is_too_much_or_nothing(job_file: JobFile, flags: tuple[str, ...], part: str) -> None:
+    assert part in refused(run("plan", str(job_file()), *flags), 2)
+
+
+def test_what_is_no_profile_file_is_refused_at_once(job_file: JobFile, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "binary").write_bytes(b"\x80\xff")
+    asked = ("--nodes", "2", "--global-batch", "4")
+    for path, problem in (
+        ("/dev/zero", "is not a regular file"),
+        (str(tmp_path), "Is a directory"),
+        (str(tmp_path / "binary"), "not a text file"),
+        (str(tmp_path / "absent"), "No such file or directory"),
+        (str(tmp_path / "pipe"), "nothing came through this pipe for 5 s"),
+    ):
+        line = refused(run("plan", "--profile", path, *asked), 2)
+        assert line.startswith(f"oobleck: --profile {path}: {problem}; give a profile file, as ")
+        if path.endswith("absent"):
+            continue  # tests/cli/planning/test_profile.py
+        job = job_file(extra=f"profile: {path}\n")
+        line = refused(run("plan", str(job), "--nodes", "2"), 2)
+        assert line == (
+            f"oobleck: profile: {path}: {problem}; give measure, estimate or the path of a "
+            "profile file"
+        )

@@ -1,0 +1,117 @@
+"""The secrets of URLs are shown nowhere: not in messages, logs, manifests or answers."""
+
+import logging
+import secrets
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from oobleck.cli.jobs.job_file import check_checkpoints, read_job
+from oobleck.cli.main import oobleck
+from oobleck.host import command
+from oobleck.host.display import inline
+from oobleck.host.log import FieldFormatter
+from oobleck.host.storage.checkpoints import list_checkpoints
+from oobleck.host.storage.folder import open_folder
+from oobleck.planner.job.spec import CheckpointSpec, DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.recovery.checkpoint import why_not_begin
+from oobleck.planner.redact import redact
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://KEY:hunter2@store/path", "s3://***@store/path"),
+        ("s3://hunter2@store/path", "s3://***@store/path"),
+        ("s3://k:hunt/hunter2@store/path", "s3://***@store/path"),
+        ("s3://k:hunt@hunter2@store/path", "s3://***@store/path"),
+        ("a s3://k:hunter2@x and gs://k:hunter2@y", "a s3://***@x and gs://***@y"),
+        ("--set checkpoint.path='s3://k:hunter2@x'", "--set checkpoint.path='s3://***@x'"),
+        ("https://x/p?token=hunter2&v=1", "https://x/p?token=***&v=1"),
+        ("https://x/p?v=1&X-Amz-Signature=hunter2", "https://x/p?v=1&X-Amz-Signature=***"),
+        ("az://x?sig=hunter2;secret_key=hunter2", "az://x?sig=***;secret_key=***"),
+        ("https://x/p?PASSWORD=hunter2", "https://x/p?PASSWORD=***"),
+        ("https://x/p#token=hunter2", "https://x/p#token=***"),
+        ("'s3://k:my hunter2@store/path' is torn", "'s3://***@store/path' is torn"),
+        ("abfs://k:hunter2@store/path", "abfs://***@store/path"),
+        ("myhdfs://hunter2@store/path", "myhdfs://***@store/path"),
+    ],
+)
+def test_secrets_are_hidden(url: str, shown: str) -> None:
+    assert redact(url) == inline(url) == shown
+    record = logging.makeLogRecord({"msg": "saved", "name": "x", "levelname": "I", "path": url})
+    assert "hunter2" not in FieldFormatter().format(record)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://store/path@2",
+        "s3://store:9000/path",
+        "http://x/p?v=1&w=2",
+        "a@b: c",
+        "/a:b@c",
+        "abfs://container@account.dfs.core.windows.net/path",
+        "abfss://container@account/path",
+        "wasbs://container@account/path",
+        "filecache::hdfs://user@nn:9000/path",
+        "http://x:9000 is asked by a@b",
+    ],
+)
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert redact(text) == text
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("part", ["://", "?key", "://a:", "?key=", "://@"])
+def test_hostile_texts_are_looked_at_in_a_moment(part: str) -> None:
+    redact("://" + part * 100_000 + "@")
+
+
+def job(path: str) -> JobSpec:
+    return JobSpec(
+        name="demo",
+        model=ModelSpec(layers=1, hidden=4, heads=1, sequence_length=4),
+        data=DataSpec(text=("a",)),
+        training=TrainingSpec(steps=3, global_batch=2),
+        checkpoint=CheckpointSpec(path=path, resume="require"),
+    )
+
+
+def test_a_place_is_reached_and_its_secret_is_not_told() -> None:
+    url = f"memory://KEY:hunter2@{secrets.token_hex(4)}/saved"
+    folder = open_folder(url)
+    name = "step-000000003-0123abcd"
+    folder.write(f"{name}/manifest.json", [b"{}"])
+    assert folder.url.startswith("memory://***@")
+    assert "hunter2" not in folder.below(name).url
+    assert list(list_checkpoints(open_folder(url)).damaged) == [name], "the place itself is reached"
+    spec = job(url).checkpoint
+    assert spec is not None
+    refusal = why_not_begin(job(url), spec, None, damaged=(), data=None)
+    assert "memory://***@" in refusal
+    for verb in ("list", "verify"):
+        assert "hunter2" not in CliRunner().invoke(oobleck, ["checkpoint", verb, url]).output
+
+
+@pytest.mark.parametrize("url", ["nonsense://KEY:hunter2@x/y", "memory://KEY:hunter2@x/y"])
+def test_a_refused_submission(tmp_path: Path, capfd: pytest.CaptureFixture[str], url: str) -> None:
+    (tmp_path / "a.txt").write_text("text " * 100)
+    (tmp_path / "job.yaml").write_text(
+        "name: demo\nmodel: {layers: 1, hidden: 4, heads: 1, sequence_length: 4}\n"
+        f"data: {{text: [a.txt]}}\ntraining: {{steps: 3, global_batch: 2}}\n"
+        f"checkpoint: {{path: '{url}', resume: require}}\n"
+    )
+
+    @click.command()
+    def check() -> None:
+        check_checkpoints(read_job(tmp_path / "job.yaml", ()))
+
+    assert command.run(check, "oobleck", []) == 2
+    wrong = ["--set", f"checkpoint.every={url}"]
+    assert command.run(oobleck, "oobleck", ["submit", str(tmp_path / "job.yaml"), *wrong]) == 2
+    told = capfd.readouterr()
+    assert "://***@x" in told.err
+    assert "hunter2" not in told.out + told.err

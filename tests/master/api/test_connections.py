@@ -1,0 +1,184 @@
+"""How many connections one host may have that make no call, and what becomes of more."""
+
+import contextlib
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oobleck.cli.client import Master
+from oobleck.cli.cluster.authority import make_authority
+from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.host.ipc.port import Port, packed
+from oobleck.host.security.credentials import read_credentials
+from oobleck.host.security.pki import Identity
+from oobleck.master.api.connections import (
+    MOST_OF_HOLDER,
+    MOST_OF_SOURCE,
+    MOST_WAITING,
+    REFUSED_S,
+    Connections,
+    Refusals,
+    name_of,
+    share,
+    source_of,
+)
+from support.fake_agent import master
+
+DEADLINE_S = 60.0
+#: Long enough for a connection on this host; one that is refused has no answer at all.
+UNANSWERED_S = 0.5
+HERE, THERE = "127.0.0.1", "127.0.0.2"
+#: Of a TLS handshake.
+BEGUN = b"\x16\x03\x01"
+HOSTS = [number.to_bytes(4) for number in range(10)]
+
+
+def connect(source: str, port: int, timeout_s: float = DEADLINE_S) -> socket.socket:
+    return socket.create_connection((HERE, port), timeout_s, source_address=(source, 0))
+
+
+def reaches_itself_by_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return socket.has_dualstack_ipv6()
+    except OSError:
+        return False
+
+
+def grpc_name(connection: socket.socket) -> str:
+    return "ipv4:{}:{}".format(*connection.getsockname())
+
+
+def refuses(source: str, port: int) -> bool:
+    try:
+        connect(source, port, UNANSWERED_S).close()
+    except TimeoutError:
+        return True
+    return False
+
+
+@given(st.lists(st.integers(1, 12), max_size=8), st.integers(1, 10), st.integers(1, 30))
+def test_a_share_is_the_most_that_leaves_room_for_all(
+    waiting: list[int], of_source: int, in_all: int
+) -> None:
+    fitting = [
+        most
+        for most in range(1, of_source + 1)
+        if sum(min(count, most) for count in waiting) <= in_all
+    ]
+    assert share(waiting, of_source, in_all) == max(fitting, default=1)
+
+
+def test_who_has_too_many_is_refused_until_that_is_some_time_ago() -> None:
+    refusals = Refusals()
+    many, few = HOSTS[0], HOSTS[1]
+    assert refusals.look({many: MOST_OF_SOURCE, few: 3}, 0.0) == set()
+    assert refusals.look({many: MOST_OF_SOURCE + 1, few: 3}, 1.0) == {many}
+    assert refusals.look({many: 5, few: 3}, 1.0 + 0.9 * REFUSED_S) == {many}
+    assert refusals.look({few: 3}, 1.0 + REFUSED_S) == set()
+    # Together they are too many: those with the most are refused, and others have room.
+    crowd = dict.fromkeys(HOSTS[:5], MOST_OF_SOURCE)
+    assert refusals.look({**crowd, HOSTS[6]: MOST_WAITING // 8}, 100.0) == set(crowd)
+
+
+def test_sources_are_addresses_and_networks() -> None:
+    assert name_of(source_of(packed("10.1.2.3"))) == "10.1.2.3"
+    assert name_of(source_of(packed("::ffff:10.1.2.3"))) == "10.1.2.3"
+    assert name_of(source_of(packed("2001:db8:1:2:3:4:5:6"))) == "2001:db8:1:2::/64"
+    assert name_of(source_of(packed("fe80::1%eth0"))) == "fe80::/64"
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_port_knows_who_is_connected_and_refuses_some(family: socket.AddressFamily) -> None:
+    six = family == socket.AF_INET6
+    if six and not reaches_itself_by_ipv6():
+        pytest.skip("this host has no IPv6")
+    address = ("::" if six else HERE, 0)
+    with (
+        socket.create_server(address, family=family, dualstack_ipv6=six) as server,
+        Port(port := server.getsockname()[1]) as watched,
+        contextlib.ExitStack() as clients,
+    ):
+        for source in (HERE, THERE, THERE):
+            clients.enter_context(connect(source, port))
+        connections = Connections(time.monotonic, lambda who: False)
+        here, there = packed(HERE), packed(THERE)
+        assert connections.waiting(watched) == {here: 1, there: 2}
+        proven = clients.enter_context(connect(THERE, port))
+        connections.allowed(grpc_name(proven), None)
+        assert connections.waiting(watched) == {here: 1, there: 2}
+
+        watched.refuse({there})
+        assert refuses(THERE, port)
+        assert not refuses(HERE, port)
+        if six:
+            networks = {source_of(packed("::1")), there}
+            assert clients.enter_context(socket.create_connection(("::1", port), DEADLINE_S))
+            assert connections.waiting(watched)[source_of(packed("::1"))] == 1
+            watched.refuse(networks)
+            assert refuses(THERE, port)
+            with pytest.raises(TimeoutError):
+                socket.create_connection(("::1", port), UNANSWERED_S)
+        watched.refuse(())
+        assert not refuses(THERE, port)
+        watched.refuse(())
+        watched.refuse({there})
+        watched.__exit__()
+        assert not refuses(THERE, port)
+
+
+def test_a_holder_has_some_connections_that_do_not_wait_until_it_is_revoked() -> None:
+    eve, ann = Identity(role="agent", name="eve"), Identity(role="viewer", name="ann")
+    token = Identity(role="agent", name="", token=True)
+    revoked: set[Identity] = set()
+    with (
+        socket.create_server((HERE, 0)) as server,
+        Port(port := server.getsockname()[1]) as watched,
+        contextlib.ExitStack() as clients,
+    ):
+        connections = Connections(time.monotonic, revoked.__contains__)
+
+        def call(who: Identity) -> socket.socket:
+            one = clients.enter_context(connect(HERE, port))
+            connections.allowed(grpc_name(one), who)
+            return one
+
+        def waiting() -> int:
+            return connections.waiting(watched)[packed(HERE)]
+
+        hers = [call(eve) for _ in range(MOST_OF_HOLDER + 2)]
+        call(ann)
+        assert waiting() == 2
+        call(token)
+        assert waiting() == 3
+        hers[0].close()
+        server.accept()[0].close()
+        assert waiting() == 2
+        revoked.add(eve)
+        assert waiting() == MOST_OF_HOLDER + 2
+
+
+def test_a_crowd_that_makes_no_call_shuts_its_own_door_alone(tmp_path: Path) -> None:
+    make_authority(tmp_path / "pki", ())
+    with master(tmp_path / "state", "--pki", str(tmp_path / "pki")) as secured:
+        port = int(secured.address.rpartition(":")[2])
+        operator = read_credentials(tmp_path / "pki" / "operator")
+        endpoint = Endpoint(address=secured.address, credentials=operator)
+        with Master(endpoint) as before:
+            assert before.nodes() == []
+            for source, said in ((THERE, b""), ("127.0.0.3", BEGUN)):
+                with contextlib.ExitStack() as crowd:
+                    deadline = time.monotonic() + DEADLINE_S
+                    while f"source={source}" not in secured.errors.read_text():
+                        assert time.monotonic() < deadline, "nobody is refused"
+                        with contextlib.suppress(TimeoutError):
+                            one = crowd.enter_context(connect(source, port, UNANSWERED_S))
+                            one.sendall(said)
+                    assert refuses(source, port)
+                    assert before.nodes() == []
+                    with Master(endpoint) as after:
+                        assert after.nodes() == []

@@ -1,0 +1,155 @@
+"""What one caller can take of a real master: bytes, streams, connections, pings."""
+
+import asyncio
+import resource
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from oobleck.host.detection import DETECTIONS
+from oobleck.master.api import limits
+from oobleck.master.api.access import ALLOWED
+from oobleck.master.api.operator_service import MOST_JOB_CHARACTERS
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto import control_pb2_grpc as rpc
+from support.fake_agent import MasterProcess, master
+
+DEADLINE_S = 45.0
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MasterProcess]:
+    with master(tmp_path_factory.mktemp("limited") / "state") as process:
+        yield process
+
+
+def code_of(running: MasterProcess, path: str, request: bytes, **call: object) -> grpc.StatusCode:
+    async def ask() -> grpc.StatusCode:
+        async with grpc.aio.insecure_channel(running.address) as channel:
+            try:
+                await channel.unary_unary(path)(request, timeout=DEADLINE_S, **call)
+            except grpc.aio.AioRpcError as error:
+                return error.code()
+            return grpc.StatusCode.OK
+
+    return asyncio.run(ask())
+
+
+def test_messages_that_are_too_large_are_refused(running: MasterProcess) -> None:
+    path = "/oobleck.Operator/Submit"
+    request = pb.SubmitRequest(request_id="1", job="x" * limits.MOST_RECEIVED_BYTES)
+    found = code_of(running, path, request.SerializeToString())
+    assert found is grpc.StatusCode.RESOURCE_EXHAUSTED
+    smaller = pb.SubmitRequest(request_id="1", job="x" * (MOST_JOB_CHARACTERS + 1))
+    found = code_of(running, path, smaller.SerializeToString())
+    assert found is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_long_name_of_nobody_is_told_of_in_a_line(running: MasterProcess) -> None:
+    request = pb.DrainNodeRequest(request_id="1", node="n" * 60_000)
+    found = code_of(running, "/oobleck.Operator/DrainNode", request.SerializeToString())
+    assert found is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_registration_that_is_late_may_be_tried_again(tmp_path: Path) -> None:
+    """Agents end for good where a registration is refused as malformed."""
+
+    async def wait(address: str) -> tuple[grpc.StatusCode, str]:
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = rpc.ControlStub(channel).Session(timeout=DEADLINE_S)
+            return await call.code(), await call.details()
+
+    with master(tmp_path / "state", "--answer-s", "0.2") as impatient:
+        code, details = asyncio.run(wait(impatient.address))
+    assert (code, details) == (
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "register: did not come within 0.2 s",
+    )
+
+
+def test_headers_that_are_too_large_are_refused(running: MasterProcess) -> None:
+    path, large = "/oobleck.Operator/ListJobs", "x" * (2 * limits.MOST_METADATA_BYTES)
+    found = code_of(running, path, b"", metadata=(("note", large),))
+    assert found is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert code_of(running, path, b"", metadata=(("note", "x" * 100),)) is grpc.StatusCode.OK
+
+
+def test_streams_of_one_connection_are_bounded(running: MasterProcess) -> None:
+    """More wait at the caller; others are served."""
+
+    async def crowd() -> int:
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        async with grpc.aio.insecure_channel(running.address, options=options) as channel:
+            stub = rpc.ControlStub(channel)  # type: ignore[no-untyped-call]
+            calls = [stub.Session() for _ in range(limits.MOST_STREAMS)]
+            for call in calls:
+                await call.write(pb.AgentMessage())  # is answered, so it is open there
+            answered = await asyncio.gather(*(call.code() for call in calls))
+            held = [stub.Session() for _ in range(limits.MOST_STREAMS)]
+            await asyncio.gather(*(call.wait_for_connection() for call in held))
+            asking = rpc.OperatorStub(channel).ListJobs(pb.ListJobsRequest())  # type: ignore[no-untyped-call]
+            other = code_of_list(running)
+            assert await other is grpc.StatusCode.OK
+            assert not asking.done()
+            for call in held:
+                call.cancel()
+            await asyncio.wait_for(asking, DEADLINE_S)
+        return sum(code is grpc.StatusCode.INVALID_ARGUMENT for code in answered)
+
+    assert asyncio.run(crowd()) == limits.MOST_STREAMS
+
+
+async def code_of_list(running: MasterProcess) -> grpc.StatusCode:
+    options = (("grpc.use_local_subchannel_pool", 1),)
+    async with grpc.aio.insecure_channel(running.address, options=options) as channel:
+        stub = rpc.OperatorStub(channel)  # type: ignore[no-untyped-call]
+        call = stub.ListJobs(pb.ListJobsRequest(), timeout=DEADLINE_S)
+        await call
+        return await call.code()
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return struct.pack("!I", len(payload))[1:] + struct.pack("!BBI", kind, flags, stream) + payload
+
+
+def test_a_flood_of_pings_ends_the_connection(running: MasterProcess) -> None:
+    """HTTP/2 spoken by hand: preface, settings, then pings without a pause."""
+    host, _, port = running.address.rpartition(":")
+    with socket.create_connection((host, int(port)), DEADLINE_S) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0))
+        with pytest.raises(OSError, match=r"reset|[Bb]roken|closed"):  # noqa: PT012
+            for number in range(100_000):
+                connection.sendall(frame(6, 0, 0, struct.pack("!Q", number)))
+                if number % 100 == 0 and not connection.recv(65536):
+                    raise OSError("closed")
+    assert code_of(running, "/oobleck.Operator/ListJobs", b"") is grpc.StatusCode.OK
+
+
+def test_pings_of_agents_are_no_flood() -> None:
+    for detection in DETECTIONS.values():
+        least_ms = dict(limits.server_options(detection))[
+            "grpc.http2.min_ping_interval_without_data_ms"
+        ]
+        assert all(least_ms <= 1000 * other.ping_every_s / 2 for other in DETECTIONS.values())
+
+
+def test_more_files_may_be_open_than_a_shell_allows(tmp_path: Path) -> None:
+    """One of each agent, and the shell's limit is for a thousand."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, limits[1]), limits[1]))
+    try:
+        with master(tmp_path / "state") as process:
+            found = resource.prlimit(process.process.pid, resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found == (limits[1], limits[1])
+
+
+def test_every_unary_call_has_a_deadline() -> None:
+    for path in ALLOWED:
+        assert 0 < limits.deadline_s(path) <= 3700
+    assert limits.deadline_s("/oobleck.Operator/Whatever") == limits.UNARY_S

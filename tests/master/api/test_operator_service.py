@@ -1,0 +1,351 @@
+"""A real master process, with agents and operators that speak its protocol."""
+
+import asyncio
+import json
+import random
+import signal
+from pathlib import Path
+
+import grpc
+import pytest
+
+from oobleck.host.ipc.messages import Evaluated, EvaluationRecord
+from oobleck.planner.ids import Generation
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto import control_pb2_grpc as rpc
+from support.crowd import all_of, connected, job_text, run, started, state_of
+from support.fake_agent import FakeAgent, MasterProcess, master, operator
+from support.scenario import record
+
+
+def evaluated(step: int, loss: float | None) -> Evaluated:
+    """The generation goes with the report."""
+    nobody = Generation(0)
+    return Evaluated(
+        record=EvaluationRecord(
+            step=step, loss=loss, samples=8, generation=nobody, seconds=0.1, time=1.0
+        )
+    )
+
+
+def lines(state_dir: Path, job_id: str, name: str) -> list[dict]:
+    path = state_dir / "jobs" / job_id / name
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_node_is_lost_and_the_master_killed_and_the_job_ends_well(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    running = MasterProcess(state)
+
+    async def before(agents: list[FakeAgent], control: rpc.OperatorStub) -> str:
+        job_id = await started(agents, control)
+        plan = agents[0].assignments[-1].plan
+        assert plan is not None
+        assert plan.nodes == ("n1", "n2", "n3", "n4")
+        assert agents[3].assignments[-1].worker_incarnations == (agents[3].worker,)
+        rendezvous = agents[3].assignments[-1].rendezvous
+        assert rendezvous is not None
+        assert rendezvous.store == "127.0.0.1:4001"
+        assert rendezvous == agents[0].assignments[-1].rendezvous
+
+        agents[0].report(1, evaluated(2, 3.5))
+        agents[0].records(job_id, record(1, 1, 1.0), record(2, 1, 2.0))
+        await all_of(agents, lambda a: a.acks.get(job_id) == 2)
+        status = await state_of(control, job_id, "running")
+        assert (status.committed_step, status.generation, status.can_lose) == (2, 1, 1)
+        assert (status.evaluation.step, status.evaluation.loss) == (2, 3.5)
+
+        await agents[2].disconnect()
+        agents[3].lost_peer(1)
+        survivors = [agents[0], agents[1], agents[3]]
+        await all_of(survivors, lambda a: a.planned == 2)
+        newer = survivors[0].assignments[-1]
+        assert newer.plan is not None
+        assert newer.plan.nodes == ("n1", "n2", "n4")
+        assert not newer.boundary
+        assert newer.version > survivors[0].assignments[-2].version
+        status = await state_of(control, job_id, "reconfiguring")
+        assert status.generation == 2
+        for agent in survivors:
+            agent.workers(2)
+        agents[1].records(job_id, record(3, 2, 3.0))
+        await state_of(control, job_id, "running")
+        return job_id
+
+    async def after(agents: list[FakeAgent], address: str, job_id: str) -> None:
+        survivors = [agents[0], agents[1], agents[3]]
+        for agent in survivors:
+            await agent.disconnect()
+        versions = [agent.assignments[-1].version for agent in survivors]
+        for agent in survivors:
+            await agent.connect(address)
+        async with operator(address) as control:
+            await all_of(survivors, lambda a: a.acks.get(job_id) == 3)
+            status = await state_of(control, job_id, "running")
+            assert status.evaluation.step == 2  # from the file
+            for agent in survivors:  # and told again, as to every new session
+                agent.report(1, evaluated(2, 3.5))
+                agent.report(2, evaluated(4, None))
+            # All agents tell all records, in no order, and again.
+            told = [(agent, step) for agent in survivors for step in range(2, 21)]
+            random.shuffle(told)
+            for agent, step in told:
+                agent.records(job_id, record(step, 2, float(step)))
+            await all_of(survivors, lambda a: a.acks.get(job_id) == 20)
+            assert [agent.assignments[-1].version for agent in survivors] == versions
+            assert [agent.planned for agent in survivors] == [2, 2, 2]
+            for agent in survivors:
+                agent.workers(2, finished=True)
+            status = await state_of(control, job_id, "succeeded")
+            assert (status.evaluation.step, status.evaluation.HasField("loss")) == (4, False)
+            await all_of(survivors, lambda a: a.assignments[-1].job_id is None)
+
+    async def test() -> None:
+        nonlocal running
+        async with connected(running.address, 4) as agents:
+            async with operator(running.address) as control:
+                job_id = await before(agents, control)
+            address = running.address
+            running.kill()
+            running = MasterProcess(state, listen=address)
+            await after(agents, address, job_id)
+            events = lines(state, job_id, "events.jsonl")
+            assert [event["id"] for event in events] == list(range(1, len(events) + 1))
+            assert [event["event"] for event in events] == [
+                "submitted",
+                "started",
+                "node_lost",
+                "reconfigured",
+                "incident",
+                "succeeded",
+            ]
+            evaluations = lines(state, job_id, "evaluations.jsonl")
+            assert [(line["step"], line["loss"], line["generation"]) for line in evaluations] == [
+                (2, 3.5, 1),
+                (4, None, 2),
+            ]
+            metrics = lines(state, job_id, "metrics.jsonl")
+            assert [line["step"] for line in metrics] == list(range(1, 21))
+
+    try:
+        run(test())
+    finally:
+        assert running.close() == 0
+    assert "Traceback" not in running.errors.read_text()
+
+
+async def send_garbage(address: str) -> None:
+    """Bytes that are no protobuf message, to a method of each shape."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        unary = channel.unary_unary("/oobleck.Operator/Submit")
+        stream = channel.unary_stream("/oobleck.Operator/WatchJob")
+        session = channel.stream_stream("/oobleck.Control/Session")
+        for call in (unary(b"\xff\xff"), stream(b"\xff\xff").read(), session([b"\xff"]).read()):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "message" in refused.value.details()
+
+
+def test_who_is_refused_and_how(tmp_path: Path) -> None:
+    async def test(address: str) -> None:
+        async with connected(address, 1) as agents, operator(address) as control:
+            twin = FakeAgent("n1")
+            await twin.connect(address)
+            # For good only once the other one has been heard since.
+            while twin.refused is None or twin.refused.temporary:
+                await twin.disconnect()
+                agents[0].tell()
+                await asyncio.sleep(0.05)
+                await twin.connect(address)
+            assert twin.refused.reason == (
+                "node name n1 is in use by a live agent (pid 4242, host testhost); "
+                "choose another --name"
+            )
+            await twin.disconnect()
+
+            old = FakeAgent("n2")
+            old.protocol = 0
+            await old.connect(address)
+            assert old.refused is not None
+            assert "install the same version of Oobleck on both" in old.refused.reason
+            await old.disconnect()
+
+            for changes, field in (
+                ({"node": "No Name!"}, "register: node name 'No Name!' is not allowed"),
+                ({"worker_slots": 0}, "register: worker_slots: 0"),
+                ({"device": "abacus"}, "register: 'abacus' is not one of cpu, cuda"),
+                ({"memory_per_worker_bytes": 0}, "register: memory_per_worker_bytes"),
+            ):
+                broken = FakeAgent("n3", **changes)
+                await broken.connect(address)
+                assert broken.ended is not None
+                assert broken.ended.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert broken.ended.details().startswith(field)
+                await broken.disconnect()
+
+            for request, wanted in (
+                (control.GetJob(pb.JobRequest(job_id="none-7")), "no job 'none-7'"),
+                (
+                    control.CancelJob(pb.CancelRequest(request_id="c", job_id="none-7")),
+                    "no job 'none-7'",
+                ),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError, match=wanted) as refused:
+                    await request
+                assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await control.Submit(pb.SubmitRequest(request_id="r", job="name: [1"))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            await send_garbage(address)
+            nodes = (await control.ListNodes(pb.ListNodesRequest())).nodes
+            assert [(node.node, node.state) for node in nodes] == [("n1", "live")]
+
+    with master(tmp_path / "state") as running:
+        run(test(running.address))
+    assert "Traceback" not in running.errors.read_text()
+
+
+def test_a_request_that_is_repeated_gives_the_same_job_and_jobs_queue(tmp_path: Path) -> None:
+    async def test(address: str) -> None:
+        async with operator(address) as control:
+            first = await control.Submit(pb.SubmitRequest(request_id="a", job=job_text()))
+            again = await control.Submit(pb.SubmitRequest(request_id="a", job=job_text()))
+            other = await control.Submit(pb.SubmitRequest(request_id="b", job=job_text()))
+            assert (first.job_id, again.job_id, other.job_id) == ("demo-1", "demo-1", "demo-2")
+            assert first.warning.startswith("no node is ready; start oobleck-agent")
+            jobs = (await control.ListJobs(pb.ListJobsRequest())).jobs
+            assert [job.state for job in jobs] == ["waiting for nodes", "queued"]
+            assert jobs[0].reason.startswith("no node is ready")
+            assert jobs[1].reason == "job demo-1 has its turn"
+            cancelled = await control.CancelJob(pb.CancelRequest(request_id="c1", job_id="demo-1"))
+            assert cancelled.state == "cancelled"
+            again = await control.CancelJob(pb.CancelRequest(request_id="c1", job_id="demo-1"))
+            assert again.state == "cancelled"
+            follow = pb.EventsRequest(job_id="demo-1", follow=True)
+            events = [json.loads(e.json)["event"] async for e in control.Events(follow)]
+            assert events == ["submitted", "waiting", "cancelled"]
+
+    with master(tmp_path / "state") as running:
+        run(test(running.address))
+
+
+def test_an_agent_that_does_not_read_holds_nobody_up(tmp_path: Path) -> None:
+    async def test(address: str) -> None:
+        deaf = FakeAgent("n9", worker_slots=3)
+        await deaf.connect(address, reading=False)
+        async with connected(address, 4) as agents, operator(address) as control:
+            job_id = await started(agents, control)
+            for step in range(1, 200):
+                agents[0].records(job_id, record(step, 1, float(step)))
+                deaf.records(job_id, record(step, 1, float(step)))
+            await all_of(agents, lambda a: a.acks.get(job_id) == 199)
+            # What it was not asked to do, it is told: its slots differ from the others'.
+            nodes = (await control.ListNodes(pb.ListNodesRequest())).nodes
+            (idle,) = [node for node in nodes if node.node == "n9"]
+            assert idle.reason == (
+                "kept idle: job demo-1 uses nodes with 1 worker slots, this one has 3"
+            )
+        await deaf.disconnect()
+
+    with master(tmp_path / "state") as running:
+        run(test(running.address))
+
+
+def test_many_records_cost_few_acknowledgements(tmp_path: Path) -> None:
+    async def test(address: str) -> None:
+        async with connected(address, 4) as agents, operator(address) as control:
+            job_id = await started(agents, control)
+            heard = agents[1].acks_heard
+            begun = asyncio.get_running_loop().time()
+            for step in range(1, 16):
+                agents[0].records(job_id, record(step, 1, float(step)))
+                await asyncio.sleep(0.05)
+            await all_of(agents, lambda a: a.acks.get(job_id) == 15)
+            took_s = asyncio.get_running_loop().time() - begun
+            # The first at once, then one in half a second.
+            assert agents[1].acks_heard - heard <= 2 + took_s / 0.5
+
+    with master(tmp_path) as running:
+        run(test(running.address))
+
+
+def test_the_newest_stream_of_an_agent_replaces_the_older(tmp_path: Path) -> None:
+    async def test(address: str) -> None:
+        async with connected(address, 4) as agents, operator(address) as control:
+            job_id = await started(agents, control)
+            agents[0].records(job_id, record(1, 1, 1.0))
+            await state_of(control, job_id, "running")
+            twin = FakeAgent("n2", incarnation=agents[1].facts.incarnation)
+            twin.assignments, twin.worker = list(agents[1].assignments), agents[1].worker
+            twin.workers(1)
+            await twin.connect(address)
+            await agents[1].until(lambda: agents[1].refused)
+            assert agents[1].refused.temporary
+            await twin.until(lambda: twin.planned == 1)
+            agents[0].records(job_id, record(2, 1, 2.0))
+            await twin.until(lambda: twin.acks.get(job_id) == 2)
+            assert (await state_of(control, job_id, "running")).generation == 1
+            await twin.disconnect()
+
+    with master(tmp_path / "state") as running:
+        run(test(running.address))
+
+
+def test_a_master_that_was_stopped_convicts_nobody(tmp_path: Path) -> None:
+    async def test(running: MasterProcess) -> None:
+        async with connected(running.address, 4) as agents, operator(running.address) as control:
+            job_id = await started(agents, control)
+            agents[0].records(job_id, record(1, 1, 1.0))
+            await state_of(control, job_id, "running")
+            running.process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(5.0)  # longer than the lease of 4 s; there is nothing to wait for
+            running.process.send_signal(signal.SIGCONT)
+            agents[0].records(job_id, record(2, 1, 2.0))
+            await all_of(agents, lambda a: a.acks.get(job_id) == 2)
+            status = await state_of(control, job_id, "running")
+            assert status.generation == 1
+            nodes = (await control.ListNodes(pb.ListNodesRequest())).nodes
+            assert [node.state for node in nodes] == ["live"] * 4
+
+    with master(tmp_path / "state") as running:
+        run(test(running))
+    assert "leases last as much longer" in running.errors.read_text()
+    assert "NodeLost" not in running.errors.read_text()
+
+
+def test_output_comes_back_by_node_and_rank(tmp_path: Path) -> None:
+    async def test(address: str) -> None:
+        async with connected(address, 4) as agents, operator(address) as control:
+            job_id = await started(agents, control)
+            for agent in agents:
+                words = [f"hello from {agent.name}", "and more"]
+                agent.send(log=pb.LogLines(job_id=job_id, slot=0, lines=words))
+                agent.records(job_id, record(1, 1, 1.0))
+            await all_of(agents, lambda a: a.acks.get(job_id) == 1)
+
+            async def texts(**request: object) -> list[str]:
+                wanted = pb.LogsRequest(job_id=job_id, **request)
+                return [line.line async for line in control.Logs(wanted)]
+
+            assert len(await texts()) == 8
+            assert await texts(node="n3") == ["hello from n3", "and more"]
+            assert await texts(rank=3) == ["hello from n4", "and more"]
+            with pytest.raises(grpc.aio.AioRpcError, match="no rank 4"):
+                await texts(rank=4)
+
+            call = control.Logs(pb.LogsRequest(job_id=job_id, node="n2", follow=True))
+            followed = [(await call.read()).line for _ in range(2)]
+            agents[1].send(log=pb.LogLines(job_id=job_id, slot=0, lines=["later"], dropped=7))
+            followed += [(await call.read()).line for _ in range(2)]
+            assert followed == [
+                "hello from n2",
+                "and more",
+                "[7 lines were dropped here: too many at once]",
+                "later",
+            ]
+            await control.CancelJob(pb.CancelRequest(request_id="c1", job_id=job_id))
+            assert await call.read() is grpc.aio.EOF
+
+    with master(tmp_path / "state") as running:
+        run(test(running.address))

@@ -1,0 +1,228 @@
+"""What operators are told, where it is more than a copy of the state."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from oobleck.host.detection import Detection
+from oobleck.master.api.view import job_status, node_info
+from oobleck.master.config import MasterConfig
+from oobleck.master.rules.first_plan import shortfall
+from oobleck.planner.cost.simulate import simulate
+from oobleck.planner.ids import JobId, NodeName
+from oobleck.planner.job.spec import CheckpointSpec
+from oobleck.planner.profile.estimate import estimate_profile
+from oobleck.planner.programs.compile import compile_programs
+from support.scenario import UNIX, Player
+
+START = (
+    "0.0 register n1 n2 n3 n4\n0.0 submit demo\n0.5 ready n1 n2 n3 n4\n0.7 enter 1 n1 n2 n3 n4\n"
+)
+CONFIG = MasterConfig(listen="127.0.0.1:0", state_dir=Path("/nowhere"), timing=Detection())
+
+
+def test_a_job_that_does_not_move_has_no_speed() -> None:
+    player = Player()
+    player.play(START + "1.0 steps 1 1 1\n1.1 steps 2 2 1\n")
+    job = player.state.jobs[JobId("demo-1")]
+    status = job_status(player.state, job, CONFIG, 3.0)
+    assert status.tokens_per_s == pytest.approx(2560)
+    assert status.eta_s == pytest.approx(9.8)
+    assert status.last_step_age_s == pytest.approx(1.9)
+    status = job_status(player.state, job, CONFIG, 3.2)
+    assert (status.tokens_per_s, status.eta_s) == (0.0, 0.0)
+    assert status.last_step_age_s == pytest.approx(2.1)
+
+
+def test_a_step_that_a_master_before_recorded_is_as_old_as_the_calendar_says() -> None:
+    player = Player()
+    player.play(START + "1.0 steps 1 2 1\n601.0 restart\n602.0 look\n")
+    job = player.state.jobs[JobId("demo-1")]
+    status = job_status(player.state, job, CONFIG, 603.0)
+    assert (status.last_step_age_s, status.tokens_per_s) == (pytest.approx(602.0), 0.0)
+
+
+def test_what_the_cluster_lacks_for_a_job_is_told_until_it_starts() -> None:
+    player = Player()
+    player.play("0.0 register n1 n2\n0.0 submit demo\n")
+    (large,) = player.state.jobs.values()
+    assert shortfall(player.state, large) == (
+        "needs 4 nodes: fault_tolerance 1 and pipelines of at least 2 nodes; 2 are live; add 2 "
+        "nodes or lower fault_tolerance to 0; the job waits until then"
+    )
+    player.play("0.2 register n3 n4\n")
+    assert shortfall(player.state, large) == ""
+    player.play("0.5 ready n1 n2 n3 n4\n0.7 enter 1 n1 n2 n3 n4\n1.0 close n3\n9.0 look\n")
+    assert shortfall(player.state, large) == "", "a started one says itself what it waits for"
+
+
+def test_steps_that_are_done_again_are_told_until_the_last_of_them() -> None:
+    player = Player()
+    player.play(
+        "0.0 register n1\n0.0 submit demo f=0 min_nodes=1 checkpoint=1\n0.5 ready n1\n"
+        "0.7 enter 1 n1\n1.0 steps 1 50 1\n2.0 exit n1/0\n2.5 saved 40\n3.0 replace n1/0\n"
+        "3.1 restored 40 2 n1\n"
+    )
+    job = player.state.jobs[JobId("demo-1")]
+
+    def told(now: float) -> tuple[int, int, int] | None:
+        status = job_status(player.state, job, CONFIG, now)
+        redo = status.redo
+        found = (redo.first_step, redo.last_step, redo.committed_step)
+        return found if status.HasField("redo") else None
+
+    assert told(3.1) == (41, 50, 40)
+    player.play("4.0 progress 44 2 n1\n")
+    assert told(4.0) == (41, 50, 44)
+    player.play("5.0 progress 50 2 n1\n")
+    assert told(5.0) is None
+
+
+def test_when_a_node_was_heard_outlives_the_master() -> None:
+    player = Player()
+    player.play(START + "1.0 steps 1 1 1\n2.0 silent n4\n8.0 look\n9.0 restart\n")
+
+    def heard(name: str) -> tuple[float, bool]:
+        info = node_info(player.state, player.state.nodes[NodeName(name)], 9.5)
+        return info.last_heard_s, info.heard_before
+
+    assert heard("n4") == (pytest.approx(7.5), False)
+    assert heard("n1") == (pytest.approx(0.5), True)
+    player.play("9.2 reconnect n1\n")
+    assert heard("n1") == (pytest.approx(0.3), False)
+
+
+def test_the_secret_of_a_place_is_told_to_nobody() -> None:
+    player = Player()
+    player.play(START)
+    job = player.state.jobs[JobId("demo-1")]
+    spec = CheckpointSpec(path="s3://KEY:hunter2@store/saved")
+    job.spec = dataclasses.replace(job.spec, checkpoint=spec)
+    status = job_status(player.state, job, CONFIG, 1.0)
+    assert status.checkpoint_path == "s3://***@store/saved"
+
+
+@pytest.mark.parametrize(
+    ("happened", "told"),
+    [
+        ("2.0 silent n3 n4\n", "nodes n3, n4 were lost; n3: not heard of for 5.0 s"),
+        ("2.0 silent n4\n2.1 exit n1/0\n", "node n4 (rank 2) was lost: not heard of for 5.0 s"),
+        ("2.0 silent n4\n2.1 exit n1/0\n", "; also lost: worker n1/0"),
+        (
+            "2.0 silent n1 n2 n3 n4\n",
+            "n1, n2, n3, n4 fell silent together: the head is cut off from them, or they are lost",
+        ),
+    ],
+)
+def test_status_names_all_that_failed_at_once(happened: str, told: str) -> None:
+    player = Player()
+    player.play(START + "1.0 steps 1 1 1\n" + happened + "13.0 look\n")
+    job = player.state.jobs[JobId("demo-1")]
+    assert told in job_status(player.state, job, CONFIG, 13.0).last_incident
+
+
+def test_a_job_that_waits_says_what_becomes_of_its_turn() -> None:
+    lose = "1.0 steps 1 5 1\n{}1.6 submit next f=0 min_nodes=1\n2.0 close n2 n3 n4\n10.0 look\n"
+    saved, unsaved = Player(), Player()
+    saved.play(START.replace("demo", "demo checkpoint=1") + lose.format("1.5 saved 3\n"))
+    unsaved.play(START + lose.format(""))
+
+    def reason(player: Player, name: str) -> str:
+        return job_status(player.state, player.state.jobs[JobId(name)], CONFIG, 107.0).reason
+
+    assert reason(saved, "demo-1").endswith(
+        "; gives way to next-2 in 500 s, and goes on from its checkpoint after it"
+    )
+    assert reason(unsaved, "demo-1").endswith(
+        "; keeps its turn before next-2, since its state is nowhere else: 'oobleck cancel demo-1' "
+        "gives it up"
+    )
+    saved.play("700.0 look\n")
+    assert reason(saved, "demo-1").endswith("next-2 has its turn meanwhile")
+
+
+def test_a_drain_is_told_of_a_node_that_is_lost() -> None:
+    player = Player()
+    player.play(START + "1.0 close n4\n7.0 drain n4\n")
+    info = node_info(player.state, player.state.nodes[NodeName("n4")], 8.0)
+    assert info.state == "lost"
+    assert info.reason.endswith("; drained, also when it is back")
+
+
+def test_a_job_tells_that_the_journal_lost_its_end_in_its_life() -> None:
+    player = Player()
+    player.play(START + "1.0 steps 1 1 1\n")
+    job = player.state.jobs[JobId("demo-1")]
+    assert job_status(player.state, job, CONFIG, 1.0).journal_cut_at == 0.0
+    player.play("2.0 tear FirstStepCommitted\n")
+    job = player.state.jobs[JobId("demo-1")]
+    assert job_status(player.state, job, CONFIG, 2.0).journal_cut_at == UNIX + 2.0
+
+
+def test_workers_have_their_peak_beside_what_the_plan_counts_on() -> None:
+    player = Player()
+    player.play(START + "1.0 steps 1 1 1\n")
+    job, node = player.state.jobs[JobId("demo-1")], player.state.nodes[NodeName("n2")]
+    status = node.seen.status
+    (worker,) = status.workers
+    told = replace(worker, generation=1, peak_memory_bytes=1000, base_memory_bytes=300)
+    node.seen.status = replace(status, workers=(told,))
+    memory = {
+        found.worker.node: found for found in job_status(player.state, job, CONFIG, 2.0).memory
+    }
+    assert {name: found.peak_bytes for name, found in memory.items()} == {
+        "n1": 0,
+        "n2": 700,
+        "n3": 0,
+        "n4": 0,
+    }
+    assert job.made is not None
+    profile = estimate_profile(job.spec, gpus_per_node=1, memory_per_worker_bytes=1 << 30)
+    expected = simulate(
+        compile_programs(job.made.plan, tied=True), profile, plan=job.made.plan
+    ).peak_bytes
+    assert {found.worker.node: found.predicted_bytes for found in memory.values()} == {
+        worker.node: peak for worker, peak in expected.items()
+    }
+    # What is told of another generation is not of this plan.
+    node.seen.status = replace(status, workers=(replace(told, generation=7),))
+    assert not any(found.peak_bytes for found in job_status(player.state, job, CONFIG, 2.0).memory)
+
+
+def test_a_node_that_is_left_out_is_told_how_to_come_back() -> None:
+    player = Player()
+    player.play(
+        START
+        + '1.0 steps 1 1 1\n2.0 register n5\n2.1 ready n5\n2.2 fail n5/0 user "no such device"\n'
+    )
+    info = node_info(player.state, player.state.nodes[NodeName("n5")], 3.0)
+    assert (info.state, info.reason) == (
+        "live",
+        "cannot join the job: no such device; put that right, then 'oobleck node undrain' it or "
+        "start its agent anew",
+    )
+
+
+def test_a_node_with_another_torch_is_told_what_to_install() -> None:
+    player = Player()
+    start = "0.0 register n1@2.13.0\n0.0 submit demo f=0 min_nodes=1\n0.5 ready n1\n"
+    player.play(start + "1.0 register n2@2.14.0\n")
+    assert node_info(player.state, player.state.nodes[NodeName("n2")], 3.0).reason == (
+        "cannot join the job: torch 2.14, where the job's other nodes have 2.13: install the same, "
+        "or give the job allow_mixed_versions: true"
+    )
+
+
+def test_workers_that_cannot_meet_are_told_with_the_time_of_their_next_meeting() -> None:
+    player = Player()
+    player.play(START + "1.0 steps 1 5 1\n10.0 peer_lost n1/0 1\n")
+    job = player.state.jobs[JobId("demo-1")]
+    lost = "n1/0 lost a peer: socket closed; the workers meet again in"
+    assert job_status(player.state, job, CONFIG, 10.5).reason == f"{lost} 2 s"
+    player.play("13.1 peer_lost n1/0 2\n")
+    reason = job_status(player.state, job, CONFIG, 13.1).reason
+    assert reason == f"{lost} 3 s, meeting 2 since the last step"
+    player.play("17.0 steps 6 6 3\n")
+    assert job_status(player.state, job, CONFIG, 17.0).reason == ""

@@ -1,0 +1,137 @@
+"""Plans that another process makes: real ones, and what becomes of them when it is killed."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+
+from oobleck.master.planning import client
+from oobleck.master.planning.machines import Machines
+from oobleck.master.planning.process import PlanningProcess
+from oobleck.master.planning.requests import (
+    Answer,
+    Broken,
+    Changed,
+    FirstPlan,
+    NextPlan,
+    NoPlan,
+    StillPlanning,
+)
+from oobleck.master.planning.solve import work_out
+from oobleck.planner.ids import Generation
+from support.trained import look, node, trained_job
+
+LIMIT_S = 120.0
+
+
+@asynccontextmanager
+async def planner() -> AsyncIterator[PlanningProcess]:
+    process = PlanningProcess()
+    running = asyncio.create_task(process.run())
+    try:
+        yield process
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+
+
+async def answer(process: PlanningProcess, question: FirstPlan | NextPlan) -> Answer:
+    """As the loop asks: want it, wait to be told, ask again."""
+    told = asyncio.Event()
+    process.listen(told.set)
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                return process.answer(question)
+            except StillPlanning as still:
+                process.want(still.question)
+            await told.wait()
+            told.clear()
+
+
+NODES = [node(number) for number in range(1, 7)]
+STATE, THE_JOB = trained_job(NODES, hidden=34)
+
+
+def first(nodes: int) -> FirstPlan:
+    return FirstPlan(
+        spec=THE_JOB.spec,
+        machines=Machines.of(THE_JOB, NODES),
+        nodes=tuple(one.facts.node for one in NODES[:nodes]),
+        generation=Generation(1),
+    )
+
+
+def children() -> set[int]:
+    """Of this process, those that make plans."""
+    found = set()
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            if any("planningworker" in word for word in child.cmdline()):
+                found.add(child.pid)
+    return found
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110 - no event tells of other processes
+            await asyncio.sleep(0.01)
+
+
+def test_answers_are_those_of_the_planner_and_a_killed_process_is_replaced() -> None:
+    async def play() -> None:
+        async with planner() as process:
+            for nodes in (6, 1):
+                assert await answer(process, first(nodes)) == work_out(first(nodes))
+            assert isinstance(process.answer(first(1)), NoPlan)
+            before = children()
+            assert len(before) == 1
+            os.kill(before.pop(), signal.SIGKILL)
+            assert THE_JOB.made is not None
+            question = NextPlan(
+                spec=THE_JOB.spec,
+                machines=first(6).machines,
+                plan=THE_JOB.made.plan,
+                nodes=first(6).nodes[1:],
+                most_nodes=6,
+                generation=Generation(2),
+            )
+            expected = client.next_plan(look(STATE), THE_JOB, NODES[1:], Generation(2))
+            assert await answer(process, question) == Changed(found=expected)
+        await until(lambda: not children())
+
+    asyncio.run(play())
+
+
+def test_a_process_that_does_not_answer_is_replaced() -> None:
+    async def play() -> None:
+        async with planner() as process:
+            assert await answer(process, first(1)) == work_out(first(1))
+            (stuck,) = children()
+            os.kill(stuck, signal.SIGSTOP)
+            process.longest_s = 0.1
+            process.want(first(6))
+            process.longest_s = LIMIT_S  # of the next one, which has to start first
+            assert await answer(process, first(6)) == work_out(first(6))
+            assert stuck not in children()
+
+    asyncio.run(play())
+
+
+def test_a_question_that_no_process_survives_is_answered_as_broken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+
+    async def play() -> None:
+        async with planner() as process:
+            found = await answer(process, first(6))
+            assert found == Broken(error="the planning process ended with exit code 1")
+
+    asyncio.run(play())

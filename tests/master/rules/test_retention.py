@@ -1,0 +1,90 @@
+"""Nodes that are long gone and jobs that ended long ago are forgotten; what is on disk is not."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from oobleck.host.detection import Detection
+from oobleck.master.__main__ import choose_retention
+from oobleck.master.config import MasterConfig, Retention
+from oobleck.master.events.nodes import NodeForgotten, NodeLost, NodeRegistered
+from oobleck.master.loop import Master
+from oobleck.master.rules.reconcile import reconcile
+from oobleck.master.state.apply import apply
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.storage.journal import Journal
+from oobleck.planner.ids import NodeName
+from support.scenario import facts_of, job_spec
+
+LIMIT_S = 60.0
+
+
+async def run(state_dir: Path, jobs: range, keep: int) -> Master:
+    """A master on that directory, which these jobs were submitted to and cancelled."""
+    config = MasterConfig(
+        listen="127.0.0.1:0",
+        state_dir=state_dir,
+        timing=Detection(),
+        retention=Retention(ended_jobs=keep),
+    )
+    master = Master(config, Journal(state_dir / "journal.log"))
+    running = asyncio.create_task(master.run())
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            for number in jobs:
+                job_id = await master.requests.submit(f"request {number}", job_spec("demo"))
+                assert job_id == f"demo-{number}"
+                await master.requests.cancel(f"cancel {number}", job_id)
+    finally:
+        running.cancel()
+        master.close()
+    return master
+
+
+def test_the_last_jobs_that_ended_are_known_and_all_files_stay(tmp_path: Path) -> None:
+    first = asyncio.run(run(tmp_path, range(1, 5), keep=2))
+    assert list(first.state.jobs) == ["demo-3", "demo-4"]
+    assert set(first.state.requests) == {"request 3", "request 4"}
+    again = asyncio.run(run(tmp_path, range(5, 6), keep=2))
+    assert list(again.state.jobs) == ["demo-4", "demo-5"]
+    for number in range(1, 6):
+        events = (tmp_path / "jobs" / f"demo-{number}" / "events.jsonl").read_text()
+        assert [line.count('"event":') for line in events.splitlines()] == [1, 1, 1]
+    fewer = asyncio.run(run(tmp_path, range(6, 7), keep=1))
+    assert list(fewer.state.jobs) == ["demo-6"]
+
+
+def test_a_lost_node_is_known_for_as_long_as_was_asked_for() -> None:
+    state = ClusterState()
+    apply(state, NodeRegistered(facts=facts_of("n1", 1, 1, "2.13.0")), now=0.0, unix=0.0)
+    lost = NodeLost(
+        node=NodeName("n1"),
+        incarnation=state.nodes[NodeName("n1")].facts.incarnation,
+        cause="lease",
+        reason="",
+        detect_s=0.0,
+    )
+    apply(state, lost, now=10.0, unix=10.0)
+    retain = choose_retention("1.5h", 200)
+
+    decided = reconcile(state, 5_400.0, Detection(), nonce="", retain=retain)
+    assert (decided.actions, decided.wake_at) == ((), 5_410.0)
+    decided = reconcile(state, 5_410.0, Detection(), nonce="", retain=retain)
+    assert decided.actions == (NodeForgotten(node=NodeName("n1")),)
+
+
+@pytest.mark.parametrize(
+    ("forget_nodes_after", "keep_jobs", "text"),
+    [
+        ("soon", 1, "--forget-nodes-after: 'soon' is not a time; write it like 30s, 10m or 1.5h"),
+        ("59s", 1, "--forget-nodes-after: 59 s is too short"),
+        ("24h", 0, "--keep-jobs 0: is too few"),
+    ],
+)
+def test_what_cannot_be_kept_to_is_refused(
+    forget_nodes_after: str, keep_jobs: int, text: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        choose_retention(forget_nodes_after, keep_jobs)

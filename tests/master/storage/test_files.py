@@ -1,0 +1,415 @@
+"""metrics.jsonl, events.jsonl and the workers' logs: in order, exactly once, bounded."""
+
+import itertools
+import json
+import random
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from oobleck.host.detection import Detection
+from oobleck.host.ipc.messages import EvaluationRecord, StepRecord
+from oobleck.host.system.environment import Surroundings
+from oobleck.master.config import MasterConfig
+from oobleck.master.events.jobs import JobCancelRequested, JobSubmitted
+from oobleck.master.storage.archive import Archive
+from oobleck.master.storage.disk import Storage
+from oobleck.master.storage.evaluation_log import EvaluationLog
+from oobleck.master.storage.eventlog import EventLog
+from oobleck.master.storage.journal import Journal
+from oobleck.master.storage.ledger import Ledger
+from oobleck.master.storage.logs import LogStore
+from oobleck.master.storage.step_log import MetricsLog
+from oobleck.planner.ids import Generation, JobId, NodeName, WorkerId
+from support.scenario import job_spec, record
+
+JOB = JobId("demo-1")
+Opener = Callable[[Path], MetricsLog]
+
+
+@pytest.fixture
+def opened() -> Iterator[Opener]:
+    """Opens metrics files and closes them after the test."""
+    logs = []
+
+    def open_log(path: Path) -> MetricsLog:
+        logs.append(MetricsLog(path))
+        return logs[-1]
+
+    yield open_log
+    for log in logs:
+        log.close()
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def written(log: MetricsLog, *records: StepRecord) -> tuple[StepRecord, ...]:
+    """What of the records is new, and then on disk."""
+    new = log.append(records)
+    log.write()
+    return new
+
+
+def test_a_line_has_the_agreed_fields(tmp_path: Path, opened: Opener) -> None:
+    written(opened(tmp_path / "m"), record(1, 3, 12.5))
+    (line,) = (tmp_path / "m").read_text().splitlines()
+    assert list(json.loads(line)) == [
+        "step",
+        "loss",
+        "grad_norm",
+        "tokens",
+        "samples_digest",
+        "generation",
+        "step_seconds",
+        "time",
+    ]
+
+
+def test_skipped_steps_are_counted_over_a_restart(tmp_path: Path, opened: Opener) -> None:
+    skipped = [
+        msgspec.structs.replace(record(step, 1, float(step)), skipped=True, loss=None)
+        for step in (2, 4)
+    ]
+    first = opened(tmp_path / "m")
+    written(first, record(1, 1, 1.0), skipped[0])
+    (new,) = written(opened(tmp_path / "m"), record(3, 1, 3.0))
+    assert new.skipped_steps == 1
+    written(opened(tmp_path / "m"), skipped[1], skipped[0], record(5, 1, 5.0))
+    lines = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
+    assert [line.get("skipped_steps") for line in lines] == [None, 1, 1, 2, 2]
+    assert [line.get("skipped") for line in lines] == [None, True, None, True, None]
+
+
+def test_records_in_any_order_and_repeated_become_each_step_once(
+    tmp_path: Path, opened: Opener
+) -> None:
+    seed = random.randrange(1 << 32)
+    shuffled = random.Random(seed)
+    records = [record(step, 1, float(step)) for step in range(1, 101)]
+    told = records * 3
+    shuffled.shuffle(told)
+    metrics = opened(tmp_path / "m")
+    found = []
+    for start in range(0, len(told), 7):
+        through_before = metrics.through_step
+        new = written(metrics, *told[start : start + 7])
+        assert [r.step for r in new] == list(range(through_before + 1, metrics.through_step + 1))
+        if metrics.through_step:
+            assert steps_in(tmp_path / "m") == list(range(1, metrics.through_step + 1))
+        found += new
+    assert found == records, f"seed {seed}"
+
+
+def test_reopened_after_any_cut_it_goes_on_without_gap(tmp_path: Path, opened: Opener) -> None:
+    whole = opened(tmp_path / "whole")
+    records = tuple(record(step, 1, float(step)) for step in range(1, 6))
+    written(whole, *records)
+    content = (tmp_path / "whole").read_bytes()
+    for cut in range(len(content)):
+        path = tmp_path / "cut"
+        path.write_bytes(content[:cut])
+        metrics = opened(path)
+        assert metrics.through_step == content[:cut].count(b"\n")
+        written(metrics, *records)
+        metrics.close()
+        assert path.read_bytes() == content
+
+
+def test_a_tail_of_zeros_after_a_power_loss_is_cut(tmp_path: Path, opened: Opener) -> None:
+    path = tmp_path / "m"
+    metrics = opened(path)
+    written(metrics, record(1, 1, 1.0), record(2, 1, 2.0))
+    metrics.close()
+    with path.open("ab") as file:
+        file.write(b"\0" * 300)
+    assert opened(path).through_step == 2
+    assert steps_in(path) == [1, 2]
+
+
+def test_rubbish_longer_than_the_tail_that_is_read_is_cut(tmp_path: Path, opened: Opener) -> None:
+    path = tmp_path / "m"
+    metrics = opened(path)
+    written(metrics, record(1, 1, 1.0), record(2, 1, 2.0))
+    metrics.close()
+    with path.open("ab") as file:
+        file.write(b"\0" * 200_000)
+    assert opened(path).through_step == 2
+    assert steps_in(path) == [1, 2]
+
+
+def test_what_the_disk_takes_in_part_waits_and_is_written_later(
+    tmp_path: Path, opened: Opener
+) -> None:
+    path = tmp_path / "m"
+    metrics = opened(path)
+    metrics.append((record(1, 1, 1.0),))
+    metrics.write()
+    whole = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 10, limits[1]))
+    try:
+        new = metrics.append((record(2, 1, 2.0),))
+        assert [r.step for r in new] == [2]
+        with pytest.raises(OSError, match="too large"):
+            metrics.write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == whole
+    assert (metrics.through_step, metrics.stored_step) == (2, 1)
+    metrics.append((record(2, 1, 2.0), record(3, 1, 3.0)))
+    metrics.write()
+    assert metrics.stored_step == 3
+    assert steps_in(path) == [1, 2, 3]
+
+
+def test_any_number_of_jobs_needs_no_more_files(tmp_path: Path, opened: Opener) -> None:
+    for number in range(300):
+        log = opened(tmp_path / str(number))
+        written(log, record(1, 1, 1.0))
+        log.close()
+    names = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert not [name for name in names if name.startswith(str(tmp_path))]
+
+
+def test_records_wait_for_those_before_them_and_not_for_ever(tmp_path: Path) -> None:
+    archive = Archive(MasterConfig(listen="127.0.0.1:0", state_dir=tmp_path, timing=Detection()))
+
+    def take(*steps: int) -> None:
+        archive.take_records(JOB, tuple(record(step, 1, float(step)) for step in steps))
+        archive.write()
+
+    def passed(now: float, late_s: float = 0.0) -> list[int]:
+        new = archive.pass_over_lost(now, late_s).get(JOB, ())
+        archive.write()
+        return [record.step for record in new]
+
+    take(1)
+    assert passed(0.0) == []
+    take(4, 5)
+    assert passed(10.0) == []
+    assert passed(69.0) == []
+    take(3)
+    assert passed(69.5) == [], "the first of them may come as well"
+    assert passed(629.0, 500.0) == [], "the master was away itself"
+    assert passed(630.0) == [3, 4, 5]
+    take(2, 6)
+    assert passed(800.0) == []
+    archive.close()
+    assert steps_in(tmp_path / "jobs" / JOB / "metrics.jsonl") == [1, 3, 4, 5, 6]
+
+
+def test_records_that_come_behind_a_gap_in_the_last_message_are_written_too(tmp_path: Path) -> None:
+    """What comes with them is not on disk yet when they are looked at first."""
+    archive = Archive(MasterConfig(listen="127.0.0.1:0", state_dir=tmp_path, timing=Detection()))
+    records = tuple(record(step, 1, float(step)) for step in (1, 3, 5))
+    assert [new.step for new in archive.take_records(JOB, records)] == [1]
+    found = []
+    for now in (0.0, 1.0, 61.0, 62.0, 63.0, 123.0, 124.0):
+        new = archive.pass_over_lost(now, 0.0).get(JOB, ())
+        found += [(now, record.step) for record in new]
+        archive.write()
+    assert found == [(61.0, 3), (123.0, 5)]
+    archive.close()
+    assert steps_in(tmp_path / "jobs" / JOB / "metrics.jsonl") == [1, 3, 5]
+
+
+def test_what_too_many_records_on_a_full_disk_held_up_is_written_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Agents send it again only if it was left with them."""
+    monkeypatch.setattr("oobleck.master.storage.step_log._MOST_WAITING", 3)
+    archive = Archive(MasterConfig(listen="127.0.0.1:0", state_dir=tmp_path, timing=Detection()))
+    archive.storage.problem = "full"
+    for first in (1, 4):
+        steps = range(first, first + 3)
+        archive.take_records(JOB, tuple(record(step, 1, float(step)) for step in steps))
+    archive.write()
+    assert archive.pass_over_lost(0.0, 0.0) == {}
+    assert not archive.asks_again()
+    archive.storage.problem = ""
+    archive.write()
+    assert [new.step for new in archive.pass_over_lost(1.0, 0.0)[JOB]] == [4, 5, 6]
+    assert archive.pass_over_lost(2.0, 0.0) == {}
+    archive.write()
+    archive.close()
+    assert steps_in(tmp_path / "jobs" / JOB / "metrics.jsonl") == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_long_file_is_known_from_its_end(tmp_path: Path, opened: Opener) -> None:
+    records = tuple(record(step, 1, float(step)) for step in range(1, 2001))
+    written(opened(tmp_path / "m"), *records)
+    metrics = opened(tmp_path / "m")
+    assert metrics.through_step == 2000
+    assert metrics.recent == records[-10:]
+
+
+def told(state_dir: Path, count: int) -> EventLog:
+    """As after a replay of so many events."""
+    log = EventLog(state_dir)
+    for number in range(count):
+        log.add(JOB, {"event": "waiting", "reason": str(number)}, 1000.0 + number)
+    return log
+
+
+@pytest.mark.parametrize("cut", range(0, 140, 7))
+def test_the_event_file_gets_what_it_lacks_and_nothing_twice(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "jobs" / JOB / "events.jsonl"
+    told(tmp_path, 3).write()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:cut])
+    restarted = told(tmp_path, 3)
+    restarted.write()
+    assert path.read_bytes() == whole
+    restarted.add(JOB, {"event": "cancelled"}, 2000.0)
+    restarted.write()
+    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_an_event_file_that_is_ahead_of_the_journal_is_told_and_gone_on_with(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "jobs" / JOB / "events.jsonl"
+    told(tmp_path, 5).write()
+    log = told(tmp_path, 3)
+    assert log.ahead() == {JOB: 5}
+    log.resume(log.ahead())
+    log.add(JOB, {"event": "cancelled"}, 2000.0)
+    log.write()
+    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_rubbish_behind_the_events_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "jobs" / JOB / "events.jsonl"
+    told(tmp_path, 3).write()
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"\0" * 3_000_000)
+    assert told(tmp_path, 3).ahead() == {}
+    assert path.read_bytes() == whole
+
+
+def test_events_are_read_in_whole_lines_from_where_one_was(tmp_path: Path) -> None:
+    log = told(tmp_path, 3)
+    log.write()
+    lines, offset = log.read(JOB, 0)
+    assert [json.loads(line)["id"] for line in lines] == [1, 2, 3]
+    assert log.read(JOB, offset) == ([], offset)
+    log.add(JOB, {"event": "cancelled"}, 2000.0)
+    log.write()
+    assert [json.loads(line)["id"] for line in log.read(JOB, offset)[0]] == [4]
+    assert log.read(JobId("none"), 0) == ([], 0)
+
+
+def test_logs_of_several_workers_come_by_time_and_are_bounded(tmp_path: Path) -> None:
+    logs = LogStore(tmp_path, most_bytes=2000)
+    first, second = WorkerId(NodeName("n-1"), 0), WorkerId(NodeName("n-1"), 1)
+    for number in range(100):
+        logs.append(JOB, (first, second)[number % 2], [f"line {number}"], 1000.0 + number)
+    lines = list(logs.snapshot(JOB, lambda worker: True))
+    numbers = [int(line.text.removeprefix("line ")) for line in lines]
+    assert numbers == sorted(numbers)
+    assert numbers[-1] == 99
+    assert {line.worker for line in lines} == {first, second}
+    own = [int(line.text.split()[1]) for line in logs.snapshot(JOB, lambda w: w == second)]
+    assert own == list(range(own[0], 100, 2))
+    sizes = [path.stat().st_size for path in (tmp_path / "jobs" / JOB / "logs").iterdir()]
+    assert len(sizes) == 4
+    assert all(size < 2100 for size in sizes)
+
+
+def test_a_follower_gets_each_line_after_the_snapshot_once(tmp_path: Path) -> None:
+    logs = LogStore(tmp_path)
+    worker = WorkerId(NodeName("n1"), 0)
+    logs.append(JOB, worker, ["before"], 1.0)
+    with logs.follow(JOB, lambda w: w == worker) as follower:
+        past = logs.snapshot(JOB, lambda w: True)
+        logs.append(JOB, worker, ["after"], 2.0)
+        logs.append(JOB, WorkerId(NodeName("n2"), 0), ["other"], 3.0)
+        assert [line.text for line in past] == ["before"]
+        new = [follower.queue.get_nowait().text for _ in range(follower.queue.qsize())]
+    assert new == ["after"]
+    assert list(itertools.islice(logs.snapshot(JobId("none"), lambda w: True), 1)) == []
+
+
+def evaluation(step: int, loss: float | None = 2.0) -> EvaluationRecord:
+    return EvaluationRecord(
+        step=step, loss=loss, samples=8, generation=Generation(1), seconds=0.5, time=1.0
+    )
+
+
+@pytest.mark.parametrize(
+    "rest", ['{"step": 6, "lo', "\0" * 90_000 + "\n"], ids=["torn", "of a power loss"]
+)
+def test_evaluations_come_once_each_and_survive_an_end_that_is_no_line(
+    tmp_path: Path, rest: str
+) -> None:
+    path = tmp_path / "jobs" / "demo-1" / "evaluations.jsonl"
+    log = EvaluationLog(path)
+    assert log.last is None
+    assert not path.exists()
+    new = [log.append(evaluation(step)) for step in (2, 2, 4, 2, 4)]
+    assert new == [True, False, True, False, False]
+    log.write()
+    with open(path, "a") as file:
+        file.write(rest)
+    again = EvaluationLog(path)
+    assert again.last == evaluation(4)
+    assert not again.append(evaluation(4))
+    assert again.append(evaluation(6, None))
+    again.write()
+    assert steps_in(path) == [2, 4, 6]
+    first, _, last = map(json.loads, path.read_text().splitlines())
+    assert list(first) == [
+        *("step", "loss", "perplexity", "samples", "generation", "seconds", "time")
+    ]
+    assert first["perplexity"] == pytest.approx(7.389056098930650)
+    assert (last["loss"], last["perplexity"]) == (None, None)
+
+
+def test_a_disk_that_takes_and_gives_nothing_is_a_problem_and_no_end(tmp_path: Path) -> None:
+    """As a file system that has become read-only, or is gone."""
+    state = tmp_path / "state"
+    (state / "reserve").mkdir(parents=True)  # nor can it be removed as a file
+    storage = Storage(state)
+    assert "new jobs are refused" in storage.problem
+    assert not storage.give_way()
+    shutil.rmtree(state)
+    assert not storage.look(10.0)
+    storage.problem = ""
+    assert not storage.look(20.0)
+    assert "cannot be looked at" in storage.problem
+
+
+def test_records_that_are_in_no_file_keep_the_events_that_they_are_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oobleck.master.storage.journal._COMPACT_BYTES", 0)
+    config = MasterConfig(listen="127.0.0.1:0", state_dir=tmp_path, timing=Detection())
+
+    def opened_ledger() -> tuple[Ledger, Journal]:
+        journal = Journal(tmp_path / "journal.log")
+        return Ledger(config, journal, Surroundings()), journal
+
+    in_the_way = tmp_path / "jobs"
+    in_the_way.touch()
+    ledger, journal = opened_ledger()
+    submitted = JobSubmitted(job_id=JOB, request_id="r1", spec=job_spec("demo"))
+    ledger.record(submitted)
+    for _ in range(3):
+        ledger.record(JobCancelRequested(job_id=JOB, request_id="r2"))
+    assert ledger.commit()
+    assert journal.wants_compaction
+    ledger.compact()
+    assert ledger.problem
+    journal.close()
+
+    in_the_way.unlink()
+    journal = opened_ledger()[1]
+    journal.close()
+    events = (tmp_path / "jobs" / JOB / "events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["id"] for line in events][:1] == [1]

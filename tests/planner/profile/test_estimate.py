@@ -1,0 +1,87 @@
+"""The estimated profile has true byte counts; profile files survive their text."""
+
+import pytest
+
+from oobleck.planner.job.spec import (
+    DataSpec,
+    JobSpec,
+    ModelSpec,
+    Precision,
+    ResourceSpec,
+    TrainingSpec,
+)
+from oobleck.planner.profile.estimate import estimate_profile
+from oobleck.planner.profile.file import format_profile, parse_profile
+
+
+def job(precision: Precision = "fp32", memory: int | None = None) -> JobSpec:
+    return JobSpec(
+        name="job",
+        model=ModelSpec(layers=2, hidden=8, heads=2, sequence_length=16, vocabulary=32),
+        data=DataSpec(text=("x",)),
+        training=TrainingSpec(steps=1, global_batch=8, microbatch=2, precision=precision),
+        resources=ResourceSpec(memory_per_worker_bytes=memory),
+    )
+
+
+@pytest.mark.parametrize(("precision", "item"), [("fp32", 4), ("bf16", 4), ("fp64", 8)])
+def test_parameters_are_those_of_the_built_in_model(precision: Precision, item: int) -> None:
+    profile = estimate_profile(job(precision), gpus_per_node=1, memory_per_worker_bytes=1 << 30)
+    embedding = 32 * 8 + 16 * 8
+    block = 12 * 8 * 8 + 2 * 2 * 8
+    head = 2 * 8 + 32 * 8
+    counts = [layer.parameter_bytes // item for layer in profile.layers]
+    assert counts == [embedding, block, block, head]
+    assert all(layer.state_bytes == 4 * layer.parameter_bytes for layer in profile.layers)
+
+
+def test_the_counts_match_the_model_that_is_trained() -> None:
+    model = pytest.importorskip("oobleck.worker.models")
+    spec = job().model
+    profile = estimate_profile(job(), gpus_per_node=1, memory_per_worker_bytes=1 << 30)
+    for number, layer in enumerate(profile.layers):
+        parameters = sum(p.numel() for p in model.build_layer(spec, number).parameters())
+        assert layer.parameter_bytes == 4 * parameters, layer.name
+
+
+def test_messages_carry_one_hidden_state_per_token_and_the_head_sends_none() -> None:
+    profile = estimate_profile(job(), gpus_per_node=1, memory_per_worker_bytes=1 << 30)
+    assert [layer.output_bytes for layer in profile.layers] == [2 * 16 * 8 * 4] * 3 + [0]
+
+
+def test_a_margin_goes_off_the_machines_memory() -> None:
+    profile = estimate_profile(job(), gpus_per_node=1, memory_per_worker_bytes=10 << 30)
+    assert profile.gpu_memory_bytes == 9 << 30
+
+
+def test_under_autocast_activations_shrink_and_messages_stay_wide() -> None:
+    wide, narrow = (
+        estimate_profile(job(precision), gpus_per_node=1, memory_per_worker_bytes=1 << 30).layers[1]
+        for precision in ("fp32", "bf16")
+    )
+    # Autocast leaves the layer's matrices to the backward as well, at half their size.
+    activations = narrow.activation_bytes - narrow.parameter_bytes // 2
+    assert 1.5 < wide.activation_bytes / activations < 2
+    assert wide.output_bytes == narrow.output_bytes
+    assert wide.state_bytes == narrow.state_bytes
+
+
+def test_the_jobs_budget_takes_the_place_of_the_machines() -> None:
+    profile = estimate_profile(job(memory=5000), gpus_per_node=2, memory_per_worker_bytes=1 << 30)
+    assert (profile.gpu_memory_bytes, profile.gpus_per_node) == (5000, 2)
+
+
+def test_times_are_for_the_numbers_of_workers_that_share_a_micro_batch_evenly() -> None:
+    profile = estimate_profile(job(), gpus_per_node=4, memory_per_worker_bytes=1 << 30)
+    for layer in profile.layers:
+        assert set(layer.forward_s) == {1, 2}
+        assert layer.forward_s[2] == layer.forward_s[1] / 2
+        assert layer.update_s[2] > layer.update_s[1] == 0
+        assert layer.exchange_bytes == 3 * layer.parameter_bytes
+    alone = estimate_profile(job(), gpus_per_node=1, memory_per_worker_bytes=1 << 30)
+    assert all(layer.exchange_bytes == 0 for layer in alone.layers)
+
+
+def test_a_profile_survives_its_text() -> None:
+    profile = estimate_profile(job(), gpus_per_node=2, memory_per_worker_bytes=1 << 30)
+    assert parse_profile(format_profile(profile)) == profile

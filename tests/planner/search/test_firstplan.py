@@ -1,0 +1,126 @@
+"""The first plan: never slower than what the formula alone would make, under its schedule."""
+
+import random
+
+import pytest
+
+from oobleck.planner.cost.formula import StageCosts, pipeline_cost
+from oobleck.planner.cost.stagetable import StageTable
+from oobleck.planner.cost.steptime import estimate_step
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.ids import Generation, NodeName
+from oobleck.planner.profile.profile import Links, Profile
+from oobleck.planner.programs.plan import Plan, place
+from oobleck.planner.search.catalogue import Catalogue
+from oobleck.planner.search.choose import choose_schedule
+from oobleck.planner.search.firstplan import FirstPlan, make_first_plan
+from oobleck.planner.search.instantiate import instantiate
+from oobleck.planner.search.specification import node_specification
+from oobleck.planner.search.templates import least_cuts, template_of
+from support.profiles import profile_of
+
+
+def question(seed: int) -> tuple[Profile, list[NodeName], int]:
+    rng = random.Random(seed)
+    layers, nodes = rng.randint(8, 16), rng.randint(6, 12)
+    profile = profile_of(
+        [float(rng.randint(1, 2)) for _ in range(layers)],
+        activation=rng.randint(0, 60),
+        memory=rng.randint(7000, 9000),
+        links=Links(
+            intra_node_bytes_per_s=500.0,
+            inter_node_bytes_per_s=rng.choice([100.0, 1e3, 1e6]),
+            latency_s=0.01,
+        ),
+    )
+    return profile, [NodeName(f"n{n:02}") for n in range(nodes)], rng.randint(8, 40)
+
+
+def planned(
+    catalogue: Catalogue, profile: Profile, nodes: list[NodeName], microbatches: int
+) -> FirstPlan:
+    return make_first_plan(
+        catalogue,
+        node_specification(profile, nodes=len(nodes), fault_tolerance=1),
+        nodes,
+        profile=profile,
+        microbatches=microbatches,
+        min_pipelines=2,
+        generation=Generation(1),
+        tied=True,
+    )
+
+
+def by_formula_alone(profile: Profile, nodes: list[NodeName], microbatches: int) -> Plan:
+    """With the first cut of least T for each size, and the best sizes by the formula."""
+    sizes = node_specification(profile, nodes=len(nodes), fault_tolerance=1)
+    costs = StageCosts(profile)
+    cuts = least_cuts(StageTable(profile), sizes)
+    return instantiate(
+        {n: template_of(costs, StageTable(profile), n, few[0]) for n, few in cuts.items()},
+        nodes,
+        profile=profile,
+        microbatches=microbatches,
+        min_pipelines=2,
+        generation=Generation(1),
+    )
+
+
+def test_it_is_never_slower_than_by_formula_alone() -> None:
+    faster = 0
+    for seed in range(30):
+        profile, nodes, microbatches = question(seed)
+        made = planned(Catalogue(tied=True), profile, nodes, microbatches)
+        plain = choose_schedule(by_formula_alone(profile, nodes, microbatches), profile, tied=True)
+        step_s = estimate_step(made.plan, profile, tied=True).step_s
+        assert step_s == made.choice.step_s
+        assert step_s <= plain.step_s * (1 + 1e-12), seed
+        assert set(made.plan.nodes) == set(nodes)
+        assert made.plan.microbatches == microbatches
+        faster += step_s < plain.step_s * 0.999
+    assert faster >= 3
+
+
+def test_later_plans_are_made_of_the_same_cuts() -> None:
+    for seed in range(10):
+        profile, nodes, microbatches = question(seed)
+        catalogue = Catalogue(tied=True)
+        made = planned(catalogue, profile, nodes, microbatches)
+        sizes = node_specification(profile, nodes=len(nodes), fault_tolerance=1)
+        assert catalogue.offer(profile, sizes, made.plan) is made.offer
+        for pipeline in made.plan.pipelines:
+            stages = made.offer.templates[len(pipeline.nodes)].stages
+            assert [s.layers for s in stages] == [s.layers for s in pipeline.stages]
+
+
+def test_another_process_knows_the_cuts_from_the_plan() -> None:
+    other = 0
+    for seed in range(10):
+        profile, nodes, _ = question(seed)
+        sizes = node_specification(profile, nodes=len(nodes), fault_tolerance=1)
+        plain = Catalogue(tied=True).offer(profile, sizes)
+        for size in sizes:
+            for template in plain.tied[size]:
+                pipeline = place(template, tuple(nodes[:size]), first_microbatch=0, microbatches=4)
+                plan = Plan(generation=Generation(1), pipelines=(pipeline,))
+                offer = Catalogue(tied=True).offer(profile, sizes, plan)
+                assert offer.templates == {**plain.templates, size: template}
+                assert offer.costs[size] == pipeline_cost(template, profile)
+                other += template != plain.templates[size]
+    assert other
+
+
+def test_a_wanted_schedule_that_fits_no_plan_is_refused() -> None:
+    profile = profile_of([1.0] * 4, state=1000, activation=100, memory=2500)
+    with pytest.raises(PlanInfeasible, match="pipeline_schedule gpipe needs"):
+        make_first_plan(
+            Catalogue(tied=False),
+            range(2, 3),
+            [NodeName("n1"), NodeName("n2")],
+            profile=profile,
+            microbatches=8,
+            min_pipelines=1,
+            generation=Generation(1),
+            tied=False,
+            wanted="gpipe",
+        )

@@ -1,0 +1,94 @@
+"""Cuts of equal T: which there are, and which of them become templates."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from oobleck.planner.cost.finish import finish_s
+from oobleck.planner.cost.formula import StageCosts
+from oobleck.planner.cost.replay import template_run
+from oobleck.planner.cost.stagetable import StageTable
+from oobleck.planner.profile.profile import Links, Profile
+from oobleck.planner.programs.template import PipelineTemplate
+from oobleck.planner.search.templates import (
+    feasible_sizes,
+    generate_templates,
+    least_cuts,
+    template_of,
+    tied_templates,
+)
+from oobleck.planner.search.ties import shortlists
+from support.profiles import profile_of
+
+SLOW = Links(intra_node_bytes_per_s=500.0, inter_node_bytes_per_s=100.0, latency_s=0.01)
+
+
+def question(seed: int) -> tuple[Profile, tuple[int, ...]]:
+    rng = random.Random(seed)
+    while True:
+        # On one GPU, times are whole, and what is equal on paper is so in ticks.
+        layers = rng.randint(6, 12)
+        profile = profile_of(
+            [float(rng.randint(1, 2)) for _ in range(layers)],
+            state=[rng.randint(1, 9) for _ in range(layers)],
+            activation=rng.randint(0, 2),
+            memory=rng.choice([30, 60, 1000]),
+            links=SLOW,
+        )
+        if sizes := feasible_sizes(profile, 5):
+            return profile, sizes
+
+
+def tied_groups(profile: Profile, sizes: Sequence[int]) -> list[list[PipelineTemplate]]:
+    costs = StageCosts(profile)
+    return [
+        [template_of(costs, StageTable(profile), nodes, cut) for cut in cuts]
+        for nodes, cuts in least_cuts(StageTable(profile), sizes).items()
+    ]
+
+
+def replay_s(template: PipelineTemplate, profile: Profile) -> float:
+    (finish,) = finish_s([template_run(template, 2 * len(template.stages), profile)])
+    return max(finish)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tied_cuts_have_the_same_t_and_fit(seed: int) -> None:
+    profile, sizes = question(seed)
+    costs = StageCosts(profile)
+    groups = tied_groups(profile, sizes)
+    assert [group[0].nodes for group in groups] == list(sizes)
+    for group in groups:
+        assert len({template.iteration_s for template in group}) == 1
+        assert len({template.stages for template in group}) == len(group)
+        for template in group:
+            for number, stage in enumerate(template.stages):
+                in_flight = len(template.stages) - number
+                assert costs.allowed(stage.first_layer, stage.last_layer + 1, stage.gpus, in_flight)
+
+
+def test_there_are_ties_to_break() -> None:
+    groups = [group for seed in range(20) for group in tied_groups(*question(seed))]
+    assert sum(len(group) > 1 for group in groups) > len(groups) / 5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_quickest_comes_first_and_the_search_s_own_is_kept(seed: int) -> None:
+    profile, sizes = question(seed)
+    groups = tied_groups(profile, sizes)
+    for group, few in zip(groups, shortlists(groups, profile), strict=True):
+        times = [replay_s(template, profile) for template in group]
+        assert few.quickest == group[int(np.argmin(times))]
+        assert few.found == group[0]
+        assert len(few.all) == min(3, len(group))
+        assert set(few.all) <= set(group)
+    best = generate_templates(profile, sizes)
+    assert [few.quickest for few in shortlists(groups, profile)] == list(best.values())
+
+
+def test_the_same_profile_gives_the_same_templates() -> None:
+    for seed in range(5):
+        profile, sizes = question(seed)
+        assert tied_templates(profile, sizes) == tied_templates(profile, sizes)

@@ -1,0 +1,1016 @@
+"""Plays a transcript against the master's pure core and writes down what it decides.
+
+A transcript is a text: `TIME COMMAND` lines say what happens, `>` lines what is decided (with the
+time in front where it was decided later than the command, at a wake-up), `=` lines what the
+operator sees of the job after it. The player makes the `>` and `=` lines from the commands; a
+test compares the whole text. `python tests/support/scenario.py FILE` rewrites one.
+
+Connected nodes send heartbeats by themselves. The journal is kept, and after every command a
+second state is folded from it, which must equal the durable part of the first.
+"""
+
+import copy
+import shlex
+import sys
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from oobleck.agent.connection.assignments import newest_plan
+from oobleck.host.detection import Detection
+from oobleck.host.ipc.messages import (
+    CheckpointSaved,
+    EvaluationRecord,
+    LinkMeasured,
+    Measured,
+    PeerLost,
+    PhaseReached,
+    Restored,
+    SaveFailed,
+    StepRecord,
+)
+from oobleck.host.versions import Versions
+from oobleck.master.events.jobs import (
+    CheckpointPublished,
+    CheckpointRequested,
+    JobCancelRequested,
+    JobCaughtUp,
+    JobFailed,
+    JobPutBack,
+    JobRestored,
+    JobSubmitted,
+    JobWaiting,
+    MeasuringStarted,
+    ProfileChosen,
+    SaveProblem,
+)
+from oobleck.master.events.nodes import (
+    NodeCleared,
+    NodeDrained,
+    NodeDrainRequested,
+    NodeForgotten,
+    NodeKept,
+    NodeLeftOut,
+    NodeLost,
+    NodeQuarantined,
+    NodeRegistered,
+    NodeReleased,
+    NodeReset,
+    NodeUndrained,
+    WorkerLost,
+)
+from oobleck.master.events.plans import FirstStepCommitted, PlanMade
+from oobleck.master.events.reports import (
+    AgentRefused,
+    EvaluationReceived,
+    MeasurementReported,
+    Observed,
+    PeerLostReported,
+    PhaseReported,
+    ProfilesFound,
+    RecordsReceived,
+    RecordsWait,
+    SaveReported,
+    StatusReceived,
+    StreamClosed,
+    StreamOpened,
+    Tick,
+    WorkerExitReported,
+    WorkerFailedReported,
+    WorkerHungReported,
+)
+from oobleck.master.events.unions import JournalCut, Journaled, MasterStarted
+from oobleck.master.rules.admission import Refusal, admit
+from oobleck.master.rules.reconcile import reconcile
+from oobleck.master.state.apply import apply
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.desired import set_desired
+from oobleck.master.state.job_observed import JobSeen
+from oobleck.master.state.node import NodeSeen
+from oobleck.master.storage import snapshot
+from oobleck.master.storage.records import records_of
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from oobleck.planner.job.spec import (
+    CheckpointSpec,
+    DataSpec,
+    EvaluationSpec,
+    JobSpec,
+    ModelSpec,
+    ResourceSpec,
+    TrainingSpec,
+)
+from oobleck.planner.profile.estimate import estimate_profile
+from oobleck.planner.profile.measurement import LinkMeasurement, Measurement
+from oobleck.planner.profile.profile import LayerProfile, Profile
+from oobleck.planner.programs.plan import Plan
+from oobleck.proto.types import (
+    PROTOCOL,
+    Assignment,
+    Hung,
+    NodeFacts,
+    NodeStatus,
+    Registration,
+    WorkerExited,
+    WorkerStatus,
+)
+
+UNIX = 1_700_000_000.0
+#: Round numbers, far apart, so that transcripts tell which of them something waited for.
+TIMING = Detection(lease_s=5.0, hang_s=20.0, stall_s=30.0)
+
+
+def job_spec(
+    name: str,
+    *,
+    steps: int = 100,
+    f: int = 1,
+    min_nodes: int = 2,
+    measure: int = 0,
+    checkpoint: int = 0,
+    evaluate: int = 0,
+    memory: int | None = None,
+    mixed: int = 0,
+    restart: int = 0,
+) -> JobSpec:
+    """`evaluate`: every how many steps, of ten times the samples of a step."""
+    return JobSpec(
+        name=name,
+        model=ModelSpec(layers=6, hidden=32, heads=2, sequence_length=16),
+        data=DataSpec(text=("/nowhere/*.py",)),
+        training=TrainingSpec(steps=steps, global_batch=16, microbatch=2),
+        fault_tolerance=f,
+        resources=ResourceSpec(min_nodes_per_pipeline=min_nodes, memory_per_worker_bytes=memory),
+        allow_mixed_versions=bool(mixed),
+        profile="measure" if measure else "estimate",
+        checkpoint=CheckpointSpec(path="/saved") if checkpoint else None,
+        evaluation=EvaluationSpec(every=evaluate, fraction=0.1, samples=160) if evaluate else None,
+        on_state_lost="restart" if restart else "fail",
+    )
+
+
+def record(step: int, generation: int, at: float, step_seconds: float = 0.1) -> StepRecord:
+    return StepRecord(
+        step=step,
+        loss=1.0 / step,
+        grad_norm=1.0,
+        tokens=256,
+        samples_digest=f"{step:064x}",
+        generation=Generation(generation),
+        step_seconds=step_seconds,
+        time=at,
+    )
+
+
+def measurement(forward_s: float) -> Measurement:
+    """All layers of `job_spec`'s model take as long; their weights are what they are."""
+    layers = estimate_profile(
+        job_spec("any"), gpus_per_node=1, memory_per_worker_bytes=1 << 30
+    ).layers
+    embedding, block, head = (
+        LayerProfile(
+            name=name,
+            forward_s={1: forward_s},
+            backward_s={1: 2 * forward_s},
+            parameter_bytes=layer.parameter_bytes,
+            state_bytes=layer.state_bytes,
+            activation_bytes=layer.activation_bytes,
+            output_bytes=layer.output_bytes,
+        )
+        for name, layer in zip(
+            ("embedding", "block", "head"), (*layers[:2], layers[-1]), strict=True
+        )
+    )
+    return Measurement(embedding=embedding, block=block, head=head, device="abacus", torch="2")
+
+
+def facts_of(name: str, life: int, slots: int, torch: str = "") -> NodeFacts:
+    return NodeFacts(
+        node=NodeName(name),
+        incarnation=Incarnation(f"{life:04x}"),
+        hostname=f"host-{name}",
+        address="10.0.0.1",
+        pid=1000 + life,
+        worker_slots=slots,
+        device="cpu",
+        memory_per_worker_bytes=1 << 30,
+        versions=Versions(torch=torch),
+    )
+
+
+def check_desired(state: ClusterState, now: float, unix: float) -> None:
+    """An event is followed for the nodes that it changes something for: so no other lacks it."""
+    before = {name: (node.desired, node.seen.assigned_at) for name, node in state.nodes.items()}
+    set_desired(state, now, unix)
+    after = {name: (node.desired, node.seen.assigned_at) for name, node in state.nodes.items()}
+    assert before == after, "what is desired of nodes was not followed"
+
+
+class Agent:
+    """What one agent would say of itself."""
+
+    def __init__(self, name: str, life: int, slots: int, torch: str) -> None:
+        self.facts = facts_of(name, life, slots, torch)
+        self.status = NodeStatus()
+        self.session = 0
+        self.silent = False
+        self.data = "same"
+        self.running: Assignment | None = None
+
+    def worker(self, slot: int, **changes: object) -> None:
+        """Replace fields of the slot's worker, or make it."""
+        old = self.status.worker(slot) or WorkerStatus(
+            slot=slot, incarnation=Incarnation("none"), pid=0
+        )
+        values = {field: getattr(old, field) for field in old.__struct_fields__}
+        others = tuple(w for w in self.status.workers if w.slot != slot)
+        worker = WorkerStatus(**{**values, **changes})  # type: ignore[arg-type]
+        self._status(workers=tuple(sorted((*others, worker), key=lambda w: w.slot)))
+
+    def _status(self, **changes: object) -> None:
+        values = {field: getattr(self.status, field) for field in self.status.__struct_fields__}
+        self.status = NodeStatus(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Player:
+    def __init__(self, timing: Detection | None = None) -> None:
+        self.timing = timing or TIMING
+        self.state = ClusterState()
+        self.journal: list[tuple[float, Journaled]] = []
+        self.now = 0.0
+        self.agents: dict[str, Agent] = {}
+        #: The last one of each name that was refused.
+        self.rivals: dict[str, Agent] = {}
+        self.lives = 0
+        self.wake_at: float | None = None
+        self.seen: list[str] = []
+        self.written: list[str] = []
+        self.records: dict[JobId, list[dict]] = {}
+        self.profiles: dict[str, Profile] = {}
+        self.swapped: dict[WorkerId, WorkerStatus] = {}
+
+    # ---- playing
+
+    def play(self, text: str) -> str:
+        for line in text.splitlines():
+            if line.startswith((">", "=")):
+                continue
+            self.written.append(line)
+            if not line.strip() or line.startswith("#"):
+                continue
+            moment, *words = shlex.split(line)
+            if words[0] == "late":
+                self.now = float(moment)
+            else:
+                self._advance(float(moment))
+            getattr(self, f"do_{words[0]}")(*words[1:])
+            self._settle("")
+            self._check_replay()
+        return "\n".join(self.written) + "\n"
+
+    def _advance(self, until: float) -> None:
+        assert until >= self.now, f"time runs backwards at {until}"
+        while self.wake_at is not None and self.wake_at <= until:
+            self.now = max(self.now, self.wake_at)
+            self._heartbeats()
+            self._settle(f"{self.now:.2f} ")
+        self.now = until
+        self._heartbeats()
+
+    def _heartbeats(self) -> None:
+        for name, agent in sorted(self.agents.items()):
+            node = self.state.nodes.get(NodeName(name))
+            if node and node.connected and not agent.silent and agent.session:
+                self._observe(StatusReceived(node=NodeName(name), status=agent.status))
+
+    def _settle(self, prefix: str) -> None:
+        for _ in range(100):
+            before = copied(self.state)
+            decision = reconcile(self.state, self.now, self.timing, nonce="nonce")
+            assert self.state == before, "reconcile changed the state"
+            self.wake_at = decision.wake_at
+            if not decision.actions:
+                break
+            for event in decision.actions:
+                self.written.append(f"> {prefix}{told(event)}")
+                self._record(event)
+        else:
+            raise AssertionError(f"decisions do not end: {decision}")
+        if self.wake_at is not None and self.wake_at <= self.now:
+            raise AssertionError(f"wakes in the past: {decision}")
+        self._tell_assignments()
+        seen = [f"= {j.id} {j.state}{': ' + j.reason if j.reason else ''}" for j in self._jobs()]
+        self.written += [line for line in seen if line not in self.seen]
+        self.seen = seen
+
+    def _tell_assignments(self) -> None:
+        for name, agent in self.agents.items():
+            node = self.state.nodes.get(NodeName(name))
+            if node is not None and node.connected and node.seen.session == agent.session:
+                assignment = self.state.assignment(node, "")
+                agent.running = newest_plan(agent.running, assignment)
+
+    def _jobs(self) -> Iterator:
+        yield from self.state.jobs.values()
+
+    def _record(self, event: Journaled, unix: float | None = None) -> None:
+        unix = UNIX + self.now if unix is None else unix
+        for job_id, record in records_of(self.state, event, unix):
+            self.records.setdefault(job_id, []).append(record)
+        self.journal.append((unix, event))
+        apply(self.state, event, now=self.now, unix=unix)
+        check_desired(self.state, self.now, unix)
+
+    def _observe(self, event: Observed) -> None:
+        apply(self.state, event, now=self.now, unix=UNIX + self.now)
+
+    def _replayed(self) -> ClusterState:
+        state = ClusterState()
+        for unix, event in self.journal:
+            apply(state, event, now=self.now, unix=unix)
+        return state
+
+    def _check_replay(self) -> None:
+        assert durable(self._replayed()) == durable(self.state)
+        restored, _ = snapshot.restore(snapshot.take(self.state, {}), self.now)
+        assert durable(restored) == durable(self.state)
+
+    # ---- commands
+
+    def do_submit(self, name: str, *options: str) -> None:
+        values = {key: int(value) for key, value in (o.split("=") for o in options)}
+        profile_only = bool(values.pop("profile_only", 0))
+        job_id = JobId(f"{name}-{len(self.state.jobs) + 1}")
+        self._record(
+            JobSubmitted(
+                job_id=job_id,
+                request_id=job_id,
+                spec=job_spec(name, **values),
+                profile_only=profile_only,
+            )
+        )
+
+    def do_cancel(self, job_id: str) -> None:
+        self._record(JobCancelRequested(job_id=JobId(job_id), request_id="cancel"))
+
+    def do_register(self, *names: str) -> None:
+        """New agents; NAME:SLOTS for more than one worker, NAME@VERSION for one of torch."""
+        for word in names:
+            rest, _, torch = word.partition("@")
+            name, _, slots = rest.partition(":")
+            self.lives += 1
+            agent = Agent(name, self.lives, int(slots or 1), torch)
+            if self._admit(agent):
+                self.agents[name] = agent
+            else:
+                self.rivals[name] = agent
+
+    def do_retry(self, name: str) -> None:
+        """The agent that was refused tries again."""
+        if self._admit(self.rivals[name]):
+            self.agents[name] = self.rivals[name]
+
+    def do_reconnect(self, *names: str) -> None:
+        for name in names:
+            self.agents[name].silent = False
+            self._admit(self.agents[name])
+
+    def _admit(self, agent: Agent) -> bool:
+        registration = Registration(
+            protocol=PROTOCOL, facts=agent.facts, status=agent.status, running=agent.running
+        )
+        verdict = admit(self.state, registration, self.now, self.timing)
+        if isinstance(verdict, Refusal):
+            kind = "refused for now" if verdict.temporary else "refused"
+            self.written.append(f"> {kind}: {verdict.reason}")
+            facts = agent.facts
+            self._observe(AgentRefused(node=facts.node, incarnation=facts.incarnation))
+            return False
+        for event in verdict:
+            self.written.append(f"> {told(event)}")
+            self._record(event)
+        self.lives += 1
+        agent.session = self.lives
+        name = agent.facts.node
+        opened = StreamOpened(
+            node=name, session=agent.session, status=agent.status, running=agent.running
+        )
+        self._observe(opened)
+        return True
+
+    def do_close(self, *names: str) -> None:
+        for name in names:
+            session = self.agents[name].session
+            self._observe(StreamClosed(node=NodeName(name), session=session))
+
+    def do_silent(self, *names: str) -> None:
+        for name in names:
+            self.agents[name].silent = True
+
+    def do_ready(self, *names: str) -> None:
+        """Fresh workers are up in every slot, for the job that the node is assigned to."""
+        for name in names:
+            agent = self.agents[name]
+            job_id = self.state.nodes[NodeName(name)].desired.job_id
+            agent._status(job_id=job_id, generation=Generation(0), workers=())
+            for slot in range(agent.facts.worker_slots):
+                self._fresh(agent, slot)
+            self._tell(agent)
+
+    def do_starts(self, *names: str) -> None:
+        """As `ready`, but the workers are not up yet."""
+        for name in names:
+            self.do_ready(name)
+            for worker in self.agents[name].status.workers:
+                self.agents[name].worker(worker.slot, store="", data="")
+            self._tell(self.agents[name])
+
+    def do_data(self, name: str, data: str) -> None:
+        """What the node's next workers read."""
+        self.agents[name].data = data
+
+    def do_bare(self, *names: str) -> None:
+        """The agents have ended their workers."""
+        for name in names:
+            self.agents[name].status = NodeStatus(leaving=self.agents[name].status.leaving)
+            self._tell(self.agents[name])
+
+    def _fresh(self, agent: Agent, slot: int) -> None:
+        self.lives += 1
+        agent.worker(
+            slot,
+            incarnation=Incarnation(f"{self.lives:04x}"),
+            pid=2000 + self.lives,
+            store=f"{agent.facts.node}:{4000 + slot}",
+            data=agent.data,
+            generation=Generation(0),
+            committed_step=-1,
+            stepped=Generation(0),
+            finished=False,
+        )
+
+    def _tell(self, agent: Agent) -> None:
+        self._observe(StatusReceived(node=agent.facts.node, status=agent.status))
+
+    def do_enter(self, generation: str, *names: str) -> None:
+        """Their workers report all phases into the generation."""
+        for phase in ("aborted", "joined", "transferred"):
+            self.do_phase(phase, generation, *names)
+        for name in names:
+            agent = self.agents[name]
+            agent._status(generation=Generation(int(generation)))
+            for worker in agent.status.workers:
+                agent.worker(worker.slot, generation=Generation(int(generation)), finished=False)
+            self._tell(agent)
+
+    def do_phase(self, phase: str, generation: str, *names: str) -> None:
+        job = self.state.job
+        assert job is not None
+        for name in names:
+            reached = PhaseReached(
+                generation=Generation(int(generation)),
+                phase=phase,  # type: ignore[arg-type]
+                committed_step=job.seen.committed_step if phase == "joined" else None,
+                redo=phase == "joined" and job.seen.committed_step > 0,
+                received_bytes=100 if phase == "transferred" else 0,
+            )
+            worker = WorkerId(NodeName(name), 0)
+            self._phase(job.id, worker, reached)
+
+    def do_joined(self, generation: str, step: str, *names: str) -> None:
+        """Their workers have met and agreed on the step."""
+        job = self.state.job
+        assert job is not None
+        for name in names:
+            number = Generation(int(generation))
+            reached = PhaseReached(generation=number, phase="joined", committed_step=int(step))
+            self._phase(job.id, WorkerId(NodeName(name), 0), reached)
+
+    def do_steps(self, first: str, last: str, generation: str, seconds: str = "0.1") -> None:
+        job = self.state.job
+        assert job is not None
+        records = tuple(
+            record(step, int(generation), UNIX + self.now, float(seconds))
+            for step in range(int(first), int(last) + 1)
+        )
+        self._observe(RecordsReceived(job_id=job.id, records=records))
+
+    def do_behind_gap(self, waiting: str) -> None:
+        """Records wait for those of steps before: `yes`, or `no` longer."""
+        job = self.state.job
+        assert job is not None
+        self._observe(RecordsWait(job_id=job.id, waiting=waiting == "yes"))
+
+    def do_stepped(self, generation: str, *names: str) -> None:
+        """Statuses say that their workers have committed a step in the generation."""
+        for name in names:
+            agent = self.agents[name]
+            for worker in agent.status.workers:
+                agent.worker(worker.slot, stepped=Generation(int(generation)))
+            self._tell(agent)
+
+    def do_evaluated(self, step: str, generation: str) -> None:
+        job = self.state.job
+        assert job is not None
+        found = EvaluationRecord(
+            step=int(step),
+            loss=1.0,
+            samples=160,
+            generation=Generation(int(generation)),
+            seconds=1.0,
+            time=UNIX + self.now,
+        )
+        self._observe(EvaluationReceived(job_id=job.id, record=found))
+
+    def do_unreached(self, generation: str, peer: str, *workers: str) -> None:
+        """None of the workers finds a way to the peers (a/0,b/0), or to the store: STORE."""
+        for worker in workers:
+            self._peer_lost(worker, generation, peer)
+
+    def do_peer_lost(self, worker: str, generation: str) -> None:
+        self._peer_lost(worker, generation, "")
+
+    def _peer_lost(self, worker: str, generation: str, unreached: str) -> None:
+        job = self.state.job
+        assert job is not None
+        lost = PeerLost(
+            generation=Generation(int(generation)),
+            step=1,
+            detail="no answer" if unreached else "socket closed",
+            unreached=tuple(map(worker_id, unreached.split(","))) if "/" in unreached else (),
+            store_unreached=unreached == "STORE",
+        )
+        process = self._process(worker_id(worker))
+        self._observe(
+            PeerLostReported(
+                worker=worker_id(worker), job_id=job.id, incarnation=process, lost=lost
+            )
+        )
+
+    def _phase(self, job_id: JobId, worker: WorkerId, reached: PhaseReached) -> None:
+        process = self._process(worker)
+        self._observe(
+            PhaseReported(worker=worker, job_id=job_id, incarnation=process, phase=reached)
+        )
+
+    def _process(self, worker: WorkerId) -> Incarnation:
+        """The one in its slot, by what its agent said last."""
+        agent = self.agents.get(worker.node)
+        told = agent.status.worker(worker.slot) if agent is not None else None
+        return told.incarnation if told is not None else Incarnation("none")
+
+    def do_exit(self, worker: str) -> None:
+        """The agent reports that the process was killed; what its status says is of before."""
+        self._exit(worker, exit_code=None, signum=9)
+
+    def do_empty(self, worker: str) -> None:
+        """The agent does not have it any more, and no other one in its place."""
+        at = worker_id(worker)
+        agent = self.agents[at.node]
+        left = tuple(w for w in agent.status.workers if w.slot != at.slot)
+        agent._status(workers=left)
+        self._tell(agent)
+
+    def do_fork(self, *workers: str) -> None:
+        """Other processes are in their places, not up yet."""
+        for worker in workers:
+            at = worker_id(worker)
+            self._fresh(self.agents[at.node], at.slot)
+            self.agents[at.node].worker(at.slot, store="", data="")
+            self._tell(self.agents[at.node])
+
+    def do_up(self, *workers: str) -> None:
+        """The processes are."""
+        for worker in workers:
+            at = worker_id(worker)
+            agent = self.agents[at.node]
+            agent.worker(at.slot, store=f"{at.node}:{4000 + at.slot}", data=agent.data)
+            self._tell(agent)
+
+    def do_broken(self, worker: str) -> None:
+        """The same of a process that has ended by itself."""
+        self._exit(worker, exit_code=1, signum=None)
+
+    def _exit(self, worker: str, exit_code: int | None, signum: int | None) -> None:
+        job, at = self.state.job, worker_id(worker)
+        assert job is not None
+        agent = self.agents[at.node]
+        process = agent.status.worker(at.slot)
+        assert process is not None
+        exited = WorkerExited(
+            pid=process.pid, exit_code=exit_code, signal=signum, log_tail="last words"
+        )
+        event = WorkerExitReported(
+            worker=at, job_id=job.id, incarnation=process.incarnation, exited=exited
+        )
+        self._observe(event)
+
+    def do_hang(self, worker: str, seconds: str) -> None:
+        """Its agent has killed it, since it hangs; the process is still there."""
+        job, at = self.state.job, worker_id(worker)
+        assert job is not None
+        process = self.agents[at.node].status.worker(at.slot)
+        assert process is not None
+        hung = Hung(reason="its training thread hangs (forward)", seconds=float(seconds))
+        self._observe(
+            WorkerHungReported(worker=at, job_id=job.id, incarnation=process.incarnation, hung=hung)
+        )
+
+    def do_at(self, worker: str, beats: str, doing: str, waiting: str = "") -> None:
+        """N1/0 7 forward; N1/0 8 vote waiting: what its training thread is at."""
+        at = worker_id(worker)
+        agent = self.agents[at.node]
+        agent.worker(at.slot, beats=int(beats), doing=doing, waiting=bool(waiting))
+        self._tell(agent)
+
+    def do_replace(self, worker: str) -> None:
+        at = worker_id(worker)
+        self._fresh(self.agents[at.node], at.slot)
+        self._tell(self.agents[at.node])
+
+    def do_swap(self, worker: str) -> None:
+        """Another process is in the slot, and the agent has nobody to tell."""
+        at = worker_id(worker)
+        before = self.agents[at.node].status.worker(at.slot)
+        assert before is not None
+        self.swapped[at] = before
+        self._fresh(self.agents[at.node], at.slot)
+
+    def do_swapped(self, worker: str) -> None:
+        """The agent tells how the process ended that it swapped."""
+        job, at = self.state.job, worker_id(worker)
+        assert job is not None
+        before = self.swapped[at]
+        exited = WorkerExited(pid=before.pid, exit_code=None, signal=9, log_tail="last words")
+        self._observe(
+            WorkerExitReported(
+                worker=at, job_id=job.id, incarnation=before.incarnation, exited=exited
+            )
+        )
+
+    def do_fail(self, worker: str, kind: str, message: str) -> None:
+        job, at = self.state.job, worker_id(worker)
+        assert job is not None
+        process = self.agents[at.node].status.worker(at.slot)
+        assert process is not None
+        event = WorkerFailedReported(
+            worker=at,
+            job_id=job.id,
+            incarnation=process.incarnation,
+            kind=kind,  # type: ignore[arg-type]
+            message=message,
+        )
+        self._observe(event)
+
+    def do_stale(self, worker: str, what: str, *words: str) -> None:
+        """The command `what`, as told by the process that was in the slot before this one."""
+        job, at = self.state.job, worker_id(worker)
+        assert job is not None
+        agent = self.agents[at.node]
+        status = agent.status
+        agent.worker(at.slot, incarnation=next(reversed(job.replaced)))
+        getattr(self, f"do_{what}")(*words)
+        agent.status = status
+
+    def do_measured(self, *words: str) -> None:
+        """N1/0 N2/0 ATTEMPT: the workers' layers took 0.1 s each; ATTEMPT!: it failed."""
+        *workers, attempt = words
+        failed = attempt.endswith("!")
+        for word in workers:
+            measured = Measured(
+                attempt=int(attempt.removesuffix("!")),
+                measurement=None if failed else measurement(0.1),
+                problem="out of memory" if failed else "",
+            )
+            self._report_measured(worker_id(word), measured)
+
+    def do_link(self, worker: str, attempt: str) -> None:
+        """The first worker of a meeting between nodes reports 1 GB/s."""
+        link = LinkMeasurement(scope="inter_node", latency_s=1e-4, bytes_per_s=1e9)
+        measured = LinkMeasured(attempt=int(attempt), scope="inter_node", link=link)
+        self._report_measured(worker_id(worker), measured)
+
+    def _report_measured(self, at: WorkerId, measured: Measured | LinkMeasured) -> None:
+        job = self.state.job
+        process = self.agents[at.node].status.worker(at.slot)
+        assert job is not None
+        assert process is not None
+        event = MeasurementReported(
+            worker=at, job_id=job.id, incarnation=process.incarnation, measured=measured
+        )
+        self._observe(event)
+
+    def do_stored(self, *keys: str) -> None:
+        """The chosen profile of the first job is stored, under its key; without a word: nothing."""
+        self.profiles = {}
+        for job_id in keys:
+            chosen = self.state.jobs[JobId(job_id)].profile
+            assert chosen is not None
+            assert chosen.profile is not None
+            self.profiles[chosen.key] = chosen.profile
+        self._observe(ProfilesFound(profiles=self.profiles))
+
+    def do_stored_of(self, job_id: str, *changes: str) -> None:
+        """JOB layers=3 microbatch=4 gpus_per_node=2 several=1: its stored profile with changes."""
+        chosen = self.state.jobs[JobId(job_id)].profile
+        assert chosen is not None
+        profile = chosen.profile
+        assert profile is not None
+        values = {key: int(value) for key, _, value in (word.partition("=") for word in changes)}
+        if layers := values.pop("layers", 0):
+            profile = replace(profile, layers=profile.layers[:layers])
+        if values.pop("several", 0):
+            shared = {"forward_s": {2: 0.1}, "backward_s": {2: 0.1}}
+            layers_shared = tuple(replace(layer, **shared) for layer in profile.layers)
+            profile = replace(profile, layers=layers_shared)
+        self.profiles = {chosen.key: replace(profile, **values)}
+        self._observe(ProfilesFound(profiles=self.profiles))
+
+    def do_unreadable(self, job_id: str) -> None:
+        """The file of JOB's stored profile cannot be read."""
+        chosen = self.state.jobs[JobId(job_id)].profile
+        assert chosen is not None
+        self.profiles = {}
+        self._observe(ProfilesFound(profiles={}, unusable={chosen.key: "it is not JSON text"}))
+
+    def do_checkpoint(self) -> None:
+        """An operator wants one of the active job."""
+        job = self.state.job
+        assert job is not None
+        number = job.save_request + 1
+        request_id = f"save {number}"
+        self._record(CheckpointRequested(job_id=job.id, request_id=request_id, number=number))
+
+    def do_saved(self, step: str, request: str = "0") -> None:
+        saved = CheckpointSaved(
+            step=int(step), path=f"/saved/{step}", bytes=1000, seconds=0.5, request=int(request)
+        )
+        self._report_save(saved)
+
+    def do_save_failed(self, what: str, step: str, reason: str) -> None:
+        self._report_save(SaveFailed(what=what, step=int(step), reason=reason))  # type: ignore[arg-type]
+
+    def do_restored(self, step: str, generation: str, *names: str) -> None:
+        """The workers have loaded the checkpoint of the step, and go on into the generation; of
+        step 0: they begin anew."""
+        for name in names:
+            path = f"/saved/{step}" if int(step) else ""
+            restored = Restored(generation=Generation(int(generation)), step=int(step), path=path)
+            self._report_save(restored)
+            for phase in ("aborted", "joined", "transferred"):
+                reached = PhaseReached(
+                    generation=Generation(int(generation)),
+                    phase=phase,  # type: ignore[arg-type]
+                    committed_step=int(step) if phase == "joined" else None,
+                )
+                job = self.state.job
+                assert job is not None
+                worker = WorkerId(NodeName(name), 0)
+                self._phase(job.id, worker, reached)
+            agent = self.agents[name]
+            agent._status(generation=Generation(int(generation)))
+            self.do_progress(step, generation, name)
+
+    def do_progress(self, step: str, generation: str, *names: str) -> None:
+        """A status tells of a committed step."""
+        for name in names:
+            agent = self.agents[name]
+            for worker in agent.status.workers:
+                agent.worker(
+                    worker.slot, generation=Generation(int(generation)), committed_step=int(step)
+                )
+            self._tell(agent)
+
+    def _report_save(self, what: CheckpointSaved | SaveFailed | Restored) -> None:
+        job = self.state.job
+        assert job is not None
+        assert job.made is not None
+        worker = job.made.plan.workers[0]
+        process = self._process(worker)
+        self._observe(SaveReported(worker=worker, job_id=job.id, incarnation=process, what=what))
+
+    def do_finish(self, *names: str) -> None:
+        for name in names:
+            for worker in self.agents[name].status.workers:
+                self.agents[name].worker(worker.slot, finished=True)
+            self._tell(self.agents[name])
+
+    def do_tear(self, since: str) -> None:
+        """As `restart`, of a journal that lost all from its last event named so on."""
+        names = [type(event).__name__ for _, event in self.journal]
+        last = len(names) - 1 - names[::-1].index(since)
+        kept = self.journal[:last]
+        self.state, self.journal, self.records = ClusterState(), [], {}
+        for unix, event in kept:
+            self._record(event, unix)
+        self._record(JournalCut(bytes=1, kept_as="journal.cut-1", records={}))
+        self.do_restart()
+
+    def do_restart(self) -> None:
+        """A new master process replays the journal; every stream is gone."""
+        steps = {job.id: tuple(job.seen.recent) for job in self.state.jobs.values()}
+        self.state = self._replayed()
+        self._record(MasterStarted())
+        self._observe(ProfilesFound(profiles=self.profiles))
+        for job_id, records in steps.items():
+            self._observe(RecordsReceived(job_id=job_id, records=records))
+
+    def do_down(self, seconds: str) -> None:
+        """As `restart`, after so long."""
+        self.now += float(seconds)
+        self.do_restart()
+
+    def do_drain(self, name: str, *options: str) -> None:
+        """An operator's wish; `force`."""
+        self.lives += 1
+        wish = NodeDrainRequested(
+            node=NodeName(name),
+            request_id=f"request-{self.lives}",
+            reason="new memory",
+            force="force" in options,
+        )
+        self._record(wish)
+
+    def do_undrain(self, name: str) -> None:
+        self.lives += 1
+        self._record(NodeUndrained(node=NodeName(name), request_id=f"request-{self.lives}"))
+
+    def do_leave(self, *names: str) -> None:
+        """The agents were told to end."""
+        for name in names:
+            self.agents[name]._status(leaving=True)
+            self._tell(self.agents[name])
+
+    def do_end(self, *names: str) -> None:
+        """The agents end at once, and their workers with them, of which none is listed any more."""
+        for name in names:
+            self.agents[name]._status(ending=True, workers=())
+            self._tell(self.agents[name])
+
+    def do_trouble(self, name: str, failed_starts: str, trouble: str = "") -> None:
+        self.agents[name]._status(failed_starts=int(failed_starts), trouble=trouble)
+        self._tell(self.agents[name])
+
+    def do_late(self, seconds: str) -> None:
+        """The master was stopped until now: nothing has been read since the command before."""
+        late_s = float(seconds)
+        self._observe(Tick(late_s=late_s, cut=late_s >= self.timing.ping_timeout_s))
+
+    def do_look(self) -> None:
+        pass
+
+    def do_incidents(self) -> None:
+        """Write down what the records of all incidents so far say."""
+        for job_id, records in self.records.items():
+            for record in records:
+                if record["event"] == "incident":
+                    self.written += [f"> {line}" for line in incident_lines(job_id, record)]
+
+    def do_assigned(self, *names: str) -> None:
+        """Write down what the nodes are to do."""
+        for name in names:
+            desired = self.state.nodes[NodeName(name)].desired
+            plan = f" generation {desired.generation}" if desired.generation else ""
+            save = f" save {desired.save}" if desired.save else ""
+            save += " drained" if desired.drained else ""
+            self.written.append(f"> {name}: {desired.job_id or 'no job'}{plan}{save}")
+
+
+def incident_lines(job_id: JobId, record: dict[str, Any]) -> Iterator[str]:
+    yield f"{job_id} incident {record['incident']} {record['outcome']}: {record['summary']}"
+    for other in record["also_lost"]:
+        kind = "a consequence" if other["consequence"] else "on its own"
+        yield f"  also lost ({kind}): {other['summary']}"
+    for seen in record["witnesses"]:
+        after_s = seen["time"] - record["opened_at"]
+        about = f" of {seen['about']}" if seen["about"] else ""
+        yield f"  +{after_s:.2f} {seen['by']} {seen['observer']}{about}: {seen['saw']}"
+    for attempt in record["attempts"]:
+        overtaken = attempt["superseded_by"]
+        end = f", overtaken by {overtaken}" if overtaken else ""
+        yield f"  generation {attempt['generation']} by {attempt['rule']}{end}"
+    spans = [f"{phase} {s:.2f}" for phase, s in record["phases"].items() if s >= 0.005]
+    yield f"  seconds: {', '.join(spans) or 'none'}"
+    if tail := record["root_cause"]["log_tail"]:
+        yield f"  last words: {' | '.join(tail)}"
+
+
+def worker_id(text: str) -> WorkerId:
+    node, slot = text.split("/")
+    return WorkerId(NodeName(node), int(slot))
+
+
+def durable(state: ClusterState) -> ClusterState:
+    """The same without what was only observed; shares all that is mutable."""
+    return replace(
+        state,
+        profiles={},
+        unusable_profiles={},
+        nodes={
+            name: replace(node, seen=NodeSeen(last_heard=0.0)) for name, node in state.nodes.items()
+        },
+        jobs={job_id: replace(job, seen=JobSeen()) for job_id, job in state.jobs.items()},
+    )
+
+
+def copied(value: Any) -> Any:
+    """A copy of all that can change; what is frozen is shared, which is most of a state."""
+    match value:
+        case dict():
+            return {key: copied(item) for key, item in value.items()}
+        case list() | deque():
+            return type(value)(map(copied, value))
+        case set():
+            return set(value)
+    if not is_dataclass(value) or value.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        return value
+    copy_of = copy.copy(value)
+    for entry in fields(value):
+        setattr(copy_of, entry.name, copied(getattr(value, entry.name)))
+    return copy_of
+
+
+def drawn(plan: Plan) -> str:
+    return " | ".join(
+        " ".join(f"{s.workers[0]}:{s.first_layer}-{s.last_layer}" for s in pipeline.stages)
+        + f" x{pipeline.microbatches}"
+        for pipeline in plan.pipelines
+    )
+
+
+def told(event: Journaled) -> str:
+    """One line for a decision."""
+    name = type(event).__name__
+    match event:
+        case PlanMade():
+            how = "at a boundary" if event.boundary else "at once"
+            lost = [*event.nodes_lost, *map(str, event.workers_lost)]
+            if event.restore:
+                how += ", anew" if event.anew else ", from a checkpoint"
+            how += ", handed over" if event.handover else ""
+            out = f" leaving [{' '.join(map(str, event.leaving))}]" if event.leaving else ""
+            return (
+                f"{name} generation {event.plan.generation} {how}, {event.rule} ({event.cause}), "
+                f"lost [{' '.join(lost)}] joined [{' '.join(event.nodes_joined)}]{out}, "
+                f"can lose {event.can_lose}, store {event.rendezvous.store}: {drawn(event.plan)}"
+            )
+        case FirstStepCommitted():
+            spans = event.transition.phases
+            phases = " ".join(f"{k} {v:.2f}" for k, v in spans.items() if k != "waiting" or v)
+            return (
+                f"{name} generation {event.generation} step {event.step}: {phases}, "
+                f"total {event.transition.total_s:.2f}, redo {event.transition.redo_step}"
+            )
+        case NodeQuarantined():
+            ready = " or until it is ready" if event.until_ready else ""
+            return f"{name} {event.node} for {event.seconds:.0f} s{ready}: {event.reason}"
+        case NodeLeftOut() | NodeReset() | NodeKept() | NodeReleased():
+            return f"{name} {event.node}: {event.reason}"
+        case NodeLost():
+            return f"{name} {event.node} ({event.cause}): {event.reason}"
+        case WorkerLost():
+            return f"{name} {event.worker}: {event.reason}"
+        case NodeRegistered():
+            stale = " with stale workers" if event.stale_workers else ""
+            return f"{name} {event.facts.node}{stale}"
+        case NodeDrainRequested():
+            return f"{name} {event.node}: {event.reason}{', forced' if event.force else ''}"
+        case NodeDrained():
+            return f"{name} {event.node}" + (f", {event.job_id} loses it" if event.job_id else "")
+        case NodeCleared() | NodeForgotten():
+            return f"{name} {event.node}"
+        case JobWaiting():
+            return f"{name} {event.job_id}: {'; '.join(event.causes)}"
+        case MeasuringStarted():
+            links = [f"{m.scope} {m.workers[0]}-{m.workers[1]}" for m in event.wish.meetings]
+            workers = [str(worker) for worker, _ in event.workers]
+            return (
+                f"{name} attempt {event.wish.attempt}: {' '.join(workers)}; "
+                f"links {', '.join(links) or 'none'}"
+                + (f"; passed over {event.passed_over}" if event.passed_over else "")
+            )
+        case ProfileChosen():
+            times = event.profile.layers[1].forward_s if event.profile else "none"
+            return f"{name} {event.source} ({event.reason}): {times}"
+        case JobPutBack():
+            return f"{name} {event.job_id} for {event.instead}"
+        case JobFailed():
+            return f"{name} {event.job_id}: {event.reason}"
+        case CheckpointPublished():
+            return f"{name} step {event.saved.step} request {event.saved.request}"
+        case SaveProblem():
+            return f"{name} {event.failed.what} step {event.failed.step}: {event.failed.reason}"
+        case JobCaughtUp():
+            return f"{name} step {event.step}"
+        case JobRestored():
+            how = "resumed" if event.resumed else f"lost {event.lost_steps} steps"
+            return f"{name} step {event.restored.step}, {how}"
+        case _:
+            return f"{name} {getattr(event, 'job_id', '')}".strip()
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        path = Path(argument)
+        path.write_text(Player().play(path.read_text()))

@@ -1,0 +1,54 @@
+"""A loss costs nothing but time whatever the job trains with: other optimizers and transports."""
+
+import pytest
+
+from oobleck.host.ipc.messages import FaultRule
+from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from support.director import Director, WarmWorkers, make_plan
+from support.folders import TEXT
+from support.reference import train_reference
+
+BEFORE = make_plan(1, [[("a", 2), ("b", 3)], [("c", 1), ("d", 2), ("e", 2)]], [4, 4])
+AFTER = make_plan(2, [[("a", 2), ("b", 3)], [("c", 3), ("d", 2)]], [5, 3])
+NESTEROV = OptimizerSpec(name="sgd", lr=0.3, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+
+def job(**training: object) -> JobSpec:
+    values: dict[str, object] = {"steps": 5, "global_batch": 8, "precision": "fp64", **training}
+    return JobSpec(
+        name="variants",
+        model=ModelSpec(layers=3, hidden=32, heads=2, sequence_length=16, dropout=0.1),
+        data=DataSpec(text=(TEXT,)),
+        training=TrainingSpec(**values),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("training", "staged"),
+    [
+        pytest.param(
+            {"optimizer": NESTEROV, "schedule": ScheduleSpec(name="linear", warmup=1)},
+            True,
+            id="momentum that moves with its layer, through staging buffers",
+        ),
+        pytest.param({"recompute": "layer"}, False, id="recomputation"),
+    ],
+)
+def test_losses_are_those_of_one_process(
+    warm: WarmWorkers, training: dict[str, object], staged: bool
+) -> None:
+    trained = job(**training)
+    victim = WorkerId(NodeName("e"), 0)
+    fault = FaultRule(worker=victim, point="before:Backward", step=3, action="kill_worker")
+    with Director(warm, trained, [fault], stage_everything=staged) as cluster:
+        cluster.start("a", "b", "c", "d", "e")
+        cluster.assign(BEFORE)
+        cluster.wait(lambda: cluster.workers[victim].gone, "the scripted kill")
+        cluster.assign(AFTER)
+        cluster.wait_finished(AFTER)
+        cluster.stop()
+        losses = cluster.losses()
+    expected = {step.step: step.loss for step in train_reference(trained).steps}
+    assert losses == pytest.approx(expected, rel=1e-12)

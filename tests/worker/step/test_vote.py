@@ -1,0 +1,68 @@
+"""The vote's vector: what its sum tells, and what it refuses."""
+
+import hashlib
+import math
+
+import pytest
+import torch
+
+from oobleck.planner.ids import Generation
+from oobleck.worker.data.data import samples_digest
+from oobleck.worker.runtime.errors import InvariantViolation
+from oobleck.worker.step import vote
+
+DIGESTS = [hashlib.sha256(bytes([n])).digest() for n in range(4)]
+
+
+def share(
+    *positions: int, loss: float = 0.0, squared: float = 0.0, pending: int | None = None
+) -> torch.Tensor:
+    return vote.ballot(
+        global_batch=4,
+        loss_sum=loss,
+        squared_norm=squared,
+        pending=None if pending is None else Generation(pending),
+        row_digests={position: DIGESTS[position] for position in positions},
+    )
+
+
+def count(*shares: torch.Tensor) -> vote.Result:
+    total = torch.stack(shares).sum(dim=0)
+    return vote.count(total, workers=len(shares), global_batch=4, microbatches=2)
+
+
+def test_result_is_the_mean_over_the_global_batch() -> None:
+    result = count(share(0, 1, loss=3.0, squared=16.0), share(2, 3, loss=5.0, squared=48.0))
+    assert result.loss == 4.0
+    assert result.grad_norm == 4.0
+    assert result.finite
+    assert result.samples_digest == samples_digest(DIGESTS)
+
+
+def test_digest_does_not_depend_on_who_loaded_what() -> None:
+    assert count(share(3, 0), share(1, 2)).samples_digest == count(share(0, 1, 2, 3)).samples_digest
+
+
+@pytest.mark.parametrize(("shares", "uses"), [(((0, 1), (1, 2, 3)), 2), (((0, 1), (2,)), 0)])
+def test_sample_used_twice_or_never_is_a_bug(
+    shares: tuple[tuple[int, ...], ...], uses: int
+) -> None:
+    with pytest.raises(InvariantViolation, match=f": {uses}"):
+        count(*(share(*positions) for positions in shares))
+
+
+@pytest.mark.parametrize(
+    ("pending", "agreed"),
+    [((7, 7, 7), 7), ((7, None, 7), None), ((None, None, None), None), ((7, 8, 9), None)],
+)
+def test_switch_only_when_all_are_ready_for_the_same(
+    pending: tuple[int | None, ...], agreed: int | None
+) -> None:
+    shares = [share(pending=generation) for generation in pending[:-1]]
+    assert count(*shares, share(0, 1, 2, 3, pending=pending[-1])).switch_to == agreed
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_not_finite_anywhere_is_not_finite_for_all(bad: float) -> None:
+    assert not count(share(0, 1, loss=bad), share(2, 3)).finite
+    assert not count(share(0, 1, squared=bad), share(2, 3)).finite

@@ -1,0 +1,125 @@
+"""Final weights on disk: one safetensors file per layer, and a manifest that names them.
+
+A file appears under its name only when it is whole. Each layer is written by one of its holders
+and the manifest by one worker after that, so a manifest stands for a complete set. `read_output`
+is for users and tests; it needs no torch.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save
+
+from oobleck.host.system.files import read_regular
+from oobleck.planner.codec import decode, encode
+from oobleck.planner.job.spec import JobSpec, ModelSpec
+from oobleck.worker.state.state import ModelState
+
+MANIFEST = "manifest.json"
+_PROBE_BYTES = 65_536
+_MOST_MANIFEST_BYTES = 1 << 20
+
+
+class OutputError(ValueError):
+    """The directory holds no complete output, or takes none; the text says what is wrong."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What an output directory holds."""
+
+    format: int = 1
+    job: str
+    #: Training steps applied.
+    step: int
+    model: ModelSpec
+    #: One file per layer, in layer order.
+    files: tuple[str, ...]
+
+
+def layer_file(layer: int) -> str:
+    return f"layer-{layer:05}.safetensors"
+
+
+def check_writable(directory: str | Path) -> None:
+    """Fail before the training rather than after it. Raises OutputError."""
+    probe = Path(directory) / f".writable.{os.getpid()}"
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"\0" * _PROBE_BYTES)  # an empty file fits on a full disk
+        probe.unlink()
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+        raise _unwritable(directory, error) from error
+
+
+def _unwritable(directory: str | Path, error: OSError) -> OutputError:
+    if Path(directory).is_symlink() and not Path(directory).exists():
+        return OutputError(
+            f"output: {directory} is a link to {os.readlink(directory)}, which is not there on "
+            "this node; make that directory, or name another one"
+        )
+    return OutputError(
+        f"output: cannot write to {directory} on this node: {error.strerror}; make room there, "
+        "make it writable, or name another directory"
+    )
+
+
+def write_layers(directory: str | Path, state: ModelState, layers: Iterable[int]) -> None:
+    """Write the weights of `layers`, which `state` holds, under the names of their parameters."""
+    for layer in layers:
+        module, version = state.module(layer), state.layers[layer].version
+        tensors = {name: p.detach().cpu().numpy() for name, p in module.named_parameters()}
+        metadata = {"layer": str(layer), "step": str(version)}
+        _write(Path(directory) / layer_file(layer), save(tensors, metadata=metadata))
+
+
+def write_manifest(directory: str | Path, job: JobSpec, job_id: str, step: int) -> None:
+    """Name the files of a complete output; to be written after all layers."""
+    files = tuple(layer_file(layer) for layer in range(job.model.layer_count))
+    manifest = Manifest(job=job_id, step=step, model=job.model, files=files)
+    _write(Path(directory) / MANIFEST, msgspec.json.format(encode(manifest), indent=2) + b"\n")
+
+
+def read_manifest(directory: str | Path) -> Manifest:
+    path = Path(directory) / MANIFEST
+    if not path.is_file():
+        raise OutputError(f"{path} is not there: the job has not finished, or wrote elsewhere")
+    return decode(Manifest, read_regular(path, _MOST_MANIFEST_BYTES))
+
+
+def read_output(directory: str | Path) -> dict[str, NDArray[np.floating]]:
+    """All weights of an output, by `<layer>.<parameter>`, such as `3.qkv.weight`."""
+    weights: dict[str, NDArray[np.floating]] = {}
+    for layer, name in enumerate(read_manifest(directory).files):
+        path = Path(directory) / name
+        if not path.is_file():
+            raise OutputError(f"{path} is not there, though the manifest names it")
+        weights.update({f"{layer}.{key}": value for key, value in load_file(path).items()})
+    return weights
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replace `path` in one go: content, fsync, rename, fsync of the directory."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise _unwritable(path.parent, error) from error
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,226 @@
+"""The checkpoints' place: whether it is there for all workers of a generation, and what is in it.
+
+The first worker that sees any says which checkpoints there are. Where the place is not there for
+all, the nodes without it are at fault (`findings`), or the job. Must not know what is in a
+checkpoint.
+"""
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from oobleck.host.ipc.messages import Assign
+from oobleck.host.storage.checkpoints import Found, list_checkpoints
+from oobleck.host.storage.folder import Folder, open_folder
+from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.planner.job.spec import CheckpointSpec, JobSpec
+from oobleck.planner.recovery.checkpoint import misfit, step_of, why_not_begin
+from oobleck.worker.checkpoint.findings import Finding, at_fault, told_once
+from oobleck.worker.runtime.control import Control
+from oobleck.worker.runtime.errors import CheckpointError, PlaceUnreachable, TransportError
+from oobleck.worker.transport.transport import Transport
+
+log = logging.getLogger(__name__)
+
+#: Checkpoints that are tried, newest first.
+_MOST_TRIED = 16
+_PROBE_BYTES = 65_536
+#: How often checkpoints that cannot be listed are looked for, and how long between two looks: less
+#: than what is taken for a hang.
+_PATIENCE = 5
+_RETRY_S = 5.0
+
+#: Step and identity of each checkpoint, newest first.
+Candidates = list[tuple[int, int]]
+
+
+def check_protocol(spec: CheckpointSpec) -> None:
+    """Raises PlaceUnreachable where this node cannot speak to the place at all."""
+    try:
+        open_folder(spec.path)
+    except ValueError as error:
+        raise PlaceUnreachable(f"checkpoint.path: {error}") from error
+
+
+class Place:
+    """As the workers of one generation find it."""
+
+    def __init__(
+        self,
+        *,
+        job: JobSpec,
+        spec: CheckpointSpec,
+        worker: WorkerId,
+        data: str,
+        control: Control,
+        assign: Assign,
+        transport: Transport,
+    ) -> None:
+        """`data`: fingerprint of the data that this worker reads, hexadecimal."""
+        self.folder: Folder = open_folder(spec.path)
+        #: By identity.
+        self.known: dict[int, Found] = {}
+        #: Why, by folder.
+        self._damaged: dict[str, str] = {}
+        self._job = job
+        self._spec = spec
+        self._worker = worker
+        self._data = data
+        self._control = control
+        self._plan = assign.plan
+        self._meeting = assign.rendezvous.prefix
+        self._transport = transport
+
+    def begin(self) -> Candidates:
+        """For a job that has not trained yet, by its `checkpoint.resume`. All must be able to
+        write, rather than fail at the first checkpoint; later that must not keep training from
+        going on.
+
+        Raises CheckpointError where the job must not begin so, or with this place; of nodes
+        without it as `failure` does.
+        """
+        meeting = hashlib.sha256(self._meeting.encode()).hexdigest()[:8]
+        probes = [f".shared.{meeting}.{rank}" for rank in range(self._transport.size)]
+        own = Finding(worker=self._worker)
+        first = self._plan.workers[0]
+        found: Sequence[Found] = ()
+        try:
+            if self._worker == first:
+                if trouble := self._trouble(probes[0]):
+                    raise CheckpointError(
+                        f"checkpoint.path: {trouble}; make it a writable directory with room on "
+                        f"{first.node}, or name another place"
+                    )
+                found = self._allowed()
+            candidates, _ = self._agree(found)
+            if self._worker != first:  # what is refused is not written to by many
+                own = self._share(probes[0], probes[self._transport.rank])
+            self._meet(own)
+        finally:
+            with contextlib.suppress(OSError):  # what stays is no checkpoint
+                self.folder.remove(probes[self._transport.rank])
+        return candidates
+
+    def look(self, *, needed: bool) -> Candidates:
+        """For a job that has trained. Raises CheckpointError where there is none of this training
+        though one is `needed`, or only damaged ones; of nodes without the place as `failure`
+        does."""
+        self._meet(self._listed())
+        candidates, damaged = self._agree(self._fitting())
+        if not candidates and (needed or damaged):
+            what = "; ".join(self._damaged.values())
+            raise CheckpointError(
+                f"checkpoint.path: no checkpoint in {self.folder.url} can be used: "
+                f"{what or 'none of this training is there, though one was saved'}; see that its "
+                "file system is mounted on all nodes, and submit the job again"
+            )
+        return candidates
+
+    def newer_damaged(self, step: int) -> list[str]:
+        """What was known to be damaged and would have come before the checkpoint of `step`."""
+        return [why for name, why in self._damaged.items() if (step_of(name) or 0) > step]
+
+    def tell(self, own: Finding) -> list[Finding]:
+        """What all workers find, in rank order."""
+        rows = self._transport.all_gather(torch.tensor(own.to_row()))
+        pairs = zip(self._plan.workers, rows, strict=True)
+        return [Finding.from_row(worker, row.tolist()) for worker, row in pairs]
+
+    def failure(
+        self, fault: frozenset[NodeName], what: str, fix: str
+    ) -> CheckpointError | PlaceUnreachable | TransportError:
+        """To be raised. `fault`: nodes without which the others go on, in the next generation;
+        none: it is the job's."""
+        if not fault:
+            return CheckpointError(f"checkpoint.path: {what}; {fix}")
+        if self._worker.node not in fault:
+            return TransportError(f"checkpoint.path: {what}")
+        return PlaceUnreachable(
+            f"checkpoint.path: {what}; on other nodes it is right: mount the same there, make "
+            "room, and make it writable"
+        )
+
+    def _meet(self, own: Finding) -> None:
+        """Return where the place is there for all."""
+        found = self.tell(own)
+        if reasons := told_once(found):
+            fix = "name a place that all nodes share and can write to"
+            raise self.failure(at_fault(found), "; ".join(reasons), fix)
+
+    def _trouble(self, probe: str) -> str:
+        """Why this node cannot use the place; empty: it can, has left a file there, and knows which
+        checkpoints there are."""
+        what = "write to"
+        try:
+            self.folder.write(probe, [b"\0" * _PROBE_BYTES])  # an empty file fits on a full disk
+            what = "read"
+            self._list()
+        except OSError as error:
+            return f"cannot {what} {self.folder.url}: {error.strerror or error}"
+        return ""
+
+    def _share(self, theirs: str, own: str) -> Finding:
+        """Whether what the first worker has written appears here, and this node can write too."""
+        url = self.folder.url
+        try:
+            seen = self.folder.exists(theirs)
+        except OSError as error:
+            return self._unreadable(f"cannot read {url}: {error.strerror or error}")
+        if trouble := self._trouble(own):
+            return self._unreadable(trouble)
+        if not seen:
+            reason = f"what {self._plan.workers[0].node} writes to {url} does not appear"
+            return Finding(worker=self._worker, kind="unseen", reason=reason)
+        return Finding(worker=self._worker)
+
+    def _unreadable(self, reason: str) -> Finding:
+        return Finding(worker=self._worker, kind="unreadable", reason=reason)
+
+    def _listed(self) -> Finding:
+        """After some attempts, because a storage that fails for a moment must not end a
+        training."""
+        reason = ""
+        for attempt in range(_PATIENCE):
+            if attempt:
+                log.warning("checkpoints cannot be read; trying again", extra={"reason": reason})
+                self._control.pause(self._plan.generation, _RETRY_S)
+            try:
+                self._list()
+            except OSError as error:
+                reason = f"cannot read {self.folder.url}: {error.strerror or error}"
+            else:
+                return Finding(worker=self._worker)
+        return self._unreadable(reason)
+
+    def _list(self) -> None:
+        listing = list_checkpoints(self.folder)
+        self.known = {found.identity: found for found in listing.checkpoints}
+        self._damaged = listing.damaged
+
+    def _fitting(self) -> list[Found]:
+        known = self.known.values()
+        return [item for item in known if not misfit(item.manifest, self._job, self._data)]
+
+    def _allowed(self) -> list[Found]:
+        """What the job may begin with; raises CheckpointError where it may not begin."""
+        newest = next(((found.name, found.manifest) for found in self.known.values()), None)
+        damaged = tuple(self._damaged.values())
+        refusal = why_not_begin(self._job, self._spec, newest, damaged=damaged, data=self._data)
+        if refusal:
+            raise CheckpointError(refusal)
+        return self._fitting()
+
+    def _agree(self, own: Sequence[Found]) -> tuple[Candidates, bool]:
+        """What the first worker has that has any; and whether anybody knows of damaged ones."""
+        table = torch.zeros(1 + _MOST_TRIED, 2, dtype=torch.int64)
+        some = own[:_MOST_TRIED]
+        table[0] = torch.tensor([len(some), bool(self._damaged)])
+        for row, checkpoint in enumerate(some, start=1):
+            table[row] = torch.tensor([checkpoint.manifest.step, checkpoint.identity])
+        tables = [told.tolist() for told in self._transport.all_gather(table)]
+        (count, _), *rows = next((told for told in tables if told[0][0]), tables[0])
+        candidates = [(step, identity) for step, identity in rows[:count]]
+        return candidates, any(told[0][1] for told in tables)

@@ -1,0 +1,237 @@
+"""When a checkpoint is taken, and by whom: what the workers agree on in the votes of their steps.
+
+A checkpoint is due every so many steps, where the plan has come to hold too few copies of a layer,
+and on an operator's wish. All workers begin one after the same step, none before the last one has
+come to its end everywhere. What stalls training is the copy of the layers that this worker writes;
+`saving` writes it meanwhile. Lives through all generations of a worker.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+
+from oobleck.host.ipc.messages import Assign
+from oobleck.host.storage.folder import open_folder
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.recovery.checkpoint import folder_name, writers
+from oobleck.planner.recovery.reconfigure import can_lose
+from oobleck.worker.checkpoint.saving import Order, Saving
+from oobleck.worker.runtime import pulse
+from oobleck.worker.runtime.control import Control
+from oobleck.worker.runtime.errors import TransportError
+from oobleck.worker.runtime.faults import FaultInjector
+from oobleck.worker.state.layout import layer_sizes
+from oobleck.worker.state.state import ModelState
+from oobleck.worker.step import vote
+from oobleck.worker.step.commit import Progress
+from oobleck.worker.transport.collect import collect
+from oobleck.worker.transport.transport import Transport
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.02
+#: Between two attempts at the last checkpoint, which must not be lost.
+_RETRY_S = 10.0
+
+
+class Saver:
+    """One worker's part in the checkpoints of its job."""
+
+    def __init__(
+        self,
+        *,
+        job: JobSpec,
+        job_id: str,
+        worker: WorkerId,
+        state: ModelState,
+        fingerprint: bytes,
+        control: Control,
+        faults: FaultInjector,
+    ) -> None:
+        """`fingerprint`: of the data that this worker reads."""
+        self._job = job
+        self._job_id = job_id
+        self._spec = job.checkpoint
+        self._worker = worker
+        self._state = state
+        self._data = fingerprint.hex()
+        self._control = control
+        self._faults = faults
+        self._sizes = layer_sizes(job.model)
+        self._assign: Assign | None = None
+        self._transport: Transport | None = None
+        #: The last one that was begun; and whether its end has not been agreed yet.
+        self._last: Saving | None = None
+        self._open = False
+        #: One is due since an earlier step.
+        self._overdue = False
+        self._at_risk = False
+        #: Newest wish that was answered, and newest step that is known to be saved.
+        self._served = 0
+        self._saved_step = 0
+
+    def enter(self, assign: Assign, transport: Transport, progress: Progress) -> None:
+        """Training goes on in another generation. Without a loss a save goes on as well; with one
+        its writers may be gone, so it is given up, and the next step's is taken instead."""
+        if self._spec is None:
+            return
+        if self._open and self._last is not None and not self._goes_on(self._last, assign):
+            log.warning("checkpoint given up", extra={"step": self._last.order.step})
+            self._last.abandon(disturbed=True)
+            self._open, self._overdue = False, True
+        self._assign, self._transport = assign, transport
+        if progress.lineage == assign.plan.generation:  # the checkpoint that it begins with
+            self._saved_step = progress.committed
+        at_risk = can_lose(assign.plan) < self._job.fault_tolerance
+        self._overdue = self._overdue or (at_risk and not self._at_risk)
+        self._at_risk = at_risk
+
+    @staticmethod
+    def _goes_on(saving: Saving, assign: Assign) -> bool:
+        """Whether all of its writers are there to the end."""
+        writers = {worker for worker, _ in saving.order.writers}
+        return assign.boundary and writers <= set(assign.plan.workers)
+
+    def intent(self, step: int) -> vote.Saving:
+        """This worker's share in the vote on `step`."""
+        if self._spec is None:
+            return vote.Saving()
+        wish = self._control.save_wish
+        under_way = self._last.order.wish if self._open and self._last is not None else 0
+        return vote.Saving(
+            due=self._overdue or step % self._spec.every == 0,
+            wish=wish if wish > max(self._served, under_way) else 0,
+            busy=self._last is not None and self._last.busy,
+            failed=self._open and self._last is not None and self._last.failed,
+        )
+
+    def committed(self, step: int, verdict: vote.SaveVerdict) -> None:
+        """`step` is applied, and this is what its vote said."""
+        if self._spec is None:
+            return
+        if self._open:
+            self._follow(verdict)
+        if not verdict.due:
+            return
+        if verdict.busy:
+            self._overdue = self._overdue or not verdict.wish
+            return
+        self._begin(step, verdict.wish)
+
+    def _follow(self, verdict: vote.SaveVerdict) -> None:
+        last = self._last
+        assert last is not None, "what is open has begun"
+        if verdict.failed:
+            last.abandon(disturbed=False)
+        if verdict.busy <= 1:
+            last.others_are_done()
+        if verdict.busy == 0:
+            self._open = False
+            self._served = max(self._served, last.order.wish)
+            if not verdict.failed:
+                self._saved_step = last.order.step
+
+    def _begin(self, step: int, wish: int) -> None:
+        assign, spec = self._assign, self._spec
+        assert assign is not None, "steps are run in a generation"
+        assert spec is not None, "only asked of jobs with checkpoints"
+        plan = assign.plan
+        chosen = writers(plan, self._sizes)
+        order = Order(
+            job=self._job,
+            job_id=self._job_id,
+            step=step,
+            name=folder_name(step, assign.rendezvous.prefix),
+            data=self._data,
+            wish=wish,
+            writers=tuple((worker, chosen[worker]) for worker in plan.workers),
+            rank=plan.workers.index(self._worker),
+        )
+        try:
+            with pulse.FILES:
+                snapshots = self._snapshots(chosen)
+        except TransportError as error:
+            # The step is committed all the same; the next one finds the loss.
+            log.warning("checkpoint given up", extra={"step": step, "reason": str(error)})
+            self._overdue = True
+            return
+        reached = partial(
+            self._faults.reached, "before:LayerFile", generation=plan.generation, step=step
+        )
+        self._last = Saving(
+            order, open_folder(spec.path), snapshots, report=self._control.report, reached=reached
+        )
+        self._open, self._overdue = True, False
+
+    def _snapshots(self, chosen: Mapping[WorkerId, tuple[int, ...]]) -> dict[int, torch.Tensor]:
+        """Of the layers that this worker writes. Raises TransportError."""
+        assert self._assign is not None, "steps are run in a generation"
+        assert self._transport is not None, "it comes with the assignment"
+        writer_of = {layer: writer for writer, layers in chosen.items() for layer in layers}
+        found = {
+            layer: collect(
+                self._state,
+                layer,
+                self._transport,
+                self._assign.plan,
+                worker=self._worker,
+                writer=writer,
+            )
+            for layer, writer in sorted(writer_of.items())
+        }
+        return {
+            layer: whole
+            for layer, whole in found.items()
+            if whole is not None and writer_of[layer] == self._worker
+        }
+
+    def finish(self, transport: Transport, step: int, *, needed: bool) -> None:
+        """After the last step: see the save under way to its end, and have the last state saved;
+        if it is `needed`, until that has worked.
+
+        There are no more votes; the workers meet in gathers instead. Raises TransportError,
+        Superseded.
+        """
+        if self._spec is None:
+            return
+        self._conclude(transport)
+        while self._spec.at_end and self._newest_saved(transport) < step:
+            assert self._assign is not None, "steps are run in a generation"
+            self._begin(step, self._control.save_wish)
+            self._conclude(transport)
+            if not needed:
+                return
+            if self._newest_saved(transport) < step:
+                self._control.pause(self._assign.plan.generation, _RETRY_S)
+
+    def _newest_saved(self, transport: Transport) -> int:
+        """A worker that joined late does not know of earlier saves; others do."""
+        told = transport.all_gather(torch.tensor([self._saved_step]))
+        return max(int(row[0]) for row in told)
+
+    def _conclude(self, transport: Transport) -> None:
+        """Wait until the last save has come to its end on all workers."""
+        last = self._last if self._open else None
+        if last is not None:
+            self._wait(lambda: last.written.is_set())
+        failed = transport.all_gather(torch.tensor([int(last is not None and last.failed)]))
+        if last is None:
+            transport.all_gather(torch.tensor([0]))
+            return
+        if any(bool(flag[0]) for flag in failed):
+            last.abandon(disturbed=False)
+        last.others_are_done()
+        self._wait(lambda: not last.busy)
+        self._open = False
+        self._served = max(self._served, last.order.wish)
+        published = transport.all_gather(torch.tensor([int(last.published)]))
+        if any(bool(flag[0]) for flag in published):
+            self._saved_step = last.order.step
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        assert self._assign is not None, "steps are run in a generation"
+        while not condition():
+            self._control.pause(self._assign.plan.generation, _POLL_S)

@@ -1,0 +1,326 @@
+"""One checkpoint on its way to disk: a thread that writes this worker's layers, and on one worker
+what makes them a checkpoint.
+
+Each writer puts its layers' files into the checkpoint's folder and then a list of them with their
+hashes. The publisher waits until all lists are there and writes the manifest. So the workers need
+nothing but the folder to agree that a checkpoint is complete, the death of any of them leaves a
+folder without a manifest, which is no checkpoint, and a folder that they do not share is found out.
+"""
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from oobleck.host.ipc.messages import CheckpointSaved, SaveFailed
+from oobleck.host.storage.checkpoints import prune, sweep
+from oobleck.host.storage.folder import CHUNK_BYTES, Content, Folder
+from oobleck.planner.codec import decode, encode
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.recovery.checkpoint import (
+    MANIFEST,
+    MOST_MANIFEST_BYTES,
+    LayerFile,
+    Manifest,
+    format_manifest,
+    layer_file,
+    misfit,
+    part_file,
+)
+from oobleck.planner.redact import redact
+from oobleck.worker.state.layerfile import moment_names, pack
+from oobleck.worker.state.layout import layout
+
+log = logging.getLogger(__name__)
+
+#: Between two looks for the other writers' lists.
+_FIRST_POLL_S = 0.01
+_LONGEST_POLL_S = 0.5
+#: How much later than its writer another worker may come to see a file.
+_SEEN_AFTER_S = 10.0
+#: How long a checkpoint that came to nothing stays for writers that still work in it.
+_LINGER_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What to save: the same on all workers of a generation, but for `rank`."""
+
+    job: JobSpec
+    job_id: str
+    step: int
+    #: Name of the checkpoint's folder.
+    name: str
+    #: Fingerprint of the data, hexadecimal.
+    data: str
+    #: Wish that this answers; 0: none.
+    wish: int
+    #: The layers that each worker writes, in rank order.
+    writers: tuple[tuple[WorkerId, tuple[int, ...]], ...]
+    #: Of this worker.
+    rank: int
+
+    @property
+    def publishes(self) -> bool:
+        return self.rank == 0
+
+
+class _Abandoned(Exception):
+    """Nothing comes of this checkpoint, and why was said already."""
+
+
+class Saving:
+    """The thread, and what others may tell it."""
+
+    def __init__(
+        self,
+        order: Order,
+        folder: Folder,
+        snapshots: Mapping[int, torch.Tensor],
+        *,
+        report: Callable[[CheckpointSaved | SaveFailed], None],
+        reached: Callable[[], None],
+    ) -> None:
+        """`folder`: of all checkpoints; `snapshots`: of the layers that this worker writes, which
+        nobody changes any more, freed as they are written; `reached`: called before each."""
+        self.order = order
+        #: This worker's files are written, or never will be.
+        self.written = threading.Event()
+        #: This worker could not write them.
+        self.failed = False
+        self.published = False
+        self._folder = folder
+        self._snapshots = dict(snapshots)
+        self._report = report
+        self._reached = reached
+        self._begun_at = time.monotonic()
+        self._changed = threading.Event()
+        self._abandoned = False
+        self._disturbed = False
+        self._others_done_at: float | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        return self._thread.is_alive()
+
+    def others_are_done(self) -> None:
+        """All other workers have written their part, or have given up."""
+        if self._others_done_at is None:
+            self._others_done_at = time.monotonic()
+            self._changed.set()
+
+    def abandon(self, *, disturbed: bool) -> None:
+        """Stop at the next file; what is there already may still make the checkpoint complete.
+
+        `disturbed`: because workers are lost, and not because one of them could not write.
+        """
+        self._abandoned = True
+        self._disturbed = self._disturbed or disturbed
+        self._changed.set()
+
+    # ---- in the thread
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except _Abandoned:
+            self.failed = True
+        except Exception as error:
+            # The boundary of this thread: whatever the disk or service does, training goes on.
+            log.exception("checkpoint failed")
+            self._fail(_describe(error))
+        finally:
+            self._snapshots.clear()
+            self.written.set()
+        if self.order.publishes:
+            self._publish()
+
+    def _fail(self, reason: str) -> None:
+        self.failed = True
+        order = self.order
+        self._report(
+            SaveFailed(
+                what="checkpoint",
+                step=order.step,
+                reason=redact(f"cannot write to {self._folder.url}: {reason}"),
+                request=order.wish,
+            )
+        )
+
+    def _write(self) -> None:
+        order = self.order
+        if order.publishes:
+            other = sweep(self._folder, under_way=order.name, is_own=self._is_own)
+            if other:
+                log.warning(
+                    "another training saves to this checkpoint.path; each goes back to its own, "
+                    "and a new job with this path is refused: give every job its own",
+                    extra={"path": self._folder.url, "checkpoint": other},
+                )
+        mine = order.writers[order.rank][1]
+        if not mine:
+            return
+        files = []
+        for layer in mine:
+            if self._abandoned:
+                raise _Abandoned
+            self._reached()
+            files.append(self._write_layer(layer, self._snapshots.pop(layer)))
+        self._folder.write(f"{order.name}/{part_file(order.rank)}", [encode(files)])
+
+    def _write_layer(self, layer: int, snapshot: torch.Tensor) -> LayerFile:
+        job, name = self.order.job, layer_file(layer)
+        content = pack(
+            snapshot,
+            layout(job.model, layer),
+            moment_names(job.training.optimizer),
+            {"layer": str(layer), "step": str(self.order.step)},
+        )
+        digest = hashlib.sha256()
+        self._folder.write(f"{self.order.name}/{name}", _hashed(content, digest))
+        size = sum(memoryview(part).nbytes for part in content)
+        return LayerFile(name=name, layer=layer, bytes=size, sha256=digest.hexdigest())
+
+    def _publish(self) -> None:
+        order = self.order
+        try:
+            if self.failed:
+                raise _Abandoned
+            manifest = self._manifest(self._all_files())
+            self._folder.write(f"{order.name}/{MANIFEST}", [format_manifest(manifest)])
+            self.published = True
+        except _Abandoned:
+            self._give_up()
+            return
+        except Exception as error:
+            # As above: the checkpoint's failure, not the training's.
+            log.exception("checkpoint not published")
+            self._fail(_describe(error))
+            self._give_up()
+            return
+        saved = CheckpointSaved(
+            step=order.step,
+            path=f"{self._folder.url.rstrip('/')}/{order.name}",
+            bytes=manifest.bytes,
+            seconds=time.monotonic() - self._begun_at,
+            request=order.wish,
+        )
+        log.info("checkpoint saved", extra={"step": saved.step, "path": saved.path})
+        self._report(saved)
+        self._tidy()
+
+    def _manifest(self, files: list[LayerFile]) -> Manifest:
+        job = self.order.job
+        weights = None if job.model.weights is None else redact(job.model.weights)
+        return Manifest(
+            job=self.order.job_id,
+            step=self.order.step,
+            created=time.time(),
+            model=replace(job.model, weights=weights),
+            training=job.training,
+            data=self.order.data,
+            files=tuple(sorted(files, key=lambda file: file.layer)),
+        )
+
+    def _all_files(self) -> list[LayerFile]:
+        """What all writers have written, once they have."""
+        wanted = {part_file(r): w for r, (w, layers) in enumerate(self.order.writers) if layers}
+        here = self._folder.below(self.order.name)
+        files: list[LayerFile] = []
+        poll_s = _FIRST_POLL_S
+        while True:
+            last_look = self._abandoned or self._is_late()
+            for name in sorted(wanted.keys() & set(here.names())):
+                files += decode(list[LayerFile], here.read(name, most_bytes=MOST_MANIFEST_BYTES))
+                del wanted[name]
+            if not wanted:
+                self._check_there(files, here.names())
+                return files
+            if last_look:
+                if not self._abandoned:
+                    self._report_unseen(", ".join(map(str, wanted.values())))
+                raise _Abandoned
+            self._changed.wait(poll_s)
+            self._changed.clear()
+            poll_s = min(_LONGEST_POLL_S, 2 * poll_s)
+
+    def _check_there(self, files: list[LayerFile], names: list[str]) -> None:
+        """A manifest must not name what another job that saves here has swept away."""
+        lacking = sorted({file.name for file in files} - set(names))
+        if lacking:
+            self._fail(
+                f"{', '.join(lacking)} went away meanwhile, as when another job saves there too; "
+                "give every job that trains at the same time its own path"
+            )
+            raise _Abandoned
+
+    def _is_late(self) -> bool:
+        """Whether what all have written would have come to be seen here by now."""
+        done_at = self._others_done_at
+        return done_at is not None and time.monotonic() > done_at + _SEEN_AFTER_S
+
+    def _report_unseen(self, missing: str) -> None:
+        here = self.order.writers[self.order.rank][0].node
+        self._fail(
+            f"what {missing} wrote there does not appear on {here}; checkpoint.path must be the "
+            "same place on all nodes"
+        )
+
+    def _give_up(self) -> None:
+        """Remove what is there, once nobody writes to it any more.
+
+        After a loss nobody tells when that is; the next save sweeps the folder away.
+        """
+        until = time.monotonic() + _LINGER_S
+        while self._others_done_at is None and time.monotonic() < until and not self._disturbed:
+            self._changed.wait(_LONGEST_POLL_S)
+            self._changed.clear()
+        if self._disturbed:
+            return
+        try:
+            self._folder.remove(self.order.name)
+        except OSError:
+            log.exception("what is left of a checkpoint could not be removed")
+
+    def _is_own(self, manifest: Manifest) -> bool:
+        return not misfit(manifest, self.order.job, self.order.data)
+
+    def _tidy(self) -> None:
+        spec = self.order.job.checkpoint
+        assert spec is not None, "only jobs with checkpoints save any"
+        here = self._folder.below(self.order.name)
+        try:
+            for rank, (_, layers) in enumerate(self.order.writers):
+                if layers:
+                    here.remove(part_file(rank))
+            prune(
+                self._folder,
+                keep=spec.keep,
+                newest=self.order.name,
+                is_own=self._is_own,
+                now=time.time(),
+            )
+        except OSError:
+            log.exception("old checkpoints could not be removed")
+
+
+def _hashed(content: list[Content], digest: "hashlib._Hash") -> Iterator[Content]:
+    for part in content:
+        view = memoryview(part)
+        for start in range(0, view.nbytes, CHUNK_BYTES):
+            piece = view[start : start + CHUNK_BYTES]
+            digest.update(piece)
+            yield piece
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,56 @@
+"""The samples that are evaluated: always the same ones, never trained on.
+
+Owns which they are and how many; must not know plans, programs or the model.
+"""
+
+import hashlib
+
+from oobleck.host.data.tokenfile import DataError
+from oobleck.planner.job.spec import EvaluationSpec, JobSpec
+from oobleck.worker.data.data import Dataset, Tokens
+
+
+class HeldOut:
+    """The held-out rows of a job, in micro-batches."""
+
+    def __init__(self, job: JobSpec, evaluation: EvaluationSpec, training: Dataset) -> None:
+        """`training`: the job's data. Raises DataError where there is not enough to evaluate."""
+        self._dataset = training
+        key = "data"
+        if evaluation.data is not None:
+            key = "evaluation.data"
+            model = job.model
+            self._dataset = Dataset(
+                evaluation.data, model.sequence_length, model.vocabulary, held_out=1.0, key=key
+            )
+        self._spec = evaluation
+        self._steps = job.training.steps
+        self._microbatch = job.training.microbatch
+        held_out = self._dataset.held_out
+        self.microbatches = min(evaluation.samples, held_out) // self._microbatch
+        if not self.microbatches:
+            more = "" if evaluation.fraction is None else "raise evaluation.fraction, "
+            raise DataError(
+                f"{key}: holds out {held_out} rows of {job.model.sequence_length + 1} tokens, too "
+                f"few for one micro-batch of {self._microbatch}; {more}give more text or lower "
+                "model.sequence_length"
+            )
+        #: Samples of an evaluation.
+        self.samples = self.microbatches * self._microbatch
+        #: 32 bytes, equal on nodes with equal data for training and evaluation.
+        self.fingerprint = training.fingerprint
+        if evaluation.data is not None:
+            both = training.fingerprint + self._dataset.fingerprint
+            self.fingerprint = hashlib.sha256(both).digest()
+
+    def due(self, step: int) -> bool:
+        """Whether the state after `step` is evaluated."""
+        return self._spec.due(step, self._steps)
+
+    def positions(self, microbatch: int) -> range:
+        """Which of the held-out rows are those of `microbatch`."""
+        return range(microbatch * self._microbatch, (microbatch + 1) * self._microbatch)
+
+    def rows(self, microbatch: int) -> Tokens:
+        """Token rows (micro-batch, sequence_length + 1). Raises DataError."""
+        return self._dataset.held_out_rows(self.positions(microbatch))

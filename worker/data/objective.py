@@ -1,0 +1,51 @@
+"""What is learned from token rows: inputs and targets as a function of (seed, step, position).
+
+Causal: each token from those before it. Masked (BERT, Devlin et al. 2019 §3.1): 15% of a row's
+tokens from all the others. Owns the choice of tokens and the loss; knows no plan: a row gives the
+same on whatever worker it is computed.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from oobleck.planner.job.families import decode_config, mask_token
+from oobleck.planner.job.spec import ModelSpec
+from oobleck.worker.runtime.random import RowKeys, generator
+
+#: Share of a row's tokens that are learned, and what becomes of these in the input.
+CHOSEN = 0.15
+MASKED = 0.8
+RANDOM = 0.1
+#: Target of a token that does not count.
+IGNORED = -100
+
+
+def inputs_and_targets(spec: ModelSpec, tokens: Tensor, rows: RowKeys) -> tuple[Tensor, Tensor]:
+    """Both (b, T), from token rows (b, T + 1); every row has the same number of targets."""
+    if spec.objective == "causal":
+        return tokens[:, :-1], tokens[:, 1:]
+    return _masked(spec, tokens[:, :-1], rows)
+
+
+def _masked(spec: ModelSpec, tokens: Tensor, rows: RowKeys) -> tuple[Tensor, Tensor]:
+    mask = mask_token(decode_config(spec.config))
+    length = tokens.shape[1]
+    count = max(1, round(CHOSEN * length))
+    inputs, targets = tokens.clone(), torch.full_like(tokens, IGNORED)
+    for row, position in enumerate(rows.positions):
+        draws = generator(rows.seed, "masked", rows.step, position)
+        chosen = torch.randperm(length, generator=draws)[:count]
+        fate = torch.rand(count, generator=draws)
+        others = torch.randint(spec.vocabulary, (count,), generator=draws)
+        kept = tokens[row, chosen]
+        changed = torch.where(fate < MASKED + RANDOM, others, kept)
+        inputs[row, chosen] = torch.where(fate < MASKED, mask, changed)
+        targets[row, chosen] = kept
+    return inputs, targets
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy over the micro-batch's targets, in float32 at least."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)

@@ -1,0 +1,73 @@
+"""Token rows a step ahead: a thread reads and digests them while the worker computes.
+
+Rows are a function of (seed, step, positions), so what was read ahead stays right whatever becomes
+of the plan: what a new generation does again is at hand, what it has no use for is dropped. The
+thread dies with the process. Must not know programs, stages or plans.
+"""
+
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from oobleck.host.data.tokenfile import DataError
+from oobleck.planner.job.spec import TrainingSpec
+from oobleck.worker.data.data import Dataset, Tokens, row_digest
+from oobleck.worker.runtime import pulse
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """One micro-batch."""
+
+    #: Positions in the global batch, one per row.
+    positions: range
+    #: (micro-batch, sequence_length + 1).
+    rows: Tokens
+    digests: tuple[bytes, ...]
+
+
+class Prefetcher:
+    """The rows of one job for one worker, over all generations."""
+
+    def __init__(self, dataset: Dataset, training: TrainingSpec) -> None:
+        self._dataset = dataset
+        self._training = training
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+        #: By step and micro-batch.
+        self._loads: dict[tuple[int, int], Future[Loaded]] = {}
+
+    def begin(
+        self, step: int, microbatches: Iterable[int], following: Iterable[int] | None = None
+    ) -> None:
+        """Read `microbatches` of `step`, in this order, and then `following` of the step after it,
+        by default the same."""
+        wanted = [(step, m) for m in microbatches]
+        if step < self._training.steps:
+            ahead = [m for _, m in wanted] if following is None else following
+            wanted += [(step + 1, m) for m in ahead]
+        for key in self._loads.keys() - set(wanted):
+            self._loads.pop(key).cancel()
+        for key in wanted:
+            if key not in self._loads:
+                self._loads[key] = self._thread.submit(self._load, *key)
+
+    def take(self, step: int, microbatch: int) -> Loaded:
+        """Rows that `begin` was told of; they stay at hand until it is told of a later step.
+
+        Raises DataError where they cannot be read.
+        """
+        try:
+            with pulse.FILES:
+                return self._loads[step, microbatch].result()
+        except DataError as error:
+            raise DataError(f"{error} (step {step})") from error
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _load(self, step: int, microbatch: int) -> Loaded:
+        size = self._training.microbatch
+        positions = range(microbatch * size, (microbatch + 1) * size)
+        seed, global_batch = self._training.seed, self._training.global_batch
+        rows = self._dataset.rows(seed, step, positions, global_batch)
+        return Loaded(positions, rows, tuple(row_digest(row) for row in rows))

@@ -1,0 +1,125 @@
+"""Text tokenised once per node: a directory of token files, each under the key of its making.
+
+The key stands for the texts (names, sizes, times of change, digests), the tokenizer and the rest
+that the tokens depend on, so that a file in the cache is never out of date. Of several workers
+that want the same one, the first makes it and the others wait for it; it appears when it is whole.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from oobleck.host.data.tokenfile import DataError, TokenFileInfo, TokenWriter, narrowest, read_info
+from oobleck.host.data.tokenise import tokenise
+from oobleck.host.data.tokenizer import Tokenizer
+from oobleck.planner.job.spec import DataSpec
+
+log = logging.getLogger(__name__)
+
+#: Where the job names no other place; below the home of the user whom the workers run as.
+DEFAULT_DIRECTORY = "~/.cache/oobleck/tokens"
+
+#: Grows with every change of what the same texts and tokenizer give.
+_FORMAT = 1
+_TELL_EVERY_S = 10.0
+
+
+def cached_tokens(
+    spec: DataSpec, paths: Sequence[str], digest: bytes, tokenizer: Tokenizer
+) -> tuple[str, TokenFileInfo]:
+    """The token file of the texts in `paths`, made now if need be. Raises DataError.
+
+    digest: over the names, sizes and content of `paths`.
+    """
+    separator = tokenizer.separator(spec.separator)
+    changed = [os.stat(path).st_mtime_ns for path in paths]
+    made_of = (_FORMAT, digest.hex(), changed, tokenizer.sha256, separator, spec.field)
+    key = hashlib.sha256(msgspec.json.encode(made_of)).hexdigest()[:32]
+    directory = _directory(spec)
+    target = directory / f"{key}.tokens"
+    with _alone(directory / f"{key}.lock"):
+        if (info := _whole(target)) is not None:
+            return str(target), info
+        # One name for all on a host: what a killed worker left is overwritten. Where hosts share
+        # the directory and not its locks, each makes its own.
+        temporary = f".{key}.{os.uname().nodename}.making"
+        with TokenWriter(target, narrowest(tokenizer.vocabulary), temporary) as writer:
+            info = tokenise(
+                paths,
+                tokenizer,
+                writer,
+                field=spec.field,
+                separator=separator,
+                report=_Telling(paths),
+            )
+    log.info("tokenised", extra={"tokens": info.tokens, "file": str(target)})
+    return str(target), info
+
+
+def _directory(spec: DataSpec) -> Path:
+    try:
+        return Path(spec.cache or DEFAULT_DIRECTORY).expanduser()
+    except RuntimeError as error:
+        raise DataError(
+            f"cannot keep tokens in {DEFAULT_DIRECTORY}: this node's workers run as a user without "
+            "a home; set cache to a directory that they may write to"
+        ) from error
+
+
+def _whole(target: Path) -> TokenFileInfo | None:
+    try:
+        return read_info(target)
+    except DataError as error:  # cut off by something else than us: it is made anew
+        log.warning("a file of the token cache is useless", extra={"reason": str(error)})
+        return None
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While no other process is in here with the same `path`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise DataError(
+            f"cannot keep tokens in {path.parent}: {error.strerror}; set cache to a directory "
+            "that workers may write to"
+        ) from error
+    try:
+        _lock(descriptor, path)
+        yield
+    finally:
+        os.close(descriptor)  # which unlocks; the kernel does it for a process that dies
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("waiting for the worker that tokenises", extra={"lock": str(path)})
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:  # some network file systems know no locks
+        raise DataError(
+            f"cannot lock {path}: {error.strerror}; set cache to a directory on a local disk"
+        ) from error
+
+
+class _Telling:
+    """Log lines on the way through a large corpus."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._total = sum(os.path.getsize(path) for path in paths)
+        self._next = time.monotonic() + _TELL_EVERY_S
+
+    def __call__(self, read: int, written: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next += _TELL_EVERY_S
+            log.info("tokenising", extra={"read": read, "of": self._total, "tokens": written})

@@ -1,0 +1,282 @@
+"""What the layers of a job's model cost on this device: seconds, and bytes that are really kept.
+
+Each kind of layer (embedding, block, head) is run as a stage of its own through the code that
+trains. Owns the repeats and the clock; knows nothing of peers or plans, and leaves nothing behind
+that training could notice.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+
+import torch
+from torch import Tensor
+
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.profile.measurement import Measurement
+from oobleck.planner.profile.memory import heap_and_mapped, with_holes
+from oobleck.planner.profile.profile import LayerProfile
+from oobleck.planner.programs.instructions import LayerPart
+from oobleck.worker.profiling.footprint import peak_bytes
+from oobleck.worker.runtime.random import RowKeys
+from oobleck.worker.state.state import ModelState
+from oobleck.worker.step.mailbox import AHEAD
+from oobleck.worker.step.stage import StageRunner
+
+#: Repeats of one kind of layer: until this time is over, and within these bounds.
+BUDGET_S = 0.4
+WARM_UP, LEAST, MOST = 1, 3, 40
+#: Blocks are run one after the other, so that each finds the caches as empty as in training: small
+#: ones take up to a third less time where one alone is run again and again. As many as the model
+#: has, as long as one round takes no longer than this,
+ROUND_S = 0.5
+#: and their state and activations no more than this: more than any cache holds.
+ROUND_BYTES = 512 << 20
+
+#: Called between repeats; raises when the measurement is no longer wanted.
+Check = Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Seconds:
+    """Of every repeat."""
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    backward_input: list[float] = field(default_factory=list)
+    update: list[float] = field(default_factory=list)
+
+
+def measure_layers(
+    job: JobSpec,
+    device: torch.device,
+    name: str,
+    check: Check,
+    *,
+    sizes: Sequence[int] = (1,),
+) -> Measurement:
+    """Measure each kind of layer. `name`: of the device.
+
+    `sizes`: the numbers of workers that may share a layer, from 1; each divides the micro-batch.
+    Raises what `check` raises.
+    """
+    blocks = list(range(1, 1 + _block_count(job, device)))
+    embedding, block, head = (
+        _measure_shared(job, layers, device, check, sizes)
+        for layers in ([0], blocks, [job.model.layer_count - 1])
+    )
+    return Measurement(
+        embedding=embedding,
+        block=block,
+        head=head,
+        device=name,
+        torch=str(torch.__version__),
+    )
+
+
+def _block_count(job: JobSpec, device: torch.device) -> int:
+    bench = _Bench(job, [1], device, job.training.microbatch)
+    state = bench.state.layers[1]
+    block_bytes = state.storage.nbytes + state.gradient.nbytes + sum(bench.kept_blocks())
+    bench.repeat()
+    started = time.perf_counter()
+    bench.repeat()
+    block_s = time.perf_counter() - started
+    most = min(ROUND_S / block_s, ROUND_BYTES / block_bytes, job.model.layers)
+    return max(1, int(most))
+
+
+def _measure_shared(
+    job: JobSpec, layers: list[int], device: torch.device, check: Check, sizes: Sequence[int]
+) -> LayerProfile:
+    """The layers' profile with the times of one worker's rows, for each number of workers."""
+    alone, *shared = (_measure(job, layers, device, check, size) for size in sizes)
+    times = {1: (alone.forward_s[1], alone.backward_s[1], alone.backward_input_s[1])}
+    before = times[1]
+    for size, found in zip(sizes[1:], shared, strict=True):
+        # Each is measured with its own noise; fewer rows take no longer, and a part of the
+        # backward no longer than the whole.
+        forward_s = min(before[0], found.forward_s[1])
+        backward_s = min(before[1], found.backward_s[1])
+        input_s = min(backward_s, found.backward_input_s[1])
+        times[size] = before = (forward_s, backward_s, input_s)
+    return replace(
+        alone,
+        forward_s={size: forward_s for size, (forward_s, _, _) in times.items()},
+        backward_s={size: backward_s for size, (_, backward_s, _) in times.items()},
+        backward_input_s={size: input_s for size, (_, _, input_s) in times.items()},
+        # One number after the other: a part of the state takes its part of the time.
+        update_s={size: alone.update_s[1] / size for size in times},
+    )
+
+
+def _measure(
+    job: JobSpec, layers: list[int], device: torch.device, check: Check, size: int
+) -> LayerProfile:
+    """The median over repeats of the layers, which are of one kind, taken in turn, with the rows
+    that one of `size` workers has of a micro-batch."""
+    bench = _Bench(job, layers, device, job.training.microbatch // size)
+    kept = bench.kept_blocks()
+    working_bytes, mapped_bytes = bench.working_bytes(kept)
+    for _ in range(WARM_UP):
+        check()
+        bench.repeat()
+    bench.seconds = _Seconds()
+    deadline = time.perf_counter() + BUDGET_S
+    for done in range(MOST):
+        if done >= LEAST and time.perf_counter() >= deadline:
+            break
+        check()
+        bench.repeat()
+    seconds = bench.seconds
+    state = bench.state.layers[layers[0]]
+    backward_s = median(seconds.backward)
+    return LayerProfile(
+        name=type(state.module).__name__.lower(),
+        forward_s={1: median(seconds.forward)},
+        backward_s={1: backward_s},
+        # Both are measured with their own noise, and a part is no more than the whole.
+        backward_input_s={1: min(backward_s, median(seconds.backward_input))},
+        update_s={1: median(seconds.update)},
+        parameter_bytes=state.gradient.nbytes,
+        state_bytes=state.storage.nbytes + state.gradient.nbytes,
+        sum_bytes=state.gradient.nbytes,
+        tied_bytes=state.layout.tied * state.gradient.itemsize,
+        activation_bytes=sum(kept),
+        working_bytes=working_bytes,
+        mapped_bytes=mapped_bytes,
+        output_bytes=bench.output_bytes,
+    )
+
+
+class _Bench:
+    """Layers of one kind, each a stage of its own, with inputs of the right shape."""
+
+    def __init__(self, job: JobSpec, layers: list[int], device: torch.device, rows: int) -> None:
+        """`rows`: of a micro-batch."""
+        self._job = job
+        self._device = device
+        self._layers = layers
+        self.state = ModelState(job, device)
+        self.seconds = _Seconds()
+        source = torch.Generator().manual_seed(job.training.seed)
+        for layer in layers:
+            # Not the job's initial weights: drawing those takes seconds for a large layer.
+            whole = self.state.allocate(layer, version=0)
+            whole.storage.zero_()
+            whole.storage[0].normal_(std=0.02)
+            self.state.complete(layer)
+        self._runners = [StageRunner(self.state, range(n, n + 1), job, device) for n in layers]
+        runner = self._runners[0]
+        model = job.model
+        tokens = torch.randint(
+            model.vocabulary, (rows, model.sequence_length), generator=source
+        ).to(device)
+        hidden = torch.randn(rows, *runner.activation_shape[1:], generator=source).to(
+            device, runner.activation_dtype
+        )
+        self._input = tokens if runner.first else hidden
+        self._targets = tokens if runner.last else None
+        self._gradient = None if runner.last else hidden
+        self.output_bytes = 0 if runner.last else hidden.nbytes
+        self._rows = RowKeys(seed=job.training.seed, step=1, positions=tuple(range(rows)))
+        self._step = 0
+
+    def kept_blocks(self) -> list[int]:
+        """Bytes of all that one micro-batch keeps of one layer from its forward to its backward.
+
+        The layer's input counts, and not its output, which is the next layer's input. Parameters
+        are part of the state.
+        """
+        kept: dict[int, Tensor] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            alias = tensor.detach()  # the tensor itself would hold its own graph
+            kept[alias.untyped_storage().data_ptr()] = alias
+            return alias
+
+        runner, layer = self._runners[0], self._layers[0]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            runner.forward(0, self._input, self._rows, self._targets)
+        kept[self._input.untyped_storage().data_ptr()] = self._input
+        kept.pop(self.state.storage(layer).untyped_storage().data_ptr(), None)
+        runner.settle()
+        return [tensor.untyped_storage().nbytes() for tensor in kept.values()]
+
+    def working_bytes(self, kept: Sequence[int]) -> tuple[int, int]:
+        """The most that one micro-batch takes at a moment of its forward or backward beside the
+        blocks `kept` and the state, in the heap, with its holes, and mapped; with the gradient that
+        comes in, and the messages of a stage that ends with this layer on both sides, posted ahead
+        of their use."""
+        runner = self._runners[0]
+        messages = [self._input.nbytes, self.output_bytes]
+
+        def run() -> None:
+            runner.forward(0, self._input, self._rows, self._targets)
+            runner.backward(0, self._gradient)
+
+        made = peak_bytes(run, self._device)
+        self.state.zero_gradients()
+        heap, mapped = (
+            max(0, peak + given - left) + AHEAD * given
+            for peak, given, left in zip(
+                made, self._sorted(messages), self._sorted(kept), strict=True
+            )
+        )
+        if self._device.type == "cpu":
+            heap = with_holes(heap, self._sorted(kept)[0])
+        return heap, mapped
+
+    def _sorted(self, blocks: Sequence[int]) -> tuple[int, int]:
+        """As `peak_bytes` does."""
+        return heap_and_mapped(blocks) if self._device.type == "cpu" else (sum(blocks), 0)
+
+    def repeat(self) -> None:
+        """Forward of all, backward of all in the other order, and the update of all.
+
+        A repeat counts with its mean over the layers: what a busy host takes from a worker now
+        and then is part of a step too, and the median of single pieces would miss it.
+        """
+        self.seconds.forward.append(fmean(map(self._forward_s, self._runners)))
+        self.seconds.backward.append(fmean(map(self._backward_s, reversed(self._runners))))
+        self.seconds.backward_input.append(fmean(map(self._backward_input_s, self._runners)))
+        self._step += 1
+        started = self._now()
+        self._update()
+        self.seconds.update.append((self._now() - started) / len(self._layers))
+
+    def _forward_s(self, runner: StageRunner) -> float:
+        started = self._now()
+        runner.forward(0, self._input, self._rows, self._targets)
+        return self._now() - started
+
+    def _backward_s(self, runner: StageRunner) -> float:
+        started = self._now()
+        runner.backward(0, self._gradient)
+        return self._now() - started
+
+    def _backward_input_s(self, runner: StageRunner) -> float:
+        """The first part of a backward that comes in two."""
+        runner.forward(0, self._input, self._rows, self._targets, split=True)
+        started = self._now()
+        runner.backward_input(0, self._gradient)
+        taken_s = self._now() - started
+        runner.backward_weight(0)
+        return taken_s
+
+    def _update(self) -> None:
+        """All that a step does to a layer's state once: norm, update, and clearing gradients."""
+        self.state.squared_norm(
+            LayerPart(layer=layer, part=part)
+            for layer in self._layers
+            for part in ("tied", "own")
+            if self.state.gradient_part(LayerPart(layer=layer, part=part)).numel()
+        )
+        self.state.apply(self._step, scale=1.0)
+        self.state.zero_gradients()
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()

@@ -1,0 +1,124 @@
+"""Before the first generation: carry out the agent's wish to measure, and report what came of it.
+
+Owns the meetings of two workers that measure the link between them, and what becomes of failures:
+a measurement that fails is reported and costs nothing else. An assignment calls it off at once,
+and so does a newer wish, such as the one that follows the death of a peer.
+"""
+
+import logging
+
+import torch
+
+from oobleck.host.ipc.messages import LinkMeasured, Measure, Measured, Meeting
+from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.profile.measurement import LinkMeasurement
+from oobleck.planner.profile.sharing import sharing_sizes
+from oobleck.worker.profiling.measure import measure_layers
+from oobleck.worker.profiling.measurelink import measure_link
+from oobleck.worker.runtime.control import Control
+from oobleck.worker.runtime.errors import Superseded, TransportError
+from oobleck.worker.runtime.faults import FaultInjector
+from oobleck.worker.runtime.waiting import Waits
+from oobleck.worker.transport.connect import Connector
+from oobleck.worker.transport.rendezvous import Place, StoreServer, await_arrival
+
+log = logging.getLogger(__name__)
+
+#: Nothing is entered yet: any assignment is newer.
+_BEFORE = Generation(0)
+_MEMBERS = 2
+_BOTH_WAYS = ((0, 1), (1, 0))
+
+
+class Measuring:
+    """One worker's part in measuring the job's model and the links."""
+
+    def __init__(
+        self,
+        *,
+        worker: WorkerId,
+        job: JobSpec,
+        device: torch.device,
+        device_kind: str,
+        connector: Connector,
+        own_store: StoreServer,
+        control: Control,
+        faults: FaultInjector,
+    ) -> None:
+        self._worker = worker
+        self._job = job
+        self._device = device
+        self._device_kind = device_kind
+        self._connector = connector
+        self._own_store = own_store
+        self._control = control
+        self._faults = faults
+
+    def run(self, wish: Measure) -> None:
+        """Returns when all is reported, or called off by an assignment or a newer wish."""
+        self._faults.reached("before:measure", generation=_BEFORE, step=0)
+        try:
+            self._control.report(self._measure_layers(wish))
+            for meeting in wish.meetings:
+                if self._worker in meeting.workers:
+                    self._measure_link(wish, meeting)
+        except Superseded:
+            log.info("measuring was called off")
+
+    def _check(self) -> None:
+        self._control.check_measuring()
+
+    def _measure_layers(self, wish: Measure) -> Measured:
+        try:
+            sizes = sharing_sizes(self._job.training.microbatch, wish.gpus)
+            found = measure_layers(
+                self._job, self._device, self._device_kind, self._check, sizes=sizes
+            )
+        except (RuntimeError, MemoryError) as error:  # of torch; mostly for want of memory
+            log.warning("layers were not measured", extra={"reason": str(error)})
+            problem = str(error).partition("\n")[0] or type(error).__name__
+            return Measured(attempt=wish.attempt, measurement=None, problem=problem)
+        return Measured(attempt=wish.attempt, measurement=found)
+
+    def _measure_link(self, wish: Measure, meeting: Meeting) -> None:
+        link: LinkMeasurement | None = None
+        problem = ""
+        try:
+            link = self._meet(meeting)
+        except TransportError as error:
+            self._check()  # it was aborted because it is no longer wanted
+            log.warning("link was not measured", extra={"reason": str(error)})
+            problem = str(error)
+        if meeting.workers[0] == self._worker:
+            report = LinkMeasured(
+                attempt=wish.attempt, scope=meeting.scope, link=link, problem=problem
+            )
+            self._control.report(report)
+
+    def _meet(self, meeting: Meeting) -> LinkMeasurement | None:
+        where, rank = meeting.rendezvous, meeting.workers.index(self._worker)
+        waits = Waits()
+        self._control.on_abrupt(waits.release)
+        try:
+            self._check()
+            place = Place(where.store, where.prefix, own=self._own_store, waits=waits)
+            self._connector.announce(place)
+            await_arrival(place, _MEMBERS, self._check, _BEFORE)
+            transport = self._connector.connect(
+                place, rank, _MEMBERS, groups=(), links=_BOTH_WAYS, waits=waits
+            )
+        except BaseException:
+            self._control.on_abrupt(None)
+            waits.close()
+            raise
+        self._control.on_abrupt(transport.abort)
+        try:
+            self._check()
+            return measure_link(transport, meeting.scope, self._device, self._check)
+        except BaseException:
+            transport.abort()  # release the other one
+            raise
+        finally:
+            self._control.on_abrupt(None)
+            transport.dispose()

@@ -1,0 +1,265 @@
+"""The way into a generation, once its members can talk: agreement, roll-forward, transfer.
+
+Owns the order of what each worker does by the agreement that follows from all standings
+(`standings`): apply a step that others have committed, find out what counts of the one that was cut
+off, come to hold the plan's layers (`transferring`); or, where a layer is with nobody, go back to a
+checkpoint (`restore`). Must not know how training goes on after.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from oobleck.host.ipc.messages import Assign, Committed, PhaseReached, Restored
+from oobleck.planner.errors import LayerLost
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.transfer import ShardTable, plan_shards, require_holders
+from oobleck.worker.checkpoint.restore import Checkpoint, Restorer
+from oobleck.worker.recovery import standings
+from oobleck.worker.recovery.rejoin import Agreement
+from oobleck.worker.recovery.transferring import Mover
+from oobleck.worker.runtime import pulse
+from oobleck.worker.runtime.control import Control
+from oobleck.worker.runtime.faults import FaultInjector
+from oobleck.worker.runtime.timeline import Timeline
+from oobleck.worker.state.state import ModelState
+from oobleck.worker.step.commit import Progress, commit, count_votes, make_record
+from oobleck.worker.step.salvage import Contribution, Salvage, plan_salvage
+from oobleck.worker.step.vote import ballot_length
+from oobleck.worker.transport.transport import Transport
+
+log = logging.getLogger(__name__)
+
+
+def members_of(assign: Assign) -> tuple[WorkerId, ...]:
+    """Who meets for a handover, in rank order."""
+    return tuple(sorted({*assign.plan.workers, *assign.leaving}))
+
+
+class Entry:
+    """What a worker brings along into every generation that it enters."""
+
+    def __init__(
+        self,
+        *,
+        worker: WorkerId,
+        job: JobSpec,
+        state: ModelState,
+        progress: Progress,
+        fingerprint: bytes,
+        inputs: bytes,
+        control: Control,
+        faults: FaultInjector,
+        timeline: Timeline,
+    ) -> None:
+        """`fingerprint`: of the data that this worker reads; `inputs`: of all that must be the same
+        on every node; 32 bytes each."""
+        self._worker = worker
+        self._job = job
+        self._state = state
+        self._progress = progress
+        self._inputs = inputs
+        self._control = control
+        self._faults = faults
+        self._timeline = timeline
+        self._restorer = (
+            None
+            if job.checkpoint is None
+            else Restorer(
+                job=job,
+                spec=job.checkpoint,
+                worker=worker,
+                state=state,
+                data=fingerprint.hex(),
+                control=control,
+            )
+        )
+        self._mover = Mover(worker=worker, job=job, state=state, faults=faults)
+
+    def run(self, assign: Assign, transport: Transport, *, received: int = 0) -> Salvage | None:
+        """Agree where training stands, roll forward or back to it, and fetch missing layers.
+
+        Returns what there is of the next step already, if anything. `received`: bytes that were
+        handed over before. Raises TransportError when a
+        peer is lost on the way, DataError when nodes read different data, CheckpointError when
+        there is no fit checkpoint though the plan is to go on from one, PlaceUnreachable when this
+        node alone cannot read it, and LayersGone when nobody holds a layer of the plan and there is
+        no checkpoint.
+        """
+        plan, progress = assign.plan, self._progress
+        self._state.drop_partial()
+        self._faults.reached(
+            "before:standings", generation=plan.generation, step=progress.committed
+        )
+        with self._timeline.phase("agree"):
+            agreement = self._agree(plan, plan.workers, transport)
+        if self._restore(assign, agreement, transport):
+            return None
+        rolled_forward = self._worker in agreement.roll_forward
+        if agreement.vote_holder is not None:
+            with self._timeline.phase("roll forward"):
+                self._learn_vote(plan.workers, agreement, transport)
+        with self._timeline.phase("salvage"):
+            salvage = self._salvage(plan, agreement, transport)
+        self._control.report(
+            PhaseReached(
+                generation=plan.generation,
+                phase="joined",
+                committed_step=agreement.step,
+                rolled_forward=rolled_forward,
+                redo=progress.begun == agreement.step + 1,
+                salvaged_microbatches=0 if salvage is None else salvage.microbatches,
+            )
+        )
+        with self._timeline.phase("transfer"):
+            received += self._mover.run(plan, plan.workers, agreement, transport)
+        progress.join(agreement.step, agreement.lineage, agreement.skipped, plan.generation)
+        self._control.report(
+            PhaseReached(generation=plan.generation, phase="transferred", received_bytes=received)
+        )
+        return salvage
+
+    def hand_over(self, assign: Assign, transport: Transport) -> int:
+        """Come to hold the plan's layers, those who leave among the sources; the bytes received.
+
+        What nobody in this meeting holds either is left for the plan's own. Raises as `run` does.
+        """
+        plan, members, progress = assign.plan, members_of(assign), self._progress
+        self._state.drop_partial()
+        agreement = self._agree(plan, members, transport)
+        if _is_lost(agreement.held, plan.layer_count):
+            return 0
+        if agreement.vote_holder is not None:
+            self._learn_vote(members, agreement, transport)
+        received = self._mover.run(plan, members, agreement, transport)
+        progress.join(agreement.step, agreement.lineage, agreement.skipped, plan.generation)
+        transport.all_gather(torch.zeros(1))  # whoever leaves may end: all has arrived
+        return received
+
+    def _restore(self, assign: Assign, agreement: Agreement, transport: Transport) -> bool:
+        """Go on from a checkpoint where nobody has what is needed, or begin anew where there is
+        none and the master knows of none; whether either was done."""
+        if self._restorer is None and not assign.anew:
+            return False
+        fresh = agreement.step == 0 and not any(agreement.held.values())
+        lost = agreement.step > 0 and _is_lost(agreement.held, assign.plan.layer_count)
+        if not (assign.restore or fresh or lost):
+            return False
+        found: Checkpoint | None = None
+        if self._restorer is not None:
+            with self._timeline.phase("restore"), pulse.FILES:
+                found = self._restorer.run(
+                    assign,
+                    transport,
+                    resume=fresh and not assign.restore,
+                    needed=assign.restore and not assign.anew,
+                )
+        if found is None and assign.anew:
+            found = self._begin_anew(assign.plan)
+        if found is None:
+            return False
+        generation = assign.plan.generation
+        self._progress.restart(found.step, generation)
+        log.info("restored", extra={"step": found.step, "path": found.path})
+        for message in (
+            Restored(
+                generation=generation,
+                step=found.step,
+                path=found.path,
+                passed_over=found.passed_over,
+            ),
+            PhaseReached(generation=generation, phase="joined", committed_step=found.step),
+            PhaseReached(generation=generation, phase="transferred"),
+        ):
+            self._control.report(message)
+        return True
+
+    def _begin_anew(self, plan: Plan) -> Checkpoint:
+        """Hold the plan's layers as they were before the first step."""
+        self._state.keep_only(())
+        for shard in sorted(plan_shards(plan)[self._worker]):
+            self._state.initialise(shard.layer, part=shard.part, parts=shard.parts)
+        return Checkpoint(step=0, path="", passed_over=())
+
+    def _agree(self, plan: Plan, members: Sequence[WorkerId], transport: Transport) -> Agreement:
+        return standings.exchange(
+            self._progress,
+            self._state,
+            self._inputs,
+            layer_count=plan.layer_count,
+            members=members,
+            transport=transport,
+        )
+
+    def _salvage(self, plan: Plan, agreement: Agreement, transport: Transport) -> Salvage | None:
+        """Learn what everyone has of the step that was cut off, if there is one, and what of it
+        counts; None where nothing does."""
+        if not agreement.begun:
+            return None
+        layers, microbatches = plan.layer_count, self._job.training.microbatches
+        own = Contribution.nothing(layers, microbatches)
+        if self._worker in agreement.begun:
+            size = self._job.training.microbatch
+            wanted = plan_shards(plan)[self._worker] & agreement.held[self._worker]
+            for layer, state in self._state.layers.items():
+                if state.shard in wanted:
+                    own.added[layer, list(state.added)] = True
+            own.losses[list(self._progress.losses)] = True
+            # Of some micro-batches it may have had a part of the rows alone.
+            counts = Counter(position // size for position in self._progress.row_digests)
+            own.digests[[m for m, count in counts.items() if count == size]] = True
+        rows = transport.all_gather(torch.from_numpy(own.to_row()))
+        salvage = plan_salvage(
+            {
+                member: Contribution.from_row(row.numpy(), layers, microbatches)
+                for member, row in zip(plan.workers, rows, strict=True)
+            },
+            plan,
+        )
+        if not any(salvage.counted.values()):
+            return None
+        log.info("salvaged", extra={"step": agreement.step + 1, "count": salvage.microbatches})
+        return salvage
+
+    def _learn_vote(
+        self,
+        members: Sequence[WorkerId],
+        agreement: Agreement,
+        transport: Transport,
+    ) -> None:
+        """Spread the vote of the newest committed step, and apply it where that is still due."""
+        assert agreement.vote_holder is not None, "only called when someone holds the vote"
+        progress = self._progress
+        root = members.index(agreement.vote_holder)
+        if self._worker == agreement.vote_holder:
+            assert progress.ballot is not None, "a voted step keeps its ballot"
+            vector = progress.ballot
+        else:
+            vector = torch.zeros(
+                ballot_length(self._job.training.global_batch), dtype=torch.float64
+            )
+        transport.broadcast(vector, root)
+        if self._worker not in agreement.roll_forward:
+            return
+        # The switch that this vote may have announced was overtaken, so the number of its
+        # workers, which only that part of the result needs, does not matter here.
+        result = count_votes(self._job, vector, workers=1)
+        progress.voted, progress.voted_generation = agreement.step, progress.reduced_generation
+        progress.ballot = vector
+        commit(self._state, self._job, progress, result, agreement.step)
+        log.info("rolled forward", extra={"step": agreement.step})
+        # Of the generation that voted: a record of the new one says that its transfers are done.
+        record = make_record(self._job, progress.voted_generation, progress, result)
+        self._control.report(Committed(record=record))
+
+
+def _is_lost(held: ShardTable, layer_count: int) -> bool:
+    try:
+        require_holders(held, layer_count)
+    except LayerLost:
+        return True
+    return False

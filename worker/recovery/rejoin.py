@@ -1,0 +1,211 @@
+"""What the workers of a new generation agree on before they train: where everyone stands.
+
+Pure. Each worker states its `Standing`; from the same table of them every worker draws the same
+`Agreement`: the step from which training goes on, who must still apply that step, and whose
+layers count.
+
+A step is committed once any worker holds the result of its vote: the vote completes for one only
+after every worker has put in its share, and it puts it in only with every reduced gradient in
+hand. So if anyone has committed step s, those behind hold the reduced gradients of s and roll
+forward; if no survivor has, nobody alive has changed a weight, and step s is done again.
+
+One that was away meanwhile may come back and have committed s in a generation before: what the
+others agreed on without it holds, unless all of them can still roll forward.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.programs.transfer import Shard, ShardTable
+from oobleck.worker.runtime.errors import InvariantViolation
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A layer, or a share of it, at some version; -1: none."""
+
+    version: int = -1
+    part: int = 0
+    parts: int = 1
+
+
+_NUMBERS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """One worker's state as it arrives in a new generation. Steps count from 1; 0 is the start."""
+
+    #: Generation in which all went back to a checkpoint that its state is of; 0: never.
+    lineage: int
+    #: Newest step whose update it has applied.
+    committed: int
+    #: Step whose reduced gradients it holds complete, 0 for none; and the generation they are of.
+    reduced: int
+    reduced_generation: int
+    #: The layers that those gradients are of: it may hold more, left from an earlier generation.
+    reduced_layers: range
+    #: Newest step whose vote it has the result of, 0 for none; and the generation of that vote.
+    voted: int
+    voted_generation: int
+    #: Newest step that it has begun, of which it may have gradients.
+    begun: int
+    #: Steps in a row up to `committed` that were skipped.
+    skipped: int = 0
+    #: Newest generation in which it agreed with others on a step; 0: none.
+    joined: int = 0
+    #: What it holds of each layer, and what another share has taken the place of since the last
+    #: commit, whose gradients are not those of `reduced`.
+    layers: tuple[Held, ...]
+    former: tuple[Held, ...]
+
+    def to_row(self) -> list[int]:
+        return [
+            self.lineage,
+            self.committed,
+            self.reduced,
+            self.reduced_generation,
+            self.reduced_layers.start,
+            self.reduced_layers.stop,
+            self.voted,
+            self.voted_generation,
+            self.begun,
+            self.skipped,
+            self.joined,
+            *(
+                number
+                for held in (*self.layers, *self.former)
+                for number in (held.version, held.part, held.parts)
+            ),
+        ]
+
+    @classmethod
+    def from_row(cls, row: Sequence[int]) -> "Standing":
+        lineage, committed, reduced, reduced_generation, first, end, *rest = row
+        voted, voted_generation, begun, skipped, joined, *rest = rest
+        held = [Held(*rest[i : i + _NUMBERS]) for i in range(0, len(rest), _NUMBERS)]
+        return cls(
+            lineage=lineage,
+            committed=committed,
+            reduced=reduced,
+            reduced_generation=reduced_generation,
+            reduced_layers=range(first, end),
+            voted=voted,
+            voted_generation=voted_generation,
+            begun=begun,
+            skipped=skipped,
+            joined=joined,
+            layers=tuple(held[: len(held) // 2]),
+            former=tuple(held[len(held) // 2 :]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """What follows from everyone's standing."""
+
+    #: That of the workers whose state counts.
+    lineage: int
+    #: The last committed step; training goes on with the next one.
+    step: int
+    #: Workers that apply `step` now, from the reduced gradients they hold.
+    roll_forward: frozenset[WorkerId]
+    #: A worker that can tell the result of `step`'s vote; None when nobody needs it.
+    vote_holder: WorkerId | None
+    #: What each worker holds at version `step` (after the roll-forward).
+    held: ShardTable
+    #: Steps in a row up to `step` that were skipped, as far as those know who have committed it.
+    skipped: int
+    #: Workers that have begun the step after `step`, which is done again: they may have some of it.
+    begun: frozenset[WorkerId]
+
+
+def agree(standings: Mapping[WorkerId, Standing]) -> Agreement:
+    """Draw the agreement; the same on every worker because the table is the same."""
+    # Since the others went back to a checkpoint, what a worker has that did not is of no use.
+    lineage = max(standing.lineage for standing in standings.values())
+    members, standings = standings, {w: s for w, s in standings.items() if s.lineage == lineage}
+    while outrun := _outrun(standings):
+        standings = _without_newest(standings, outrun)
+    step = _newest(standings)
+    holders = sorted(w for w, s in standings.items() if s.voted == step and step > 0)
+    generations = {standings[w].voted_generation for w in holders}
+    if len(generations) > 1:
+        raise InvariantViolation(f"step {step} was voted on in generations {sorted(generations)}")
+
+    roll_forward = set()
+    held: dict[WorkerId, frozenset[Shard]] = {}
+    for worker, standing in standings.items():
+        if standing.committed == step:
+            held[worker] = _at(step, standing.layers) | _at(step, standing.former)
+        elif (
+            standing.committed == step - 1
+            and standing.reduced == step
+            and standing.reduced_generation in generations
+        ):
+            roll_forward.add(worker)
+            held[worker] = frozenset(
+                shard
+                for shard in _at(step - 1, standing.layers)
+                if shard.layer in standing.reduced_layers
+            )
+        # Others were left behind by an older generation: their layers are worthless.
+    return Agreement(
+        lineage=lineage,
+        step=step,
+        roll_forward=frozenset(roll_forward),
+        vote_holder=holders[0] if holders and roll_forward else None,
+        held={worker: held.get(worker, frozenset()) for worker in members},
+        skipped=max((s.skipped for s in standings.values() if s.committed == step), default=0),
+        begun=frozenset(w for w, standing in standings.items() if standing.begun == step + 1),
+    )
+
+
+def _newest(standings: Mapping[WorkerId, Standing]) -> int:
+    """The newest committed step. Whoever has seen a vote counts as having committed it: it needs
+    nobody else to apply it."""
+    return max(max(s.committed, s.voted) for s in standings.values())
+
+
+def _outrun(standings: Mapping[WorkerId, Standing]) -> frozenset[WorkerId]:
+    """Workers that have committed the newest step, and without which others have agreed on another
+    one since, and begun it again: they have not the gradients any more to follow, or have committed
+    it in another vote."""
+    step = _newest(standings)
+    ahead = {w: s for w, s in standings.items() if max(s.committed, s.voted) == step}
+    joined = max(s.joined for s in ahead.values())
+    voted = max((s.voted_generation for s in ahead.values() if s.voted == step), default=0)
+    if any(s.joined > joined and not _follows(s, step, voted) for s in standings.values()):
+        return frozenset(ahead)
+    return frozenset(
+        w for w, s in ahead.items() if s.voted == step and max(s.voted_generation, s.joined) < voted
+    )
+
+
+def _follows(standing: Standing, step: int, generation: int) -> bool:
+    """Whether it has applied the step that was voted on in `generation`, or can."""
+    if max(standing.committed, standing.voted) >= step:
+        return True
+    of = (standing.committed, standing.reduced, standing.reduced_generation)
+    return of == (step - 1, step, generation)
+
+
+def _without_newest(
+    standings: Mapping[WorkerId, Standing], outrun: Set[WorkerId]
+) -> dict[WorkerId, Standing]:
+    """As if those in `outrun` had not seen their last vote; who has applied it has nothing left."""
+    step = _newest(standings)
+    return {
+        worker: replace(standing, voted=0, voted_generation=0) if worker in outrun else standing
+        for worker, standing in standings.items()
+        if not (worker in outrun and standing.committed == step)
+    }
+
+
+def _at(version: int, layers: Sequence[Held]) -> frozenset[Shard]:
+    return frozenset(
+        Shard(layer, held.part, held.parts)
+        for layer, held in enumerate(layers)
+        if held.version == version
+    )

@@ -1,0 +1,209 @@
+"""The worker's ear: what its agent wants, kept up to date by a thread of its own.
+
+Owns the reading of the agent's channel and the rule which of several assignments counts. The
+main thread asks; what must not wait for it (releasing a blocked transport, ending the process)
+happens in the reading thread.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from oobleck.host.ipc.channel import Channel
+from oobleck.host.ipc.messages import (
+    Ask,
+    Assign,
+    FromWorker,
+    Launch,
+    Measure,
+    Record,
+    Recorded,
+    Save,
+    Stop,
+    ToWorker,
+)
+from oobleck.planner.ids import Generation
+from oobleck.worker.runtime import pulse, stacks
+from oobleck.worker.runtime.errors import Superseded
+
+log = logging.getLogger(__name__)
+
+
+class Control:
+    """Newest wishes of the agent.
+
+    An abrupt assignment overrules everything older. A boundary assignment is entered by running
+    workers through the vote of a step (`boundary`), and at once by one that runs no steps: not
+    yet, not any more, or not until it meets others again.
+    """
+
+    def __init__(self, channel: Channel[ToWorker]) -> None:
+        self._channel = channel
+        self._changed = threading.Condition()
+        self._abrupt: Assign | None = None
+        self._boundaries: dict[Generation, Assign] = {}
+        self._measure: Measure | None = None
+        self._on_abrupt: Callable[[], None] | None = None
+        #: What is to be recorded of the steps; None: nothing.
+        self.record: Record | None = None
+        #: Number of the newest wish for a checkpoint; 0: none.
+        self.save_wish = 0
+
+    def start(self) -> None:
+        threading.Thread(target=self._listen, name="control", daemon=True).start()
+
+    def report(self, message: FromWorker) -> None:
+        """Tell the agent; when the agent is gone, the listening thread ends the process anyway."""
+        with contextlib.suppress(OSError):
+            self._channel.send(message)
+
+    def report_recorded(self, recorded: Recorded) -> None:
+        """Tell the agent what was asked for, once."""
+        with self._changed:
+            if self.record is not None and self.record.number == recorded.recording.number:
+                self.record = None
+        self.report(recorded)
+
+    def on_abrupt(self, callback: Callable[[], None] | None) -> None:
+        """Have `callback` called (in the listening thread) whenever an abrupt change arrives, or
+        a newer wish to measure."""
+        with self._changed:
+            self._on_abrupt = callback
+
+    def check_wanted(self, generation: Generation) -> None:
+        """Raise Superseded when an abrupt generation newer than `generation` has been pushed."""
+        abrupt = self._abrupt
+        if abrupt is not None and abrupt.plan.generation > generation:
+            raise Superseded(abrupt.plan.generation)
+
+    def check_newest(self, generation: Generation) -> None:
+        """Raise Superseded when any generation newer than `generation` has been pushed.
+
+        For a worker that waits for the others of `generation`: a boundary change is pushed only
+        where steps are committed, so where it is newer, nobody else comes.
+        """
+        with self._changed:
+            newest = self._newest()
+        if newest is not None and newest.plan.generation > generation:
+            raise Superseded(newest.plan.generation)
+
+    def check_measuring(self) -> None:
+        """Raise Superseded when the measurement under way is to give way to a newer attempt or to
+        the first generation."""
+        self.check_wanted(Generation(0))
+        if self._measure is not None:
+            raise Superseded(Generation(0))
+
+    def pending_boundary(self, generation: Generation) -> Generation | None:
+        """The newest boundary change after `generation` that waits to be voted on, if any."""
+        with self._changed:
+            newest = max(self._boundaries, default=generation)
+        return newest if newest > generation else None
+
+    def boundary(self, generation: Generation) -> Assign:
+        """The boundary change that a vote chose; this worker has voted for it, so it has it."""
+        with self._changed:
+            chosen = self._boundaries[generation]
+            self._boundaries = {g: a for g, a in self._boundaries.items() if g > generation}
+        return chosen
+
+    def wait_next(self, generation: Generation) -> Assign:
+        """Wait for an assignment newer than `generation`, in which no more steps are run."""
+        with self._changed:
+            while True:
+                newest = self._newest()
+                if newest is not None and newest.plan.generation > generation:
+                    return newest
+                with pulse.PAUSED:
+                    self._changed.wait()
+
+    def wait_begin(self) -> Assign | Measure:
+        """Before the first generation: the first one to enter, or else what to measure; each
+        wish to measure is returned once."""
+        with self._changed:
+            while True:
+                if self._abrupt is not None or self._boundaries:
+                    return self.wait_next(Generation(0))
+                if self._measure is not None:
+                    wish, self._measure = self._measure, None
+                    return wish
+                with pulse.PAUSED:
+                    self._changed.wait()
+
+    def _newest(self) -> Assign | None:
+        pushed = [*self._boundaries.values(), *([self._abrupt] if self._abrupt else [])]
+        return max(pushed, key=lambda assign: assign.plan.generation, default=None)
+
+    def pause(self, generation: Generation, seconds: float) -> None:
+        """Let time pass; raises Superseded as soon as a newer abrupt generation is wanted."""
+        until = time.monotonic() + seconds
+        with self._changed:
+            while (left := until - time.monotonic()) > 0:
+                self.check_wanted(generation)
+                with pulse.PAUSED:
+                    self._changed.wait(left)
+
+    def wait_superseded(self, generation: Generation) -> NoReturn:
+        """Wait until an abrupt generation newer than `generation` arrives, then raise."""
+        with self._changed:
+            while True:
+                self.check_wanted(generation)
+                with pulse.PAUSED:
+                    self._changed.wait()
+
+    def _listen(self) -> None:
+        try:
+            self._follow()
+        except Exception:
+            # The boundary of this thread: a worker that no longer hears its agent must not go on.
+            log.exception("the agent's channel broke")
+            os._exit(1)
+        # Without its agent a worker is nobody's; whatever the main thread is in, end here.
+        os._exit(0)
+
+    def _follow(self) -> None:
+        while (message := self._channel.receive()) is not None:
+            match message:
+                case Assign():
+                    self._accept(message)
+                case Measure():
+                    self._wish(message)
+                case Record():
+                    with self._changed:
+                        self.record = message
+                case Save(number=number):
+                    self.save_wish = max(self.save_wish, number)
+                case Ask():
+                    self.report(pulse.read())
+                case Stop(reason=reason):
+                    log.info("stopping", extra={"reason": reason})
+                    os._exit(0)
+                case Launch():
+                    log.error("a second launch message was ignored")
+
+    def _wish(self, measure: Measure) -> None:
+        with self._changed:
+            self._measure = measure
+            callback = self._on_abrupt
+            self._changed.notify_all()
+        if callback is not None:
+            callback()
+
+    def _accept(self, assign: Assign) -> None:
+        generation = assign.plan.generation
+        callback = None
+        with self._changed:
+            if assign.boundary:
+                self._boundaries[generation] = assign
+            elif self._abrupt is None or generation > self._abrupt.plan.generation:
+                self._abrupt = assign
+                self._boundaries = {g: a for g, a in self._boundaries.items() if g > generation}
+                callback = self._on_abrupt
+                stacks.expect_answer()
+            self._changed.notify_all()
+        if callback is not None:
+            callback()

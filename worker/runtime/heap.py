@@ -1,0 +1,38 @@
+"""The C library's heap, set to keep what is freed.
+
+A training step takes and frees the same memory again and again. By default glibc gives freed
+memory back to the kernel as soon as the top of the heap, or a single large block, is free, and the
+next micro-batch pays for every page of it again: tens of thousands of page faults in a step of a
+small model. What a worker has needed once, it needs in the next step.
+
+Blocks of some megabytes are mapped and given back one by one all the same: operations on them take
+far longer than their pages, and kept, with what lies between them, they took 15% more memory than
+what is in use.
+"""
+
+import ctypes
+
+from oobleck.planner.profile.memory import MAPPED_BYTES
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_NEVER_TRIM = (1 << 31) - 1
+
+
+def keep_freed_memory() -> bool:
+    """For this process and its forks; False where the C library has no such setting."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(
+        mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES) and mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIM)
+    )
+
+
+def give_back() -> None:
+    """What is freed now goes back to the kernel, where the C library can do that."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        return

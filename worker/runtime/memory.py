@@ -1,0 +1,59 @@
+"""The most memory that training has taken of this worker's device.
+
+On a CPU it is the process's own memory: pages that no file stands behind, so libraries' code and
+mapped data do not count. What was there before the first layer (interpreter, libraries' own
+tables, what the fork brought along, connections) is the base, told beside it: a plan predicts
+what the layers take alone. On a GPU it is what torch's allocator has handed out, and the base is
+nothing.
+"""
+
+import re
+from pathlib import Path
+
+import torch
+
+from oobleck.host.ipc.messages import MemoryUse
+
+_STATUS = Path("/proc/self/status")
+#: Writing 5 to it sets the peak to what is there now.
+_CLEAR = Path("/proc/self/clear_refs")
+_FIELD = re.compile(rb"^(VmHWM|RssAnon|RssFile|RssShmem):\s*(\d+) kB$", re.MULTILINE)
+
+
+class MemoryMeter:
+    """Of one process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._base_bytes = 0
+
+    def begin(self) -> None:
+        """The process holds no layer yet, and has all that it needs beside them: that is the
+        base."""
+        if self._device.type != "cuda":
+            self._base_bytes = _fields()["RssAnon"]
+
+    def restart(self) -> None:
+        """Forget the peak so far. Where the kernel does not allow that, it stays."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        try:
+            _CLEAR.write_bytes(b"5")
+        except OSError:  # a kernel without it, or a sandbox
+            return
+
+    def read(self) -> MemoryUse:
+        """The peak since the last restart, some ten microseconds' work."""
+        if self._device.type == "cuda":
+            return MemoryUse(peak_bytes=torch.cuda.max_memory_allocated(self._device), base_bytes=0)
+        now = _fields()
+        # What is mapped of files only grows in training, so at the peak there was no more of it.
+        peak = now["VmHWM"] - now["RssFile"] - now["RssShmem"]
+        return MemoryUse(peak_bytes=max(peak, now["RssAnon"]), base_bytes=self._base_bytes)
+
+
+def _fields() -> dict[str, int]:
+    """Bytes by name."""
+    found = _FIELD.findall(_STATUS.read_bytes())
+    return {name.decode(): int(value) << 10 for name, value in found}

@@ -1,0 +1,113 @@
+"""Where a worker's time goes: spans of the steps that it was asked to record.
+
+While nothing is recorded a span costs two calls and a comparison; the pulse learns of it in any
+case. The phases of the way into a
+generation are few, so those of the last change are always kept. Owns the recording and when it is
+on; must not know what is recorded. One thread makes all spans, so they lie side by side or one
+inside the other; sums, which go on beside them, begin and end at any time.
+"""
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+
+from oobleck.host.ipc.messages import Record, Recorded
+from oobleck.host.timeline import Category, Recording, Span
+from oobleck.planner.ids import Generation
+from oobleck.worker.runtime import pulse
+
+_OFF: AbstractContextManager[None] = nullcontext()
+
+
+class OpenSpan(AbstractContextManager[None]):
+    """A span that is being made."""
+
+    __slots__ = ("_category", "_name", "_spans", "_started_ns")
+
+    def __init__(self, spans: list[Span], name: str, category: Category) -> None:
+        self._spans = spans
+        self._name = name
+        self._category: Category = category
+        self._started_ns = time.monotonic_ns()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        ended_ns = time.monotonic_ns()
+        self._spans.append(
+            Span(self._name, self._category, self._started_ns, ended_ns - self._started_ns)
+        )
+
+
+class Timeline:
+    """The recording of one worker."""
+
+    def __init__(self) -> None:
+        self._generation = Generation(0)
+        self._phases: list[Span] = []
+        #: Whether a step has been committed since the last way out of a generation.
+        self._stepped = False
+        self._steps: list[int] = []
+        #: None: nothing is recorded now.
+        self._spans: list[Span] | None = None
+
+    def leave(self) -> None:
+        """The way from one generation to the next begins; an unfinished recording is dropped."""
+        self._spans = None
+        if self._stepped:
+            self._phases, self._stepped = [], False
+
+    def enter(self, generation: Generation) -> None:
+        self._generation = generation
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """A phase of the way into the generation."""
+        pulse.beat(name)
+        return OpenSpan(self._phases, name, "recovery")
+
+    def first_step(self) -> AbstractContextManager[None]:
+        """What is done inside of it is a step; the first one of a generation is a phase as well."""
+        return _OFF if self._stepped else self.phase("first step")
+
+    def begin_step(self, step: int, wanted: Record | None) -> None:
+        """Record from here on if `wanted` names this step."""
+        if wanted is None or not wanted.first_step <= step <= wanted.last_step:
+            self._spans = None
+        elif self._spans is None:
+            self._spans, self._steps = [], []
+
+    def end_step(self, step: int, wanted: Record | None) -> Recorded | None:
+        """Step `step` is committed. The answer to `wanted`, if it is due."""
+        self._stepped = True
+        if wanted is None:
+            return None
+        if self._spans is not None:
+            self._steps.append(step)
+        if step < wanted.last_step:
+            return None
+        spans, self._spans = self._spans, None
+        steps = self._steps if spans is not None else []
+        recording = Recording(
+            number=wanted.number,
+            generation=self._generation,
+            steps=tuple(steps),
+            spans=(*self._phases, *(spans or ())) if steps else (),
+        )
+        return Recorded(recording=recording)
+
+    def span(self, name: str, detail: int | None = None) -> AbstractContextManager[None]:
+        """What is done inside of it is called `name`, with `detail` behind."""
+        pulse.beat(name, detail)
+        if self._spans is None:
+            return _OFF
+        return OpenSpan(self._spans, pulse.called(name, detail), "step")
+
+    def sum(self, name: str, detail: int) -> OpenSpan | None:
+        """Something that goes on beside the spans, until its `close`; None: it is not recorded."""
+        return None if self._spans is None else OpenSpan(self._spans, f"{name} {detail}", "sum")

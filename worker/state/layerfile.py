@@ -1,0 +1,76 @@
+"""One layer's state as the bytes of a safetensors file and back.
+
+Weights stand under the names of their parameters, moments under `<parameter>.<moment>`, so the file
+means something without this package. The flat state is laid out as the file's data is, so writing
+one copies nothing. Must not know where files are.
+"""
+
+import json
+from collections.abc import Mapping
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from oobleck.host.storage.folder import Content
+from oobleck.host.storage.weightfiles import WeightsError, check_content
+from oobleck.planner.job.optimization import OptimizerSpec
+from oobleck.planner.recovery.checkpoint import MOST_LAYER_HEADER_BYTES, InvalidCheckpoint
+from oobleck.worker.state.layout import Layout
+
+_DTYPES = {torch.float32: "F32", torch.float64: "F64"}
+#: The format wants its data to begin at a multiple of this.
+_ALIGNMENT = 8
+
+
+def moment_names(optimizer: OptimizerSpec) -> tuple[str, ...]:
+    """What torch.optim calls the rows of a layer's state after the first."""
+    if optimizer.name == "adamw":
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) * optimizer.moments
+
+
+def pack(
+    snapshot: torch.Tensor, flat: Layout, moments: tuple[str, ...], metadata: Mapping[str, str]
+) -> list[Content]:
+    """The file of a layer's state (1 + moments, n), contiguous and in host memory; its data is a
+    view of `snapshot`, where the layout has no gap."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    width = snapshot.element_size()
+    end = 0
+    for moment in ("", *moments):
+        for entry in flat.entries:
+            begin, end = end, end + (entry.end - entry.offset) * width
+            header[f"{entry.name}.{moment}" if moment else entry.name] = {
+                "dtype": _DTYPES[snapshot.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [begin, end],
+            }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if flat.gap:  # safetensors allows none
+        before, after = snapshot[:, : flat.gap.start], snapshot[:, flat.gap.stop :]
+        snapshot = torch.cat([before, after], dim=1)
+    return [len(text).to_bytes(8, "little") + text, snapshot.cpu().numpy().data.cast("B")]
+
+
+def unpack(
+    content: bytes, flat: Layout, moments: tuple[str, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """A layer's state (1 + moments, n) from its file. Raises InvalidCheckpoint."""
+    try:
+        check_content(content, MOST_LAYER_HEADER_BYTES)
+        tensors = load(content)
+    except (WeightsError, SafetensorError) as error:
+        raise InvalidCheckpoint(f"is no safetensors file: {error}") from error
+    snapshot = torch.zeros(1 + len(moments), flat.size, dtype=dtype)
+    for row, moment in enumerate(("", *moments)):
+        for entry in flat.entries:
+            name = f"{entry.name}.{moment}" if moment else entry.name
+            tensor = tensors.get(name)
+            if tensor is None:
+                raise InvalidCheckpoint(f"holds no {name}")
+            if tensor.shape != entry.shape:
+                raise InvalidCheckpoint(f"holds {name} as {tuple(tensor.shape)}, not {entry.shape}")
+            snapshot[row, entry.offset : entry.end] = tensor.reshape(-1)
+    return snapshot

@@ -1,0 +1,117 @@
+"""The state of one layer on one worker: weights, moments, gradient and version, whole or a share.
+
+It is one flat tensor, so that it travels as one message, and its gradient, this worker's own sum
+over micro-batches, is another (`oobleck.worker.state.layout` has the order). What an update applies
+are the reduced gradients, summed over all workers: tensors that are given from outside, or the own
+sum itself where nobody else holds the layer. Owns where each number is; must not know other layers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from oobleck.planner.programs.instructions import LayerPart
+from oobleck.planner.programs.transfer import Shard
+from oobleck.worker.models import Layer
+from oobleck.worker.state.layout import Layout
+from oobleck.worker.state.optimizer import Slice
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerState:
+    """One layer on this worker, or the share of it that the worker keeps."""
+
+    shard: Shard
+    layout: Layout
+    #: Of a whole layer its parameters are views into `storage` and `gradient`; of a share they have
+    #: no memory here (`oobleck.worker.step.exchange` gives them some).
+    module: Layer
+    #: (1 + moments, n): weights, then the optimizer's moments: AdamW's exp_avg and exp_avg_sq,
+    #: SGD's momentum_buffer, if it has momentum. n numbers: of the tied part, then of the own one.
+    storage: Tensor
+    #: (n): the sum over micro-batches.
+    gradient: Tensor
+    #: The micro-batches of the step that are wholly in `gradient`.
+    added: set[int] = field(default_factory=set)
+    #: What the update applies; scaled in place by it. What is missing here is that of `gradient`.
+    reduced: dict[LayerPart, Tensor] = field(default_factory=dict)
+    #: Steps applied.
+    version: int
+    #: Which of the layer's numbers are here, of the tied part and of the own one.
+    numbers: tuple[range, range] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.numbers = self.layout.shard(self.shard)
+
+    def columns(self, numbers: range) -> slice:
+        """Where those of `numbers`, all of one part, that are here stand in `storage` and
+        `gradient`."""
+        tied, own = self.numbers
+        for held, offset in ((tied, 0), (own, len(tied))):
+            start, stop = max(held.start, numbers.start), min(held.stop, numbers.stop)
+            if start < stop:
+                return slice(start - held.start + offset, stop - held.start + offset)
+        return slice(0, 0)
+
+    def copy_to(self, numbers: tuple[range, range], into: Tensor) -> None:
+        """What is here of `numbers` to where it stands in `into`, which has all of these."""
+        offset = 0
+        for wanted, held in zip(numbers, self.numbers, strict=True):
+            both = range(max(wanted.start, held.start), min(wanted.stop, held.stop))
+            if both:
+                begin = offset + both.start - wanted.start
+                into[:, begin : begin + len(both)] = self.storage[:, self.columns(both)]
+            offset += len(wanted)
+
+    def gradient_of(self, part: LayerPart) -> Tensor:
+        """The slice of the own gradient that is summed over one set of workers: a view."""
+        return self.gradient[self.columns(self.layout.part(part))]
+
+    def reduced_of(self, part: LayerPart) -> Tensor:
+        """What the update will apply of it."""
+        reduced = self.reduced.get(part)
+        return self.gradient_of(part) if reduced is None else reduced
+
+    def applied(self) -> Iterator[tuple[range, Tensor]]:
+        """Which numbers the update applies which gradient to, piece by piece."""
+        pieces = sorted(
+            ((self.layout.part(part), reduced) for part, reduced in self.reduced.items()),
+            key=lambda piece: piece[0].start,
+        )
+        for held in self.numbers:
+            reached = held.start
+            for numbers, reduced in pieces:
+                if numbers.start not in held:
+                    continue
+                if reached < numbers.start:
+                    before = range(reached, numbers.start)
+                    yield before, self.gradient[self.columns(before)]
+                yield numbers, reduced
+                reached = numbers.stop
+            if reached < held.stop:
+                rest = range(reached, held.stop)
+                yield rest, self.gradient[self.columns(rest)]
+
+    def slices(self) -> Iterator[Slice]:
+        """What the optimizer updates, tensor by tensor.
+
+        Each part, and each piece of it that others hold in other cuts, is a tensor of its own:
+        vectorised kernels round the ends of a tensor unlike its middle, and all copies of a weight
+        must stay equal to the last bit (see `CUT_NUMBERS`).
+        """
+        flat = self.layout
+        for numbers, gradient in self.applied():
+            for start, end, decayed in (
+                (0, flat.tied, True),
+                (flat.tied, flat.decayed, True),
+                (flat.decayed, flat.size, False),
+            ):
+                both = range(max(start, numbers.start), min(end, numbers.stop))
+                if both:
+                    offset = both.start - numbers.start
+                    yield Slice(
+                        storage=self.storage[:, self.columns(both)],
+                        gradient=gradient[offset : offset + len(both)],
+                        decayed=decayed,
+                    )

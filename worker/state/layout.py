@@ -1,0 +1,121 @@
+"""The flat order of a layer's numbers, and which of them a share of the layer is.
+
+The order is: the part tied to another layer, then what weight decay acts on (all matrices and
+embeddings; norms are not decayed), then the rest. So each of these is one slice, and so is `own`,
+everything but the tied part. A share of a layer, such as the second of three workers keeps, is
+that share of the tied part and that share of the own part. Knows the model alone.
+"""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from oobleck.planner.job.spec import ModelSpec
+from oobleck.planner.programs.instructions import LayerPart
+from oobleck.planner.programs.transfer import CUT_NUMBERS, Shard, cut
+from oobleck.worker.models import Layer, build_layer, tied_parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Where one parameter lies in the flat tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The flat order of one layer: [0, tied) [tied, decayed) [decayed, size)."""
+
+    entries: tuple[Entry, ...]
+    tied: int
+    decayed: int
+    size: int
+    #: Numbers before `decayed` that belong to no parameter.
+    gap: range
+
+    def share(self, start: Fraction, stop: Fraction) -> tuple[range, range]:
+        """The numbers from `start` to `stop` of the tied part and of the own one."""
+        own = self.size - self.tied
+        return (
+            range(cut(start, self.tied), cut(stop, self.tied)),
+            range(self.tied + cut(start, own), self.tied + cut(stop, own)),
+        )
+
+    def shard(self, shard: Shard) -> tuple[range, range]:
+        return self.share(shard.start, shard.stop)
+
+    def part(self, part: LayerPart) -> range:
+        share = part.share
+        tied, own = self.share(Fraction(share.start, share.of), Fraction(share.stop, share.of))
+        return tied if part.part == "tied" else own
+
+
+@lru_cache(maxsize=4096)
+def layout(spec: ModelSpec, layer: int) -> Layout:
+    """The flat layout of `layer`: a function of the model alone, so all holders agree on it.
+
+    What is not decayed begins at a multiple of `CUT_NUMBERS` from the own part's begin, as shares
+    do. The few numbers between are zeros for ever, since their gradients are.
+    """
+    with torch.device("meta"):
+        module = build_layer(spec, layer)
+    tied_name = tied_parameter(spec, layer)
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    tied = [name for name in shapes if name == tied_name]
+    decayed = [name for name in shapes if len(shapes[name]) > 1 and name != tied_name]
+    rest = [name for name in shapes if len(shapes[name]) == 1]
+    entries: list[Entry] = []
+
+    def append(names: list[str], end: int) -> int:
+        for name in names:
+            entries.append(Entry(name=name, shape=shapes[name], offset=end))
+            end = entries[-1].end
+        return end
+
+    tied_end = append(tied, 0)
+    decayed_end = append(decayed, tied_end)
+    gap = decayed_end
+    if rest:
+        decayed_end += -(decayed_end - tied_end) % CUT_NUMBERS
+    size = append(rest, decayed_end)
+    return Layout(
+        entries=tuple(entries),
+        tied=tied_end,
+        decayed=decayed_end,
+        size=size,
+        gap=range(gap, decayed_end),
+    )
+
+
+def layer_sizes(spec: ModelSpec) -> list[int]:
+    """How many numbers each layer has."""
+    return [layout(spec, layer).size for layer in range(spec.layer_count)]
+
+
+def empty_module(spec: ModelSpec, layer: int) -> Layer:
+    """The module of `layer`, whose parameters have no memory yet."""
+    with torch.device("meta"):
+        return build_layer(spec, layer)
+
+
+def point_parameters(
+    module: Layer, flat: Layout, weights: Tensor, gradient: Tensor | None = None
+) -> None:
+    """Make the parameters of `module`, and their gradients, views into flat tensors."""
+    for entry in flat.entries:
+        owner_name, _, name = entry.name.rpartition(".")
+        parameter = nn.Parameter(weights[entry.offset : entry.end].view(entry.shape))
+        if gradient is not None:
+            parameter.grad = gradient[entry.offset : entry.end].view(entry.shape)
+        setattr(module.get_submodule(owner_name), name, parameter)

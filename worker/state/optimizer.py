@@ -1,0 +1,118 @@
+"""The rules of an update: learning rate by step, clipping by norm, and the optimizer's own.
+
+All are functions of their arguments: an optimizer's state is the moments that are handed in and
+the number of the step, and nothing is remembered here. Must not know layers, or who holds them.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
+from oobleck.planner.job.spec import TrainingSpec
+
+
+def learning_rate(schedule: ScheduleSpec, step: int, steps: int, base: float) -> float:
+    """The rate of step `step` (from 1) of `steps`.
+
+    Linear warm-up that reaches `base` in the step after the last warm-up step; then constant, or
+    a line or half a cosine that would reach `min_lr` in the step after the last one. These are
+    torch.optim.lr_scheduler's LinearLR and CosineAnnealingLR.
+    """
+    if step <= schedule.warmup:
+        return base * step / (schedule.warmup + 1)
+    if schedule.name == "constant":
+        return base
+    done = min(1.0, (step - 1 - schedule.warmup) / max(1, steps - schedule.warmup))
+    left = 1.0 - done if schedule.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return schedule.min_lr + (base - schedule.min_lr) * left
+
+
+def clip_scale(grad_norm: float, clip: float | None) -> float:
+    """Factor that brings a gradient of `grad_norm` to at most `clip`.
+
+    As torch.nn.utils.clip_grad_norm_ computes it, with its 1e-6 against division by zero.
+    """
+    return 1.0 if clip is None else min(1.0, clip / (grad_norm + 1e-6))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """A piece of flat state that is updated as one tensor, in place."""
+
+    #: (1 + moments, n): weights, then the moments in the optimizer's order.
+    storage: Tensor
+    #: (n), of the mean loss, clipped.
+    gradient: Tensor
+    #: Whether weight decay acts on it.
+    decayed: bool
+
+
+def update(slices: Iterable[Slice], training: TrainingSpec, step: int) -> None:
+    """Take step `step` (from 1) of the job's optimizer on all slices.
+
+    By torch.optim's functions and not its classes: nothing but storage and step number need travel
+    with a layer, and the first object of such a class loads the compiler (torch._dynamo), a second
+    and 100 MB of every process. A momentum of zeros before the first step gives what torch's SGD
+    does there, where it takes the gradient as the momentum.
+    """
+    spec = training.optimizer
+    rate = learning_rate(training.schedule, step, training.steps, spec.lr)
+    groups: dict[bool, list[Slice]] = {True: [], False: []}
+    for piece in slices:
+        groups[piece.decayed].append(piece)
+    take = _adamw if spec.name == "adamw" else _sgd
+    with torch.no_grad():
+        for decayed, group in groups.items():
+            if group:
+                take(group, spec, step, rate, decayed)
+
+
+# Fused: one kernel reads and writes everything once. CPU and CUDA have it for both.
+
+
+def _adamw(group: list[Slice], spec: OptimizerSpec, step: int, rate: float, decayed: bool) -> None:
+    assert spec.beta1 is not None
+    assert spec.beta2 is not None
+    assert spec.eps is not None
+    assert spec.weight_decay is not None
+    adamw(
+        [piece.storage[0] for piece in group],
+        [piece.gradient for piece in group],
+        [piece.storage[1] for piece in group],
+        [piece.storage[2] for piece in group],
+        [],
+        # Filled where they are: a copy from the host would wait for all that a GPU has to do.
+        [torch.full((), step - 1.0, device=piece.storage.device) for piece in group],
+        fused=True,
+        amsgrad=False,
+        beta1=spec.beta1,
+        beta2=spec.beta2,
+        lr=rate,
+        weight_decay=spec.weight_decay if decayed else 0.0,
+        eps=spec.eps,
+        maximize=False,
+    )
+
+
+def _sgd(group: list[Slice], spec: OptimizerSpec, step: int, rate: float, decayed: bool) -> None:
+    assert spec.momentum is not None
+    assert spec.nesterov is not None
+    assert spec.weight_decay is not None
+    sgd(
+        [piece.storage[0] for piece in group],
+        [piece.gradient for piece in group],
+        [piece.storage[1] if spec.moments else None for piece in group],
+        fused=True,
+        weight_decay=spec.weight_decay if decayed else 0.0,
+        momentum=spec.momentum,
+        lr=rate,
+        dampening=0.0,
+        nesterov=spec.nesterov,
+        maximize=False,
+    )

@@ -1,0 +1,261 @@
+"""Model state: the layers that this worker holds, with weights, moments, gradients and version.
+
+Where several workers share a stage, each holds a share of its layers. Owns which layers are held,
+those on their way, versions and the update; what one layer's state is, is in `layerstate`. Must not
+know stages, peers and plans: which layers to hold, and what version they must reach, is said from
+outside.
+"""
+
+from collections.abc import Collection, Container, Iterable
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from oobleck.planner.job.spec import JobSpec, Precision
+from oobleck.planner.programs.instructions import LayerPart
+from oobleck.planner.programs.transfer import Shard
+from oobleck.worker.models import Layer, initialise_parameters
+from oobleck.worker.runtime.errors import InvariantViolation
+from oobleck.worker.state.layerstate import LayerState
+from oobleck.worker.state.layout import empty_module, layout, point_parameters
+from oobleck.worker.state.optimizer import update
+
+#: Numbers of a gradient whose norm is taken at once.
+_NORM_PIECE = 1 << 18
+
+
+class StateError(InvariantViolation):
+    """A layer is not in the state that the caller relies on."""
+
+
+def state_dtype(precision: Precision) -> torch.dtype:
+    """Type of weights, moments, gradients and of what passes between stages."""
+    return torch.float64 if precision == "fp64" else torch.float32
+
+
+class ModelState:
+    """All layers of this worker, and their update."""
+
+    def __init__(self, job: JobSpec, device: torch.device) -> None:
+        self.layers: dict[int, LayerState] = {}
+        #: Other shares of layers, at the same version, until the next commit.
+        self.former: dict[int, LayerState] = {}
+        #: On their way here.
+        self._partial: dict[int, LayerState] = {}
+        self._job = job
+        self._device = device
+        self._dtype = state_dtype(job.training.precision)
+
+    def initialise(self, layer: int, *, part: int = 0, parts: int = 1) -> LayerState:
+        """Hold `layer`, or a share of it, as it is before the first step (version 0)."""
+        state = self.allocate(layer, version=0, part=part, parts=parts)
+        state.storage.zero_()
+        if parts == 1:
+            initialise_parameters(state.module, self._job.model, self._job.training.seed)
+        else:
+            whole = torch.zeros(state.layout.size, dtype=self._dtype, device=self._device)
+            module = empty_module(self._job.model, layer)
+            point_parameters(module, state.layout, whole)
+            initialise_parameters(module, self._job.model, self._job.training.seed)
+            for numbers in state.numbers:
+                state.storage[0, state.columns(numbers)] = whole[numbers.start : numbers.stop]
+        self.complete(layer)
+        return state
+
+    def allocate(self, layer: int, *, version: int, part: int = 0, parts: int = 1) -> LayerState:
+        """Room for `layer`, or a share of it, after `version` steps, to be received into its
+        `storage`.
+
+        It is held and may be used only from `complete` on, so that a transfer which breaks off
+        leaves no garbage behind that others would take for the layer.
+        """
+        flat, module = layout(self._job.model, layer), empty_module(self._job.model, layer)
+        shard = Shard(layer, part, parts)
+        size = sum(map(len, flat.shard(shard)))
+        rows = 1 + self._job.training.optimizer.moments
+        storage = torch.empty(rows, size, dtype=self._dtype, device=self._device)
+        gradient = torch.zeros(size, dtype=self._dtype, device=self._device)
+        if parts == 1:
+            point_parameters(module, flat, storage[0], gradient)
+        self._partial[layer] = LayerState(
+            shard=shard,
+            layout=flat,
+            module=module,
+            storage=storage,
+            gradient=gradient,
+            version=version,
+        )
+        return self._partial[layer]
+
+    def complete(self, layer: int) -> None:
+        """The `storage` of an allocated layer has been received as a whole.
+
+        It takes the place of another share of the layer, which is kept as `former` until the next
+        commit: others may need it once more where a transfer breaks off.
+        """
+        state = self._partial.pop(layer)
+        before = self.layers.get(layer)
+        if before is not None and before.version == state.version:
+            known = [before, *([self.former[layer]] if layer in self.former else [])]
+            self.former[layer] = min(known, key=lambda one: one.shard.parts)
+        self.layers[layer] = state
+
+    def keep_only(self, shards: Collection[Shard]) -> None:
+        """Forget all shares but `shards`."""
+        for held in (self.layers, self.former):
+            for layer in [i for i, state in held.items() if state.shard not in shards]:
+                del held[layer]
+
+    def drop_former(self) -> None:
+        """Forget the shares that others have taken the place of."""
+        self.former.clear()
+
+    def storage(self, layer: int) -> Tensor:
+        """The whole state of `layer` as one contiguous tensor."""
+        return self.layers[layer].storage
+
+    def snapshot(self, layer: int) -> Tensor:
+        """A copy in host memory of the whole state of `layer` (1 + moments, n)."""
+        return self.layers[layer].storage.detach().to("cpu", copy=True)
+
+    def load(
+        self, layer: int, snapshot: Tensor, *, version: int, part: int = 0, parts: int = 1
+    ) -> None:
+        """Hold `layer`, or a share of it, as `snapshot` (of the whole), taken after `version`
+        steps, says."""
+        state = self.allocate(layer, version=version, part=part, parts=parts)
+        for numbers in state.numbers:
+            piece = snapshot[:, numbers.start : numbers.stop]
+            state.storage[:, state.columns(numbers)] = piece.to(state.storage.device)
+        self.complete(layer)
+
+    def read(self, layer: int, start: Fraction, stop: Fraction) -> Tensor:
+        """The state (1 + moments, n) of that share of `layer`, of which all must be held, to be
+        sent: contiguous, and no copy where it is all that is held."""
+        sources = [held[layer] for held in (self.layers, self.former) if layer in held]
+        numbers = sources[0].layout.share(start, stop)
+        for state in sources:
+            if state.numbers == numbers:
+                return state.storage
+        found = sources[0].storage.new_empty(sources[0].storage.shape[0], sum(map(len, numbers)))
+        for state in sources:
+            state.copy_to(numbers, found)
+        return found
+
+    def room(self, layer: int, start: Fraction, stop: Fraction) -> Tensor:
+        """What to receive that share of an allocated layer into; then `write` it."""
+        state = self._partial[layer]
+        numbers = state.layout.share(start, stop)
+        if state.numbers == numbers:
+            return state.storage
+        return state.storage.new_empty(state.storage.shape[0], sum(map(len, numbers)))
+
+    def write(self, layer: int, start: Fraction, stop: Fraction, values: Tensor) -> None:
+        """Put the `values` of that share into an allocated layer."""
+        state = self._partial[layer]
+        if values.data_ptr() == state.storage.data_ptr():
+            return
+        offset = 0
+        for numbers in state.layout.share(start, stop):
+            piece = values[:, offset : offset + len(numbers)]
+            state.storage[:, state.columns(numbers)] = piece
+            offset += len(numbers)
+
+    def write_own(self, layer: int) -> None:
+        """Put what is held of an allocated layer already into its place."""
+        state = self._partial[layer]
+        for held in (self.layers, self.former):
+            if layer in held:
+                held[layer].copy_to(state.numbers, state.storage)
+
+    def module(self, layer: int) -> Layer:
+        """The module of `layer`, which must be whole or gathered."""
+        return self._held(layer).module
+
+    def _held(self, layer: int) -> LayerState:
+        state = self.layers.get(layer)
+        if state is None:
+            raise StateError(f"layer {layer} is not held; held are {self.held()}")
+        return state
+
+    def drop(self, layer: int) -> None:
+        """Forget `layer`; one that is not there is no error."""
+        self.layers.pop(layer, None)
+        self._partial.pop(layer, None)
+
+    def drop_partial(self) -> None:
+        """Forget every layer whose transfer broke off."""
+        self._partial.clear()
+
+    def held(self) -> dict[int, int]:
+        """Layer to version, of every layer of which all is there that it should be."""
+        return {layer: state.version for layer, state in sorted(self.layers.items())}
+
+    def zero_gradients(self, *, keeping: Container[int] = ()) -> None:
+        """Begin a step: backward adds to what is there. The layers `keeping` keep what they have
+        of an earlier attempt at the step."""
+        for layer, state in self.layers.items():
+            state.reduced.clear()
+            if layer not in keeping:
+                state.gradient.zero_()
+                state.added.clear()
+
+    def note_added(self, layer: int, microbatch: int) -> None:
+        """The gradient of `layer` has `microbatch` now, wholly."""
+        self.layers[layer].added.add(microbatch)
+
+    def gradient_part(self, part: LayerPart) -> Tensor:
+        """The slice of a layer's own gradient that is summed over one set of workers: a view."""
+        return self.layers[part.layer].gradient_of(part)
+
+    def reduced_part(self, part: LayerPart) -> Tensor:
+        """What the update will apply of it."""
+        return self.layers[part.layer].reduced_of(part)
+
+    def set_reduced(self, part: LayerPart, reduced: Tensor) -> None:
+        """Have the update apply `reduced`, flat, instead of the own sum of `part`."""
+        self.layers[part.layer].reduced[part] = reduced
+
+    def squared_norm(self, parts: Iterable[LayerPart]) -> float:
+        """Sum of the squares of the reduced gradients of `parts`, in float64.
+
+        A norm in another type than its tensor's makes a copy in that type first; here it is made
+        piece by piece, and in the same place.
+        """
+        wide = torch.empty(_NORM_PIECE, dtype=torch.float64, device=self._device)
+        norms = [
+            torch.linalg.vector_norm(wide[: piece.numel()].copy_(piece))
+            for part in parts
+            for piece in torch.split(self.reduced_part(part), _NORM_PIECE)
+        ]
+        return float(torch.stack(norms).square().sum()) if norms else 0.0
+
+    def apply(self, step: int, *, scale: float) -> None:
+        """Take every held layer from version `step` - 1 to `step` with its reduced gradient times
+        `scale`.
+
+        A layer that is at `step` already stays as it is, so that rolling forward may be repeated;
+        so does one that is still being received.
+        """
+        due = self._due(step)
+        # Two places of the tied weight on one worker have one reduced gradient.
+        reduced = {
+            gradient.data_ptr(): gradient for state in due for _, gradient in state.applied()
+        }
+        for gradient in reduced.values():
+            gradient.mul_(scale)
+        update((one for state in due for one in state.slices()), self._job.training, step)
+        for state in due:
+            state.version = step
+
+    def skip(self, step: int) -> None:
+        """Commit `step` without an update, because its gradients were not finite."""
+        for state in self._due(step):
+            state.version = step
+
+    def _due(self, step: int) -> list[LayerState]:
+        wrong = {i: v for i, v in self.held().items() if v not in (step - 1, step)}
+        if wrong:
+            raise StateError(f"step {step} cannot be applied to layers at versions {wrong}")
+        return [self.layers[i] for i, version in self.held().items() if version == step - 1]

@@ -1,0 +1,239 @@
+"""The layers of a stage that several workers of a node share: weights together, gradients apart.
+
+Each worker keeps its share of every layer's state and computes its rows of every micro-batch. For
+that the weights are gathered from the shares of all, and each one's gradients of the whole layer,
+which are of its own rows, are summed into the shares (fully sharded data parallelism, as ZeRO-3 of
+Rajbhandari et al., 2020). A stage that is not resident does so for each layer of each micro-batch
+and has no more than one layer gathered at a time; a resident one does it once per step. All workers
+of the stage do the same in the same order, also those that have no row of a micro-batch.
+
+Owns what is gathered. Must not know what is computed with it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from oobleck.planner.programs.transfer import Shard
+from oobleck.worker.runtime.timeline import Timeline
+from oobleck.worker.state.layerstate import LayerState
+from oobleck.worker.state.layout import point_parameters
+from oobleck.worker.state.state import ModelState
+from oobleck.worker.transport.transport import Pending, Transport
+
+#: Tags of a layer's messages, beyond those of all others: weights and gradients, each of the tied
+#: part and of the own one.
+_FIRST_TAG = 1 << 29
+_KINDS = 4
+_GATHER, _REDUCE = 0, 2
+
+
+class Exchange(Protocol):
+    """What a stage does around the computation of a layer."""
+
+    def begin(self, due: Mapping[int, int]) -> None:
+        """Begin a step in which each layer's gradient gets so many micro-batches."""
+
+    def computing(self, layer: int, *, gradients: bool) -> AbstractContextManager[None]:
+        """Within, the layer's module has its weights and, if it is to, takes gradients."""
+
+    def take_gradients(self, layer: int) -> None:
+        """Have the layer's module take gradients, without weights."""
+
+    def add(self, layer: int, microbatch: int) -> Sequence[int]:
+        """The gradients of `microbatch` are complete; which ones are in the state's now, that were
+        not before."""
+
+    def end(self) -> None:
+        """Nothing of the step is on its way any more; call it before the update."""
+
+
+class NoExchange:
+    """Of a stage on one worker, which has all of its layers."""
+
+    def begin(self, due: Mapping[int, int]) -> None:
+        pass
+
+    def computing(self, layer: int, *, gradients: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def take_gradients(self, layer: int) -> None:
+        pass
+
+    def add(self, layer: int, microbatch: int) -> Sequence[int]:
+        return (microbatch,)
+
+    def end(self) -> None:
+        pass
+
+
+class StageExchange:
+    """Of a stage on several workers. All methods raise TransportError when one is lost."""
+
+    def __init__(
+        self,
+        state: ModelState,
+        layers: range,
+        transport: Transport,
+        ranks: Sequence[int],
+        *,
+        resident: bool,
+        timeline: Timeline,
+    ) -> None:
+        """`ranks`: of the stage's workers, by their part."""
+        self._layers = {
+            layer: _SharedLayer(state.layers[layer], transport, ranks) for layer in layers
+        }
+        self._resident = resident
+        self._timeline = timeline
+        self._due: dict[int, int] = {}
+        #: By layer: the micro-batches whose gradients this worker has of its own rows alone.
+        self._apart: defaultdict[int, list[int]] = defaultdict(list)
+
+    def begin(self, due: Mapping[int, int]) -> None:
+        self._due = dict(due)
+        self._apart.clear()
+        for shared in self._layers.values():
+            shared.release()
+            if self._resident:
+                shared.start_gathering()
+
+    @contextmanager
+    def computing(self, layer: int, *, gradients: bool) -> Iterator[None]:
+        shared = self._layers[layer]
+        with self._timeline.span("gather", layer):
+            shared.start_gathering()
+            shared.finish_gathering()
+        if gradients:
+            shared.take_gradients()
+        yield
+        if not self._resident:
+            shared.release()
+
+    def take_gradients(self, layer: int) -> None:
+        self._layers[layer].take_gradients()
+
+    def add(self, layer: int, microbatch: int) -> Sequence[int]:
+        self._due[layer] -= 1
+        self._apart[layer].append(microbatch)
+        if self._resident and self._due[layer]:
+            return ()
+        with self._timeline.span("reduce", layer):
+            self._layers[layer].reduce()
+        return self._apart.pop(layer)
+
+    def end(self) -> None:
+        for shared in self._layers.values():
+            shared.finish_gathering()
+
+
+class _SharedLayer:
+    """One layer: the whole's weights and gradients while they are there."""
+
+    def __init__(self, state: LayerState, transport: Transport, ranks: Sequence[int]) -> None:
+        shard, flat = state.shard, state.layout
+        self._state = state
+        self._transport = transport
+        self._part = shard.part
+        self._ranks = ranks
+        #: By part: which numbers of the tied part and of the own one.
+        self._cuts = [
+            flat.shard(Shard(shard.layer, part, shard.parts)) for part in range(len(ranks))
+        ]
+        self._tag = _FIRST_TAG + shard.layer * _KINDS
+        storage = state.storage
+        weights = torch.empty(flat.size, dtype=storage.dtype, device=storage.device)
+        self._memory = weights.untyped_storage()
+        self._bytes = self._memory.nbytes()
+        point_parameters(state.module, flat, weights)
+        # What autograd keeps of a forward are views of these weights; they find the same numbers
+        # again when the memory is back for the backward. Written through another handle, which
+        # has its own count of changes, for autograd to see none.
+        self._weights = weights.data
+        self._gradient: Tensor | None = None
+        self._gathered = False
+        self._pending: list[Pending] = []
+        self._memory.resize_(0)
+
+    def start_gathering(self) -> None:
+        if self._gathered:
+            return
+        self._gathered = True
+        self._memory.resize_(self._bytes)
+        for part, cuts in enumerate(self._cuts):
+            if part == self._part:
+                continue
+            for kind, numbers in enumerate(cuts):
+                if numbers:
+                    into = self._weights[numbers.start : numbers.stop]
+                    self._receive(into, part, _GATHER + kind)
+        for kind, numbers in enumerate(self._cuts[self._part]):
+            if numbers:
+                own = self._state.storage[0, self._state.columns(numbers)]
+                self._send(own, _GATHER + kind)
+                self._weights[numbers.start : numbers.stop] = own
+
+    def finish_gathering(self) -> None:
+        while self._pending:
+            self._pending.pop().wait()
+
+    def release(self) -> None:
+        """Free the weights; they are gathered anew."""
+        self.finish_gathering()
+        self._memory.resize_(0)
+        self._gathered = False
+
+    def take_gradients(self) -> None:
+        """Have a backward add to the gradients of the whole layer."""
+        if self._gradient is None:
+            flat, weights = self._state.layout, self._weights
+            self._gradient = torch.zeros_like(weights)
+            named = dict(self._state.module.named_parameters())
+            for entry in flat.entries:
+                view = self._gradient[entry.offset : entry.end].view(entry.shape)
+                named[entry.name].grad = view
+
+    def reduce(self) -> None:
+        """Add what all workers have to the shares, in the same order everywhere, and free it."""
+        self.take_gradients()
+        gradient = self._gradient
+        assert gradient is not None, "it was taken"
+        own = self._cuts[self._part]
+        found: dict[int, tuple[Tensor, ...]] = {}
+        for part, cuts in enumerate(self._cuts):
+            if part == self._part:
+                found[part] = tuple(gradient[cut.start : cut.stop] for cut in cuts)
+                continue
+            found[part] = tuple(gradient.new_empty(len(cut)) for cut in own)
+            for kind, into in enumerate(found[part]):
+                if len(into):
+                    self._receive(into, part, _REDUCE + kind)
+        for part, cuts in enumerate(self._cuts):
+            if part == self._part:
+                continue
+            for kind, numbers in enumerate(cuts):
+                if numbers:
+                    tensor = gradient[numbers.start : numbers.stop]
+                    peer, tag = self._ranks[part], self._tag + _REDUCE + kind
+                    self._pending.append(self._transport.send(tensor, peer, tag))
+        self.finish_gathering()
+        for part in range(len(self._ranks)):
+            for numbers, values in zip(own, found[part], strict=True):
+                self._state.gradient[self._state.columns(numbers)] += values
+        for parameter in self._state.module.parameters():
+            parameter.grad = None
+        self._gradient = None
+
+    def _receive(self, into: Tensor, part: int, kind: int) -> None:
+        peer = self._ranks[part]
+        self._pending.append(self._transport.receive(into, peer, self._tag + kind))
+
+    def _send(self, tensor: Tensor, kind: int) -> None:
+        """To all others."""
+        for part, peer in enumerate(self._ranks):
+            if part != self._part:
+                self._pending.append(self._transport.send(tensor, peer, self._tag + kind))

@@ -1,0 +1,134 @@
+"""The sums of gradients over workers: when each starts, and where its result lies.
+
+A bucket's sum starts as soon as the last of its layers has its last micro-batch, while the backward
+goes on with the layers below. It goes out of place, into one contiguous buffer per bucket, so that
+nothing is copied inside of the collective and the worker's own sums stay as they are until the
+commit. A bucket that only this worker owns needs neither. Must not know how gradients come about.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.programs.instructions import Program, SyncGradient
+from oobleck.worker.runtime.timeline import OpenSpan, Timeline
+from oobleck.worker.state.state import ModelState
+from oobleck.worker.transport.transport import Group, Pending, Transport
+
+
+class _Bucket:
+    """One sum: a slice of the buffer for each part, one slice for all places of the tied part."""
+
+    def __init__(self, sync: SyncGradient, group: Group) -> None:
+        self.sync = sync
+        self.group = group
+        self.layers = {part.layer for part in sync.parts}
+        self.pending: Pending | None = None
+        self.started = False
+        self.recorded: OpenSpan | None = None
+        self._buffer: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        self.pending, self.started = None, False
+
+    def start(self, state: ModelState, transport: Transport) -> None:
+        self.started = True
+        tied = [part for part in self.sync.parts if part.part == "tied"]
+        own = [part for part in self.sync.parts if part.part == "own"]
+        alone = len(self.group) == 1
+        if alone and len(tied) < 2:
+            return
+        parts = [*tied[:1], *([] if alone else own)]
+        gradients = [state.gradient_part(part) for part in parts]
+        if self._buffer is None:
+            self._buffer = torch.empty(
+                sum(gradient.numel() for gradient in gradients),
+                dtype=gradients[0].dtype,
+                device=gradients[0].device,
+            )
+        torch.cat(gradients, out=self._buffer)
+        for part, reduced in zip(
+            parts,
+            torch.split(self._buffer, [gradient.numel() for gradient in gradients]),
+            strict=True,
+        ):
+            state.set_reduced(part, reduced)
+        for other in tied[1:]:
+            total = state.reduced_part(tied[0])
+            total.add_(state.gradient_part(other))
+            state.set_reduced(other, total)
+        if not alone:
+            self.pending = transport.all_reduce(self._buffer, self.group)
+
+
+class GradientSums:
+    """All sums that one worker takes part in, step after step of one generation."""
+
+    def __init__(
+        self,
+        program: Program,
+        rank: Mapping[WorkerId, int],
+        state: ModelState,
+        transport: Transport,
+        timeline: Timeline,
+    ) -> None:
+        self._timeline = timeline
+        self._state = state
+        self._transport = transport
+        self._buckets = [
+            _Bucket(step, tuple(sorted(rank[owner] for owner in step.owners)))
+            for step in program
+            if isinstance(step, SyncGradient)
+        ]
+        self._due: dict[int, int] = {}
+
+    @property
+    def several(self) -> bool:
+        """Whether some may start while the backward of others' layers goes on."""
+        return sum(len(bucket.group) > 1 for bucket in self._buckets) > 1
+
+    def begin(self, due: Mapping[int, int]) -> None:
+        """Begin a step in which each layer of `due` gets so many micro-batches from now on.
+
+        Where that is none, since its gradient has all that it will get, its sum starts at once.
+        """
+        self._due = dict(due)
+        for bucket in self._buckets:
+            bucket.begin()
+        self._start_ready()
+
+    def added(self, layer: int) -> None:
+        """The layer has got a micro-batch; start every sum that has waited for it alone.
+
+        Raises TransportError when a peer is lost.
+        """
+        self._due[layer] -= 1
+        if not self._due[layer]:
+            self._start_ready()
+
+    def _start_ready(self) -> None:
+        """Start the sums that are ready. All owners of a bucket start those that they own in
+        common in the order of the program, so that nobody sums different things."""
+        waiting: set[Group] = set()
+        for bucket in self._buckets:
+            if bucket.started:
+                continue
+            if bucket.group in waiting or any(self._due.get(layer) for layer in bucket.layers):
+                waiting.add(bucket.group)
+            else:
+                bucket.recorded = self._timeline.sum("sum", bucket.sync.bucket)
+                bucket.start(self._state, self._transport)
+
+    def check_started(self, sync: SyncGradient) -> None:
+        """At its place in the program, a sum is under way: the layers are done there."""
+        bucket = next(bucket for bucket in self._buckets if bucket.sync == sync)
+        assert bucket.started, f"bucket {sync.bucket} has layers that are not done"
+
+    def wait(self) -> None:
+        """Until all reduced gradients are complete. Raises TransportError."""
+        for bucket in self._buckets:
+            if bucket.pending is not None:
+                bucket.pending.wait()
+                if bucket.recorded is not None:
+                    bucket.recorded.close()

@@ -1,0 +1,258 @@
+"""Running a stage: forward and backward of contiguous layers, micro-batch by micro-batch.
+
+Where a layer's gradient is wanted before those of the layers below it, every layer is a piece of
+its own for autograd; otherwise layers in a row are one piece. With recomputation a layer keeps its
+input alone, and is computed again, with the graph this time, when its backward comes. Owns the
+micro-batches under way, of which `segment` has what each keeps, and notes in the state which ones a
+layer's gradient has. Knows nothing of peers, orders or steps: the interpreter says which and hands
+tensors in and out. Any order of forwards and backwards is right, as long as a
+micro-batch's forward comes first and, where its backward is split, the input's gradient before the
+weights'.
+"""
+
+from collections import deque
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from oobleck.planner.job.spec import JobSpec
+from oobleck.worker.data.objective import loss
+from oobleck.worker.runtime.random import RowKeys
+from oobleck.worker.runtime.timeline import Timeline
+from oobleck.worker.state.state import ModelState, state_dtype
+from oobleck.worker.step.exchange import Exchange, NoExchange
+from oobleck.worker.step.linear import DeferredGradients, deferring
+from oobleck.worker.step.segment import Segment
+
+
+class _Every:
+    """All layers."""
+
+    def __contains__(self, layer: object) -> bool:
+        return True
+
+
+EVERY_LAYER: Container[int] = _Every()
+
+
+class StageRunner:
+    """One stage of one pipeline on this worker."""
+
+    def __init__(
+        self,
+        state: ModelState,
+        layers: range,
+        job: JobSpec,
+        device: torch.device,
+        on_added: Callable[[int], None] = lambda layer: None,
+        timeline: Timeline | None = None,
+        exchange: Exchange | None = None,
+    ) -> None:
+        """`on_added` is told each time that a layer's gradient has got a micro-batch, wholly.
+
+        `exchange`: with the other workers of the stage, if there are any.
+        """
+        self._timeline = timeline or Timeline()
+        self._exchange = exchange or NoExchange()
+        self._state = state
+        self._layers = layers
+        self._job = job
+        self.device = device
+        self._on_added = on_added
+        #: By micro-batch, lowest layer first.
+        self._in_flight: dict[int, list[Segment]] = {}
+        #: Micro-batches between the two parts of their backward: layers, highest first.
+        self._deferred: dict[int, deque[tuple[int, DeferredGradients]]] = {}
+
+    @property
+    def first(self) -> bool:
+        """Whether it takes tokens."""
+        return self._layers[0] == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether it yields the loss."""
+        return self._layers[-1] == self._job.model.layer_count - 1
+
+    @property
+    def activation_shape(self) -> tuple[int, int, int]:
+        """Of what passes between stages, forwards and backwards, for one micro-batch."""
+        model = self._job.model
+        return (self._job.training.microbatch, model.sequence_length, model.hidden)
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        return state_dtype(self._job.training.precision)
+
+    def forward(
+        self,
+        microbatch: int,
+        x: Tensor,
+        rows: RowKeys,
+        targets: Tensor | None = None,
+        *,
+        split: bool = False,
+        adding: Container[int] = EVERY_LAYER,
+        lowest: int = 0,
+        by_layer: bool = True,
+    ) -> Tensor:
+        """The stage's output for `x`; on the last stage, which needs `targets`, the loss: these
+        rows' part of the micro-batch's mean.
+
+        `x` is int64 tokens (b, T) on the first stage and the previous stage's output elsewhere;
+        b may be less than a micro-batch, or 0, where several workers share the stage. Tokens and
+        targets may still lie in host memory.
+        The result is cut off from autograd: it may be sent as it is. `split`: its backward will
+        come as `backward_input` and `backward_weight`, and not as `backward`. `adding`: the layers
+        whose gradients are to get the micro-batch's; `lowest`: the lowest of those in the whole
+        model, below which there is no backward. `by_layer`: each layer's gradient is complete, and
+        told of, right after its own backward; otherwise all are after that of the stage, which is
+        faster by what autograd spends between layers.
+        """
+        if self.last and targets is None:
+            raise ValueError("the last stage needs targets")
+        x = x.to(self.device)
+        targets = None if targets is None else targets.to(self.device)
+        segments: list[Segment] = []
+        recompute = self._job.training.recompute == "layer"
+        idle = not rows.positions
+        by_layer = by_layer or recompute or not isinstance(self._exchange, NoExchange)
+        for layer in self._layers:
+            wanted = layer >= lowest
+            adds = wanted and layer in adding
+            deferred = DeferredGradients() if split and adds else None
+            before = segments[-1] if segments and not by_layer else None
+            joins = before is not None and before.adds == adds
+            leaf = None
+            if layer > lowest and not joins and not idle:
+                leaf = x.detach().requires_grad_()
+            graph = wanted and not recompute
+            run = partial(self._run, layer, x if leaf is None else leaf, rows, targets, deferred)
+            with (
+                self._timeline.span("layer", layer),
+                torch.set_grad_enabled(graph),
+                self._exchange.computing(layer, gradients=False),
+            ):
+                x = self._no_rows(layer, x) if idle else run()
+            if not wanted:
+                continue
+            if before is None or not joins:
+                segments.append(Segment(leaf=leaf, adds=adds, idle=idle))
+            segments[-1].append(layer, run if recompute else x, deferred)
+        if segments:
+            self._in_flight[microbatch] = segments
+        return x.detach()
+
+    def _run(
+        self,
+        layer: int,
+        x: Tensor,
+        rows: RowKeys,
+        targets: Tensor | None,
+        deferred: DeferredGradients | None,
+    ) -> Tensor:
+        """The layer's output; again the same, bit for bit: what is random follows from `rows`."""
+        precision = self._job.training.precision
+        with (
+            torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16"),
+            deferring(deferred),
+        ):
+            x = self._state.module(layer)(x, rows)
+            if layer != self._layers[-1]:
+                return x
+            return (x if targets is None else self._loss(x, targets)).to(self.activation_dtype)
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        rows, whole = len(targets), self._job.training.microbatch
+        mean = loss(logits, targets)
+        return mean if rows == whole else mean * (rows / whole)
+
+    def _no_rows(self, layer: int, x: Tensor) -> Tensor:
+        """The layer's output where this worker has no row of the micro-batch."""
+        final = self.last and layer == self._layers[-1]
+        shape = () if final else (0, *self.activation_shape[1:])
+        return torch.zeros(shape, dtype=self.activation_dtype, device=x.device)
+
+    def backward(self, microbatch: int, gradient: Tensor | None = None) -> Tensor | None:
+        """Add the micro-batch's gradients to the layers' and return that of the stage's input.
+
+        `gradient` is that of the output, None on the last stage: the loss itself. None is returned
+        where nobody wants it, as on the first stage.
+        """
+        segments = self._in_flight.pop(microbatch)
+        assert not any(s.deferred for s in segments), (
+            "its forward was told that the backward would be split"
+        )
+        while segments:
+            segment = segments.pop()
+            with self._span(segment), self._computing(segment):
+                gradient = segment.backward(gradient)
+            # Autograd has added to all of them: that is noted before anything else can fail.
+            added = segment.layers[::-1] if segment.adds else []
+            for layer in added:
+                self._add(layer, microbatch)
+            for layer in added:
+                self._on_added(layer)
+        return gradient
+
+    def _span(self, segment: Segment) -> AbstractContextManager[None]:
+        first, last = segment.layers[0], segment.layers[-1]
+        name = "layer" if first == last else f"layers {first} to"
+        return self._timeline.span(name, last)
+
+    def backward_input(self, microbatch: int, gradient: Tensor | None = None) -> Tensor | None:
+        """As `backward`, but most of the weights' gradients are left to `backward_weight`.
+
+        Until then the inputs of the linear layers and the gradients of their outputs are kept.
+        """
+        segments = self._in_flight.pop(microbatch)
+        assert all(s.deferred for s in segments if s.adds), (
+            "its forward was not told that the backward is split"
+        )
+        self._deferred[microbatch] = deque()
+        while segments:
+            segment = segments.pop()
+            with self._span(segment), self._computing(segment):
+                gradient = segment.backward(gradient)
+            if segment.deferred:
+                pairs = zip(segment.layers, segment.deferred, strict=True)
+                self._deferred[microbatch].extend(reversed(list(pairs)))
+        return gradient
+
+    def _computing(self, segment: Segment) -> AbstractContextManager[None]:
+        # Where there is an exchange, a segment is one layer.
+        return self._exchange.computing(segment.layers[0], gradients=segment.adds)
+
+    def _add(self, layer: int, microbatch: int) -> None:
+        for complete in self._exchange.add(layer, microbatch):
+            self._state.note_added(layer, complete)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Add what `backward_input` left out, and keep nothing of the micro-batch any more."""
+        for layer in self._add_deferred(microbatch):
+            self._on_added(layer)
+
+    def settle(self) -> None:
+        """Drop what is in flight, and add what was left for later: no layer's gradient has a part
+        of a micro-batch then. Nobody is told. Where several workers share the stage, it is dropped
+        too: it would have to be added by all."""
+        self._in_flight.clear()
+        if not isinstance(self._exchange, NoExchange):
+            self._deferred.clear()
+        for microbatch in list(self._deferred):
+            for _ in self._add_deferred(microbatch):
+                pass
+
+    def _add_deferred(self, microbatch: int) -> Iterator[int]:
+        """Yields each layer once its gradient has the micro-batch; may be left after any."""
+        due = self._deferred[microbatch]
+        while due:
+            layer, deferred = due.popleft()
+            self._exchange.take_gradients(layer)
+            deferred.add()
+            self._add(layer, microbatch)
+            yield layer
+        del self._deferred[microbatch]

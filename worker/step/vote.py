@@ -1,0 +1,146 @@
+"""The commit vote: one small all-reduce that ends a step for everybody or for nobody.
+
+The vector sums over all workers: the loss, the squared gradient norm, what each knows of a
+pending change of the plan and of checkpoints, and the ledger of samples. In the ledger every
+position of the global batch has a count and the digest of the token row that was trained on there,
+put in by the one worker that loaded it. So each worker knows, at the commit, that every sample was
+used exactly once and which one it was; no other message is needed for an exact record of the step.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from oobleck.planner.ids import Generation
+from oobleck.worker.data.data import samples_digest
+from oobleck.worker.runtime.errors import InvariantViolation
+
+_LOSS, _SQUARED_NORM, _PENDING, _PENDING_SQUARED = range(4)
+_SAVE_DUE, _SAVE_WISH, _SAVE_WISH_SQUARED, _SAVING, _SAVE_FAILED, _LEDGER = range(4, 10)
+#: A SHA-256 digest as eight 32-bit numbers: exact in a float64, also after adding zeros.
+_WORDS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """What one worker knows of checkpoints."""
+
+    #: One should be taken after this step.
+    due: bool = False
+    #: Number of the newest wish for one that has come and is not served; 0: none.
+    wish: int = 0
+    #: It is still writing the last one.
+    busy: bool = False
+    #: It could not write its part of the last one.
+    failed: bool = False
+
+
+_NOTHING = Saving()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveVerdict:
+    """What the workers together know of checkpoints, the same on all of them."""
+
+    #: One is due, or there is a wish that has come to all.
+    due: bool
+    #: That wish; 0: none.
+    wish: int
+    #: Workers that still write the last one.
+    busy: int
+    #: Whether any could not.
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What the vote on a step says, the same on every worker."""
+
+    #: Mean over the global batch.
+    loss: float
+    #: Norm of the mean gradient over the global batch, before clipping.
+    grad_norm: float
+    samples_digest: str
+    #: The boundary change that every worker is ready to enter after this step.
+    switch_to: Generation | None
+    saving: SaveVerdict
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+def ballot_length(global_batch: int) -> int:
+    return _LEDGER + global_batch * (1 + _WORDS)
+
+
+def ballot(
+    *,
+    global_batch: int,
+    loss_sum: float,
+    squared_norm: float,
+    pending: Generation | None,
+    row_digests: Mapping[int, bytes],
+    saving: Saving = _NOTHING,
+) -> torch.Tensor:
+    """One worker's share of the vote, float64.
+
+    loss_sum: over the micro-batches whose loss it computed; row_digests: SHA-256 of each token
+    row that it loaded as input, by position in the global batch.
+    """
+    vector = np.zeros(ballot_length(global_batch))
+    vector[_LOSS] = loss_sum
+    vector[_SQUARED_NORM] = squared_norm
+    if pending is not None:
+        vector[_PENDING] = pending
+        vector[_PENDING_SQUARED] = float(pending) ** 2
+    vector[_SAVE_DUE] = saving.due
+    vector[_SAVE_WISH] = saving.wish
+    vector[_SAVE_WISH_SQUARED] = float(saving.wish) ** 2
+    vector[_SAVING] = saving.busy
+    vector[_SAVE_FAILED] = saving.failed
+    ledger = vector[_LEDGER:].reshape(global_batch, 1 + _WORDS)
+    for position, digest in row_digests.items():
+        ledger[position, 0] = 1
+        ledger[position, 1:] = np.frombuffer(digest, dtype="<u4")
+    return torch.from_numpy(vector)
+
+
+def count(vector: torch.Tensor, *, workers: int, global_batch: int, microbatches: int) -> Result:
+    """Read the summed vector.
+
+    Raises InvariantViolation when a sample of the global batch was not used exactly once.
+    """
+    sums = vector.numpy()
+    ledger = sums[_LEDGER:].reshape(global_batch, 1 + _WORDS)
+    wrong = np.flatnonzero(ledger[:, 0] != 1)
+    if wrong.size:
+        uses = {int(position): int(ledger[position, 0]) for position in wrong[:8]}
+        raise InvariantViolation(f"samples not used exactly once (position: uses): {uses}")
+    digests = ledger[:, 1:].astype("<u4")
+    squared_norm = float(sums[_SQUARED_NORM])
+    switch_to = _common(float(sums[_PENDING]), float(sums[_PENDING_SQUARED]), workers)
+    wish = _common(float(sums[_SAVE_WISH]), float(sums[_SAVE_WISH_SQUARED]), workers)
+    return Result(
+        loss=float(sums[_LOSS]) / microbatches,
+        grad_norm=math.sqrt(squared_norm) / microbatches if squared_norm >= 0 else math.nan,
+        samples_digest=samples_digest(digest.tobytes() for digest in digests),
+        switch_to=Generation(switch_to) if switch_to else None,
+        saving=SaveVerdict(
+            due=bool(sums[_SAVE_DUE] > 0) or wish > 0,
+            wish=wish,
+            busy=round(sums[_SAVING]),
+            failed=bool(sums[_SAVE_FAILED] > 0),
+        ),
+    )
+
+
+def _common(total: float, total_of_squares: float, workers: int) -> int:
+    """The number that all workers put in; 0: not all the same."""
+    # Cauchy-Schwarz: n * sum(x^2) = sum(x)^2 exactly when all x are the same.
+    if total > 0 and workers * total_of_squares == total * total:
+        return round(total / workers)
+    return 0

@@ -1,0 +1,60 @@
+"""Whole layers out of the shares of a stage's workers, for what is written once per layer.
+
+Owns the messages, which are those of one stage. Must not know what becomes of the layers.
+"""
+
+import torch
+from torch import Tensor
+
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.transfer import Shard
+from oobleck.worker.state.state import ModelState
+from oobleck.worker.transport.transport import Transport
+
+#: Tags of a layer's shares, beyond those of all others.
+_FIRST_TAG = 1 << 30
+
+
+def collect(
+    state: ModelState,
+    layer: int,
+    transport: Transport,
+    plan: Plan,
+    *,
+    worker: WorkerId,
+    writer: WorkerId,
+) -> Tensor | None:
+    """The whole state of `layer` (1 + moments, n) in host memory, for `writer`, who holds it or a
+    share of it; None for all others.
+
+    All workers of the writer's stage, of which `worker` may be one, call this for the same layers
+    in the same order. Raises TransportError when one of them is lost.
+    """
+    members = plan.stage_of(writer).workers
+    if worker not in members:
+        return None
+    if len(members) == 1:
+        return state.snapshot(layer)
+    tag = _FIRST_TAG + layer
+    if worker != writer:
+        transport.send(state.storage(layer), plan.workers.index(writer), tag).wait()
+        transport.complete()
+        return None
+    own = state.layers[layer]
+    cuts = [own.layout.shard(Shard(layer, part, len(members))) for part in range(len(members))]
+    pieces, pending = [], []
+    for member, (tied, rest) in zip(members, cuts, strict=True):
+        piece = own.storage
+        if member != worker:
+            piece = piece.new_empty(len(piece), len(tied) + len(rest))
+            pending.append(transport.receive(piece, plan.workers.index(member), tag))
+        pieces.append(piece)
+    for operation in pending:
+        operation.wait()
+    transport.complete()
+    whole = torch.zeros(len(own.storage), own.layout.size, dtype=own.storage.dtype)
+    for (tied, rest), piece in zip(cuts, pieces, strict=True):
+        whole[:, tied.start : tied.stop] = piece[:, : len(tied)]
+        whole[:, rest.start : rest.stop] = piece[:, len(tied) :]
+    return whole

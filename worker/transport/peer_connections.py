@@ -1,0 +1,260 @@
+"""Connections of a worker's own to those that it exchanges messages with in every step.
+
+A message of a size that fits into the kernel's buffers costs a system call to send and two to
+receive: no thread hands it on, and one that is there already is not waited for. Larger ones are not
+for this: what the kernel does not take at once goes out with the next call. An abort closes the
+connections, which ends every wait at both ends.
+
+One thread uses the wires; `abort` and `wake` may come from any. Must not know what is sent, nor how
+else workers talk.
+"""
+
+import contextlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Collection, Iterator
+
+import torch
+
+from oobleck.worker.runtime import pulse
+from oobleck.worker.runtime.errors import TransportError
+from oobleck.worker.transport.acceptor import Callers
+from oobleck.worker.transport.connection import Arrival, Wire, bytes_of
+from oobleck.worker.transport.rendezvous import PROOF_BYTES, Place
+
+#: The largest message: a few of them fit into the kernel's buffers.
+MOST_BYTES = 512 << 10
+
+#: More than ever wait in the pipe: each call that is waited for wakes once.
+_WAKES = 4096
+
+#: Who is shown connections to peers, by their ranks.
+Watch = Callable[[int, socket.socket], None]
+
+_GREETING = struct.Struct(f"!{PROOF_BYTES}sI")
+
+
+@contextlib.contextmanager
+def _peers_may_fail() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TransportError(f"wire: {error}") from None
+
+
+def nobody_watches(peer: int, connection: socket.socket) -> None:
+    pass
+
+
+class _Receive:
+    def __init__(self, wires: "Wires", wire: Wire, tensor: torch.Tensor) -> None:
+        self._wires = wires
+        self._wire = wire
+        self._tensor = tensor
+        self.arrival = Arrival(tensor)
+
+    def wait(self) -> None:
+        if not self.arrival.done:
+            self._wires.wait(self._wire, lambda: self.arrival.done)
+
+
+class _Send:
+    """The kernel has it once so many bytes have gone."""
+
+    def __init__(self, wires: "Wires", wire: Wire, tensor: torch.Tensor) -> None:
+        self._wires = wires
+        self._wire = wire
+        self._tensor = tensor
+        self._end = wire.queued
+
+    def wait(self) -> None:
+        if self._wire.sent < self._end:
+            self._wires.wait(self._wire, lambda: self._wire.sent >= self._end)
+
+
+class Wires:
+    """A worker's connections, by the peers' ranks. The higher rank calls, the lower one listens."""
+
+    def __init__(
+        self,
+        place: Place,
+        rank: int,
+        peers: Collection[int],
+        address: str,
+        *,
+        watch: Watch = nobody_watches,
+    ) -> None:
+        """Returns when it has called; those who call this worker are let in when they are needed.
+        `watch` is shown every connection, with the peer's rank.
+
+        Raises TransportError when a peer cannot be reached.
+        """
+        self.peers = frozenset(peers)
+        self._rank = rank
+        self._watch = watch
+        self._wires: dict[int, Wire] = {}
+        self._expected = {peer for peer in peers if peer > rank}
+        # New for these wires, so that nobody gets in by what was said to let in another.
+        token = secrets.token_hex(PROOF_BYTES)
+        self._proofs = {peer: place.proof("wire", token, str(peer)) for peer in self._expected}
+        self._lock = threading.Lock()
+        self._released = False
+        self._closed = False
+        self._wake_read, self._wake_write = os.pipe()
+        self._poll = select.poll()
+        self._poll.register(self._wake_read, select.POLLIN)
+        self._by_descriptor: dict[int, Wire] = {}
+        self._callers = Callers(address, _GREETING.size, self._poll)
+        try:
+            if self._expected:
+                place.set(f"wire/{rank}", f"{address}|{self._callers.port}|{token}")
+            else:
+                self._callers.close()
+            for peer in sorted(self.peers - self._expected):
+                self._call(place, peer)
+        except BaseException:
+            self.close()
+            raise
+
+    def _call(self, place: Place, peer: int) -> None:
+        host, port, token = place.get(f"wire/{peer}").split("|")
+        connection = place.dial(peer, host, int(port))
+        with _peers_may_fail():
+            proof = place.proof("wire", token, str(self._rank))
+            connection.sendall(_GREETING.pack(proof, self._rank))
+            self._add(peer, connection)
+
+    def _add(self, peer: int, connection: socket.socket) -> None:
+        wire = self._wires[peer] = Wire(connection)
+        self._by_descriptor[connection.fileno()] = wire
+        self._poll.register(connection, select.POLLIN)
+        self._watch(peer, connection)
+
+    def _listen_to(self, descriptor: int) -> None:
+        """Take in what a caller says, or that there is one."""
+        with _peers_may_fail():
+            heard = self._callers.hear(descriptor)
+        if heard is None:
+            return
+        connection, greeting = heard
+        peer = self._peer_of(greeting)
+        if peer is None:
+            connection.close()
+            return
+        self._expected.discard(peer)
+        self._add(peer, connection)
+        if not self._expected:
+            self._callers.close()
+
+    def _peer_of(self, greeting: bytes) -> int | None:
+        proof: bytes
+        peer: int
+        proof, peer = _GREETING.unpack(greeting)
+        if peer not in self._expected or not hmac.compare_digest(proof, self._proofs[peer]):
+            return None
+        return peer
+
+    # ---- messages
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _Send:
+        """Returns at once; `tensor` is not to change until the send is waited for."""
+        wire = self._wire(peer)
+        content = tensor.contiguous()
+        with _peers_may_fail():
+            wire.send(tag, bytes_of(content))
+        return _Send(self, wire, content)
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> _Receive:
+        """Into `tensor`, which is contiguous; of those with the same tag the oldest comes first."""
+        wire = self._wire(peer)
+        receive = _Receive(self, wire, tensor)
+        wire.post(tag, receive.arrival)
+        return receive
+
+    def _wire(self, peer: int) -> Wire:
+        self._check()
+        if peer not in self._wires:
+            self.run(lambda: peer in self._wires)
+        return self._wires[peer]
+
+    def _check(self) -> None:
+        if self._released:
+            raise TransportError("an operation was given up")
+
+    def wait(self, wire: Wire, done: Callable[[], bool]) -> None:
+        """Until `done`, which what happens on `wire` makes true. Raises TransportError."""
+        self._check()
+        try:
+            with _peers_may_fail():
+                wire.read()
+        except TransportError:
+            if not done():  # else the peer left after it
+                raise
+        if not done():
+            self.run(done)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether something waits until the kernel takes it."""
+        return any(wire.blocked for wire in self._wires.values())
+
+    def run(self, done: Callable[[], bool]) -> None:
+        """Take everything in and send everything out, so that nobody waits for this worker, until
+        `done`. Raises TransportError."""
+        while not done():
+            self._check()
+            for each in self._by_descriptor.values():
+                write = select.POLLOUT if each.blocked else 0
+                self._poll.modify(each.socket, select.POLLIN | write)
+            with pulse.WAITING:
+                ready = self._poll.poll()
+            for descriptor, events in ready:
+                if descriptor == self._wake_read:
+                    os.read(self._wake_read, _WAKES)
+                elif (wire := self._by_descriptor.get(descriptor)) is not None:
+                    self._advance(wire, events)
+                elif descriptor in self._callers:  # else it was closed just before
+                    self._listen_to(descriptor)
+
+    def _advance(self, wire: Wire, events: int) -> None:
+        with _peers_may_fail():
+            if events & select.POLLOUT:
+                wire.write()
+            if events & ~select.POLLOUT:
+                wire.read()
+
+    # ---- ends
+
+    def wake(self) -> None:
+        """Have whoever is in `run` look whether it is done; from any thread."""
+        with self._lock:
+            if not self._closed:
+                os.write(self._wake_write, b"\0")
+
+    def abort(self) -> None:
+        """End every wait, here and at the peers, now and later."""
+        with self._lock:
+            if self._released or self._closed:
+                return
+            self._released = True
+            os.write(self._wake_write, b"\0")
+            for wire in list(self._wires.values()):
+                with contextlib.suppress(OSError):  # the peer's end came first
+                    wire.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Free the descriptors; nobody uses the wires any more."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = self._released = True
+            self._callers.close()
+            for wire in self._wires.values():
+                wire.socket.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)

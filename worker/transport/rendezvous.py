@@ -1,0 +1,204 @@
+"""Where the workers of a generation meet before they can talk: a store that one of them serves.
+
+Owns the store's both ends and the meeting itself, which all members leave together: towards the
+building of groups, or back because a newer generation is wanted. Must not know groups or plans.
+
+A store's client may wait for ever for a host that is stopped, whatever its time-out: the kernel
+of that host takes connections and requests, and nobody answers. So every call can be given up.
+"""
+
+import errno
+import hmac
+import os
+import select
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistStoreError
+
+from oobleck.planner.ids import Generation
+from oobleck.worker.runtime.errors import Superseded, TransportError, Unreached, peers_may_fail
+from oobleck.worker.runtime.waiting import Waits
+from oobleck.worker.transport.addressbook import AddressBook
+
+T = TypeVar("T")
+
+PROOF_BYTES = 16
+
+#: For a connection to somebody who has arrived, and does the same at this moment: this long only
+#: where a host is busy with other things. Who dies or is superseded meanwhile releases the wait.
+CONNECT_LIMIT = timedelta(seconds=30)
+#: For the exchanges with a store, whose server is known to be up: as long, for the same reason.
+STORE_TIMEOUT = CONNECT_LIMIT
+#: After its own time-out a call may take this much longer where the host does answer.
+STORE_GRACE_S = 1.0
+#: For the kernel of a host that is up, which answers a call however busy its processes are.
+DIAL_LIMIT_S = 5.0
+#: How long a wait for the others' arrival may last before it looks whether it is still wanted.
+ARRIVAL_POLL = timedelta(milliseconds=50)
+
+_GO, _CALLED_OFF = "go", "called off"
+
+
+class StoreServer:
+    """The store that this worker serves for its lifetime, so that any generation may meet in it."""
+
+    def __init__(self, address: str) -> None:
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        listener.bind((address, 0))
+        listener.listen(4096)
+        port: int = listener.getsockname()[1]
+        self.endpoint = f"{address}:{port}"
+        self.store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=STORE_TIMEOUT,
+            master_listen_fd=listener.detach(),
+        )
+
+
+class Place:
+    """Where one meeting takes place in a store. Every call ends: as the store says, or raising
+    TransportError when its host does not answer or `waits` is released."""
+
+    def __init__(self, endpoint: str, prefix: str, *, own: StoreServer, waits: Waits) -> None:
+        """At `own` store, or connected to another worker's. Raises TransportError.
+
+        `prefix` comes with the plan, to its workers alone: what stands in the store, which anybody
+        who reaches it can read, is derived from it and does not tell it.
+        """
+        self._waits = waits
+        self._secret = prefix.encode()
+        self._store: Store = own.store
+        #: Where the store is, if it is not this worker's own.
+        self._server: tuple[str, int] | None = None
+        if endpoint != own.endpoint:
+            host, _, port = endpoint.rpartition(":")
+            self._server = host, int(port)
+            # A store's client does not tell whether there is no way or just no answer.
+            self._dial(None, host, int(port)).close()
+            self._store = self._call(lambda: _connect(host, int(port)))
+        self._store = PrefixStore(self.proof("store").hex(), self._store)
+
+    def proof(self, *said: str) -> bytes:
+        """What only a worker of this meeting can know: 16 bytes that prove that it says so."""
+        return hmac.digest(self._secret, "|".join(said).encode(), "sha256")[:PROOF_BYTES]
+
+    def _call(self, call: Callable[[], T]) -> T:
+        limit_s = STORE_TIMEOUT.total_seconds() + STORE_GRACE_S
+        with peers_may_fail():
+            return self._waits.run(call, limit_s, doubt=self._look_for_server)
+
+    def _look_for_server(self) -> None:
+        """Raises TransportError where the way to the store is gone since it was connected to.
+
+        The kernel of its host answers, and is asked in small pieces, so that a release ends this.
+        """
+        if self._server is None:
+            return
+        host, port = self._server
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setblocking(False)
+            problem = probe.connect_ex((host, port))
+            if problem == errno.EINPROGRESS:
+                problem = self._wait_connected(probe)
+        if problem == errno.ECONNREFUSED:
+            raise TransportError(f"{host} does not take a connection any more")
+        if problem:
+            raise Unreached(f"{host} does not answer any more: {os.strerror(problem)}")
+
+    def _wait_connected(self, probe: socket.socket) -> int:
+        """How the connecting ended, as the kernel numbers it; 0 where a release makes it vain."""
+        poll = select.poll()
+        poll.register(probe, select.POLLOUT)
+        until = time.monotonic() + DIAL_LIMIT_S
+        while not self._waits.released:
+            if poll.poll(1000 * ARRIVAL_POLL.total_seconds()):
+                return probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if time.monotonic() > until:
+                return errno.ETIMEDOUT
+        return 0
+
+    def set(self, key: str, value: str) -> None:
+        self._call(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> str:
+        """The value that stands there already."""
+        return self._call(lambda: self._store.get(key)).decode()
+
+    def add(self, key: str, amount: int) -> int:
+        return self._call(lambda: self._store.add(key, amount))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        return self._call(lambda: self._store.compare_set(key, expected, desired)).decode()
+
+    def has(self, key: str, within: timedelta) -> bool:
+        """Wait that long for a value to stand there."""
+
+        def wait() -> bool:
+            try:
+                self._store.wait([key], within)
+            except DistStoreError:  # nothing but the time-out
+                return False
+            return True
+
+        return self._call(wait)
+
+    def dial(self, rank: int, host: str, port: int) -> socket.socket:
+        """A connection to the member of that rank, who left word here of listening there."""
+        return self._dial(rank, host, port)
+
+    def _dial(self, rank: int | None, host: str, port: int) -> socket.socket:
+        try:
+            return self._waits.run(lambda: socket.create_connection((host, port), DIAL_LIMIT_S))
+        except ConnectionError as error:  # its host does answer
+            raise TransportError(f"{host} does not take a connection: {error}") from None
+        except OSError as error:
+            raise Unreached(f"{host} does not answer: {error}", rank) from None
+
+    def connect(self, name: str, connect: Callable[[Store], T], limit: timedelta) -> T:
+        """Have a gloo group connected, whose members find each other by what they leave in the
+        store; it has no use for the store later. A call that is given up ends soon."""
+        book = AddressBook(PrefixStore(name, self._store), lambda: self._waits.released)
+        with peers_may_fail():
+            return self._waits.run(lambda: connect(book), limit.total_seconds(), end=book.end)
+
+    def build(self, name: str, build: Callable[[Store], T], limit: timedelta) -> T:
+        """Have a group built that uses its part of the store whenever it likes."""
+        limit_s = (STORE_TIMEOUT + limit).total_seconds()
+        with peers_may_fail():
+            return self._waits.run(lambda: build(PrefixStore(name, self._store)), limit_s)
+
+
+def _connect(host: str, port: int) -> Store:
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=STORE_TIMEOUT)
+
+
+def await_arrival(
+    place: Place, size: int, check_wanted: Callable[[], None], generation: Generation
+) -> None:
+    """Return once all `size` workers of `generation` have arrived.
+
+    Groups are built after this, and building one cannot be called off. So all go on or none does:
+    the last to arrive and whoever first sees, by `check_wanted` raising, that a newer generation
+    is wanted, race for one word in the store. Raises Superseded in the latter case.
+    """
+    if place.add("arrived", 1) == size:
+        place.compare_set("outcome", "", _GO)
+    while True:
+        try:
+            check_wanted()
+        except Superseded:
+            if place.compare_set("outcome", "", _CALLED_OFF) == _CALLED_OFF:
+                raise
+            return  # too late: the others rely on this worker, and it can leave right after
+        if place.has("outcome", ARRIVAL_POLL):
+            if place.get("outcome") == _CALLED_OFF:
+                raise Superseded(Generation(generation + 1))
+            return

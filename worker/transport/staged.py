@@ -1,0 +1,85 @@
+"""Device tensors over a transport of host memory: what leaves is copied into pinned buffers first.
+
+For workers that share a GPU, which NCCL refuses, and for whatever NCCL groups are not built for.
+Tensors of the host go straight through. Must not know what the transport below does.
+
+A copy out waits for the device: the transport below reads the buffer at once. A copy in is queued
+on the device and nobody waits for it; torch's allocator of pinned memory keeps the buffer until
+the copy is over.
+"""
+
+import torch
+from torch import Tensor
+
+from oobleck.worker.transport.transport import Group, Pending, Transport
+
+
+class _Arrival:
+    """An operation below whose result goes back into the caller's tensor."""
+
+    def __init__(self, below: Pending, buffer: Tensor, tensor: Tensor) -> None:
+        self._below = below
+        self._buffer = buffer
+        self._tensor = tensor
+
+    def wait(self) -> None:
+        self._below.wait()
+        if self._tensor is not self._buffer:
+            self._tensor.copy_(self._buffer, non_blocking=True)
+
+
+class StagedTransport:
+    """`below`, for tensors on any device."""
+
+    def __init__(self, below: Transport, *, everything: bool = False) -> None:
+        """`everything`: host tensors are copied as well, so that a host without a device runs
+        the same path."""
+        self.rank = below.rank
+        self.size = below.size
+        self._below = below
+        self._everything = everything
+
+    def _buffer(self, tensor: Tensor) -> Tensor:
+        """Where `tensor` is received: itself, if it is in host memory."""
+        if tensor.device.type == "cpu" and not self._everything:
+            return tensor
+        pinned = tensor.device.type != "cpu"
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+
+    def _staged(self, tensor: Tensor) -> Tensor:
+        """A host tensor with the contents of `tensor`."""
+        buffer = self._buffer(tensor)
+        return buffer if buffer is tensor else buffer.copy_(tensor)
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        return self._below.send(self._staged(tensor), peer, tag)
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        buffer = self._buffer(tensor)
+        return _Arrival(self._below.receive(buffer, peer, tag), buffer, tensor)
+
+    def all_reduce(self, tensor: Tensor, group: Group) -> Pending:
+        if len(group) == 1:
+            return self._below.all_reduce(tensor, group)
+        buffer = self._staged(tensor)
+        return _Arrival(self._below.all_reduce(buffer, group), buffer, tensor)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        if self.size == 1:
+            return [tensor]
+        return [part.to(tensor.device) for part in self._below.all_gather(self._staged(tensor))]
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        buffer = self._staged(tensor)
+        self._below.broadcast(buffer, root)
+        if buffer is not tensor:
+            tensor.copy_(buffer)
+
+    def complete(self) -> None:
+        self._below.complete()
+
+    def abort(self) -> None:
+        self._below.abort()
+
+    def dispose(self) -> None:
+        self._below.dispose()
