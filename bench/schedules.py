@@ -28,8 +28,9 @@ from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.profile import LayerProfile, Links, Profile
 from oobleck.planner.programs.compile import compile_programs
-from oobleck.planner.programs.plan import Pipeline, Plan, Schedule, Stage
-from oobleck.planner.search.choose import SCHEDULES, choose_schedule
+from oobleck.planner.programs.plan import Pipeline, Plan, Stage
+from oobleck.planner.schedules import SCHEDULES, Schedule
+from oobleck.planner.search.choose import choose_schedule
 from oobleck.planner.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,7 +27,7 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
 def installed() -> Versions:
     """Those of this process, and of every one with its environment."""
     return Versions(
-        oobleck=_version("oobleck"),
+        oobleck=_version("oobleck-cluster"),
         python=platform.python_version(),
         torch=_version("torch"),
         transformers=_version("transformers"),

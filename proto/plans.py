@@ -7,7 +7,8 @@ from google.protobuf.message import DecodeError
 
 from oobleck.host.ipc.messages import Rendezvous
 from oobleck.planner.ids import Generation, NodeName, WorkerId, check_name
-from oobleck.planner.programs.plan import Pipeline, Plan, Schedule, Stage
+from oobleck.planner.programs.plan import Pipeline, Plan, Stage
+from oobleck.planner.schedules import Schedule
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.bounds import check_bounds
 from oobleck.proto.checks import at_least, in_field, read_address, read_slot

@@ -1,4 +1,5 @@
-"""Who may import whom, read from the sources: the layers hold, and heavy libraries stay out."""
+"""Who may import whom, read from the sources: the layers hold, inside each package too, and heavy
+libraries stay out."""
 
 import ast
 from collections.abc import Iterator
@@ -17,6 +18,27 @@ ALLOWED = {
     "agent": {"planner", "host", "proto"},
     "master": {"planner", "host", "proto"},
     "cli": {"planner", "host", "proto"},
+}
+#: The sub-packages of each package, lowest first: each may import those before it. Modules beside
+#: them have no place in the order, so none of them may close a circle.
+LEVELS = {
+    "planner": ("job", "profile", "programs", "cost", "search", "recovery", "report"),
+    "host": ("system", "security", "ipc", "data", "storage"),
+    "worker": (
+        "runtime",
+        "models",
+        "data",
+        "state",
+        "transport",
+        "step",
+        "checkpoint",
+        "recovery",
+        "profiling",
+    ),
+    "agent": ("processes", "connection"),
+    "master": ("events", "state", "planning", "storage", "rules", "clients", "api"),
+    "cli": ("output", "chaos", "jobs", "cluster", "planning"),
+    "proto": (),
 }
 #: Libraries that a package must not import anywhere.
 FORBIDDEN = {
@@ -63,6 +85,60 @@ def test_layers(package: str) -> None:
     assert len(files(package)) > 1
     found = [text for path in files(package) for text in violations(package, path)]
     assert not found, "\n".join(found)
+
+
+def place(package: str, name: str) -> str:
+    """The sub-package that a module is in, or the module beside the sub-packages."""
+    return name.removeprefix(f"oobleck.{package}.").split(".")[0]
+
+
+def arrows(package: str) -> dict[str, dict[str, str]]:
+    """What each sub-package, and each module beside them, imports of the others; and where."""
+    found: dict[str, dict[str, str]] = {}
+    for path in files(package):
+        inside = path.relative_to(ROOT / package).with_suffix("").parts
+        if inside[-1] == "__init__":
+            inside = inside[:-1]
+        here = found.setdefault(inside[0] if inside else "", {})
+        for line, name in names_in(path, f"oobleck.{package}"):
+            there = place(package, name)
+            if inside and there != inside[0]:
+                here[there] = f"{path.relative_to(ROOT)}:{line}"
+    return found
+
+
+def names_in(path: Path, package: str) -> Iterator[tuple[int, str]]:
+    """As `imports`, of one package; a name that is imported from it counts as its module."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if not isinstance(node, ast.ImportFrom) or node.module is None:
+            continue
+        if node.module == package:
+            yield from ((node.lineno, f"{package}.{alias.name}") for alias in node.names)
+        elif node.module.startswith(f"{package}."):
+            yield node.lineno, node.module
+
+
+@pytest.mark.parametrize("package", sorted(LEVELS))
+def test_the_levels_of_a_package(package: str) -> None:
+    folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+    order = LEVELS[package]
+    found = arrows(package)
+    assert folders == set(order)
+    backwards = [
+        f"{where}: {lower} must not import {upper}"
+        for number, lower in enumerate(order)
+        for upper in order[number + 1 :]
+        if (where := found[lower].get(upper))
+    ]
+    assert not backwards, "\n".join(backwards)
+
+
+@pytest.mark.parametrize("package", sorted(LEVELS))
+def test_no_circle(package: str) -> None:
+    left = {name: set(others) for name, others in arrows(package).items()}
+    while free := {name for name, others in left.items() if not others & left.keys()}:
+        left = {name: others for name, others in left.items() if name not in free}
+    assert not left
 
 
 def test_a_violation_is_found(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         timeout=150,
     )
     assert result.returncode == 0, result.stderr
-    (path,) = target.glob("oobleck-*.whl")
+    (path,) = target.glob("oobleck_cluster-*.whl")
     return zipfile.ZipFile(path)
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from bench.support.turns import Turn
 from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.programs.plan import Plan, Schedule
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.schedules import Schedule
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Steps of a benchmark's job: more than any benchmark runs.

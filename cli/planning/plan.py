@@ -14,8 +14,8 @@ from oobleck.host.command import CommandFailed
 from oobleck.host.display import printable
 
 if TYPE_CHECKING:
-    from oobleck.planner.programs.plan import Schedule
     from oobleck.planner.report.report import PlanReport
+    from oobleck.planner.schedules import Schedule
 
 
 @click.command(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from oobleck.planner.job.spec import JobSpec
     from oobleck.planner.profile.profile import Profile
-    from oobleck.planner.programs.plan import Schedule
+    from oobleck.planner.schedules import Schedule
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

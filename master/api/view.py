@@ -14,10 +14,10 @@ from oobleck.master.rules import job_queue, regroup
 from oobleck.master.state import versions
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.drains import is_quarantined
+from oobleck.master.state.incident_summary import headline_of
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import Drain, Node
-from oobleck.master.storage.incidentrecord import headline_of
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.redact import redact
 from oobleck.planner.units import count, listed

@@ -10,9 +10,15 @@ from typing import TypeVar
 
 from oobleck.master.events.nodes import NodeLeftOut
 from oobleck.master.planning.machines import Machines, profile_on, template_sizes
-from oobleck.master.planning.requests import Answer, Changed, FirstPlan, Made, NextPlan, NoPlan
-from oobleck.master.rules import holders
-from oobleck.master.rules.decision import Look
+from oobleck.master.planning.requests import (
+    Answer,
+    Changed,
+    FirstPlan,
+    Made,
+    NextPlan,
+    NoPlan,
+    Planner,
+)
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
 from oobleck.planner.cost.steptime import worker_peak_bytes
@@ -21,7 +27,7 @@ from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.reconfigure import Reconfiguration
-from oobleck.planner.units import count, listed
+from oobleck.planner.units import count
 
 A = TypeVar("A", Made, Changed)
 
@@ -58,7 +64,7 @@ def never_fits(job: Job, nodes: Sequence[Node]) -> bool:
     return False
 
 
-def first_plan(look: Look, job: Job, nodes: Sequence[Node], generation: Generation) -> Plan:
+def first_plan(planner: Planner, job: Job, nodes: Sequence[Node], generation: Generation) -> Plan:
     """Raises PlanInfeasible, StillPlanning."""
     question = FirstPlan(
         spec=job.spec,
@@ -66,7 +72,7 @@ def first_plan(look: Look, job: Job, nodes: Sequence[Node], generation: Generati
         nodes=tuple(node.facts.node for node in nodes),
         generation=generation,
     )
-    return _expect(Made, look.planner.answer(question)).plan
+    return _expect(Made, planner.answer(question)).plan
 
 
 def _expect(kind: type[A], answer: Answer) -> A:
@@ -90,11 +96,9 @@ def idle_slots(plan: Plan, worker_slots: int) -> str:
 
 
 def next_plan(
-    look: Look, job: Job, live: Sequence[Node], generation: Generation
+    planner: Planner, job: Job, live: Sequence[Node], generation: Generation
 ) -> Reconfiguration:
-    """The plan after `job`'s newest one, on `live`. Raises StillPlanning, and PlanInfeasible, also
-    where a layer of a model that has been trained has no holder in the new plan, and there is no
-    checkpoint, unless it is gone for good and the job wants to begin anew then."""
+    """The plan after `job`'s newest one, on `live`. Raises StillPlanning, PlanInfeasible."""
     if job.made is None:
         raise ValueError(f"job {job.id} has no plan to reconfigure")
     question = NextPlan(
@@ -105,18 +109,7 @@ def next_plan(
         most_nodes=max(job.most_nodes, len(live)),
         generation=generation,
     )
-    found = _expect(Changed, look.planner.answer(question)).found
-    lost = holders.lost_layers(look.state, job, found.plan)
-    if lost is None or job.has_checkpoint:
-        return found
-    if job.spec.on_state_lost == "restart" and holders.gone_for_good(look, job) is not None:
-        return found
-    away = listed(holders.may_bring_back(look, job, lost.layers))
-    hope = f"only {away} with the workers of before can bring it back; or " if away else ""
-    fix = "cancel the job and submit it again, since there is no checkpoint"
-    if job.spec.on_state_lost == "restart":
-        fix = "it begins anew once nothing can, since there is no checkpoint"
-    raise PlanInfeasible(*lost.causes, hope + fix) from lost
+    return _expect(Changed, planner.answer(question)).found
 
 
 def _base(job: Job, newest: Plan) -> Plan:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from oobleck.master.events.jobs import CheckpointRequested
 from oobleck.master.events.nodes import NodeDrained, NodeDrainRequested, NodeKept, NodeLost
 from oobleck.master.events.unions import Journaled
-from oobleck.master.planning import client
 from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.next_plan import next_plan
 from oobleck.master.rules.plan_event import next_generation, plan_made
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.drains import moves_off
@@ -105,7 +105,7 @@ def _still_there(state: ClusterState, job: Job) -> list[Node]:
     return _sorted([node for node in held if moves_off(node)])
 
 
-def next_plan(look: Look, job: Job, live: Sequence[Node]) -> Reconfiguration:
+def plan_without_drained(look: Look, job: Job, live: Sequence[Node]) -> Reconfiguration:
     """Without the nodes that are to be drained; with them where nothing else is possible, but for
     forced drains. Raises PlanInfeasible."""
     state, generation = look.state, next_generation(look, job)
@@ -115,11 +115,11 @@ def next_plan(look: Look, job: Job, live: Sequence[Node]) -> Reconfiguration:
         if state.is_ready(node, job) and node.drain is not None and not node.drain.force
     ]
     try:
-        return client.next_plan(look, job, live, generation)
+        return next_plan(look, job, live, generation)
     except PlanInfeasible:
         if not kept:
             raise
-    return client.next_plan(look, job, _sorted([*live, *kept]), generation)
+    return next_plan(look, job, _sorted([*live, *kept]), generation)
 
 
 def _sorted(nodes: Sequence[Node]) -> list[Node]:
@@ -187,7 +187,7 @@ def _find(
     for node in moving:
         rest = [other for other in staying if other is not node]
         try:
-            found = client.next_plan(look, job, _sorted([*ready, *rest]), generation)
+            found = next_plan(look, job, _sorted([*ready, *rest]), generation)
         except PlanInfeasible as infeasible:
             if node.drain is not None and node.drain.force:
                 return None, _by_force(job, node, node.drain)

@@ -43,7 +43,7 @@ def start(look: Look) -> Decision | None:
             return _getting_ready(look, job, pending)
         if (first := profiling.before_plan(look, job, ready)) is not None:
             return first
-        plan = client.first_plan(look, job, ready, next_generation(look, job))
+        plan = client.first_plan(look.planner, job, ready, next_generation(look, job))
     except PlanInfeasible as infeasible:
         if client.never_fits(job, candidates):
             reason = "; ".join(infeasible.causes)

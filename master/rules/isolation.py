@@ -11,43 +11,24 @@ network that is gone as a whole often comes back. Else two meetings at different
 say the same: with one meeting alone, whoever hosts it looks cut off in any partition. A node that
 is given up is put aside as any that fails again and again, each time for longer, and joins again
 when its time is over. Where the others cannot go on without, all meet again, as they do where
-nobody knows who is to blame. Owns what is known of such pairs and what follows; `note` keeps, all
-else is pure.
+nobody knows who is to blame. Pure; what workers have told is in
+`oobleck.master.state.unreachable`.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
-from oobleck.host.ipc.messages import PeerLost
 from oobleck.master.events.nodes import NodeQuarantined, NodeReset
 from oobleck.master.rules import holders, quarantine
 from oobleck.master.rules.decision import Decision, Look
 from oobleck.master.rules.stalls import plan_without
-from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
-from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.master.state.unreachable import Pair, meeting_host, ordered
+from oobleck.planner.ids import NodeName
 from oobleck.planner.recovery.reconfigure import can_lose
 
-#: Two nodes, in the order of their names, one of which reported that it does not reach the other.
-Pair = tuple[NodeName, NodeName]
 Nodes = frozenset[NodeName]
-
-
-def note(state: ClusterState, job: Job, worker: WorkerId, lost: PeerLost) -> None:
-    """Keep to whom `worker` says that there is no way, if it does."""
-    if lost.generation != job.generation or not (lost.store_unreached or lost.unreached):
-        return
-    if (host := _host(state, job)) is None:
-        return
-    others = {peer.node for peer in lost.unreached} | ({host} if lost.store_unreached else set())
-    pairs = {_pair(worker.node, other) for other in others - {worker.node}}
-    if pairs:
-        job.seen.no_way.setdefault(host, set()).update(pairs)
-
-
-def _pair(a: NodeName, b: NodeName) -> Pair:
-    return (min(a, b), max(a, b))
 
 
 def give_up_at_once(look: Look, job: Job) -> Decision | None:
@@ -77,7 +58,7 @@ def give_up_at_once(look: Look, job: Job) -> Decision | None:
 def _proven(accusations: Set[tuple[NodeName, NodeName]], told: Set[NodeName]) -> set[Pair]:
     """The pairs but those where one node's word stands alone against another's: both have told,
     only one does not reach the other, and nobody else complains of either."""
-    pairs = {_pair(by, of) for by, of in accusations if by != of}
+    pairs = {ordered(by, of) for by, of in accusations if by != of}
     degrees = Counter(node for pair in pairs for node in pair)
 
     def contested(pair: Pair) -> bool:
@@ -90,7 +71,7 @@ def _proven(accusations: Set[tuple[NodeName, NodeName]], told: Set[NodeName]) ->
 def give_up(look: Look, job: Job) -> Decision | None:
     """Have the others go on without nodes that are cut off; None: it is not known, or they are
     needed."""
-    host = _host(look.state, job)
+    host = meeting_host(look.state, job)
     no_way = job.seen.no_way
     if host is None or host not in no_way:
         return None
@@ -196,15 +177,3 @@ def _fewest(job: Job, pairs: Set[Pair], order: Sequence[NodeName]) -> Nodes:
         out.add(worst)
         left = {pair for pair in left if worst not in pair}
     return frozenset(out)
-
-
-def _host(state: ClusterState, job: Job) -> NodeName | None:
-    """The node at whose store the newest generation meets."""
-    if job.made is None:
-        return None
-    store = job.made.rendezvous.store
-    for name in job.members:
-        node = state.nodes.get(name)  # one of a job that has ended may be forgotten
-        if node and any(worker.store == store for worker in node.seen.status.workers):
-            return name
-    return None

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from oobleck.master.events.nodes import NodeDrained, NodeLost, NodeReset, WorkerLost
 from oobleck.master.events.plans import Cause
-from oobleck.master.planning import client
 from oobleck.master.rules import (
     draining,
     first_plan,
@@ -19,6 +18,7 @@ from oobleck.master.rules import (
 )
 from oobleck.master.rules.decision import Decision, Look
 from oobleck.master.rules.losses import lost_workers
+from oobleck.master.rules.next_plan import next_plan
 from oobleck.master.rules.plan_event import is_up, next_generation, plan_made
 from oobleck.master.rules.wait import give_up_lost, names, wait
 from oobleck.master.state.cluster import ClusterState
@@ -65,7 +65,7 @@ def replan(look: Look) -> Decision | None:
         return patience
     live = [node for node in state.candidates(job) if state.is_ready(node, job) or node in coming]
     try:
-        found = draining.next_plan(look, job, live)
+        found = draining.plan_without_drained(look, job, live)
     except PlanInfeasible as infeasible:
         given_up_at = holders.given_up_at(look, job)
         waits = replace(wait(state, job, infeasible), wake_at=given_up_at)
@@ -197,7 +197,7 @@ def join(look: Look) -> Decision | None:
     if look.now < due:
         return Decision(wake_at=due, reason="nodes are about to join")
     try:
-        found = client.next_plan(look, job, ready, next_generation(look, job))
+        found = next_plan(look, job, ready, next_generation(look, job))
     except PlanInfeasible as infeasible:
         return Decision(reason=f"ready nodes stay idle: {'; '.join(infeasible.causes)}")
     if not set(found.plan.nodes) > set(job.members):

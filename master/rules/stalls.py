@@ -19,9 +19,9 @@ from functools import lru_cache
 
 from oobleck.host.detection import patience_s
 from oobleck.master.events.nodes import NodeLeftOut, NodeReset
-from oobleck.master.planning import client
 from oobleck.master.rules import node_faults, regroup
 from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.next_plan import next_plan
 from oobleck.master.rules.plan_event import next_generation
 from oobleck.master.state.job import Job
 from oobleck.planner.errors import PlanInfeasible
@@ -155,6 +155,6 @@ def plan_without(look: Look, job: Job, nodes: Set[NodeName]) -> Plan | None:
         if state.is_ready(node, job) and node.facts.node not in nodes
     ]
     try:
-        return client.next_plan(look, job, rest, next_generation(look, job)).plan
+        return next_plan(look, job, rest, next_generation(look, job)).plan
     except PlanInfeasible:
         return None

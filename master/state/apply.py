@@ -16,11 +16,11 @@ from oobleck.master.state.apply_reports import observe
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.desired import follow, next_version
 from oobleck.master.state.incident import LastIncident
+from oobleck.master.state.incident_summary import summary_of
 from oobleck.master.state.incidents import closes, incident_after
 from oobleck.master.state.job import ENDED
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.job_states import note_loss
-from oobleck.master.storage.incidentrecord import summary_of
 
 
 def apply(state: ClusterState, event: Event, *, now: float, unix: float) -> bool:

@@ -17,8 +17,7 @@ from oobleck.master.events.reports import (
     WorkerHungReported,
     WorkerWord,
 )
-from oobleck.master.rules import isolation
-from oobleck.master.state import evidence
+from oobleck.master.state import evidence, unreachable
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.progress import take_phase
@@ -106,7 +105,7 @@ def _hear_peer_lost(state: ClusterState, job: Job, event: PeerLostReported, now:
         at, first = job.seen.peers_lost.setdefault(event.worker, (now, event.lost))
         if first.generation == event.lost.generation:
             job.seen.peers_lost[event.worker] = at, _with_more(first, event.lost)
-        isolation.note(state, job, event.worker, event.lost)
+        unreachable.note(state, job, event.worker, event.lost)
         evidence.note(state, event, now)
 
 

@@ -12,7 +12,7 @@ from oobleck.host.ipc.messages import EvaluationRecord, StepRecord
 from oobleck.master.config import MasterConfig
 from oobleck.master.storage.disk import Storage, StorageFailed, storing
 from oobleck.master.storage.evaluation_log import EvaluationLog
-from oobleck.master.storage.eventlog import EventLog
+from oobleck.master.storage.event_log import EventLog
 from oobleck.master.storage.logs import LogStore
 from oobleck.master.storage.step_log import MetricsLog
 from oobleck.planner.ids import JobId, WorkerId

@@ -12,7 +12,7 @@ import msgspec
 
 from oobleck.host.ipc.messages import EvaluationRecord
 from oobleck.master.storage.disk import append
-from oobleck.master.storage.jsonlines import recover
+from oobleck.master.storage.json_lines import recover
 from oobleck.planner.codec import decode
 
 

@@ -11,8 +11,13 @@ cut off, kept in a file of its own, and told (`cut`). A bad line with a later co
 crash but damage: such a file is refused, with the way out.
 
 `compact` puts a snapshot of the state in the place of the events that led to it: a new file whose
-first line is the snapshot takes the place of the old one, which stays as `journal.old`. Must not
-know what events mean, nor what a snapshot holds.
+first line is the snapshot takes the place of the old one, which stays as `journal.old`.
+
+It is not SQLite: a database file that was cut in the middle is either refused as a whole or read
+short without a word, depending on where it was cut. Here every line has its own checksum, so what
+was lost is known exactly.
+
+Must not know what events mean, nor what a snapshot holds.
 """
 
 import os

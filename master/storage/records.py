@@ -1,7 +1,7 @@
 """The lines of events.jsonl that follow from a journaled event.
 
 Pure: the same journal gives the same lines, so that a restarted master can tell which of them the
-file lacks. Must not know files; `oobleck.master.storage.eventlog` numbers and writes the lines.
+file lacks. Must not know files; `oobleck.master.storage.event_log` numbers and writes the lines.
 """
 
 from oobleck.master.events.jobs import (
@@ -37,8 +37,8 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.drains import CordonEvent
 from oobleck.master.state.incidents import closes, incident_after
 from oobleck.master.state.job import ENDED, Job
-from oobleck.master.storage.incidentrecord import record as incident_record
-from oobleck.master.storage.planrecords import Record, end_records, plan_records
+from oobleck.master.storage.incident_record import record as incident_record
+from oobleck.master.storage.plan_records import Record, end_records, plan_records
 from oobleck.planner.ids import JobId
 
 

@@ -15,7 +15,7 @@ import msgspec
 from oobleck.host.ipc.messages import StepRecord
 from oobleck.master.state.job_observed import RECENT_RECORDS
 from oobleck.master.storage.disk import append
-from oobleck.master.storage.jsonlines import recover
+from oobleck.master.storage.json_lines import recover
 from oobleck.planner.codec import decode
 
 #: Records that may wait for one before them; more are left to be sent again.

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from oobleck.planner.profile.links import all_reduce_s, message_s
 from oobleck.planner.profile.profile import Links, Profile
 from oobleck.planner.programs.template import PipelineTemplate
 
@@ -78,32 +79,12 @@ def _prefix(values: Sequence[int]) -> list[int]:
     return sums
 
 
-def message_s(count: int, *, same_node: bool, links: Links) -> float:
-    """One message of `count` bytes from worker to worker."""
-    rate = links.intra_node_bytes_per_s if same_node else links.inter_node_bytes_per_s
-    return links.latency_s + count / rate
-
-
 def boundary_s(
     output_bytes: int, *, before: int, after: int, same_node: bool, links: Links
 ) -> float:
     """A micro-batch's way between neighbour stages of `before` and `after` workers, either way:
     each sends its rows to those that hold them, and the largest of these messages counts."""
     return message_s(-(-output_bytes // max(before, after)), same_node=same_node, links=links)
-
-
-def all_reduce_s(count: int, *, workers: int, same_node: bool, links: Links) -> float:
-    """Sum of `count` bytes over `workers` (a ring); nothing for one."""
-    if workers == 1:
-        return 0.0
-    rate = links.intra_node_bytes_per_s if same_node else links.inter_node_bytes_per_s
-    return 2 * (workers - 1) * (links.latency_s + count / workers / rate)
-
-
-def exchange_s(count: int, *, gpus: int, links: Links) -> float:
-    """Gathering `count` bytes of which each of `gpus` workers of a node holds a part, or summing
-    as many into parts; nothing for one."""
-    return all_reduce_s(count, workers=gpus, same_node=True, links=links) / 2
 
 
 def vote_s(workers: int, links: Links) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from oobleck.planner.cost.formula import all_reduce_s
+from oobleck.planner.profile.links import all_reduce_s
 from oobleck.planner.profile.profile import LayerProfile, Profile, working_bytes
 from oobleck.planner.profile.sharing import exchange_bytes
 from oobleck.planner.programs.instructions import LayerPart, SyncGradient

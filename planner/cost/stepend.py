@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from oobleck.planner.cost.formula import all_reduce_s, in_turn, vote_s
+from oobleck.planner.cost.formula import in_turn, vote_s
+from oobleck.planner.profile.links import all_reduce_s
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.instructions import Share
 

@@ -16,8 +16,9 @@ from oobleck.planner.cost.stepcost import StageCost, stage_cost
 from oobleck.planner.cost.stepend import ComputedKind, ComputedStage, step_end_s
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Pipeline, Plan, Schedule
+from oobleck.planner.programs.plan import Pipeline, Plan
 from oobleck.planner.programs.schedule import in_flight
+from oobleck.planner.schedules import Schedule
 
 #: When the stages of pipelines have computed their last, by how the pipeline is cut, its share and
 #: the schedule: kept by who asks about many plans of the same pipelines.

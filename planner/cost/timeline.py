@@ -17,8 +17,9 @@ from oobleck.planner.programs.instructions import (
     Compute,
     Forward,
 )
-from oobleck.planner.programs.plan import Pipeline, Schedule
+from oobleck.planner.programs.plan import Pipeline
 from oobleck.planner.programs.schedule import compute_order
+from oobleck.planner.schedules import Schedule
 
 #: (what, micro-batch counted from 0, from when, to when)
 Event = tuple[type[Compute], int, float, float]

@@ -7,8 +7,8 @@ know what compute, sums and votes take.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from oobleck.planner.cost.formula import message_s
 from oobleck.planner.ids import WorkerId
+from oobleck.planner.profile.links import message_s
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.instructions import (
     Instruction,

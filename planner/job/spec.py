@@ -12,8 +12,8 @@ from unicodedata import category
 from oobleck.planner.ids import check_name
 from oobleck.planner.job.families import Objective, decode_config, family_of
 from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
-from oobleck.planner.programs.plan import Schedule
 from oobleck.planner.redact import redact
+from oobleck.planner.schedules import Schedule
 
 Precision = Literal["fp32", "bf16", "fp64"]
 Recompute = Literal["none", "layer"]
@@ -188,7 +188,7 @@ class TrainingSpec:
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     #: The order of compute in a pipeline; auto: the fastest whose memory fits.
-    pipeline_schedule: Literal["auto", "1f1b", "gpipe", "zb-h1"] = "auto"
+    pipeline_schedule: Literal["auto", Schedule] = "auto"
     #: Largest global gradient norm; None: no clipping.
     clip: float | None = 1.0
     #: Steps in a row that nobody applied, since loss or gradients were not finite, after which the

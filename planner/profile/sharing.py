@@ -12,7 +12,7 @@ Owns the sizes that a profile offers and the bytes of both ways. Must not know c
 from collections.abc import Sequence
 from dataclasses import replace
 
-from oobleck.planner.cost.formula import exchange_s
+from oobleck.planner.profile.links import exchange_s
 from oobleck.planner.profile.profile import LayerProfile, Links
 
 #: In units of a layer's parameters: the gathered weights, the gradient of the whole layer, and the

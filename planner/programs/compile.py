@@ -31,9 +31,10 @@ from oobleck.planner.programs.instructions import (
     SyncGradient,
     Vote,
 )
-from oobleck.planner.programs.plan import Pipeline, Plan, Schedule
+from oobleck.planner.programs.plan import Pipeline, Plan
 from oobleck.planner.programs.schedule import compute_order
 from oobleck.planner.programs.work import Work
+from oobleck.planner.schedules import Schedule
 
 #: Micro-batches of a pipeline in one round of an evaluation.
 EVALUATION_ROUND = 8

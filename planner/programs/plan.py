@@ -2,14 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.programs.template import PipelineTemplate
-
-#: The order of compute inside every stage: 1F1B (Narayanan et al., PipeDream-Flush), GPipe (all
-#: forwards first), or ZB-H1 (Qi et al., zero bubble: weight gradients fill the bubbles).
-Schedule = Literal["1f1b", "gpipe", "zb-h1"]
+from oobleck.planner.schedules import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from oobleck.planner.programs.instructions import (
     Compute,
     Forward,
 )
-from oobleck.planner.programs.plan import Schedule
+from oobleck.planner.schedules import Schedule
 
 #: What to compute, for which micro-batch.
 Work = tuple[type[Compute], int]

@@ -11,7 +11,8 @@ from oobleck.planner.cost.timeline import Event, timeline
 from oobleck.planner.ids import NodeName
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.instructions import BackwardInput, BackwardWeight, Forward
-from oobleck.planner.programs.plan import Plan, Schedule, Stage
+from oobleck.planner.programs.plan import Plan, Stage
+from oobleck.planner.schedules import Schedule
 from oobleck.planner.units import count, format_bytes
 
 #: Columns of a drawing where nobody says how many there are, and the fewest.

@@ -8,10 +8,11 @@ from oobleck.planner.cost.steptime import KindEstimate, StepEstimate
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Plan, Schedule
+from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.template import PipelineTemplate
 from oobleck.planner.recovery.reconfigure import reconfigure
 from oobleck.planner.report.drawing import WIDTH, draw_pipelines, draw_timeline, some
+from oobleck.planner.schedules import Schedule
 from oobleck.planner.search.catalogue import Catalogue, Offer
 from oobleck.planner.search.choose import (
     ScheduleChoice,

@@ -11,12 +11,10 @@ from oobleck.planner.cost.stepcost import stage_cost
 from oobleck.planner.cost.steptime import Memory, StepEstimate, estimate_schedules, peak_bytes
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Pipeline, Plan, Schedule
+from oobleck.planner.programs.plan import Pipeline, Plan
 from oobleck.planner.programs.schedule import in_flight
+from oobleck.planner.schedules import SCHEDULES, Schedule
 from oobleck.planner.units import format_bytes
-
-#: In the order of preference: 1F1B keeps least and needs no split backward.
-SCHEDULES: tuple[Schedule, ...] = ("1f1b", "zb-h1", "gpipe")
 
 #: A schedule that is faster by less than this share of the step is not worth leaving 1F1B for:
 #: splitting the backward was measured to cost 0.5 % of it in wide layers and 7 % in narrow ones,

@@ -16,9 +16,10 @@ from oobleck.planner.cost.steptime import Memory, remember
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Plan, Schedule, place
+from oobleck.planner.programs.plan import Plan, place
+from oobleck.planner.schedules import SCHEDULES, Schedule
 from oobleck.planner.search.catalogue import Catalogue, Offer
-from oobleck.planner.search.choose import SCHEDULES, ScheduleChoice, choose_schedule, with_residents
+from oobleck.planner.search.choose import ScheduleChoice, choose_schedule, with_residents
 from oobleck.planner.search.instantiate import Instantiation, instantiate
 from oobleck.planner.search.shares import share_batch
 

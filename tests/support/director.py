@@ -50,7 +50,8 @@ from oobleck.host.ipc.messages import (
 )
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.programs.plan import Pipeline, Plan, Schedule, Stage
+from oobleck.planner.programs.plan import Pipeline, Plan, Stage
+from oobleck.planner.schedules import Schedule
 from support import devices
 from support.waiting import PATIENCE_S, is_stopped
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.programs.plan import Pipeline, Plan, Schedule, Stage
+from oobleck.planner.programs.plan import Pipeline, Plan, Stage
+from oobleck.planner.schedules import Schedule
 
 #: Layers of a stage, or (layers, GPUs).
 Cut = int | tuple[int, int]

@@ -76,7 +76,7 @@ def trained_job(
     job = Job(id=JOB, request_id="", spec=spec, submitted_at=0.0, most_nodes=len(nodes))
     if profile is not None:
         job.profile = ProfileChosen(job_id=JOB, source="file", profile=profile, key="", reason="")
-    plan = client.first_plan(look(), job, nodes, Generation(1))
+    plan = client.first_plan(AtOnce(), job, nodes, Generation(1))
     job.plans[Generation(1)] = plan
     job.made = PlanMade(
         job_id=JOB,

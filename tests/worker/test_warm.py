@@ -29,11 +29,11 @@ import sys
 from oobleck.worker import warm
 loaded = set(sys.modules)
 import torch
-from oobleck.planner.job import DataSpec, JobSpec, ModelSpec, TrainingSpec
-from oobleck.planner.optimization import OptimizerSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.worker.models import build_layer, initialise_parameters
-from oobleck.worker.optimizer import Slice, update
-from oobleck.worker.random import RowKeys
+from oobleck.worker.state.optimizer import Slice, update
+from oobleck.worker.runtime.random import RowKeys
 spec = ModelSpec(layers=1, hidden=8, heads=2, sequence_length=4, dropout=0.1)
 x = torch.zeros((2, 4), dtype=torch.long)
 keys = RowKeys(seed=0, step=1, positions=(0, 1))

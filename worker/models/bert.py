@@ -8,8 +8,8 @@ from oobleck.planner.job.spec import ModelSpec
 from oobleck.worker.models.base import Family, Layer
 from oobleck.worker.models.foreign import adapt, configuration, draw, table
 from oobleck.worker.models.keyed import Dropout, keyed
+from oobleck.worker.models.linear import Linear
 from oobleck.worker.runtime.random import RowKeys
-from oobleck.worker.step.linear import Linear
 
 
 class Embedding(Layer):

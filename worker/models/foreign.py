@@ -19,8 +19,8 @@ from oobleck.planner.job.families import decode_config, family_of
 from oobleck.planner.job.spec import ModelSpec
 from oobleck.worker.models.base import Layer, draw_parameters
 from oobleck.worker.models.keyed import Dropout, attend
+from oobleck.worker.models.linear import Linear, TransposedLinear
 from oobleck.worker.runtime.errors import ModelError
-from oobleck.worker.step.linear import Linear, TransposedLinear
 
 _ATTENTION = "oobleck"
 ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, attend)

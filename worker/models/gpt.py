@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from oobleck.planner.job.spec import ModelSpec
 from oobleck.worker.models.base import Family, Layer, draw_parameters, drop
+from oobleck.worker.models.linear import Linear
 from oobleck.worker.runtime.random import RowKeys, Site
-from oobleck.worker.step.linear import Linear
 
 #: Standard deviation of initial weights (GPT-2).
 INITIAL_DEVIATION = 0.02

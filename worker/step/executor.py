@@ -23,7 +23,6 @@ from oobleck.planner.programs.instructions import (
     Vote,
 )
 from oobleck.planner.programs.plan import Plan
-from oobleck.worker.checkpoint.saver import Saver
 from oobleck.worker.data.data import Tokens
 from oobleck.worker.data.prefetch import Prefetcher
 from oobleck.worker.runtime.control import Control
@@ -69,7 +68,7 @@ class Executor(Purpose):
         prefetcher: Prefetcher,
         progress: Progress,
         control: Control,
-        saver: Saver,
+        saver: vote.Checkpoints,
         faults: FaultInjector,
         device: torch.device,
         timeline: Timeline,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from oobleck.worker.step.linear import DeferredGradients
+from oobleck.worker.models.linear import DeferredGradients
 
 
 class Segment:

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.data.objective import loss
+from oobleck.worker.models.linear import DeferredGradients, deferring
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.state import ModelState, state_dtype
 from oobleck.worker.step.exchange import Exchange, NoExchange
-from oobleck.worker.step.linear import DeferredGradients, deferring
 from oobleck.worker.step.segment import Segment
 
 

@@ -10,6 +10,7 @@ used exactly once and which one it was; no other message is needed for an exact 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -53,6 +54,16 @@ class SaveVerdict:
     busy: int
     #: Whether any could not.
     failed: bool
+
+
+class Checkpoints(Protocol):
+    """This worker's part in the checkpoints, of which the votes decide."""
+
+    def intent(self, step: int) -> Saving:
+        """This worker's share in the vote on `step`."""
+
+    def committed(self, step: int, verdict: SaveVerdict) -> None:
+        """`step` is applied, and this is what its vote said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

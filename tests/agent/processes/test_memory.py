@@ -16,7 +16,7 @@ LIMIT_BYTES = 64 << 20
 GREEDY = """
 import os, signal, sys
 open(sys.argv[1], "w").write(str(os.getpid()))
-from oobleck.agent.memory import kernel_kills, total_memory
+from oobleck.agent.processes.memory import kernel_kills, total_memory
 print(total_memory())
 before = kernel_kills()
 child = os.fork()

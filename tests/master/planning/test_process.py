@@ -23,9 +23,9 @@ from oobleck.master.planning.requests import (
     NoPlan,
     StillPlanning,
 )
-from oobleck.master.planning.solve import work_out
+from oobleck.master.planning.solve import AtOnce, work_out
 from oobleck.planner.ids import Generation
-from support.trained import look, node, trained_job
+from support.trained import node, trained_job
 
 LIMIT_S = 120.0
 
@@ -73,7 +73,7 @@ def children() -> set[int]:
     found = set()
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
-            if any("planningworker" in word for word in child.cmdline()):
+            if any("planning.worker" in word for word in child.cmdline()):
                 found.add(child.pid)
     return found
 
@@ -102,7 +102,7 @@ def test_answers_are_those_of_the_planner_and_a_killed_process_is_replaced() -> 
                 most_nodes=6,
                 generation=Generation(2),
             )
-            expected = client.next_plan(look(STATE), THE_JOB, NODES[1:], Generation(2))
+            expected = client.next_plan(AtOnce(), THE_JOB, NODES[1:], Generation(2))
             assert await answer(process, question) == Changed(found=expected)
         await until(lambda: not children())
 

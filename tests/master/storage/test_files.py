@@ -19,7 +19,7 @@ from oobleck.master.events.jobs import JobCancelRequested, JobSubmitted
 from oobleck.master.storage.archive import Archive
 from oobleck.master.storage.disk import Storage
 from oobleck.master.storage.evaluation_log import EvaluationLog
-from oobleck.master.storage.eventlog import EventLog
+from oobleck.master.storage.event_log import EventLog
 from oobleck.master.storage.journal import Journal
 from oobleck.master.storage.ledger import Ledger
 from oobleck.master.storage.logs import LogStore

@@ -14,8 +14,8 @@ from oobleck.planner.programs.instructions import (
     Compute,
     Forward,
 )
-from oobleck.planner.programs.plan import Schedule
 from oobleck.planner.programs.schedule import compute_order
+from oobleck.planner.schedules import Schedule
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "zb-h1")
 

@@ -12,7 +12,8 @@ from oobleck.planner.cost.steptime import estimate_step, pipeline_kinds
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.profile.profile import Links, Profile
 from oobleck.planner.programs.compile import compile_programs
-from oobleck.planner.programs.plan import Plan, Schedule
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.schedules import Schedule
 from oobleck.planner.search.choose import choose_schedule, keep_schedule
 from support.plans import plan_of_cuts
 from support.profiles import profile_of

@@ -10,9 +10,9 @@ from oobleck.planner.errors import ProgramDeadlock
 from oobleck.planner.profile.profile import Links, Profile
 from oobleck.planner.programs.compile import compile_programs
 from oobleck.planner.programs.instructions import Backward, BackwardInput, BackwardWeight, Forward
-from oobleck.planner.programs.plan import Schedule
 from oobleck.planner.programs.schedule import compute_order, in_flight
 from oobleck.planner.programs.text import format_programs, parse_programs
+from oobleck.planner.schedules import Schedule
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of
 

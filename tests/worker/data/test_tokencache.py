@@ -18,8 +18,8 @@ TEXT = "".join(f"Sentence number {n}.\n" for n in range(400))
 #: A worker's way to its data, which says how many tokens it made itself.
 OPEN = """
 import sys
-from oobleck.planner.job import DataSpec
-from oobleck.worker import corpus, tokencache
+from oobleck.planner.job.spec import DataSpec
+from oobleck.worker.data import corpus, tokencache
 made = 0
 def counting(*arguments, **named):
     global made

@@ -13,10 +13,10 @@ from oobleck.worker import warm
 from oobleck.worker.data.objective import loss
 from oobleck.worker.models import build_layer, initialise_parameters, registry, tied_parameter
 from oobleck.worker.models.keyed import attend, keyed
+from oobleck.worker.models.linear import DeferredGradients, deferring
 from oobleck.worker.profiling.measure import _Bench
 from oobleck.worker.runtime.errors import ModelError
 from oobleck.worker.runtime.random import RowKeys
-from oobleck.worker.step.linear import DeferredGradients, deferring
 from support import foreign
 
 LENGTH = 12

@@ -14,9 +14,9 @@ LEAVES_AT_ONCE = """
 import atexit, os
 from concurrent.futures import ThreadPoolExecutor
 
-from oobleck.worker.rendezvous import Place, StoreServer
-from oobleck.worker.glootransport import GlooTransport
-from oobleck.worker.waiting import Waits
+from oobleck.worker.transport.rendezvous import Place, StoreServer
+from oobleck.worker.transport.glootransport import GlooTransport
+from oobleck.worker.runtime.waiting import Waits
 
 SIZE, HOST = 3, "127.0.0.1"
 

@@ -6,8 +6,8 @@ import sys
 #: As a worker does: what its libraries keep and what measuring the model has freed comes first.
 SCRIPT = """
 import torch
-from oobleck.worker import heap
-from oobleck.worker.memory import MemoryMeter
+from oobleck.worker.runtime import heap
+from oobleck.worker.runtime.memory import MemoryMeter
 
 def mebibytes(count):
     return [torch.ones(1 << 18) for _ in range(count)]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 _SCRIPT = """
 import os, socket, sys, threading, time
-from oobleck.host.channel import Channel
-from oobleck.host.messages import Assign, Rendezvous, ToWorker
-from oobleck.worker import stacks
-from oobleck.worker.control import Control
+from oobleck.host.ipc.channel import Channel
+from oobleck.host.ipc.messages import Assign, Rendezvous, ToWorker
+from oobleck.worker.runtime import stacks
+from oobleck.worker.runtime.control import Control
 from support.director import make_plan
 
 stacks.ANSWER_S = 0.3

@@ -9,7 +9,7 @@ import pytest
 from oobleck.host.ipc.messages import PhaseReached
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, OptimizerSpec, TrainingSpec
-from oobleck.planner.programs.plan import Schedule
+from oobleck.planner.schedules import Schedule
 from support import foreign
 from support.director import Director, WarmWorkers, make_plan
 from support.folders import TEXT

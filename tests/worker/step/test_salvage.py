@@ -19,8 +19,9 @@ from oobleck.planner.programs.instructions import (
     SendActivation,
     SendGradient,
 )
-from oobleck.planner.programs.plan import Plan, Schedule
+from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.work import spread
+from oobleck.planner.schedules import Schedule
 from oobleck.worker.step.salvage import Contribution, Salvage, plan_salvage
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of

@@ -11,7 +11,8 @@ from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.programs.compile import compile_programs
 from oobleck.planner.programs.instructions import BackwardInput, BackwardWeight
-from oobleck.planner.programs.plan import Plan, Schedule
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.schedules import Schedule
 from oobleck.worker.checkpoint.output import read_output
 from support.director import Director, WarmWorkers, make_plan
 from support.folders import TEXT

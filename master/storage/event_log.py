@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from oobleck.master.storage.disk import append, storing
-from oobleck.master.storage.jsonlines import recover
-from oobleck.master.storage.planrecords import Record
+from oobleck.master.storage.json_lines import recover
+from oobleck.master.storage.plan_records import Record
 from oobleck.planner.codec import decode
 from oobleck.planner.ids import JobId
 

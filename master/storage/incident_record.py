@@ -1,0 +1,114 @@
+"""The record of an incident in events.jsonl. Pure."""
+
+from collections.abc import Iterator, Mapping
+
+from oobleck.host.system.process import signal_name
+from oobleck.master.events.unions import Journaled
+from oobleck.master.state.incident import Incident, Setback
+from oobleck.master.state.incident_phases import phases
+from oobleck.master.state.incident_summary import (
+    headline,
+    outcome,
+    redone_steps,
+    stood_s,
+    summary_of,
+    transitions,
+)
+from oobleck.master.state.job import Job
+from oobleck.planner.ids import Generation
+
+
+def record(job: Job, incident: Incident, event: Journaled, unix: float) -> dict[str, object]:
+    """All about `incident`, which `event` closes at `unix`; `job` as the event finds it."""
+    root = incident.root_cause
+    others = [s for s in incident.setbacks if s is not root]
+    witnesses = _witnesses(incident)
+    made, ended = job.made, outcome(event)
+    return {
+        "event": "incident",
+        "incident": incident.number,
+        "outcome": ended,
+        "summary": summary_of(incident, event, unix),
+        "root_cause": _setback(root),
+        "also_lost": [
+            {**_setback(other), "consequence": incident.is_consequence(other)} for other in others
+        ],
+        "first_seen": witnesses[0] if witnesses else None,
+        "witnesses": witnesses,
+        "opened_at": incident.opened_at,
+        "closed_at": unix,
+        "trained_until": incident.trained_until or None,
+        "total_s": stood_s(incident, unix),
+        "phases": phases(incident, unix, job.waiting_since),
+        "attempts": list(_attempts(incident)),
+        "steps_redone": len(redone_steps(incident)) + incident.lost_steps,
+        "redo_steps": redone_steps(incident),
+        "salvaged_microbatches": _salvaged(incident),
+        "salvaged_samples": _salvaged(incident) * job.spec.training.microbatch,
+        "rolled_forward": any(way.rolled_forward for way in transitions(incident)),
+        "received_bytes": sum(way.received_bytes for way in transitions(incident)),
+        "from_generation": incident.from_generation,
+        "to_generation": _last_generation(job, incident),
+        "can_lose": made.can_lose if made is not None and ended == "recovered" else 0,
+    }
+
+
+def _setback(setback: Setback) -> dict[str, object]:
+    """Every key in every record: null where it does not apply or is not known."""
+    return {
+        "kind": setback.kind,
+        "summary": headline(setback),
+        "node": setback.node or None,
+        "worker": str(setback.worker) if setback.worker is not None else None,
+        "ranks": setback.ranks,
+        "pid": setback.pid,
+        "signal": signal_name(setback.signal) if setback.signal is not None else None,
+        "exit_code": setback.exit_code,
+        "exception": setback.exception or None,
+        "log_tail": setback.log_tail,
+        "reason": setback.reason,
+        "time": setback.evidence_at,
+        "declared_at": setback.declared_at,
+    }
+
+
+def _witnesses(incident: Incident) -> list[Mapping[str, object]]:
+    """By time: what agents, peers and streams told, and what the master found out by itself."""
+    told = [
+        (seen.at, seen.what.by, seen.what.observer, seen.what.about, seen.what.saw)
+        for seen in incident.sightings
+    ]
+    found = [
+        (setback.declared_at, setback.found_by, "master", setback.node, setback.reason)
+        for setback in incident.setbacks
+        if setback.found_by
+    ]
+    return [
+        {"time": at, "by": by, "observer": observer, "about": about or None, "saw": saw}
+        for at, by, observer, about, saw in sorted([*told, *found], key=lambda seen: seen[0])
+    ]
+
+
+def _last_generation(job: Job, incident: Incident) -> Generation:
+    """The last one that answered it; nodes may have joined since."""
+    return incident.attempts[-1].generation if incident.attempts else job.generation
+
+
+def _salvaged(incident: Incident) -> int:
+    """Of the step that was done again last; what was salvaged before counts in it again."""
+    ways = [way for way in transitions(incident) if way.redo_step is not None]
+    return ways[-1].salvaged_microbatches if ways else 0
+
+
+def _attempts(incident: Incident) -> Iterator[dict[str, object]]:
+    """Each generation that answered, and whether another one overtook it."""
+    for number, attempt in enumerate(incident.attempts):
+        way, following = attempt.transition, incident.attempts[number + 1 : number + 2]
+        yield {
+            "generation": attempt.generation,
+            "cause": attempt.cause,
+            "rule": attempt.rule,
+            "phases": way.phases if way is not None else None,
+            "total_s": way.total_s if way is not None else None,
+            "superseded_by": following[0].generation if following else None,
+        }
