@@ -25,7 +25,7 @@ from oobleck.host.device import Gpu, find_gpus, worker_environment
 from oobleck.host.display import inline
 from oobleck.host.ipc.messages import FaultRule
 from oobleck.host.security.credentials import Credentials
-from oobleck.host.system.environment import Surroundings
+from oobleck.host.system.environment import Environment
 from oobleck.host.system.files import read_regular
 from oobleck.host.system.process import die_with_parent, end_signals
 from oobleck.host.versions import installed
@@ -70,15 +70,15 @@ async def serve(config: AgentConfig, holder: Holder, token: Credentials | None =
             reason = f"{error.strerror}; name another folder"
             click.echo(f"oobleck-agent: --credentials {holder.folder}: {reason}", err=True)
             return 2
-    surroundings = Surroundings()
-    incarnation = new_incarnation(surroundings)
+    environment = Environment()
+    incarnation = new_incarnation(environment)
     outbox = Outbox(incarnation)
-    supervisor = Supervisor(config, outbox, surroundings)
+    supervisor = Supervisor(config, outbox, environment)
     session = Session(
         config,
         incarnation,
         outbox,
-        surroundings,
+        environment,
         endpoint=lambda: holder.endpoint,
         on_address=supervisor.reached_from,
         on_session=supervisor.heard,

@@ -2,7 +2,7 @@
 
 Everything happens in the event loop without waiting: an event is applied, the decision's actions
 are done at once, and what they did is applied too, until nothing is left to do. Hears what the
-processes of its crew tell, and tells the outbox; must not know streams.
+processes of its pool tell, and tells the outbox; must not know streams.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from oobleck.agent.events import (
 )
 from oobleck.agent.processes.children import WarmProcess, WorkerProcess
 from oobleck.agent.processes.memory import kernel_kills
-from oobleck.agent.processes.pool import Crew, StartWarmProcess, StartWorker
+from oobleck.agent.processes.pool import ProcessPool, StartWarmProcess, StartWorker
 from oobleck.agent.reconcile import decide
 from oobleck.agent.state import NodeState
 from oobleck.host.detection import Detection
@@ -56,7 +56,7 @@ from oobleck.host.ipc.messages import (
     Restored,
     SaveFailed,
 )
-from oobleck.host.system.environment import Surroundings
+from oobleck.host.system.environment import Environment
 from oobleck.host.system.process import signal_name
 from oobleck.planner.ids import Incarnation, JobId
 from oobleck.proto import types
@@ -80,7 +80,7 @@ class Supervisor:
         self,
         config: AgentConfig,
         outbox: Outbox,
-        surroundings: Surroundings,
+        environment: Environment,
         *,
         start_warm: StartWarmProcess = WarmProcess,
         start_worker: StartWorker = WorkerProcess,
@@ -88,9 +88,9 @@ class Supervisor:
         """`start_warm`, `start_worker`: what stands for the processes here."""
         self._config = config
         self._outbox = outbox
-        self._now = surroundings.now
-        self._crew = Crew(
-            config, surroundings, self, start_warm=start_warm, start_worker=start_worker
+        self._now = environment.now
+        self._pool = ProcessPool(
+            config, environment, self, start_warm=start_warm, start_worker=start_worker
         )
         self._state = NodeState(
             node=config.name, slot_count=config.worker_slots, faults=config.faults
@@ -110,13 +110,13 @@ class Supervisor:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            self._crew.kill_all()
+            self._pool.kill_all()
 
     # ---- from the session
 
     def reached_from(self, address: str) -> None:
         """The address that this node's workers are reached by."""
-        self._crew.address = address
+        self._pool.address = address
 
     def heard(self, by_master: bool) -> None:
         """Whether a session with a master is open."""
@@ -136,8 +136,8 @@ class Supervisor:
     def record(self, job_id: JobId, wish: Record) -> None:
         """Have the workers of that job record; what they do not hear of is asked for again."""
         for incarnation, worker in self._state.workers.items():
-            if worker.job_id == job_id and incarnation in self._crew.processes:
-                self._crew.processes[incarnation].send(wish)
+            if worker.job_id == job_id and incarnation in self._pool.processes:
+                self._pool.processes[incarnation].send(wish)
 
     def leave(self) -> None:
         """End once the node is drained; told again, at once."""
@@ -162,8 +162,8 @@ class Supervisor:
 
     def warm_exited(self, returncode: int | None, last_line: str) -> None:
         # The kernel kills the workers with the warm process, and nobody is left to tell how.
-        self._crew.warm = None
-        for process in list(self._crew.processes.values()):
+        self._pool.warm = None
+        for process in list(self._pool.processes.values()):
             process.kill()
             self._bury(process, None, signal.SIGKILL)
         if not self._state.shutting_down:
@@ -172,18 +172,18 @@ class Supervisor:
         self._handle(WarmExited(how=how))
 
     def forked(self, incarnation: Incarnation, pid: int) -> None:
-        if (process := self._crew.processes.get(incarnation)) is not None:
+        if (process := self._pool.processes.get(incarnation)) is not None:
             process.forked(pid)
             self._handle(WorkerForked(incarnation=incarnation, pid=pid))
 
     def fork_failed(self, incarnation: Incarnation, reason: str) -> None:
         """No process came of it, so no exit is reported; the slot's budget spaces the retries."""
-        process = self._crew.processes.get(incarnation)
+        process = self._pool.processes.get(incarnation)
         if process is None or process.buried:
             return
         process.buried = True
         process.gone()
-        del self._crew.processes[incarnation]
+        del self._pool.processes[incarnation]
         self._handle(WorkerExited(incarnation=incarnation))
         wait_s = max(0.0, self._state.slots[process.slot].budget.not_before - self._now())
         extra = {"slot": process.slot, "reason": reason, "next_start_in_s": round(wait_s, 1)}
@@ -225,7 +225,7 @@ class Supervisor:
         self._handle(ChannelClosed(incarnation=incarnation))
 
     def child_exited(self, pid: int, exit_code: int | None, signum: int | None) -> None:
-        process = self._crew.of_pid(pid)
+        process = self._pool.of_pid(pid)
         if process is not None:
             self._bury(process, exit_code, signum)
 
@@ -242,7 +242,7 @@ class Supervisor:
             async with asyncio.timeout(LAST_WORDS_S):
                 await process.silent.wait()
         process.gone()
-        del self._crew.processes[process.incarnation]
+        del self._pool.processes[process.incarnation]
         worker = self._state.workers[process.incarnation]
         how = f"killed by {signal_name(signum)}" if signum else f"exit code {exit_code}"
         fields = {"slot": worker.slot, "pid": process.pid, "how": how}
@@ -298,7 +298,7 @@ class Supervisor:
             self._done.set()
 
     def _do(self, action: Action) -> None:
-        done = self._crew.perform(action, self._now(), self._tasks)
+        done = self._pool.perform(action, self._now(), self._tasks)
         self._state.apply(done, self._now())
         if isinstance(done, WorkerKilled) and done.hung is not None:
             # At once: what hangs in the kernel does not end when it is killed.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.support.scratch import run_folder
 from oobleck.host.detection import Detection
-from oobleck.host.system.environment import Surroundings
+from oobleck.host.system.environment import Environment
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.nodes import NodeLost, NodeRegistered
 from oobleck.master.storage.journal import Journal
@@ -30,7 +30,7 @@ _PER_COMMIT = 10
 
 def open_ledger(state_dir: Path) -> Ledger:
     config = MasterConfig(listen="127.0.0.1:0", state_dir=state_dir, timing=Detection())
-    return Ledger(config, Journal(state_dir / "journal.log"), Surroundings())
+    return Ledger(config, Journal(state_dir / "journal.log"), Environment())
 
 
 def registered(number: int, life: int) -> NodeRegistered:

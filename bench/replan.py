@@ -20,7 +20,7 @@ from oobleck.host.ipc.messages import Rendezvous
 from oobleck.master.events.plans import PlanMade
 from oobleck.master.planning import client
 from oobleck.master.planning.solve import AtOnce
-from oobleck.master.rules.decision import Look
+from oobleck.master.rules.decision import Context
 from oobleck.master.rules.next_plan import next_plan
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
@@ -61,12 +61,14 @@ class Cluster:
         self._workers = workers
         self._memory = memory_per_worker(self.spec, workers)
         self.state = ClusterState()
-        self.look = Look(state=self.state, now=0.0, timing=Detection(), nonce="", planner=AtOnce())
+        self.context = Context(
+            state=self.state, now=0.0, timing=Detection(), nonce="", planner=AtOnce()
+        )
         self.nodes = [self.add(number) for number in range(count)]
         self.job = Job(id=JobId("replan-1"), request_id="", spec=self.spec, submitted_at=0.0)
         self.job.most_nodes = count
         self.state.jobs[self.job.id] = self.job
-        plan = client.first_plan(self.look.planner, self.job, self.nodes, Generation(1))
+        plan = client.first_plan(self.context.planner, self.job, self.nodes, Generation(1))
         self.job.plans[Generation(1)] = plan
         self.job.seen.committed_step = 5
         self.job.made = self.job.trained = PlanMade(
@@ -131,7 +133,7 @@ def replan_ms(
     wall, processor = [], []
     for live in changes:
         begun = time.perf_counter(), time.process_time()
-        found = next_plan(cluster.look, cluster.job, live, Generation(2))
+        found = next_plan(cluster.context, cluster.job, live, Generation(2))
         wall.append((time.perf_counter() - begun[0]) * 1e3)
         processor.append((time.process_time() - begun[1]) * 1e3)
         show(f"    {wall[-1]:8.1f} ms  {found.rule}: {found.reason[:100]}")

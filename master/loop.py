@@ -9,7 +9,7 @@ for every task of the same event loop. Must not know gRPC.
 import asyncio
 import logging
 
-from oobleck.host.system.environment import Surroundings
+from oobleck.host.system.environment import Environment
 from oobleck.master import crash
 from oobleck.master.clients.requests import Requests
 from oobleck.master.clients.sessions import Sessions
@@ -50,7 +50,7 @@ class Master:
         self,
         config: MasterConfig,
         journal: Journal,
-        surroundings: Surroundings | None = None,
+        environment: Environment | None = None,
         planner: Planner | None = None,
     ) -> None:
         """`planner` makes the plans; None: the loop itself does, and hears nobody meanwhile.
@@ -59,11 +59,11 @@ class Master:
         """
         self._planner = planner or AtOnce()
         self._planner.listen(self._planned)
-        self._surroundings = surroundings or Surroundings()
+        self._environment = environment or Environment()
         self.config = config
-        self.now = self._surroundings.now
+        self.now = self._environment.now
         self.changes = Changes()
-        self._ledger = Ledger(config, journal, self._surroundings)
+        self._ledger = Ledger(config, journal, self._environment)
         #: Only to be read.
         self.state = self._ledger.state
         self.archive = self._ledger.archive
@@ -178,7 +178,7 @@ class Master:
         self._inbox.post(handle)
 
     def _reconcile(self, now: float) -> Decision:
-        nonce = self._surroundings.token(16)
+        nonce = self._environment.token(16)
         try:
             return reconcile(
                 self.state,

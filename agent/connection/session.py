@@ -17,7 +17,7 @@ from oobleck.agent.desired import Desired
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.ipc.messages import Record
-from oobleck.host.system.environment import Surroundings
+from oobleck.host.system.environment import Environment
 from oobleck.planner.ids import Incarnation, JobId
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import convert
@@ -61,7 +61,7 @@ class Session:
         config: AgentConfig,
         incarnation: Incarnation,
         outbox: Outbox,
-        surroundings: Surroundings,
+        environment: Environment,
         *,
         endpoint: Callable[[], Endpoint],
         on_address: Callable[[str], None],
@@ -74,8 +74,8 @@ class Session:
         self._config = config
         self._incarnation = incarnation
         self._outbox = outbox
-        self._surroundings = surroundings
-        self._now = surroundings.now
+        self._environment = environment
+        self._now = environment.now
         self._endpoint = endpoint
         self._on_address = on_address
         self._on_session = on_session
@@ -123,7 +123,7 @@ class Session:
             except _OtherTimeOuts:
                 return None
             if not self._is_over():
-                await asyncio.sleep(self._surroundings.uniform(0.0, self._retry_s))
+                await asyncio.sleep(self._environment.uniform(0.0, self._retry_s))
                 self._retry_s = next_retry_s(self._retry_s, self._detection)
         return None
 
@@ -198,7 +198,7 @@ class Session:
             incarnation=self._incarnation,
             hostname=self._config.hostname,
             address=address,
-            pid=self._surroundings.pid(),
+            pid=self._environment.pid(),
             worker_slots=self._config.worker_slots,
             device=self._config.device,
             memory_per_worker_bytes=self._config.memory_per_worker_bytes,

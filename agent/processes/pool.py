@@ -42,7 +42,7 @@ from oobleck.agent.events import (
 )
 from oobleck.agent.processes.children import Listener, WarmProcess, WorkerProcess
 from oobleck.host.ipc.messages import Ask, Assign, Fork, Launch, Save, Stop
-from oobleck.host.system.environment import Surroundings
+from oobleck.host.system.environment import Environment
 from oobleck.planner.ids import Incarnation, WorkerId
 from oobleck.proto.types import Hung
 
@@ -52,15 +52,15 @@ StartWarmProcess = Callable[[Listener], WarmProcess]
 StartWorker = Callable[[int, Incarnation, Listener], WorkerProcess]
 
 
-def new_incarnation(surroundings: Surroundings) -> Incarnation:
-    return Incarnation(surroundings.token(8))
+def new_incarnation(environment: Environment) -> Incarnation:
+    return Incarnation(environment.token(8))
 
 
-class Crew:
+class ProcessPool:
     def __init__(
         self,
         config: AgentConfig,
-        surroundings: Surroundings,
+        environment: Environment,
         listener: Listener,
         *,
         start_warm: StartWarmProcess,
@@ -72,7 +72,7 @@ class Crew:
         #: The address that this node's workers are reached by.
         self.address = ""
         self._config = config
-        self._surroundings = surroundings
+        self._environment = environment
         self._listener = listener
         self._start_warm = start_warm
         self._start_worker = start_worker
@@ -133,7 +133,7 @@ class Crew:
     def _fork(self, fork: ForkWorker, tasks: asyncio.TaskGroup) -> Event:
         assert self.warm is not None
         slot, desired = fork.slot, fork.desired
-        process = self._start_worker(slot, new_incarnation(self._surroundings), self._listener)
+        process = self._start_worker(slot, new_incarnation(self._environment), self._listener)
         self.processes[process.incarnation] = process
         kind = desired.job.model.kind
         self.warm.fork(Fork(slot=slot, incarnation=process.incarnation, kind=kind), process)

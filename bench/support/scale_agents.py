@@ -33,7 +33,7 @@ from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.ipc.messages import PeerLost, PhaseReached, StepRecord
 from oobleck.host.security.credentials import Credentials
 from oobleck.host.security.pki import Authority, Identity, key_pem, new_key, read_key
-from oobleck.host.system.environment import Surroundings
+from oobleck.host.system.environment import Environment
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.planner.programs.plan import Plan
 from oobleck.proto import control_pb2_grpc as rpc
@@ -106,7 +106,7 @@ class Crowd:
 class Agent:
     def __init__(self, number: int, crowd: Crowd) -> None:
         self._number, self._crowd, self._news = number, crowd, crowd.news
-        self._surroundings = Surroundings()
+        self._environment = Environment()
         incarnation = self._incarnation()
         self._outbox = Outbox(incarnation)
         name = node_name(number)
@@ -128,7 +128,7 @@ class Agent:
             config,
             incarnation,
             self._outbox,
-            self._surroundings,
+            self._environment,
             endpoint=lambda: self._endpoint,
             on_address=lambda _: None,
             on_session=lambda _: None,
@@ -147,7 +147,7 @@ class Agent:
         self._lost: WorkerReport | None = None
 
     def _incarnation(self) -> Incarnation:
-        return Incarnation(self._surroundings.token(8))
+        return Incarnation(self._environment.token(8))
 
     async def live(self, after_s: float) -> None:
         """Until cancelled, or the master refuses it for good."""
@@ -208,7 +208,7 @@ class Agent:
         """Its worker has done the step, if it is in that generation."""
         if self._job_id is not None and record.generation == self._entered:
             self._step = record.step
-            self._outbox.record(self._job_id, record, self._surroundings.now())
+            self._outbox.record(self._job_id, record, self._environment.now())
             self._tell()
 
     def lose_peer(self) -> None:

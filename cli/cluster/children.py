@@ -52,7 +52,7 @@ class Child:
     def start(self) -> None:
         """Also again, once it has ended."""
         self.told, self.due, self._started_at = False, None, time.monotonic()
-        tied = [
+        command = [
             sys.executable,
             "-m",
             "oobleck.host.system.die_with_parent",
@@ -61,7 +61,7 @@ class Child:
         ]
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                [*tied, *self.arguments],
+                [*command, *self.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if self._piped else output,
                 stderr=output,

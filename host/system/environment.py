@@ -1,7 +1,7 @@
-"""What a process takes from outside and never gets the same twice: clocks and chance.
+"""What a process takes from outside and never gets the same twice: clocks and randomness.
 
-Built once and passed down; the same surroundings again give the same run of a daemon, which is
-how whole clusters are played again from a seed. Must not know what they are used for.
+Built once and passed down. A daemon with the same environment runs in the same way again, which is
+how the simulation plays a whole cluster from a seed.
 """
 
 import os
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class Environment:
     #: Seconds since some moment; never jumps. All spans are measured by it.
     now: Callable[[], float] = time.monotonic
     #: Seconds of the calendar, which may jump: for what people read.

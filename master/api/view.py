@@ -1,6 +1,6 @@
 """The state as operators see it, in the wire's messages. Reads, never writes.
 
-It says what is so at this moment: what the fold cannot know (a stream that has just closed, a
+It says what is so at this moment: what no journaled event says (a stream that has just closed, a
 silent agent) is told as the reason.
 """
 

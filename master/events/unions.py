@@ -4,7 +4,7 @@ Two kinds, told apart here and nowhere else:
 
 *Journaled* events (`Journaled`) are durable facts: what operators asked for, who the nodes are,
 and every decision of the master. They are on disk before anyone acts on them, and the durable
-part of the state is a fold over them alone.
+part of the state follows from them alone.
 
 *Observed* events (`Observed`) are what the agents and the clock tell: streams, heartbeats,
 reports. They are not journaled: a restarted master forgets them and is told again. Step records

@@ -10,7 +10,7 @@ made with those who are there, as after a loss.
 from collections.abc import Iterable, Mapping
 
 from oobleck.master.events.plans import PlanFound, PlanMade
-from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.node import Node
@@ -28,8 +28,8 @@ def runs_unknown(state: ClusterState, running: Assignment | None) -> bool:
     return fits and job.state not in ENDED and running.plan.generation > job.newest_known
 
 
-def adopt(look: Look) -> Decision | None:
-    state, job = look.state, look.state.job
+def adopt(context: Context) -> Decision | None:
+    state, job = context.state, context.state.job
     if job is None or job.cancel_requested or job.state == "profiling":
         return None
     told = {
@@ -50,9 +50,9 @@ def adopt(look: Look) -> Decision | None:
     missing += [name for name, of in told.items() if of.rendezvous != newest.rendezvous]
     what = f"the workers run generation {plan.generation}, which the journal does not have"
     if not missing:
-        return Decision(actions=(_adopted(look, job, newest, told, what),), reason=what)
-    due = job.seen.since + look.timing.return_s
-    if look.now < due:
+        return Decision(actions=(_adopted(context, job, newest, told, what),), reason=what)
+    due = job.seen.since + context.timing.return_s
+    if context.now < due:
         reason = f"{what}; {', '.join(missing)} may still come back"
         return Decision(wake_at=due, reason=reason, hold=True)
     return Decision(actions=(PlanFound(job_id=job.id, plan=plan),), reason=what)
@@ -63,12 +63,12 @@ def _generation(running: Assignment) -> Generation:
 
 
 def _adopted(
-    look: Look, job: Job, newest: Assignment, told: Mapping[NodeName, Assignment], reason: str
+    context: Context, job: Job, newest: Assignment, told: Mapping[NodeName, Assignment], reason: str
 ) -> PlanMade:
     plan, rendezvous = newest.plan, newest.rendezvous
     assert plan is not None
     assert rendezvous is not None, "plan and rendezvous come together"
-    first: Node = look.state.nodes[plan.nodes[0]]
+    first: Node = context.state.nodes[plan.nodes[0]]
     before = set(job.members)
     return PlanMade(
         job_id=job.id,
@@ -88,7 +88,7 @@ def _adopted(
         leaving=newest.leaving,
         leaving_incarnations=tuple(_processes(newest.leaving, told)),
         handover=newest.handover,
-        data=newest.data or look.state.data_of(first),
+        data=newest.data or context.state.data_of(first),
         restore=newest.restore,
         anew=newest.anew,
     )

@@ -7,16 +7,16 @@ operators.
 
 from oobleck.host.ipc.messages import CheckpointSaved, Restored, SaveFailed
 from oobleck.master.events.jobs import CheckpointPublished, JobRestored, SaveProblem
-from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.job import Job
 from oobleck.master.state.job_observed import SaveReport
 
 _Event = CheckpointPublished | SaveProblem | JobRestored
 
 
-def note(look: Look) -> Decision | None:
+def note(context: Context) -> Decision | None:
     """Before all that depends on how far a job is."""
-    for job in look.state.jobs.values():
+    for job in context.state.jobs.values():
         if job.seen.save_reports:
             event = _event(job, job.seen.save_reports[0])
             return Decision(actions=(event,), reason="a worker told of a checkpoint")

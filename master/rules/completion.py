@@ -2,22 +2,22 @@
 
 from oobleck.master.events.jobs import JobCancelled, JobCaughtUp, JobFailed, JobSucceeded
 from oobleck.master.events.plans import PHASES, FirstStepCommitted, Transition
-from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.evidence import carried
 from oobleck.master.state.job import Job
 from oobleck.planner.ids import NodeName
 
 
-def transition(look: Look, job: Job) -> Transition | None:
+def transition(context: Context, job: Job) -> Transition | None:
     """How far the way into the newest generation has come; None: it is not on the way."""
     if job.made is None or not job.on_the_way:
         return None
     way = job.seen.way
     if way is not None:
-        end = look.now if way.first_step_at is None else way.first_step_at
+        end = context.now if way.first_step_at is None else way.first_step_at
         return way.transition(end, job.unanswered())
     # Another master process made the plan, and only the calendar spans both.
-    unix = job.seen.since_unix + (look.now - job.seen.since)
+    unix = job.seen.since_unix + (context.now - job.seen.since)
     first = next((r.time for r in job.seen.recent if r.generation >= job.generation), unix)
     phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     phases["detect"], phases["waiting"] = job.made.detect_s, job.waited_s
@@ -32,15 +32,15 @@ def transition(look: Look, job: Job) -> Transition | None:
     )
 
 
-def first_step(look: Look) -> Decision | None:
-    job = look.state.job
+def first_step(context: Context) -> Decision | None:
+    job = context.state.job
     if job is None or not job.on_the_way:
         return None
     step = next((r.step for r in job.seen.recent if r.generation >= job.generation), None)
     if step is None and job.seen.redone is not None:
         generation, first, last = job.seen.redone
         step = last if generation == job.generation and last > first else None
-    way = transition(look, job)
+    way = transition(context, job)
     if step is None or way is None:
         return None
     older = (r for r in reversed(job.seen.recent) if r.generation < job.generation)
@@ -50,59 +50,59 @@ def first_step(look: Look) -> Decision | None:
         generation=job.generation,
         step=step,
         transition=way,
-        sightings=carried(job, look.now),
+        sightings=carried(job, context.now),
         trained_until=before.time if before is not None else 0.0,
     )
     return Decision(actions=(event,), reason=f"generation {job.generation} has committed a step")
 
 
-def caught_up(look: Look) -> Decision | None:
+def caught_up(context: Context) -> Decision | None:
     """The steps that were lost with the way back to a checkpoint are committed again."""
-    job = look.state.job
+    job = context.state.job
     if job is None or not job.redo_until or job.seen.furthest_step < job.redone_until:
         return None
     event = JobCaughtUp(job_id=job.id, step=job.seen.furthest_step)
     return Decision(actions=(event,), reason=f"step {event.step} is committed again")
 
 
-def end_jobs(look: Look) -> Decision | None:
-    for job in look.state.jobs.values():
+def end_jobs(context: Context) -> Decision | None:
+    for job in context.state.jobs.values():
         if job.cancel_requested and job.finished_at == 0.0:
-            event = JobCancelled(job_id=job.id, transition=transition(look, job))
+            event = JobCancelled(job_id=job.id, transition=transition(context, job))
             return Decision(actions=(event,), reason="the operator cancelled the job")
-    active = look.state.job
+    active = context.state.job
     if active is None:
         return None
-    return _succeed(look, active)
+    return _succeed(context, active)
 
 
-def fail(look: Look, job: Job, reason: str, node: NodeName | None = None) -> Decision:
+def fail(context: Context, job: Job, reason: str, node: NodeName | None = None) -> Decision:
     """The end of a job that cannot go on; `node`: which alone is at fault."""
     event = JobFailed(
         job_id=job.id,
         reason=reason,
         node=node,
-        transition=transition(look, job),
-        sightings=carried(job, look.now),
+        transition=transition(context, job),
+        sightings=carried(job, context.now),
     )
     return Decision(actions=(event,), reason=reason)
 
 
-def _succeed(look: Look, job: Job) -> Decision | None:
+def _succeed(context: Context, job: Job) -> Decision | None:
     if not job.all_finished():
         return None
     steps, through = job.spec.training.steps, job.seen.committed_step
     if through < steps:
         missing = f"all workers have finished; the records of steps {through + 1} to {steps} lack"
-        if not all(look.state.nodes[name].connected for name in job.members):
+        if not all(context.state.nodes[name].connected for name in job.members):
             return Decision(reason=missing)
         if job.seen.records_wait:
             return Decision(reason=missing)
         # The agents send what they have as soon as they are connected.
-        last = max(job.seen.progressed_at or look.now, job.seen.recorded_at or 0.0)
-        if look.now < (due := last + look.timing.meeting_s):
+        last = max(job.seen.progressed_at or context.now, job.seen.recorded_at or 0.0)
+        if context.now < (due := last + context.timing.meeting_s):
             return Decision(wake_at=due, reason=missing)
     event = JobSucceeded(
-        job_id=job.id, transition=transition(look, job), missing_steps=max(0, steps - through)
+        job_id=job.id, transition=transition(context, job), missing_steps=max(0, steps - through)
     )
     return Decision(actions=(event,), reason="all workers have finished")

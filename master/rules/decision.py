@@ -25,7 +25,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class Context:
     state: ClusterState
     now: float
     timing: Detection
@@ -38,4 +38,4 @@ class Look:
 
 
 #: None: the rule does not apply. May raise StillPlanning.
-Rule = Callable[[Look], Decision | None]
+Rule = Callable[[Context], Decision | None]

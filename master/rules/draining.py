@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from oobleck.master.events.jobs import CheckpointRequested
 from oobleck.master.events.nodes import NodeDrained, NodeDrainRequested, NodeKept, NodeLost
 from oobleck.master.events.unions import Journaled
-from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.next_plan import next_plan
 from oobleck.master.rules.plan_event import next_generation, plan_made
 from oobleck.master.state.cluster import ClusterState
@@ -27,11 +27,11 @@ from oobleck.planner.recovery.reconfigure import Reconfiguration
 TOLD_TO_END = "its agent was told to end"
 
 
-def take_wishes(look: Look) -> Decision | None:
+def take_wishes(context: Context) -> Decision | None:
     """An agent that was told to end asks for its node's drain in its status."""
     wished = tuple(
         NodeDrainRequested(node=name, request_id="", reason=TOLD_TO_END, force=True)
-        for name, node in sorted(look.state.nodes.items())
+        for name, node in sorted(context.state.nodes.items())
         if node.connected
         and node.seen.status.leaving
         and (node.drain is None or not (node.drain.force or node.drain.done))
@@ -39,12 +39,12 @@ def take_wishes(look: Look) -> Decision | None:
     return Decision(actions=wished, reason=_names(wished)) if wished else None
 
 
-def farewell(look: Look) -> Decision | None:
+def farewell(context: Context) -> Decision | None:
     """Nodes whose agents end by their own word are not waited for: a drained one has nothing that
     others need, and any other's workers end with it."""
     gone = tuple(
-        _gone(look, node)
-        for _, node in sorted(look.state.nodes.items())
+        _gone(context, node)
+        for _, node in sorted(context.state.nodes.items())
         if node.registered and (node.seen.status.ending or _has_left(node))
     )
     return Decision(actions=gone, reason=_names(gone)) if gone else None
@@ -55,8 +55,8 @@ def _has_left(node: Node) -> bool:
     return drained and node.seen.status.leaving and node.seen.closed_at is not None
 
 
-def _gone(look: Look, node: Node) -> NodeLost:
-    job, name = look.state.job, node.facts.node
+def _gone(context: Context, node: Node) -> NodeLost:
+    job, name = context.state.job, node.facts.node
     drained = node.drain is not None and node.drain.done
     closed_at = node.seen.closed_at
     return NodeLost(
@@ -64,18 +64,18 @@ def _gone(look: Look, node: Node) -> NodeLost:
         incarnation=node.facts.incarnation,
         cause="left",
         reason="its agent has ended, as it was told to" if drained else "its agent ends at once",
-        detect_s=0.0 if closed_at is None else look.now - closed_at,
-        sightings=carried(job, look.now) if job is not None and job.has_member(name) else (),
+        detect_s=0.0 if closed_at is None else context.now - closed_at,
+        sightings=carried(job, context.now) if job is not None and job.has_member(name) else (),
     )
 
 
-def finish(look: Look) -> Decision | None:
+def finish(context: Context) -> Decision | None:
     """Nodes that nobody needs any more are drained."""
-    job = look.state.job
+    job = context.state.job
     needed = {*job.members, *job.leaving} if job is not None else set()
     done = tuple(
         NodeDrained(node=name)
-        for name, node in sorted(look.state.nodes.items())
+        for name, node in sorted(context.state.nodes.items())
         if node.drain is not None and not node.drain.done and name not in needed
     )
     return Decision(actions=done, reason=_names(done)) if done else None
@@ -105,30 +105,30 @@ def _still_there(state: ClusterState, job: Job) -> list[Node]:
     return _sorted([node for node in held if moves_off(node)])
 
 
-def plan_without_drained(look: Look, job: Job, live: Sequence[Node]) -> Reconfiguration:
+def plan_without_drained(context: Context, job: Job, live: Sequence[Node]) -> Reconfiguration:
     """Without the nodes that are to be drained; with them where nothing else is possible, but for
     forced drains. Raises PlanInfeasible."""
-    state, generation = look.state, next_generation(look, job)
+    state, generation = context.state, next_generation(context, job)
     kept = [
         node
         for node in _still_there(state, job)
         if state.is_ready(node, job) and node.drain is not None and not node.drain.force
     ]
     try:
-        return next_plan(look, job, live, generation)
+        return next_plan(context, job, live, generation)
     except PlanInfeasible:
         if not kept:
             raise
-    return next_plan(look, job, _sorted([*live, *kept]), generation)
+    return next_plan(context, job, _sorted([*live, *kept]), generation)
 
 
 def _sorted(nodes: Sequence[Node]) -> list[Node]:
     return sorted(nodes, key=lambda node: node.facts.node)
 
 
-def move_off(look: Look) -> Decision | None:
+def move_off(context: Context) -> Decision | None:
     """Make the plan without the nodes that are to be drained, and can be."""
-    state, job = look.state, look.state.job
+    state, job = context.state, context.state.job
     if job is None or job.made is None:
         return None
     if job.state == "waiting for nodes":
@@ -140,14 +140,14 @@ def move_off(look: Look) -> Decision | None:
         return None
     if job.seen.furthest_step >= job.spec.training.steps:
         return Decision(reason="the job ends before work could move")
-    found, events = _find(look, job, moving)
+    found, events = _find(context, job, moving)
     if found is None or job.made.plan.nodes == found.plan.nodes:
         return Decision(actions=tuple(events)) if events else None
     staying = frozenset(found.plan.nodes)
     gone = ", ".join(node for node in job.members if node not in staying)
     reason = f"{gone} is drained: {found.reason}"
     event = plan_made(
-        look,
+        context,
         job,
         found.plan,
         boundary=True,
@@ -175,11 +175,11 @@ def _without(job: Job, node: Node) -> NodeDrained:
 
 
 def _find(
-    look: Look, job: Job, moving: Sequence[Node]
+    context: Context, job: Job, moving: Sequence[Node]
 ) -> tuple[Reconfiguration | None, list[Journaled]]:
     """The plan without as many of `moving` as the job can go on without, and what becomes of the
     others: they are kept, or gone all the same where that is forced."""
-    state, generation = look.state, next_generation(look, job)
+    state, generation = context.state, next_generation(context, job)
     ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
     staying = list(moving)
     found: Reconfiguration | None = None
@@ -187,7 +187,7 @@ def _find(
     for node in moving:
         rest = [other for other in staying if other is not node]
         try:
-            found = next_plan(look, job, _sorted([*ready, *rest]), generation)
+            found = next_plan(context, job, _sorted([*ready, *rest]), generation)
         except PlanInfeasible as infeasible:
             if node.drain is not None and node.drain.force:
                 return None, _by_force(job, node, node.drain)

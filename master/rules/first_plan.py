@@ -6,7 +6,7 @@ Nodes get ready for a job before it has a plan. Must not know later plans.
 from oobleck.master.events.jobs import JobFailed, JobStarted
 from oobleck.master.planning import client
 from oobleck.master.rules import node_faults, profiling
-from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.plan_event import next_generation, plan_made
 from oobleck.master.rules.wait import names, wait
 from oobleck.master.state import versions
@@ -17,22 +17,22 @@ from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.units import count
 
 
-def start(look: Look) -> Decision | None:
+def start(context: Context) -> Decision | None:
     """Plan generation 1 once every node that may still get ready is."""
-    state, job = look.state, look.state.job
+    state, job = context.state, context.state.job
     if job is None or job.made is not None:
         return None
     candidates, _ = versions.alike(state, job)
     ready, unlike = node_faults.like_data(
         state, [node for node in candidates if state.is_ready(node, job)]
     )
-    timeout_s = look.timing.start_timeout_s
+    timeout_s = context.timing.start_timeout_s
     pending: list[Node] = []
     given_up: list[Node] = []
     for node in candidates:
         if not state.is_ready(node, job):
-            (pending if _start_deadline(look, node) > look.now else given_up).append(node)
-    here = [node for node in pending if not _is_away(look, node)]
+            (pending if _start_deadline(context, node) > context.now else given_up).append(node)
+    here = [node for node in pending if not _is_away(context, node)]
     try:
         if len(here) < len(pending) and _enough(job, [*ready, *here]):
             pending = here
@@ -40,15 +40,15 @@ def start(look: Look) -> Decision | None:
         if job.state == "waiting for nodes":
             return Decision(actions=(JobStarted(job_id=job.id),), reason="enough nodes are here")
         if pending:
-            return _getting_ready(look, job, pending)
-        if (first := profiling.before_plan(look, job, ready)) is not None:
+            return _getting_ready(context, job, pending)
+        if (first := profiling.before_plan(context, job, ready)) is not None:
             return first
-        plan = client.first_plan(look.planner, job, ready, next_generation(look, job))
+        plan = client.first_plan(context.planner, job, ready, next_generation(context, job))
     except PlanInfeasible as infeasible:
         if client.never_fits(job, candidates):
             reason = "; ".join(infeasible.causes)
             return Decision(actions=(JobFailed(job_id=job.id, reason=reason),), reason=reason)
-        if given_up and (start := _still_starting(look, job, [*ready, *pending], given_up)):
+        if given_up and (start := _still_starting(context, job, [*ready, *pending], given_up)):
             return start
         late = f"not ready after {timeout_s:g} s: {names(given_up)}"
         odd = f"{names(unlike)}: {node_faults.OTHER_DATA}"
@@ -57,7 +57,9 @@ def start(look: Look) -> Decision | None:
     reason = f"{count(len(ready), 'node')} {'is' if len(ready) == 1 else 'are'} ready"
     if idle := client.idle_slots(plan, ready[0].facts.worker_slots):
         reason += f"; {idle}"
-    event = plan_made(look, job, plan, boundary=False, cause="start", rule="start", reason=reason)
+    event = plan_made(
+        context, job, plan, boundary=False, cause="start", rule="start", reason=reason
+    )
     out = [node_faults.left_out(job, node, node_faults.OTHER_DATA) for node in unlike]
     return Decision(actions=(*out, event), reason=reason)
 
@@ -75,27 +77,29 @@ def shortfall(state: ClusterState, job: Job) -> str:
     return ""
 
 
-def get_ready(look: Look, job: Job) -> Decision | None:
+def get_ready(context: Context, job: Job) -> Decision | None:
     """Of a job that is about to go on after another one: which nodes it waits for; None: for none
     any more."""
     pending = [
         node
-        for node in look.state.candidates(job)
-        if not look.state.is_ready(node, job)
-        and not _is_away(look, node)
-        and _start_deadline(look, node) > look.now
+        for node in context.state.candidates(job)
+        if not context.state.is_ready(node, job)
+        and not _is_away(context, node)
+        and _start_deadline(context, node) > context.now
     ]
-    return _getting_ready(look, job, pending) if pending else None
+    return _getting_ready(context, job, pending) if pending else None
 
 
-def _getting_ready(look: Look, job: Job, pending: list[Node]) -> Decision:
+def _getting_ready(context: Context, job: Job, pending: list[Node]) -> Decision:
     return Decision(
-        wake_at=min(_look_again(look, node) for node in pending),
+        wake_at=min(_look_again(context, node) for node in pending),
         reason=f"nodes get ready for {job.id}: {names(pending)}",
     )
 
 
-def _still_starting(look: Look, job: Job, nodes: list[Node], late: list[Node]) -> Decision | None:
+def _still_starting(
+    context: Context, job: Job, nodes: list[Node], late: list[Node]
+) -> Decision | None:
     """Where slow nodes are needed, and do get on, they are waited for."""
     coming = [node for node in late if node.connected and _has_all(job, node)]
     if not coming or not _enough(job, [*nodes, *coming]):
@@ -113,24 +117,24 @@ def _has_all(job: Job, node: Node) -> bool:
     return status.job_id == job.id and len(here) == node.facts.worker_slots
 
 
-def _start_deadline(look: Look, node: Node) -> float:
+def _start_deadline(context: Context, node: Node) -> float:
     """Until when the first plan waits for the node."""
-    since = look.now if node.seen.assigned_at is None else node.seen.assigned_at
-    return since + look.timing.start_timeout_s
+    since = context.now if node.seen.assigned_at is None else node.seen.assigned_at
+    return since + context.timing.start_timeout_s
 
 
-def _look_again(look: Look, node: Node) -> float:
+def _look_again(context: Context, node: Node) -> float:
     """When waiting for the node may come to an end."""
     closed_at = node.seen.closed_at
-    if closed_at is None or _is_away(look, node):
-        return _start_deadline(look, node)
-    return min(_start_deadline(look, node), closed_at + look.timing.away_s)
+    if closed_at is None or _is_away(context, node):
+        return _start_deadline(context, node)
+    return min(_start_deadline(context, node), closed_at + context.timing.away_s)
 
 
-def _is_away(look: Look, node: Node) -> bool:
+def _is_away(context: Context, node: Node) -> bool:
     """Whether its agent's stream has ended for so long that the others need not wait for it."""
     closed_at = node.seen.closed_at
-    return closed_at is not None and look.now >= closed_at + look.timing.away_s
+    return closed_at is not None and context.now >= closed_at + context.timing.away_s
 
 
 def _check_enough(job: Job, nodes: list[Node]) -> None:

@@ -7,7 +7,7 @@ not know what is decided by it.
 import math
 from collections.abc import Iterable
 
-from oobleck.master.rules.decision import Look
+from oobleck.master.rules.decision import Context
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.drains import moves_off
 from oobleck.master.state.job import NO_GENERATION, Job
@@ -34,10 +34,10 @@ def lost_layers(
     return None
 
 
-def gone_for_good(look: Look, job: Job) -> LayerLost | None:
+def gone_for_good(context: Context, job: Job) -> LayerLost | None:
     """The layers of a model that has been trained whose state no worker has any more, in the plan
     or not, nor can any node that is away bring back."""
-    state = look.state
+    state = context.state
     if not was_trained(state, job):
         return None
     here = [
@@ -49,49 +49,49 @@ def gone_for_good(look: Look, job: Job) -> LayerLost | None:
         if not job.seen.is_gone(worker.incarnation)
     ]
     try:
-        held = _held_layers(state, job, here) | _held_away(look, job)
+        held = _held_layers(state, job, here) | _held_away(context, job)
         require_holders(held, job.spec.model.layer_count)
     except LayerLost as lost:
         return lost
     return None
 
 
-def may_bring_back(look: Look, job: Job, layers: Iterable[int]) -> frozenset[NodeName]:
+def may_bring_back(context: Context, job: Job, layers: Iterable[int]) -> frozenset[NodeName]:
     """Nodes that are away and whose workers may hold some of `layers`."""
     wanted = frozenset(layers)
-    away = _held_away(look, job)
+    away = _held_away(context, job)
     return frozenset(w.node for w, held in away.items() if any(s.layer in wanted for s in held))
 
 
-def _held_away(look: Look, job: Job) -> dict[WorkerId, frozenset[Shard]]:
+def _held_away(context: Context, job: Job) -> dict[WorkerId, frozenset[Shard]]:
     """What workers on nodes that are away may hold, by any plan since the last step."""
     held: dict[WorkerId, frozenset[Shard]] = {}
     dead = job.lost_workers  # and no plan counts on others in their places yet
     for plan in job.plans.values():
         for worker, shards in plan_shards(plan).items():
-            if worker not in dead and look.now < _may_return_until(look, job, worker.node):
+            if worker not in dead and context.now < _may_return_until(context, job, worker.node):
                 held[worker] = held.get(worker, frozenset()) | shards
     return held
 
 
-def given_up_at(look: Look, job: Job) -> float | None:
+def given_up_at(context: Context, job: Job) -> float | None:
     """When the next node that is away is not expected back any more; None: none of them."""
     names = {name for plan in job.plans.values() for name in plan.nodes}
-    ends = (_may_return_until(look, job, name) for name in names)
-    return min((end for end in ends if look.now < end < math.inf), default=None)
+    ends = (_may_return_until(context, job, name) for name in names)
+    return min((end for end in ends if context.now < end < math.inf), default=None)
 
 
-def _may_return_until(look: Look, job: Job, name: NodeName) -> float:
+def _may_return_until(context: Context, job: Job, name: NodeName) -> float:
     """Until when the node, which is away, may come back with the workers that it had. It cannot
     while the master is away, so that time does not count. One that the journal has lost may."""
-    node = look.state.nodes.get(name)
+    node = context.state.nodes.get(name)
     if name in job.emptied or (node is not None and node.connected):
         return -math.inf
     if node is not None and node.registered:
         return math.inf
     lost_at = node.seen.lost_at if node is not None else None
     since = job.seen.since if lost_at is None else max(lost_at, job.seen.since)
-    return since + look.retention.node_s
+    return since + context.retention.node_s
 
 
 def departing(state: ClusterState, job: Job, plan: Plan) -> tuple[WorkerId, ...]:

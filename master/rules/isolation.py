@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from oobleck.master.events.nodes import NodeQuarantined, NodeReset
 from oobleck.master.rules import holders, quarantine
-from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.stalls import plan_without
 from oobleck.master.state.job import Job
 from oobleck.master.state.unreachable import Pair, meeting_host, ordered
@@ -31,7 +31,7 @@ from oobleck.planner.recovery.reconfigure import can_lose
 Nodes = frozenset[NodeName]
 
 
-def give_up_at_once(look: Look, job: Job) -> Decision | None:
+def give_up_at_once(context: Context, job: Job) -> Decision | None:
     """Have the others go on without the fewest nodes that leave no two that do not reach each
     other, where all others have told; None: that is not so, or they are needed."""
     told = {worker: lost.unreached for worker, (_, lost) in job.seen.peers_lost.items()}
@@ -47,12 +47,12 @@ def give_up_at_once(look: Look, job: Job) -> Decision | None:
     ways = sorted(_ways(job, pairs), key=clear, reverse=True)
     if not any(map(clear, ways)):
         return None
-    nodes = _cheapest(look, job, ways, with_state=False)
+    nodes = _cheapest(context, job, ways, with_state=False)
     if nodes is None or not clear(nodes):
         return None
-    silent_at = min(at for at, _ in job.seen.peers_lost.values()) - look.timing.silence_s
-    detect_s = look.now - max(silent_at, job.seen.recorded_at or 0.0)
-    return _go_on_without(look, job, nodes, pairs, detect_s=detect_s)
+    silent_at = min(at for at, _ in job.seen.peers_lost.values()) - context.timing.silence_s
+    detect_s = context.now - max(silent_at, job.seen.recorded_at or 0.0)
+    return _go_on_without(context, job, nodes, pairs, detect_s=detect_s)
 
 
 def _proven(accusations: Set[tuple[NodeName, NodeName]], told: Set[NodeName]) -> set[Pair]:
@@ -68,10 +68,10 @@ def _proven(accusations: Set[tuple[NodeName, NodeName]], told: Set[NodeName]) ->
     return {pair for pair in pairs if not contested(pair)}
 
 
-def give_up(look: Look, job: Job) -> Decision | None:
+def give_up(context: Context, job: Job) -> Decision | None:
     """Have the others go on without nodes that are cut off; None: it is not known, or they are
     needed."""
-    host = meeting_host(look.state, job)
+    host = meeting_host(context.state, job)
     no_way = job.seen.no_way
     if host is None or host not in no_way:
         return None
@@ -81,11 +81,11 @@ def give_up(look: Look, job: Job) -> Decision | None:
     def agreed(nodes: Nodes) -> bool:
         if nodes <= set(job.newcomers):
             # They have trained nothing, and cost the others every meeting.
-            return bool(job.seen.regroups and look.timing.quarantine_s)
+            return bool(job.seen.regroups and context.timing.quarantine_s)
         return nodes in _ways(job, before)
 
-    nodes = _cheapest(look, job, filter(agreed, _ways(job, known)), with_state=True)
-    return _go_on_without(look, job, nodes, known) if nodes else None
+    nodes = _cheapest(context, job, filter(agreed, _ways(job, known)), with_state=True)
+    return _go_on_without(context, job, nodes, known) if nodes else None
 
 
 class _Cost(NamedTuple):
@@ -96,45 +96,47 @@ class _Cost(NamedTuple):
     layers_moved: int
 
 
-def _cheapest(look: Look, job: Job, ways: Iterable[Nodes], *, with_state: bool) -> Nodes | None:
+def _cheapest(
+    context: Context, job: Job, ways: Iterable[Nodes], *, with_state: bool
+) -> Nodes | None:
     """The nodes whose loss costs the job least, of equals the first; None: it cannot go on without
     any. `with_state`: state that they alone hold may go with them, where there is a checkpoint."""
-    costs = {nodes: cost for nodes in ways if (cost := _cost(look, job, nodes)) is not None}
+    costs = {nodes: cost for nodes in ways if (cost := _cost(context, job, nodes)) is not None}
     best = min(costs, key=costs.__getitem__, default=None)
     return None if best is None or (costs[best].state_lost and not with_state) else best
 
 
-def _cost(look: Look, job: Job, nodes: Nodes) -> _Cost | None:
+def _cost(context: Context, job: Job, nodes: Nodes) -> _Cost | None:
     """None: the others cannot go on without."""
     assert job.made is not None, "only asked of a job with a plan"
     if nodes <= set(job.newcomers):
         return _Cost(state_lost=False, guarantees_lost=0, layers_moved=0)
-    if (plan := plan_without(look, job, nodes)) is None:
+    if (plan := plan_without(context, job, nodes)) is None:
         return None
     held = job.made.plan.holdings()
     moved = (set(layers) - set(held.get(w, ())) for w, layers in plan.holdings().items())
     return _Cost(
-        state_lost=holders.lost_layers(look.state, job, plan) is not None,
+        state_lost=holders.lost_layers(context.state, job, plan) is not None,
         guarantees_lost=job.made.can_lose - can_lose(plan),
         layers_moved=sum(map(len, moved)),
     )
 
 
 def _go_on_without(
-    look: Look, job: Job, nodes: Nodes, pairs: Set[Pair], *, detect_s: float = 0.0
+    context: Context, job: Job, nodes: Nodes, pairs: Set[Pair], *, detect_s: float = 0.0
 ) -> Decision:
     actions = [
-        event for node in sorted(nodes) for event in _events(look, job, node, pairs, detect_s)
+        event for node in sorted(nodes) for event in _events(context, job, node, pairs, detect_s)
     ]
     reason = "; ".join(event.reason for event in actions if isinstance(event, NodeReset))
     return Decision(actions=tuple(actions), reason=reason)
 
 
 def _events(
-    look: Look, job: Job, name: NodeName, pairs: Set[Pair], detect_s: float
+    context: Context, job: Job, name: NodeName, pairs: Set[Pair], detect_s: float
 ) -> Iterable[NodeReset | NodeQuarantined]:
-    reason, node = _reason(job, name, pairs), look.state.nodes[name]
-    aside = bool(look.timing.quarantine_s) and node.drain is None
+    reason, node = _reason(job, name, pairs), context.state.nodes[name]
+    aside = bool(context.timing.quarantine_s) and node.drain is None
     yield NodeReset(
         job_id=job.id,
         node=name,
@@ -144,7 +146,7 @@ def _events(
         detect_s=detect_s,
     )
     if aside:
-        seconds = quarantine.next_s(node, look.timing.quarantine_s)
+        seconds = quarantine.next_s(node, context.timing.quarantine_s)
         yield NodeQuarantined(node=name, reason=reason, seconds=seconds)
 
 

@@ -9,7 +9,7 @@ second node without a step in between. A job that cannot do without the node wai
 
 from oobleck.master.rules import node_faults
 from oobleck.master.rules.completion import fail
-from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.evidence import describe_exit
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
@@ -20,14 +20,14 @@ from oobleck.planner.units import listed
 _MOST_ENDS = 5
 
 
-def fail_jobs(look: Look) -> Decision | None:
-    job = look.state.job
-    if job is None or job.cancel_requested or (reason := _jobs_fault(look, job)) is None:
+def fail_jobs(context: Context) -> Decision | None:
+    job = context.state.job
+    if job is None or job.cancel_requested or (reason := _jobs_fault(context, job)) is None:
         return None
-    return fail(look, job, reason, _lone_node(job))
+    return fail(context, job, reason, _lone_node(job))
 
 
-def _jobs_fault(look: Look, job: Job) -> str | None:
+def _jobs_fault(context: Context, job: Job) -> str | None:
     """Why the job has failed; None: it has not."""
     if job.seen.failure is not None:
         return job.seen.failure
@@ -41,7 +41,7 @@ def _jobs_fault(look: Look, job: Job) -> str | None:
     news = _news(job, suspects)
     if not news:
         return None
-    if len(news) <= len(_others(look, job, suspects)):
+    if len(news) <= len(_others(context, job, suspects)):
         return None
     return f"{next(iter(news.values()))} (on {listed(sorted(news))})"
 
@@ -53,18 +53,18 @@ def _lone_node(job: Job) -> NodeName | None:
     return next(iter(job.seen.ailing))
 
 
-def leave_out(look: Look) -> Decision | None:
-    job = look.state.job
+def leave_out(context: Context) -> Decision | None:
+    job = context.state.job
     if job is None:
         return None
     suspects = _ailing(job) | {worker.node: words for worker, words in _dying(job).items()}
     news = _news(job, suspects)
     if not news:
         return None
-    if (due := _wait_until(look, job, suspects)) is not None:
+    if (due := _wait_until(context, job, suspects)) is not None:
         return Decision(wake_at=due, reason=f"{', '.join(news)}: {next(iter(news.values()))}")
     out = tuple(
-        node_faults.left_out(job, look.state.nodes[name], words) for name, words in news.items()
+        node_faults.left_out(job, context.state.nodes[name], words) for name, words in news.items()
     )
     return Decision(actions=out, reason="; ".join(f"{o.node}: {o.reason}" for o in out))
 
@@ -100,23 +100,23 @@ def _news(job: Job, suspects: dict[NodeName, str]) -> dict[NodeName, str]:
     return {name: words for name, words in suspects.items() if name not in job.left_out}
 
 
-def _others(look: Look, job: Job, suspects: dict[NodeName, str]) -> list[Node]:
+def _others(context: Context, job: Job, suspects: dict[NodeName, str]) -> list[Node]:
     """Nodes that the job has or may get, of which nothing bad is known."""
-    nodes = look.state.candidates(job)
+    nodes = context.state.candidates(job)
     return [node for node in nodes if node.connected and node.facts.node not in suspects]
 
 
-def _wait_until(look: Look, job: Job, suspects: dict[NodeName, str]) -> float | None:
+def _wait_until(context: Context, job: Job, suspects: dict[NodeName, str]) -> float | None:
     """Until when others may still say the same; None: no longer."""
     since = [at for name, (at, _) in job.seen.ailing.items() if name not in job.left_out]
     if job.made is not None:
-        due = max(since, default=look.now) + look.timing.join_settle_s
-        return due if since and look.now < due else None
-    pending = [n for n in _others(look, job, suspects) if not look.state.is_ready(n, job)]
+        due = max(since, default=context.now) + context.timing.join_settle_s
+        return due if since and context.now < due else None
+    pending = [n for n in _others(context, job, suspects) if not context.state.is_ready(n, job)]
     ends = (
-        (look.now if node.seen.assigned_at is None else node.seen.assigned_at)
-        + look.timing.start_timeout_s
+        (context.now if node.seen.assigned_at is None else node.seen.assigned_at)
+        + context.timing.start_timeout_s
         for node in pending
     )
-    due = max(ends, default=look.now)
-    return due if look.now < due else None
+    due = max(ends, default=context.now)
+    return due if context.now < due else None

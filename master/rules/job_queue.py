@@ -11,15 +11,15 @@ keeps its turn as long as it may get on. No job that trains is interrupted for a
 from oobleck.master.events.jobs import JobPutBack, JobStarted
 from oobleck.master.planning import client
 from oobleck.master.rules import first_plan, holders
-from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state import versions
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.planner.errors import PlanInfeasible
 
 
-def next_job(look: Look) -> Decision | None:
-    state = look.state
+def next_job(context: Context) -> Decision | None:
+    state = context.state
     if state.active is not None:
         return None
     queued = [job for job in state.jobs.values() if job.state == "queued"]
@@ -29,32 +29,32 @@ def next_job(look: Look) -> Decision | None:
     return Decision(actions=(JobStarted(job_id=first.id),), reason=f"it is {first.id}'s turn")
 
 
-def give_way(look: Look) -> Decision | None:
-    state, job = look.state, look.state.job
+def give_way(context: Context) -> Decision | None:
+    state, job = context.state, context.state.job
     if job is None or job.state != "waiting for nodes":
         return None
-    if (other := _next_that_fits(state)) is None or (due := _gives_way_at(look, job)) is None:
+    if (other := _next_that_fits(state)) is None or (due := _gives_way_at(context, job)) is None:
         return None
-    if look.now < due:
+    if context.now < due:
         return Decision(wake_at=due, reason=f"{other.id} can start, {job.id} may yet go on")
     if (
-        not _has_nothing_to_lose(look, job)
-        and (ready := first_plan.get_ready(look, job)) is not None
+        not _has_nothing_to_lose(context, job)
+        and (ready := first_plan.get_ready(context, job)) is not None
     ):
         return ready  # it may go on with them
     event = JobPutBack(job_id=job.id, instead=other.id)
     return Decision(actions=(event,), reason=f"{other.id} can start, {job.id} cannot")
 
 
-def _gives_way_at(look: Look, job: Job) -> float | None:
+def _gives_way_at(context: Context, job: Job) -> float | None:
     """None: it keeps its turn."""
-    if _has_nothing_to_lose(look, job):
-        return look.now
-    return job.seen.waits_since + look.gives_way_s if job.has_checkpoint else None
+    if _has_nothing_to_lose(context, job):
+        return context.now
+    return job.seen.waits_since + context.gives_way_s if job.has_checkpoint else None
 
 
-def _has_nothing_to_lose(look: Look, job: Job) -> bool:
-    return job.made is None or job.put_back or not holders.was_trained(look.state, job)
+def _has_nothing_to_lose(context: Context, job: Job) -> bool:
+    return job.made is None or job.put_back or not holders.was_trained(context.state, job)
 
 
 def outlook(state: ClusterState, job: Job, gives_way_s: float, now: float) -> str:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from oobleck.master.events.nodes import NodeLeftOut
-from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.evidence import describe_exit
 from oobleck.master.state.job import Job
@@ -24,8 +24,8 @@ def left_out(job: Job, node: Node, reason: str) -> NodeLeftOut:
     return NodeLeftOut(job_id=job.id, node=node.facts.node, reason=reason)
 
 
-def leave_out(look: Look) -> Decision | None:
-    state, job = look.state, look.state.job
+def leave_out(context: Context) -> Decision | None:
+    state, job = context.state, context.state.job
     if job is None:
         return None
     found = [(node, _reason(state, job, node)) for node in state.candidates(job)]

@@ -5,7 +5,7 @@ from oobleck.master.events.nodes import NodeYielded, WorkerLost
 from oobleck.master.events.plans import Cause, PlanMade
 from oobleck.master.rules import holders
 from oobleck.master.rules.completion import transition
-from oobleck.master.rules.decision import Look
+from oobleck.master.rules.decision import Context
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.evidence import carried
 from oobleck.master.state.job import Job
@@ -14,18 +14,18 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.reconfigure import can_lose
 
 
-def next_generation(look: Look, job: Job) -> Generation:
+def next_generation(context: Context, job: Job) -> Generation:
     """Above every generation that anyone knows of."""
     told = (
         node.seen.status.generation
-        for node in look.state.nodes.values()
+        for node in context.state.nodes.values()
         if node.connected and node.seen.status.job_id == job.id
     )
     return Generation(max(job.newest_known, *told, 0) + 1)
 
 
 def plan_made(
-    look: Look,
+    context: Context,
     job: Job,
     plan: Plan,
     *,
@@ -44,14 +44,14 @@ def plan_made(
         detect_s = (declared_at or 0.0) - (evidence_at or 0.0) if known else 0.0
     go_back = restore or (job.on_the_way and job.made is not None and job.made.restore)
     before = set(job.members)
-    handover = not restore and _needs_handover(look.state, job, plan)
-    leaving = _leaving(look.state, job, plan, boundary=boundary, handover=handover)
+    handover = not restore and _needs_handover(context.state, job, plan)
+    leaving = _leaving(context.state, job, plan, boundary=boundary, handover=handover)
     return PlanMade(
         job_id=job.id,
         plan=plan,
-        rendezvous=_rendezvous(look, job, plan),
+        rendezvous=_rendezvous(context, job, plan),
         boundary=boundary,
-        incarnations=tuple(_process(look.state, worker) for worker in plan.workers),
+        incarnations=tuple(_process(context.state, worker) for worker in plan.workers),
         cause=cause,
         rule=rule,
         reason=reason,
@@ -61,18 +61,18 @@ def plan_made(
         workers_lost=tuple(loss.worker for loss in job.losses if isinstance(loss, WorkerLost)),
         nodes_joined=tuple(node for node in plan.nodes if node not in before),
         can_lose=can_lose(plan),
-        worker_slots=_slots(look.state, plan),
+        worker_slots=_slots(context.state, plan),
         detect_s=detect_s,
         leaving=leaving,
-        leaving_incarnations=tuple(_process(look.state, worker) for worker in leaving),
+        leaving_incarnations=tuple(_process(context.state, worker) for worker in leaving),
         handover=handover,
-        starting=tuple(worker for worker in plan.workers if not is_up(look.state, worker)),
-        data=_data(look.state, job, plan),
-        torch=_torch(look.state, plan),
+        starting=tuple(worker for worker in plan.workers if not is_up(context.state, worker)),
+        data=_data(context.state, job, plan),
+        torch=_torch(context.state, plan),
         restore=go_back,
         anew=go_back and not job.has_checkpoint,
-        overtaken=transition(look, job),
-        sightings=() if boundary else carried(job, look.now),
+        overtaken=transition(context, job),
+        sightings=() if boundary else carried(job, context.now),
     )
 
 
@@ -122,15 +122,15 @@ def _process(state: ClusterState, worker: WorkerId) -> Incarnation:
     return process.incarnation
 
 
-def _rendezvous(look: Look, job: Job, plan: Plan) -> Rendezvous:
+def _rendezvous(context: Context, job: Job, plan: Plan) -> Rendezvous:
     """At a survivor's store if there is one (its address has proven itself), lowest name first.
 
     Where meetings have led to no step, at the next one's: it may be the store that fails.
     """
     old = job.processes()
-    up = [worker for worker in plan.workers if is_up(look.state, worker)]
-    proven = [worker for worker in up if old.get(worker) == _process(look.state, worker)] or up
+    up = [worker for worker in plan.workers if is_up(context.state, worker)]
+    proven = [worker for worker in up if old.get(worker) == _process(context.state, worker)] or up
     host = proven[job.seen.regroups % len(proven)]
-    status = look.state.nodes[host.node].seen.status.worker(host.slot)
+    status = context.state.nodes[host.node].seen.status.worker(host.slot)
     store = status.store if status is not None else ""
-    return Rendezvous(store=store, prefix=f"{job.id}/{plan.generation}/{look.nonce}")
+    return Rendezvous(store=store, prefix=f"{job.id}/{plan.generation}/{context.nonce}")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from oobleck.host.ipc.messages import Measure, Meeting, Rendezvous
 from oobleck.master.events.jobs import JobFailed, JobSucceeded, MeasuringStarted, ProfileChosen
-from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
@@ -27,10 +27,10 @@ _MOST_ATTEMPTS = 3
 _MOST_NAMES = 8
 
 
-def before_plan(look: Look, job: Job, ready: Sequence[Node]) -> Decision | None:
+def before_plan(context: Context, job: Job, ready: Sequence[Node]) -> Decision | None:
     """What stands between the `ready` nodes and the first plan; None: nothing."""
     if job.profile is None and job.spec.profile == "measure":
-        return _choose(look, job, ready)
+        return _choose(context, job, ready)
     if not job.profile_only:
         return None
     if job.profile is not None and job.profile.profile is None:
@@ -53,12 +53,12 @@ def key_of(job: Job, nodes: Sequence[Node]) -> str:
     )
 
 
-def _choose(look: Look, job: Job, ready: Sequence[Node]) -> Decision:
+def _choose(context: Context, job: Job, ready: Sequence[Node]) -> Decision:
     asked = {worker.node for worker, _ in job.measuring.workers} if job.measuring else set()
     # A node that has come meanwhile is not part of the load that was measured under.
     key = key_of(job, [node for node in ready if node.facts.node in asked] or ready)
-    stored = look.state.profiles.get(key)
-    passed_over = _passed_over(look.state, job, ready, key)
+    stored = context.state.profiles.get(key)
+    passed_over = _passed_over(context.state, job, ready, key)
     if stored is not None and not passed_over and not job.profile_only:
         chosen = ProfileChosen(
             job_id=job.id, source="stored", profile=stored, key=key, reason=f"profile {key}"
@@ -66,8 +66,8 @@ def _choose(look: Look, job: Job, ready: Sequence[Node]) -> Decision:
         return Decision(actions=(chosen,), reason="a stored profile fits")
     measuring = job.measuring
     if measuring is None:
-        return _begin(look, job, ready, "" if job.profile_only else passed_over)
-    gone = _gone(look.state, measuring, ready)
+        return _begin(context, job, ready, "" if job.profile_only else passed_over)
+    gone = _gone(context.state, measuring, ready)
     pending = {meeting.scope: meeting for meeting in measuring.wish.meetings}
     for scope in job.seen.links_measured:
         pending.pop(scope, None)
@@ -77,17 +77,17 @@ def _choose(look: Look, job: Job, ready: Sequence[Node]) -> Decision:
         if any(worker in gone for worker in meeting.workers)
     }
     if broken and measuring.wish.attempt < _MOST_ATTEMPTS:
-        return _begin(look, job, ready)
+        return _begin(context, job, ready)
     silent = [
         worker
         for worker, process in measuring.workers
         if worker not in gone and process not in job.seen.measured
     ]
     waiting = bool(silent) or len(pending) > len(broken)
-    due = (job.seen.measuring_since or look.now) + look.timing.profile_timeout_s
-    if waiting and look.now < due:
+    due = (job.seen.measuring_since or context.now) + context.timing.profile_timeout_s
+    if waiting and context.now < due:
         return Decision(wake_at=due, reason=f"{job.id}: the model is measured")
-    return _conclude(look, job, ready, key, timed_out=waiting)
+    return _conclude(context, job, ready, key, timed_out=waiting)
 
 
 def _passed_over(state: ClusterState, job: Job, ready: Sequence[Node], key: str) -> str:
@@ -116,7 +116,7 @@ def _gone(
     return frozenset(worker for worker, process in measuring.workers if not here(worker, process))
 
 
-def _begin(look: Look, job: Job, ready: Sequence[Node], passed_over: str = "") -> Decision:
+def _begin(context: Context, job: Job, ready: Sequence[Node], passed_over: str = "") -> Decision:
     attempt = job.attempts + 1
     workers = [
         (WorkerId(node.facts.node, status.slot), status.incarnation)
@@ -127,7 +127,7 @@ def _begin(look: Look, job: Job, ready: Sequence[Node], passed_over: str = "") -
         job_id=job.id,
         wish=Measure(
             attempt=attempt,
-            meetings=tuple(_meetings(look, job, ready, attempt)),
+            meetings=tuple(_meetings(context, job, ready, attempt)),
             gpus=ready[0].facts.worker_slots,
         ),
         workers=tuple(workers),
@@ -137,7 +137,7 @@ def _begin(look: Look, job: Job, ready: Sequence[Node], passed_over: str = "") -
     return Decision(actions=(event,), reason=f"{count(len(workers), 'worker')} measure{again}")
 
 
-def _meetings(look: Look, job: Job, ready: Sequence[Node], attempt: int) -> list[Meeting]:
+def _meetings(context: Context, job: Job, ready: Sequence[Node], attempt: int) -> list[Meeting]:
     """Inside the first node that has two workers, and between the first two nodes."""
     pairs: list[tuple[Scope, WorkerId, WorkerId]] = []
     roomy = [node.facts.node for node in ready if node.facts.worker_slots > 1]
@@ -151,8 +151,8 @@ def _meetings(look: Look, job: Job, ready: Sequence[Node], attempt: int) -> list
             scope=scope,
             workers=(first, second),
             rendezvous=Rendezvous(
-                store=_store(look.state, first),
-                prefix=f"{job.id}/measure-{attempt}/{scope}/{look.nonce}",
+                store=_store(context.state, first),
+                prefix=f"{job.id}/measure-{attempt}/{scope}/{context.nonce}",
             ),
         )
         for scope, first, second in pairs
@@ -166,7 +166,7 @@ def _store(state: ClusterState, worker: WorkerId) -> str:
 
 
 def _conclude(
-    look: Look, job: Job, ready: Sequence[Node], key: str, *, timed_out: bool
+    context: Context, job: Job, ready: Sequence[Node], key: str, *, timed_out: bool
 ) -> Decision:
     """Make what was measured the job's profile, or say why the estimate takes its place."""
     answers = list(job.seen.measured.values())
@@ -175,7 +175,7 @@ def _conclude(
     physical = min(node.facts.memory_per_worker_bytes for node in ready)
     missing = _unmeasured(job, ready)
     if timed_out:
-        waited = f"not all had measured after {look.timing.profile_timeout_s:g} s"
+        waited = f"not all had measured after {context.timing.profile_timeout_s:g} s"
         missing = [": ".join([waited, *missing[:1]]), *missing[1:]]
     try:
         profile, notes = assemble_profile(

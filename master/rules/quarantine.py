@@ -9,7 +9,7 @@ a job that waits for nodes gets one out of quarantine rather than go on waiting.
 from collections.abc import Iterator
 
 from oobleck.master.events.nodes import NodeQuarantined, NodeReleased
-from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.drains import is_quarantined
 from oobleck.master.state.node import Node
@@ -23,11 +23,11 @@ MOST_FAILED_STARTS = 3
 LONGEST_S = 3600.0
 
 
-def put_aside(look: Look) -> Decision | None:
-    first_s = look.timing.quarantine_s
+def put_aside(context: Context) -> Decision | None:
+    first_s = context.timing.quarantine_s
     if not first_s:
         return None
-    events = tuple(_quarantines(look.state, first_s))
+    events = tuple(_quarantines(context.state, first_s))
     if not events:
         return None
     return Decision(actions=events, reason="; ".join(f"{e.node}: {e.reason}" for e in events))
@@ -69,8 +69,8 @@ def _all_flap(state: ClusterState, node: Node) -> bool:
     return 2 * len(bad) >= len(others)
 
 
-def release(look: Look) -> Decision | None:
-    state, job = look.state, look.state.job
+def release(context: Context) -> Decision | None:
+    state, job = context.state, context.state.job
     released: list[NodeReleased] = []
     wake_at: float | None = None
     for name, node in sorted(state.nodes.items()):
@@ -80,7 +80,7 @@ def release(look: Look) -> Decision | None:
         status = node.seen.status
         starts = not status.trouble and status.failed_starts < MOST_FAILED_STARTS
         healthy = node.connected and starts
-        if look.now >= due:
+        if context.now >= due:
             released.append(NodeReleased(node=name, reason="its time is over"))
         elif healthy and node.drain.until_ready:
             released.append(NodeReleased(node=name, reason="it can start workers again"))

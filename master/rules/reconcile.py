@@ -27,7 +27,7 @@ from oobleck.master.rules import (
     retention,
     stalls,
 )
-from oobleck.master.rules.decision import Decision, Look, Rule
+from oobleck.master.rules.decision import Context, Decision, Rule
 from oobleck.master.rules.losses import lost_nodes, next_verdict
 from oobleck.master.state.cluster import ClusterState
 
@@ -48,7 +48,7 @@ def reconcile(
 
     `planner` gives the plans; None: they are made on the way.
     """
-    look = Look(
+    context = Context(
         state=state,
         now=now,
         timing=config,
@@ -61,7 +61,7 @@ def reconcile(
     reasons: list[str] = []
     for rule in _RULES:
         try:
-            decision = rule(look)
+            decision = rule(context)
         except StillPlanning as still:
             reason = "; ".join([*reasons, str(still)])
             return Decision(wake_at=wake_at, reason=reason, awaits=still.question)
@@ -78,17 +78,17 @@ def reconcile(
     return Decision(wake_at=wake_at, reason="; ".join(reasons))
 
 
-def _lose_nodes(look: Look) -> Decision | None:
-    lost = lost_nodes(look.state, look.now, look.timing)
+def _lose_nodes(context: Context) -> Decision | None:
+    lost = lost_nodes(context.state, context.now, context.timing)
     if lost:
         return Decision(actions=lost, reason="; ".join(f"{n.node}: {n.reason}" for n in lost))
-    return Decision(wake_at=next_verdict(look.state, look.now, look.timing))
+    return Decision(wake_at=next_verdict(context.state, context.now, context.timing))
 
 
-def _clear_nodes(look: Look) -> Decision | None:
+def _clear_nodes(context: Context) -> Decision | None:
     cleared = tuple(
         NodeCleared(node=name)
-        for name, node in sorted(look.state.nodes.items())
+        for name, node in sorted(context.state.nodes.items())
         if node.connected and node.stale_workers and not node.seen.status.workers
     )
     return Decision(actions=cleared, reason="stale workers are gone") if cleared else None

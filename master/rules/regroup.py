@@ -11,7 +11,7 @@ from dataclasses import replace
 from oobleck.host.detection import Detection
 from oobleck.master.events.plans import Cause
 from oobleck.master.rules.completion import fail
-from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.plan_event import next_generation, plan_made
 from oobleck.master.state.job import Job
 from oobleck.planner.ids import WorkerId
@@ -47,15 +47,15 @@ def told_in(job: Job, timing: Detection, now: float) -> str:
     return f"{worker} lost a peer: {detail}; the workers meet again in {left_s:.0f} s{before}"
 
 
-def again(look: Look, job: Job, *, cause: Cause, reason: str, detect_s: float) -> Decision:
+def again(context: Context, job: Job, *, cause: Cause, reason: str, detect_s: float) -> Decision:
     """The workers of the newest plan meet anew, in the next generation, or that was enough."""
-    if (end := enough(look, job, reason)) is not None:
+    if (end := enough(context, job, reason)) is not None:
         return end
     assert job.made is not None, "only asked of a job with a plan"
     event = plan_made(
-        look,
+        context,
         job,
-        replace(job.made.plan, generation=next_generation(look, job)),
+        replace(job.made.plan, generation=next_generation(context, job)),
         boundary=False,
         cause=cause,
         rule="regroup",
@@ -65,17 +65,17 @@ def again(look: Look, job: Job, *, cause: Cause, reason: str, detect_s: float) -
     return Decision(actions=(event,), reason=reason)
 
 
-def enough(look: Look, job: Job, reason: str) -> Decision | None:
+def enough(context: Context, job: Job, reason: str) -> Decision | None:
     """The job's end, in place of one more meeting; None: they shall meet again.
 
     `reason`: why they would have to.
     """
     since, regroups = job.seen.fruitless_since, job.seen.regroups
-    if since is None or regroups < _ENOUGH or look.now < since + look.timing.fruitless_s:
+    if since is None or regroups < _ENOUGH or context.now < since + context.timing.fruitless_s:
         return None
     return fail(
-        look,
+        context,
         job,
-        f"the workers have met {regroups} times in {look.now - since:.0f} s without a committed "
+        f"the workers have met {regroups} times in {context.now - since:.0f} s without a committed "
         f"step between: {reason}",
     )

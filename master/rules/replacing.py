@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from oobleck.master.events.nodes import WorkerLost
 from oobleck.master.rules import stalls
-from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
@@ -60,39 +60,39 @@ def takes_longer(job: Job, node: Node) -> bool:
     return late or (status.job_id == job.id and len(status.workers) < node.facts.worker_slots)
 
 
-def give_up_late(look: Look) -> Decision | None:
+def give_up_late(context: Context) -> Decision | None:
     """Go on without a process that the plan counts on and that does not get up."""
-    state, job = look.state, look.state.job
+    state, job = context.state, context.state.job
     if job is None or job.made is None or job.seen.planned_at is None:
         return None
     names = {worker.node for worker in job.made.starting}
     if job.losses or not names or not all(state.nodes[name].connected for name in job.members):
         return None
-    late = tuple(_not_up(look, job))
+    late = tuple(_not_up(context, job))
     if not late:
         return None
-    due = job.seen.planned_at + look.timing.replacement_grace_s
-    if look.now < due:
+    due = job.seen.planned_at + context.timing.replacement_grace_s
+    if context.now < due:
         return Decision(wake_at=due, reason=f"{_names(late)}: a process is being started")
-    if not stalls.can_spare(look, job, {NodeName(loss.worker.node) for loss in late}):
+    if not stalls.can_spare(context, job, {NodeName(loss.worker.node) for loss in late}):
         return Decision(reason=f"{_names(late)}: the others wait for a process to start")
     return Decision(actions=late, reason=f"{_names(late)}: {late[0].reason}")
 
 
-def _not_up(look: Look, job: Job) -> Iterator[WorkerLost]:
+def _not_up(context: Context, job: Job) -> Iterator[WorkerLost]:
     processes, since = job.processes(), job.seen.planned_at
     assert job.made is not None
     assert since is not None
     for worker in job.made.starting:
-        process = look.state.nodes[worker.node].seen.status.worker(worker.slot)
+        process = context.state.nodes[worker.node].seen.status.worker(worker.slot)
         if process is None or process.incarnation != processes[worker] or process.store:
             continue
         yield WorkerLost(
             job_id=job.id,
             worker=worker,
             incarnation=process.incarnation,
-            reason=f"its new process is not up after {look.timing.replacement_grace_s:g} s",
-            detect_s=look.now - since,
+            reason=f"its new process is not up after {context.timing.replacement_grace_s:g} s",
+            detect_s=context.now - since,
             late=True,
         )
 

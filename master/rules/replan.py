@@ -16,7 +16,7 @@ from oobleck.master.rules import (
     regroup,
     replacing,
 )
-from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.losses import lost_workers
 from oobleck.master.rules.next_plan import next_plan
 from oobleck.master.rules.plan_event import is_up, next_generation, plan_made
@@ -31,19 +31,19 @@ from oobleck.planner.programs.plan import Plan
 _MOST_SETTLES = 3
 
 
-def lose_workers(look: Look) -> Decision | None:
-    job = look.state.job
+def lose_workers(context: Context) -> Decision | None:
+    job = context.state.job
     if job is None or job.made is None:
         return None
-    lost = lost_workers(look.state, job, look.now)
+    lost = lost_workers(context.state, job, context.now)
     if not lost:
         return None
     return Decision(actions=lost, reason="; ".join(f"{w.worker}: {w.reason}" for w in lost))
 
 
-def replan(look: Look) -> Decision | None:
+def replan(context: Context) -> Decision | None:
     """Answer losses, or try again while waiting, with all nodes that are ready."""
-    state, job = look.state, look.state.job
+    state, job = context.state, context.state.job
     if job is None or job.made is None:
         return None
     again = job.astray or job.state == "waiting for nodes"
@@ -56,26 +56,26 @@ def replan(look: Look) -> Decision | None:
         reason = f"{names(away)}: back, or lost after the lease, before planning"
         return Decision(reason=reason, hold=True)
     unready = [node for node in members if not state.is_ready(node, job)]
-    if job.put_back and (start := first_plan.get_ready(look, job)) is not None:
+    if job.put_back and (start := first_plan.get_ready(context, job)) is not None:
         return start
     coming = replacing.coming(state, job, unready) if job.losses and not again else []
     missing = [node for node in unready if node not in coming]
-    patience = _for_replacements(look, job, missing)
+    patience = _for_replacements(context, job, missing)
     if patience and not all(replacing.takes_longer(job, node) for node in missing):
         return patience
     live = [node for node in state.candidates(job) if state.is_ready(node, job) or node in coming]
     try:
-        found = draining.plan_without_drained(look, job, live)
+        found = draining.plan_without_drained(context, job, live)
     except PlanInfeasible as infeasible:
-        given_up_at = holders.given_up_at(look, job)
+        given_up_at = holders.given_up_at(context, job)
         waits = replace(wait(state, job, infeasible), wake_at=given_up_at)
-        return patience or give_up_lost(look, job) or waits
+        return patience or give_up_lost(context, job) or waits
     if not any(is_up(state, worker) for worker in found.plan.workers):
         return Decision(reason=f"{names(coming)}: to be up before planning")
     if job.state == "waiting for nodes":
         # Those that come back after the same disturbance come back together.
-        due = max(node.seen.ready_at or look.now for node in live) + look.timing.join_settle_s
-        if look.now < due:
+        due = max(node.seen.ready_at or context.now for node in live) + context.timing.join_settle_s
+        if context.now < due:
             # It goes on in a moment: it gives its turn to nobody.
             return Decision(wake_at=due, reason="enough nodes are here; more may follow", hold=True)
     reason = found.reason
@@ -89,10 +89,10 @@ def replan(look: Look) -> Decision | None:
     if missing:
         reason += f"; no replacement was ready in time on {names(missing)}"
     cause = _cause(job, found.plan)
-    if cause == "worker lost" and (end := regroup.enough(look, job, _worker_losses(job))):
+    if cause == "worker lost" and (end := regroup.enough(context, job, _worker_losses(job))):
         return end
     event = plan_made(
-        look,
+        context,
         job,
         found.plan,
         boundary=False,
@@ -104,12 +104,12 @@ def replan(look: Look) -> Decision | None:
     return Decision(actions=(event,), reason=reason)
 
 
-def _for_replacements(look: Look, job: Job, missing: list[Node]) -> Decision | None:
+def _for_replacements(context: Context, job: Job, missing: list[Node]) -> Decision | None:
     """For as long as processes may still come up on nodes that lack them."""
     if not missing or job.seen.declared_at is None:
         return None
-    due = job.seen.declared_at + look.timing.replacement_grace_s
-    if look.now >= due:
+    due = job.seen.declared_at + context.timing.replacement_grace_s
+    if context.now >= due:
         return None
     return Decision(wake_at=due, reason=f"{names(missing)}: replacement to come", hold=True)
 
@@ -154,56 +154,58 @@ def _cause(job: Job, plan: Plan) -> Cause:
     return "node returned" if set(job.members) == set(plan.nodes) else "node joined"
 
 
-def meet_after_peer_loss(look: Look) -> Decision | None:
+def meet_after_peer_loss(context: Context) -> Decision | None:
     """Workers lost a peer, and nobody is missing: let them meet again."""
-    state, job = look.state, look.state.job
+    state, job = context.state, context.state.job
     if job is None or job.made is None or job.losses or job.state == "waiting for nodes":
         return None
     if (report := regroup.first_peer_lost(job)) is None:
         return None
     if not all(state.nodes[name].connected for name in job.members):
         return None
-    if (without := isolation.give_up_at_once(look, job)) is not None:
+    if (without := isolation.give_up_at_once(context, job)) is not None:
         return without
     first, worker, detail = report
-    due = first + regroup.interval_s(job, look.timing)
-    if look.now < due:
+    due = first + regroup.interval_s(job, context.timing)
+    if context.now < due:
         return Decision(wake_at=due, reason=f"{worker} lost a peer and nobody is missing so far")
-    if (without := isolation.give_up(look, job)) is not None:
+    if (without := isolation.give_up(context, job)) is not None:
         return without
     if job.newcomers and job.seen.regroups:
         why = f"the workers do not come together with it: {worker} lost a peer: {detail}"
         out = tuple(node_faults.left_out(job, state.nodes[node], why) for node in job.newcomers)
         return Decision(actions=out, reason=why)
     reason = f"{worker} lost a peer though nobody is missing: {detail}"
-    return regroup.again(look, job, cause="peers lost", reason=reason, detect_s=look.now - first)
+    return regroup.again(
+        context, job, cause="peers lost", reason=reason, detect_s=context.now - first
+    )
 
 
-def join(look: Look) -> Decision | None:
+def join(context: Context) -> Decision | None:
     """Take in nodes that are ready and have no part in the plan, at a step boundary."""
-    state, job = look.state, look.state.job
+    state, job = context.state, context.state.job
     if job is None or job.made is None or job.state != "running" or job.seen.peers_lost:
         return None
     if job.seen.furthest_step >= job.spec.training.steps:
         return None
     ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
-    since = [n.seen.ready_at or look.now for n in ready if not job.has_member(n.facts.node)]
+    since = [n.seen.ready_at or context.now for n in ready if not job.has_member(n.facts.node)]
     if draining.on_the_move(state, job):
         return None  # their place is not free yet
     if not since or not all(state.nodes[name].connected for name in job.members):
         return None
-    settle = look.timing.join_settle_s
+    settle = context.timing.join_settle_s
     due = min(max(since) + settle, min(since) + _MOST_SETTLES * settle)
-    if look.now < due:
+    if context.now < due:
         return Decision(wake_at=due, reason="nodes are about to join")
     try:
-        found = next_plan(look, job, ready, next_generation(look, job))
+        found = next_plan(context, job, ready, next_generation(context, job))
     except PlanInfeasible as infeasible:
         return Decision(reason=f"ready nodes stay idle: {'; '.join(infeasible.causes)}")
     if not set(found.plan.nodes) > set(job.members):
         return Decision(reason="ready nodes stay idle: no combination of templates uses them")
     event = plan_made(
-        look,
+        context,
         job,
         found.plan,
         boundary=True,

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 
 from oobleck.master.events.jobs import JobForgotten
 from oobleck.master.events.nodes import NodeForgotten
-from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.job import ENDED, Job
 from oobleck.planner.ids import NodeName
 
 
-def forget_nodes(look: Look) -> Decision | None:
-    state, now = look.state, look.now
+def forget_nodes(context: Context) -> Decision | None:
+    state, now = context.state, context.now
     due = {
-        name: node.seen.lost_at + look.retention.node_s
+        name: node.seen.lost_at + context.retention.node_s
         for name, node in state.nodes.items()
         if not node.registered
         and node.seen.lost_at is not None
@@ -28,7 +28,7 @@ def forget_nodes(look: Look) -> Decision | None:
         needed = {name for job in state.jobs.values() for name in _needed(job)}
         forgotten = tuple(NodeForgotten(node=name) for name in sorted(gone) if name not in needed)
         if forgotten:
-            return Decision(actions=forgotten, reason=f"lost for {look.retention.node_s:g} s")
+            return Decision(actions=forgotten, reason=f"lost for {context.retention.node_s:g} s")
     coming = min((at for at in due.values() if now < at), default=None)
     return Decision(wake_at=coming) if coming is not None else None
 
@@ -47,9 +47,9 @@ def _needed(job: Job) -> Iterator[NodeName]:
     yield from job.lost_nodes
 
 
-def forget_jobs(look: Look) -> Decision | None:
-    ended = [job for job in look.state.jobs.values() if job.state in ENDED]
-    most = look.retention.ended_jobs
+def forget_jobs(context: Context) -> Decision | None:
+    ended = [job for job in context.state.jobs.values() if job.state in ENDED]
+    most = context.retention.ended_jobs
     if len(ended) <= most:
         return None
     ended.sort(key=lambda job: job.finished_at)

@@ -20,7 +20,7 @@ from functools import lru_cache
 from oobleck.host.detection import patience_s
 from oobleck.master.events.nodes import NodeLeftOut, NodeReset
 from oobleck.master.rules import node_faults, regroup
-from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.next_plan import next_plan
 from oobleck.master.rules.plan_event import next_generation
 from oobleck.master.state.job import Job
@@ -36,34 +36,34 @@ _KNOWN_STEPS = 2
 _SLOWEST_BYTES_PER_S = 25e6
 
 
-def rouse(look: Look) -> Decision | None:
-    job = look.state.job
+def rouse(context: Context) -> Decision | None:
+    job = context.state.job
     if job is None or job.made is None or job.losses or job.state == "waiting for nodes":
         return None
     since = job.seen.progressed_at
     if since is None or job.all_finished():
         return None
-    if not all(look.state.nodes[name].connected for name in job.members):
+    if not all(context.state.nodes[name].connected for name in job.members):
         return None  # until they are back, or their leases end
     if regroup.first_peer_lost(job) is not None:
         return None  # they meet again in time anyway
-    due = since + _patience_s(look, job)
-    if look.now < due:
+    due = since + _patience_s(context, job)
+    if context.now < due:
         return Decision(wake_at=due)
-    idle_s = look.now - since
+    idle_s = context.now - since
     absent = _absent(job) if job.seen.stalls else ()
-    if (out := _give_up(look, job, absent, idle_s)) is not None:
+    if (out := _give_up(context, job, absent, idle_s)) is not None:
         return out
     names = ", ".join(map(str, absent))
     reason = f"no progress for {idle_s:.0f} s though nobody is missing"
     if absent:
         reason += f"; {names} did not come, and the others cannot go on without"
-    return regroup.again(look, job, cause="no progress", reason=reason, detect_s=idle_s)
+    return regroup.again(context, job, cause="no progress", reason=reason, detect_s=idle_s)
 
 
-def _patience_s(look: Look, job: Job) -> float:
+def _patience_s(context: Context, job: Job) -> float:
     """For how long the newest generation may stay where it is."""
-    timing, seen = look.timing, job.seen
+    timing, seen = context.timing, job.seen
     known = len(seen.recent) >= _KNOWN_STEPS
     usual_s = max(record.step_seconds for record in seen.recent) if known else 0.0
     usual_s *= 1 + _evaluation_steps(job)
@@ -77,16 +77,16 @@ def _patience_s(look: Look, job: Job) -> float:
         limit_s = timing.first_step_s
     else:
         limit_s = patience_s(timing.stall_s, usual_s)
-    if _busy(look, job):
+    if _busy(context, job):
         # Whom the others wait for: its agent says whether it hangs, sooner than this.
         limit_s = max(limit_s, timing.storage_s + timing.stall_s)
     return limit_s * float(2 ** max(0, seen.stalls - 1))
 
 
-def _busy(look: Look, job: Job) -> bool:
+def _busy(context: Context, job: Job) -> bool:
     """Whether a worker of the plan is at something of its own."""
     for worker in job.processes():
-        status = look.state.nodes[worker.node].seen.status.worker(worker.slot)
+        status = context.state.nodes[worker.node].seen.status.worker(worker.slot)
         if status is not None and status.doing and not status.waiting:
             return True
     return False
@@ -126,35 +126,37 @@ def _absent(job: Job) -> tuple[WorkerId, ...]:
     return ()
 
 
-def _give_up(look: Look, job: Job, absent: Sequence[WorkerId], idle_s: float) -> Decision | None:
+def _give_up(
+    context: Context, job: Job, absent: Sequence[WorkerId], idle_s: float
+) -> Decision | None:
     """Have the absent workers' nodes begin anew; None where the others need what they hold."""
-    if not absent or not can_spare(look, job, {worker.node for worker in absent}):
+    if not absent or not can_spare(context, job, {worker.node for worker in absent}):
         return None
     out: list[NodeLeftOut | NodeReset] = []
     for name in sorted({worker.node for worker in absent}):
         who = ", ".join(str(worker) for worker in absent if worker.node == name)
         why = f"{who} did not come to the others of generation {job.generation} for {idle_s:.0f} s"
         if name in job.newcomers:
-            out.append(node_faults.left_out(job, look.state.nodes[name], why))
+            out.append(node_faults.left_out(job, context.state.nodes[name], why))
         else:
             out.append(NodeReset(job_id=job.id, node=name, reason=why))
     return Decision(actions=tuple(out), reason="; ".join(event.reason for event in out))
 
 
-def can_spare(look: Look, job: Job, nodes: Set[NodeName]) -> bool:
+def can_spare(context: Context, job: Job, nodes: Set[NodeName]) -> bool:
     """Whether the others can go on without these nodes and what only they hold."""
-    return nodes <= set(job.newcomers) or plan_without(look, job, nodes) is not None
+    return nodes <= set(job.newcomers) or plan_without(context, job, nodes) is not None
 
 
-def plan_without(look: Look, job: Job, nodes: Set[NodeName]) -> Plan | None:
+def plan_without(context: Context, job: Job, nodes: Set[NodeName]) -> Plan | None:
     """What the others would go on by; None: they cannot."""
-    state = look.state
+    state = context.state
     rest = [
         node
         for node in state.candidates(job)
         if state.is_ready(node, job) and node.facts.node not in nodes
     ]
     try:
-        return next_plan(look, job, rest, next_generation(look, job)).plan
+        return next_plan(context, job, rest, next_generation(context, job)).plan
     except PlanInfeasible:
         return None

@@ -9,7 +9,7 @@ from oobleck.master.events.jobs import JobWaiting
 from oobleck.master.events.nodes import NodeLost
 from oobleck.master.rules import holders
 from oobleck.master.rules.completion import fail
-from oobleck.master.rules.decision import Decision, Look
+from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state import versions
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
@@ -62,12 +62,12 @@ def _left_out(nodes: Iterable[tuple[NodeName, str]]) -> list[str]:
     ]
 
 
-def give_up_lost(look: Look, job: Job) -> Decision | None:
+def give_up_lost(context: Context, job: Job) -> Decision | None:
     """The end of a job whose state nobody has, nor can bring back, where there is no checkpoint and
     it does not want to begin anew."""
     if job.has_checkpoint or job.spec.on_state_lost == "restart":
         return None
-    if (lost := holders.gone_for_good(look, job)) is None:
+    if (lost := holders.gone_for_good(context, job)) is None:
         return None
     why = [f"{loss.node}: {loss.reason}" for loss in job.losses if isinstance(loss, NodeLost)]
     reason = "; ".join(
@@ -79,4 +79,4 @@ def give_up_lost(look: Look, job: Job) -> Decision | None:
             "with on_state_lost: restart to begin anew by itself",
         )
     )
-    return fail(look, job, reason)
+    return fail(context, job, reason)

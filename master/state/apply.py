@@ -30,7 +30,7 @@ def apply(state: ClusterState, event: Event, *, now: float, unix: float) -> bool
         return observe(state, event, now)
     state.sequence += 1
     _follow_incident(state, event, unix)
-    _fold(state, event, now, unix)
+    _apply_event(state, event, now, unix)
     follow(state, event, now, unix)
     return True
 
@@ -51,19 +51,19 @@ def _follow_incident(state: ClusterState, event: Journaled, unix: float) -> None
     job.incident = None if closes(job, event) else incident
 
 
-def _fold(state: ClusterState, event: Journaled, now: float, unix: float) -> None:
+def _apply_event(state: ClusterState, event: Journaled, now: float, unix: float) -> None:
     if isinstance(event, MasterStarted):
         _observe_anew(state, now, unix)
     elif isinstance(event, JournalCut):
         _distrust(state, unix)
     elif isinstance(event, NodeEvent):
-        apply_nodes.fold(state, event, now, unix)
+        apply_nodes.apply(state, event, now, unix)
     elif isinstance(event, PlanEvent):
-        apply_plans.fold(state, event, now, unix)
+        apply_plans.apply(state, event, now, unix)
     elif isinstance(event, TrustChanged):
-        trust.fold(state.trust, event, unix)
+        trust.apply(state.trust, event, unix)
     else:
-        apply_jobs.fold(state, event, now, unix)
+        apply_jobs.apply(state, event, now, unix)
 
 
 def _observe_anew(state: ClusterState, now: float, unix: float) -> None:

@@ -29,7 +29,7 @@ from oobleck.master.state.job import KNOWN_REQUESTS, Job
 from oobleck.master.state.job_states import move
 
 
-def fold(state: ClusterState, event: JobEvent, now: float, unix: float) -> None:
+def apply(state: ClusterState, event: JobEvent, now: float, unix: float) -> None:
     match event:
         case JobSubmitted():
             state.jobs[event.job_id] = _submitted(event, unix)

@@ -28,7 +28,7 @@ from oobleck.master.state.node import Node, NodeSeen
 from oobleck.planner.ids import NodeName
 
 
-def fold(state: ClusterState, event: NodeEvent, now: float, unix: float) -> None:
+def apply(state: ClusterState, event: NodeEvent, now: float, unix: float) -> None:
     match event:
         case NodeRegistered():
             _register(state, event, now)
@@ -46,14 +46,14 @@ def fold(state: ClusterState, event: NodeEvent, now: float, unix: float) -> None
         case NodeReset():
             _reset(state.nodes[event.node], state.jobs[event.job_id], event, now)
         case NodeDrained():
-            drains.fold(state, event, now, unix)
+            drains.apply(state, event, now, unix)
             if event.job_id is not None:
                 lose(state.jobs[event.job_id], event, now)
                 _note_emptied(state, event.node)
         case (
             NodeDrainRequested() | NodeKept() | NodeUndrained() | NodeQuarantined() | NodeReleased()
         ):
-            drains.fold(state, event, now, unix)
+            drains.apply(state, event, now, unix)
         case NodeForgotten():
             del state.nodes[event.node]
             for job in state.jobs.values():

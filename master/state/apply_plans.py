@@ -11,7 +11,7 @@ from oobleck.master.state.job_observed import Way
 from oobleck.master.state.job_states import move
 
 
-def fold(state: ClusterState, event: PlanEvent, now: float, unix: float) -> None:
+def apply(state: ClusterState, event: PlanEvent, now: float, unix: float) -> None:
     job = state.jobs[event.job_id]
     match event:
         case PlanFound():

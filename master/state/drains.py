@@ -1,4 +1,4 @@
-"""What keeps a node out of new plans though nothing is wrong with it: how such events are folded.
+"""What keeps a node out of new plans though nothing is wrong with it: how such events are applied.
 
 A drained node stays connected and idle until an operator undrains it, over restarts of its agent
 and of the master. A drain that is the agent's own wish, because it was told to end, ends with it.
@@ -31,7 +31,7 @@ CordonEvent = (
 )
 
 
-def fold(state: ClusterState, event: CordonEvent, now: float, unix: float) -> None:
+def apply(state: ClusterState, event: CordonEvent, now: float, unix: float) -> None:
     node = state.nodes[event.node]
     match event:
         case NodeDrainRequested():

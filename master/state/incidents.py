@@ -1,7 +1,8 @@
 """Follows an incident from its first loss to the step, or the end, that closes it.
 
-A fold over journaled events, so that a restarted master knows as much. It looks at the state that
-an event finds, before the event has changed it. Must not know how a record of an incident looks.
+It follows from journaled events alone, so a restarted master knows as much. It looks at the state
+that an event finds, before the event has changed it. Must not know how a record of an incident
+looks.
 """
 
 from bisect import bisect_left, bisect_right

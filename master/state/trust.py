@@ -83,7 +83,7 @@ class Trust:
 Decide = Callable[[Trust, float], tuple[TrustChanged | None, T]]
 
 
-def fold(trust: Trust, event: TrustChanged, unix: float) -> None:
+def apply(trust: Trust, event: TrustChanged, unix: float) -> None:
     """Change `trust` by `event`, which was journaled at `unix`."""
     match event:
         case TokenCreated():

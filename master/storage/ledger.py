@@ -8,7 +8,7 @@ and when a decision is due, is not known here. Must not know gRPC, agents' sessi
 import logging
 from datetime import UTC, datetime
 
-from oobleck.host.system.environment import Surroundings
+from oobleck.host.system.environment import Environment
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.jobs import JobEnded, JobForgotten, JobRestored, ProfileChosen
 from oobleck.master.events.reports import EvaluationReceived, Observed, RecordsReceived
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class Ledger:
-    def __init__(self, config: MasterConfig, journal: Journal, surroundings: Surroundings) -> None:
+    def __init__(self, config: MasterConfig, journal: Journal, environment: Environment) -> None:
         """Raises JournalUnusable, StorageFailed."""
-        self.now = surroundings.now
-        self.unix = surroundings.unix
+        self.now = environment.now
+        self.unix = environment.unix
         self.state = ClusterState()
         self.archive = Archive(config)
         #: Something changed that has not been decided on and told yet.
@@ -51,7 +51,7 @@ class Ledger:
         unix = self.unix()
         self._journal.append(event, unix)
         tell(event)
-        self._fold(event, self.now(), unix)
+        self._apply_event(event, self.now(), unix)
         if isinstance(event, ProfileChosen) and event.source == "measured":
             self._store_profile(event, unix)
         if isinstance(event, JobEnded):
@@ -92,7 +92,7 @@ class Ledger:
             if isinstance(entry, Snapshot):
                 self._restore(entry, now)
             else:
-                self._fold(entry, now, unix)
+                self._apply_event(entry, now, unix)
         if self._journal.cut is not None or archive.events.ahead():
             self.record(self._cut())
         self.record(MasterStarted())
@@ -124,7 +124,7 @@ class Ledger:
             records=self.archive.events.ahead(),
         )
 
-    def _fold(self, event: Journaled, now: float, unix: float) -> None:
+    def _apply_event(self, event: Journaled, now: float, unix: float) -> None:
         if isinstance(event, JournalCut):
             self.archive.events.resume(event.records)
         for job_id, record in records_of(self.state, event, unix):

@@ -11,7 +11,7 @@ from typing import NoReturn
 import pytest
 
 from oobleck.host.detection import DETECTIONS
-from oobleck.host.system.environment import Surroundings
+from oobleck.host.system.environment import Environment
 from oobleck.master.clients.incoming import Records
 from oobleck.master.clients.outbox import AgentSession
 from oobleck.master.config import MasterConfig
@@ -45,8 +45,8 @@ class Clock:
 @asynccontextmanager
 async def running(state_dir: Path, clock: Clock) -> AsyncIterator[Master]:
     config = MasterConfig(listen="127.0.0.1:0", state_dir=state_dir, timing=TIMING)
-    surroundings = replace(Surroundings(), now=clock)
-    master = Master(config, Journal(state_dir / "journal.log"), surroundings)
+    environment = replace(Environment(), now=clock)
+    master = Master(config, Journal(state_dir / "journal.log"), environment)
     turns = asyncio.create_task(master.run())
     try:
         async with asyncio.timeout(LIMIT_S):

@@ -4,7 +4,7 @@ Time passes only when nothing is left to do at a moment; then it jumps to the ne
 due at one moment runs in the order in which it was asked for, so a run follows from its inputs
 alone. Every task and callback belongs to the process in whose context it was made: those of a
 stopped process are kept until it goes on, and what a dead one still does has no effect, which the
-stand-ins for its surroundings see to (`Process.alive`).
+stand-ins for its environment see to (`Process.alive`).
 """
 
 import asyncio

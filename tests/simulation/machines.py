@@ -212,14 +212,14 @@ class Agent:
             warm_command=(),
             environment={},
         )
-        surroundings = world.surroundings(name)
-        incarnation = self.incarnation = new_incarnation(surroundings)
+        environment = world.environment(name)
+        incarnation = self.incarnation = new_incarnation(environment)
         endpoint = Endpoint(address="master:1")
         self.outbox = WatchedOutbox(world, incarnation)
         self.supervisor = Supervisor(
             config,
             self.outbox,
-            surroundings,
+            environment,
             start_warm=lambda to: WarmHandle(world, self, to),  # type: ignore[arg-type,return-value]
             start_worker=lambda slot, process, to: WorkerHandle(  # type: ignore[arg-type,return-value]
                 world, self, slot, process, to
@@ -229,7 +229,7 @@ class Agent:
             config,
             incarnation,
             self.outbox,
-            surroundings,
+            environment,
             endpoint=lambda: endpoint,
             on_address=self.supervisor.reached_from,
             on_session=self.supervisor.heard,
@@ -407,10 +407,10 @@ class MasterHost:
         self.journal = WatchedJournal(world, self._path)
         self.journal.process = self.process
         self.process.on_end.append(self._ended)
-        surroundings = world.surroundings("master")
+        environment = world.environment("master")
         planner = SlowPlanner(world, self.process)
         self.core: Master = self.process.context.run(
-            Master, config, self.journal, surroundings, planner
+            Master, config, self.journal, environment, planner
         )
         self.process.spawn(self._run())
 

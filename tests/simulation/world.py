@@ -19,7 +19,7 @@ from simulation.watch import Ledger, Watch
 
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.messages import Assign
-from oobleck.host.system.environment import Surroundings
+from oobleck.host.system.environment import Environment
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.unions import Journaled
 from oobleck.master.state.cluster import ClusterState
@@ -91,12 +91,12 @@ class World:
 
     # ---- what the parts ask for
 
-    def surroundings(self, host: str) -> Surroundings:
+    def environment(self, host: str) -> Environment:
         """Chance of its own for each start of a daemon, so that others do not shift it."""
         self._starts += 1
         number = self._starts
         own = random.Random(f"{self._seed} {host} {number}")
-        return Surroundings(
+        return Environment(
             now=lambda: self.loop.clock,
             unix=lambda: self.unix(host),
             pid=lambda: number,

@@ -6,7 +6,7 @@ operator sees of the job after it. The player makes the `>` and `=` lines from t
 test compares the whole text. `python tests/support/scenario.py FILE` rewrites one.
 
 Connected nodes send heartbeats by themselves. The journal is kept, and after every command a
-second state is folded from it, which must equal the durable part of the first.
+second state is made from it, which must equal the durable part of the first.
 """
 
 import copy

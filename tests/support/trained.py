@@ -8,7 +8,7 @@ from oobleck.master.events.jobs import ProfileChosen
 from oobleck.master.events.plans import PlanMade
 from oobleck.master.planning import client
 from oobleck.master.planning.solve import AtOnce
-from oobleck.master.rules.decision import Look
+from oobleck.master.rules.decision import Context
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node, NodeSeen
@@ -21,8 +21,8 @@ from oobleck.proto.types import NodeFacts, NodeStatus, WorkerStatus
 JOB = JobId("planning-1")
 
 
-def look(state: ClusterState | None = None) -> Look:
-    return Look(
+def context(state: ClusterState | None = None) -> Context:
+    return Context(
         state=state or ClusterState(), now=0.0, timing=Detection(), nonce="", planner=AtOnce()
     )
 

@@ -28,10 +28,10 @@ from oobleck.master.state.trust import (
     StillFresh,
     TooSoon,
     Trust,
+    apply,
     check_caller,
     check_join,
     check_renewal,
-    fold,
     is_revoked,
 )
 from oobleck.master.storage.journal import Journal
@@ -60,7 +60,7 @@ def created(fingerprint: str, role: Role, name: str = "", by: str = "eve") -> To
 def joined(trust: Trust, fingerprint: str, name: str, unix: float) -> None:
     role = check_join(trust, fingerprint, "key", name, unix)
     issued = CredentialIssued(role=role, name=name, expires_at=END, token=fingerprint, key="key")
-    fold(trust, issued, unix)
+    apply(trust, issued, unix)
 
 
 def test_what_a_revoked_holder_made_or_may_join_by_ends() -> None:
@@ -73,10 +73,10 @@ def test_what_a_revoked_holder_made_or_may_join_by_ends() -> None:
         created("eve-by-ann", "operator", by="ann"),
         created("for-viewer-eve", "viewer", "eve", by="ann"),
     ):
-        fold(trust, token, 1.0)
+        apply(trust, token, 1.0)
     joined(trust, "eve-by-ann", "eve", 2.0)
     joined(trust, "mal-by-eve", "mal", 3.0)
-    fold(trust, CredentialsRevoked(role="operator", name="eve"), 4.0)
+    apply(trust, CredentialsRevoked(role="operator", name="eve"), 4.0)
     # Who has joined stays, and may hear the answer again; whom he lets in, too.
     assert set(trust.tokens) == {"mal-by-eve", "of-mal", "for-viewer-eve"}
     assert is_revoked(trust, EVE)
@@ -86,18 +86,18 @@ def test_what_a_revoked_holder_made_or_may_join_by_ends() -> None:
         with pytest.raises(Denied, match="expired or was revoked"):
             check_join(trust, ended, "key", "eve", 5.0)
     # A renewal does not change whose token it was.
-    fold(trust, CredentialIssued(role="operator", name="mal", expires_at=END), 6.0)
+    apply(trust, CredentialIssued(role="operator", name="mal", expires_at=END), 6.0)
     assert trust.given["operator", "mal"].by == EVE
 
 
 def test_a_clock_that_was_put_back_leaves_nobody_in() -> None:
     trust = Trust()
     for made in ("of-n1", "of-n1-again"):
-        fold(trust, created(made, "agent"), 999.0)
+        apply(trust, created(made, "agent"), 999.0)
     joined(trust, "of-n1", "n1", 1000.0)
     n1 = pki.Identity(role="agent", name="n1", issued_at=1000.0, expires_at=END)
     for unix in (900.0, 800.0):
-        fold(trust, CredentialsRevoked(role="agent", name="n1"), unix)
+        apply(trust, CredentialsRevoked(role="agent", name="n1"), unix)
         assert is_revoked(trust, ("agent", "n1"))
         with pytest.raises(Denied, match="agent n1 was revoked"):
             check_caller(trust, n1, unix)
@@ -110,7 +110,7 @@ def test_a_journal_that_does_not_say_who_made_a_token_is_read() -> None:
     trust = Trust()
     event = decode(TrustChanged, text)
     assert isinstance(event, TokenCreated)
-    fold(trust, event, 1.0)
+    apply(trust, event, 1.0)
     joined(trust, "f", "n1", 2.0)
     assert trust.given["agent", "n1"].by is None
 
@@ -121,7 +121,7 @@ def test_a_holder_renews_once_in_a_while(life_s: float, apart_s: float) -> None:
     before = pki.Identity(role="operator", name="eve", issued_at=10.0)
     now = replace(before, issued_at=100.0)
     check_renewal(trust, before, life_s, 100.0)
-    fold(trust, CredentialIssued(role="operator", name="eve", expires_at=END), 100.0)
+    apply(trust, CredentialIssued(role="operator", name="eve", expires_at=END), 100.0)
     for unix in (100.0, 100.0 + 0.9 * apart_s):
         again = f"{unix - 100:.1f} s ago; it can be renewed in {100 + apart_s - unix:.1f} s"
         for shown, kind in ((now, StillFresh), (before, TooSoon)):

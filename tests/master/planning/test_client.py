@@ -14,7 +14,7 @@ from oobleck.planner.profile.profile import LayerProfile, Links, Profile
 from oobleck.planner.search import catalogue
 from oobleck.planner.search.templates import tied_templates
 from oobleck.proto.types import NodeStatus, WorkerStatus
-from support.trained import JOB, look, node, trained_job
+from support.trained import JOB, context, node, trained_job
 
 
 def test_templates_outlive_the_weakest_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,11 +30,11 @@ def test_templates_outlive_the_weakest_node(monkeypatch: pytest.MonkeyPatch) -> 
     state, job = trained_job(nodes, hidden=34)
     assert made, "the first plan needs templates"
     made.clear()
-    change = next_plan(look(state), job, nodes[1:], Generation(2))
+    change = next_plan(context(state), job, nodes[1:], Generation(2))
     assert change.plan.nodes == ("n2", "n3", "n4", "n5", "n6")
     weak = [*nodes[1:], node(7, memory=1 << 29)]
     state.nodes[weak[-1].facts.node] = weak[-1]
-    assert len(next_plan(look(state), job, weak, Generation(2)).plan.nodes) == 6
+    assert len(next_plan(context(state), job, weak, Generation(2)).plan.nodes) == 6
     assert made == []
 
 
@@ -45,7 +45,7 @@ def test_a_layer_that_nobody_holds_is_a_cause() -> None:
     first, second = job.made.plan.pipelines
     live = [one for one in nodes if one.facts.node not in (first.nodes[0], second.nodes[0])]
     with pytest.raises(PlanInfeasible, match="no live worker holds the state of layer 0"):
-        next_plan(look(state), job, live, Generation(2))
+        next_plan(context(state), job, live, Generation(2))
     job.seen.committed_step = 0
     for one in nodes:  # before the first step, layers are made anew
         worker = one.seen.status.workers[0]
@@ -56,7 +56,7 @@ def test_a_layer_that_nobody_holds_is_a_cause() -> None:
             one.seen,
             status=NodeStatus(job_id=JOB, generation=Generation(1), workers=(fresh,)),
         )
-    assert len(next_plan(look(state), job, live, Generation(2)).plan.nodes) == 2
+    assert len(next_plan(context(state), job, live, Generation(2)).plan.nodes) == 2
 
 
 def test_every_plan_has_the_schedule_that_suits_it() -> None:
@@ -64,7 +64,7 @@ def test_every_plan_has_the_schedule_that_suits_it() -> None:
     state, job = trained_job(nodes, hidden=512)
     assert job.made is not None
     plan = job.made.plan
-    after = next_plan(look(state), job, nodes[1:], Generation(2)).plan
+    after = next_plan(context(state), job, nodes[1:], Generation(2)).plan
     for one in (plan, after):
         deepest = max(len(pipeline.stages) for pipeline in one.pipelines)
         assert deepest > 1
@@ -76,7 +76,7 @@ def test_a_schedule_that_the_job_wants_stays() -> None:
     state, job = trained_job(nodes, hidden=512, schedule="gpipe")
     assert job.made is not None
     assert job.made.plan.schedule == "gpipe"
-    assert next_plan(look(state), job, nodes[1:], Generation(2)).plan.schedule == "gpipe"
+    assert next_plan(context(state), job, nodes[1:], Generation(2)).plan.schedule == "gpipe"
 
 
 def test_nodes_with_more_slots_than_the_model_has_layers() -> None:
@@ -90,7 +90,7 @@ def test_nodes_with_more_slots_than_the_model_has_layers() -> None:
         "more than 8"
     )
     assert client.idle_slots(plan, 8) == ""
-    change = next_plan(look(state), job, nodes[1:], Generation(2))
+    change = next_plan(context(state), job, nodes[1:], Generation(2))
     assert change.plan.nodes == ("n2", "n3")
     nodes[0].desired = replace(nodes[0].desired, job_id=JOB, generation=Generation(1))
     counted_on = state.assignment(nodes[0], "").worker_incarnations
@@ -157,5 +157,5 @@ def test_what_cannot_be_is_said_again_from_memory() -> None:
     state, job = trained_job(nodes, hidden=46)
     for _ in range(2):
         with pytest.raises(PlanInfeasible, match="needs at least 2 nodes") as caught:
-            next_plan(look(state), job, nodes[:1], Generation(2))
+            next_plan(context(state), job, nodes[:1], Generation(2))
         assert caught.value.__cause__ is caught.value.__context__ is None

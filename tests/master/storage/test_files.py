@@ -13,7 +13,7 @@ import pytest
 
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.messages import EvaluationRecord, StepRecord
-from oobleck.host.system.environment import Surroundings
+from oobleck.host.system.environment import Environment
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.jobs import JobCancelRequested, JobSubmitted
 from oobleck.master.storage.archive import Archive
@@ -393,7 +393,7 @@ def test_records_that_are_in_no_file_keep_the_events_that_they_are_made_of(
 
     def opened_ledger() -> tuple[Ledger, Journal]:
         journal = Journal(tmp_path / "journal.log")
-        return Ledger(config, journal, Surroundings()), journal
+        return Ledger(config, journal, Environment()), journal
 
     in_the_way = tmp_path / "jobs"
     in_the_way.touch()
