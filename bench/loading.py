@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from oobleck.planner.job.spec import DataSpec, TrainingSpec
-from oobleck.worker.data.data import Dataset, row_digest
+from oobleck.worker.data.dataset import Dataset, row_digest
 from oobleck.worker.data.prefetch import Prefetcher
 
 LENGTH, ROWS, MICROBATCH = 2048, 64, 4

@@ -29,7 +29,7 @@ from oobleck.planner.profile.profile import Profile
 from oobleck.planner.profile.sharing import sharing_sizes
 from oobleck.planner.programs.compile import compile_programs
 from oobleck.planner.programs.plan import Plan
-from oobleck.worker.profiling.measure import measure_layers
+from oobleck.worker.profiling.measure_layers import measure_layers
 
 TEXT = str(Path(__file__).resolve().parents[1] / "LICENSE")
 #: Far above what any of the plans takes: the profile's limit plays no part here.

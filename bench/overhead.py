@@ -33,7 +33,7 @@ import psutil
 from bench.support.cluster import LocalCluster
 from bench.throughput import SIZES, TEXT
 from oobleck.planner.job.spec import JobSpec
-from oobleck.worker.data.data import row_digest
+from oobleck.worker.data.dataset import row_digest
 
 Event = Mapping[str, Any]
 WARM_UP_STEPS = 5

@@ -137,7 +137,7 @@ def measured_layers(spec: JobSpec) -> tuple[LayerProfile, ...]:
     """Runs in a process of its own."""
     import torch
 
-    from oobleck.worker.profiling.measure import measure_layers
+    from oobleck.worker.profiling.measure_layers import measure_layers
 
     torch.set_num_threads(1)
     found = measure_layers(spec, torch.device("cpu"), "cpu", lambda: None)

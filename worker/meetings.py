@@ -12,11 +12,11 @@ from oobleck.host.ipc.messages import Assign, PeerLost
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.programs.instructions import Program
 from oobleck.worker.membership import Membership
-from oobleck.worker.recovery.entry import members_of
+from oobleck.worker.recovery.recover import members_of
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.errors import TransportError, Unreached
 from oobleck.worker.runtime.faults import FaultInjector
-from oobleck.worker.step.commit import Progress
+from oobleck.worker.step.commit import TrainingProgress
 from oobleck.worker.step.executor import owner_groups
 from oobleck.worker.transport.connect import Connector, links_of
 from oobleck.worker.transport.nccl import Link
@@ -35,7 +35,7 @@ class Meetings:
         worker: WorkerId,
         connector: Connector,
         own_store: StoreServer,
-        progress: Progress,
+        progress: TrainingProgress,
         control: Control,
         faults: FaultInjector,
     ) -> None:

@@ -14,7 +14,7 @@ from oobleck.worker.runtime.waiting import Waits
 from oobleck.worker.transport.connect import Connector
 from oobleck.worker.transport.lifeline import Lifeline
 from oobleck.worker.transport.nccl import Link
-from oobleck.worker.transport.rendezvous import Place, StoreServer, await_arrival
+from oobleck.worker.transport.rendezvous import RendezvousStore, StoreServer, await_arrival
 from oobleck.worker.transport.transport import Group
 
 
@@ -59,18 +59,20 @@ class Membership:
         control.on_abrupt(self._release)
         try:
             control.check_newest(generation)
-            place = Place(store, prefix, own=own_store, waits=waits)
+            rendezvous = RendezvousStore(store, prefix, own=own_store, waits=waits)
             self._lifeline = Lifeline(
-                place, rank, size, connector.address, silence_s=connector.silence_s
+                rendezvous, rank, size, connector.address, silence_s=connector.silence_s
             )
             try:
-                connector.announce(place)
-                await_arrival(place, size, lambda: control.check_newest(generation), generation)
+                connector.announce(rendezvous)
+                await_arrival(
+                    rendezvous, size, lambda: control.check_newest(generation), generation
+                )
                 on_arrival()
                 # Before the groups, in which a death is not noticed while they are built.
                 self._lifeline.connect(self._peer_lost, lambda: control.check_wanted(generation))
                 self.transport = connector.connect(
-                    place,
+                    rendezvous,
                     rank,
                     size,
                     groups=groups,

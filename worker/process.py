@@ -17,8 +17,8 @@ from oobleck.worker.runtime.errors import (
     CheckpointError,
     Diverged,
     InvariantViolation,
+    LocationUnreachable,
     ModelError,
-    PlaceUnreachable,
 )
 from oobleck.worker.session import Session
 
@@ -32,7 +32,7 @@ def run(launch: Launch, control: Control, pid: int) -> int:
     except InvariantViolation as error:
         log.exception("invariant violated")
         control.report(Failed(kind="internal", message=redact(f"{type(error).__name__}: {error}")))
-    except (DataError, DeviceError, PlaceUnreachable, OSError) as error:
+    except (DataError, DeviceError, LocationUnreachable, OSError) as error:
         control.report(Failed(kind="node", message=redact(str(error))))
     except (CheckpointError, Diverged, ModelError, OutputError) as error:
         control.report(Failed(kind="user", message=redact(str(error))))

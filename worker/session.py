@@ -2,7 +2,7 @@
 
 Owns what becomes of each way out of a generation and the end of training. The process, its
 libraries and every layer that it keeps live on through all generations. Must not know how workers
-meet (`meetings`), agree (`entry`), compute (`executor`) or write (`saver`, `result`).
+meet (`meetings`), agree (`recover`), compute (`executor`) or write (`saver`, `result`).
 """
 
 import hashlib
@@ -23,18 +23,18 @@ from oobleck.planner.programs.compile import compile_programs
 from oobleck.planner.programs.instructions import Program
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.work import Work
+from oobleck.worker.checkpoint.location import check_protocol
 from oobleck.worker.checkpoint.output import check_writable
-from oobleck.worker.checkpoint.place import check_protocol
 from oobleck.worker.checkpoint.result import ResultWriter
 from oobleck.worker.checkpoint.saver import Saver
-from oobleck.worker.data.data import Dataset
-from oobleck.worker.data.heldout import HeldOut
+from oobleck.worker.data.dataset import Dataset
+from oobleck.worker.data.held_out import HeldOut
 from oobleck.worker.data.prefetch import Prefetcher
 from oobleck.worker.meetings import Meetings
 from oobleck.worker.membership import Membership
 from oobleck.worker.models import check_weights
 from oobleck.worker.profiling.measuring import Measuring
-from oobleck.worker.recovery.entry import Entry
+from oobleck.worker.recovery.recover import Recovery
 from oobleck.worker.runtime import heap, stacks
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.errors import Superseded, TransportError
@@ -42,8 +42,8 @@ from oobleck.worker.runtime.faults import FaultInjector
 from oobleck.worker.runtime.memory import MemoryMeter
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.layout import layer_sizes
-from oobleck.worker.state.state import ModelState, state_dtype
-from oobleck.worker.step.commit import Progress, check_skipped
+from oobleck.worker.state.model_state import ModelState, state_dtype
+from oobleck.worker.step.commit import TrainingProgress, check_skipped
 from oobleck.worker.step.evaluator import Evaluator
 from oobleck.worker.step.executor import Executor
 from oobleck.worker.step.salvage import Salvage
@@ -59,9 +59,8 @@ class Session:
     """One worker process, from its launch to its stop."""
 
     def __init__(self, launch: Launch, control: Control) -> None:
-        """Raises DataError, DeviceError, ModelError, OutputError or PlaceUnreachable when this node
-        cannot read the data, has not the device, cannot build or begin the model, or cannot save
-        weights or checkpoints."""
+        """Raises DataError, DeviceError, LocationUnreachable, ModelError or OutputError when this
+        node lacks the data or the device, or cannot build the model or save it."""
         self._worker = launch.worker
         self._job = launch.job
         self._control = control
@@ -88,7 +87,7 @@ class Session:
         self._prefetcher = Prefetcher(self._dataset, launch.job.training)
         self._memory = MemoryMeter(self._device)
         self._state = ModelState(launch.job, self._device)
-        self._progress = Progress()
+        self._progress = TrainingProgress()
         self._timeline = Timeline()
         self._evaluator: Evaluator | None = None
         if held_out is not None:
@@ -99,7 +98,7 @@ class Session:
                 faults=self._faults,
                 timeline=self._timeline,
             )
-        self._entry = Entry(
+        self._recovery = Recovery(
             worker=launch.worker,
             job=launch.job,
             state=self._state,
@@ -173,7 +172,7 @@ class Session:
             if assign.handover:
                 with self._timeline.phase("hand over"):
                     membership = self._meetings.hand_over(assign)
-                    received = self._entry.hand_over(assign, membership.transport)
+                    received = self._recovery.hand_over(assign, membership.transport)
                     membership.leave(orderly=True)
                     membership = None
             if self._worker in assign.leaving:
@@ -185,7 +184,7 @@ class Session:
                 membership = self._meetings.join(assign, programs)
             if not self._state.layers:
                 self._memory.begin()
-            salvage = self._entry.run(assign, membership.transport, received=received)
+            salvage = self._recovery.run(assign, membership.transport, received=received)
             following = self._train(assign, membership, programs, salvage)
         except TransportError as error:
             self._meetings.lost(generation, error, membership.silent() if membership else ())
@@ -250,7 +249,7 @@ class Session:
         while True:
             check_skipped(self._job.training, self._progress)
             if self._evaluator is not None:
-                # Also at the entry into a generation: the last one may have ended in the middle.
+                # Also in a generation's begin: the one before may have ended in the middle.
                 self._evaluator.run(self._progress.committed, executor.interpreter)
             if self._progress.committed >= self._job.training.steps:
                 break

@@ -40,7 +40,7 @@ from oobleck.worker.models import registry
 from oobleck.worker.runtime import stacks
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.heap import keep_freed_memory
-from oobleck.worker.transport.gloowork import LIBRARY, aborts
+from oobleck.worker.transport.gloo_work import LIBRARY, aborts
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def run_worker(channel_fd: int, output_fd: int, warm_pid: int) -> NoReturn:
         os._exit(status)
 
 
-class WarmProcess:
+class ForkServer:
     """Forks on request and tells how its children ended."""
 
     def __init__(self, agent: socket.socket) -> None:
@@ -166,7 +166,7 @@ def main() -> None:
     keep_freed_memory()
     keep_pages()
     with contextlib.suppress(BrokenPipeError):  # the agent ended while it was being told something
-        WarmProcess(agent).serve()
+        ForkServer(agent).serve()
 
 
 if __name__ == "__main__":

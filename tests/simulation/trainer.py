@@ -1,6 +1,6 @@
 """A simulated worker process: the life of `oobleck.worker.session` without tensors.
 
-It enters generations, draws the real agreement from everyone's standing (`worker.rejoin`), moves
+It enters generations, draws the real agreement from everyone's state (`worker.rejoin`), moves
 layers, trains, votes, takes checkpoints and finishes. Of each layer it knows only which share of
 it stands at which step. What it does is checked against the job's ledger.
 """
@@ -41,7 +41,7 @@ from oobleck.planner.ids import Generation, Incarnation, WorkerId
 from oobleck.planner.profile.measurement import LinkMeasurement
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.transfer import LayerLost, Shard, plan_transfers, require_holders
-from oobleck.worker.recovery.rejoin import Agreement, Held, Standing, agree
+from oobleck.worker.recovery.rejoin import Agreement, Held, RecoveryState, agree
 from oobleck.worker.runtime.errors import Superseded, TransportError, Unreached
 from support.scenario import measurement
 
@@ -239,8 +239,8 @@ class Trainer:
 
     async def _settle_in(self, assign: Assign, gathering: Gathering) -> None:
         plan, progress = assign.plan, self.progress
-        standings = await self._exchange(gathering, "standings", self.standing(plan.layer_count))
-        agreement = agree(standings)
+        states = await self._exchange(gathering, "standings", self.recovery_state(plan.layer_count))
+        agreement = agree(states)
         if await self._restore(assign, agreement, gathering):
             return
         self._ledger.agreed(plan.generation, agreement, self.world)
@@ -263,9 +263,9 @@ class Trainer:
         self.say(PhaseReached(generation=plan.generation, phase="transferred", received_bytes=1))
 
     async def _hand_over(self, plan: Plan, gathering: Gathering) -> None:
-        """As `oobleck.worker.recovery.entry` does it: those who leave are among the sources."""
+        """As `oobleck.worker.recovery.recover` does it: those who leave are among the sources."""
         agreement = agree(
-            await self._exchange(gathering, "standings", self.standing(plan.layer_count))
+            await self._exchange(gathering, "standings", self.recovery_state(plan.layer_count))
         )
         try:
             require_holders(agreement.held, plan.layer_count)
@@ -287,13 +287,13 @@ class Trainer:
                 self._commit(agreement.step, progress.voted_generation)
         return rolled
 
-    def standing(self, layer_count: int) -> Standing:
+    def recovery_state(self, layer_count: int) -> RecoveryState:
         progress = self.progress
         told = [
             tuple(held.get(layer, Held()) for layer in range(layer_count))
             for held in (progress.layers, progress.former)
         ]
-        return Standing(
+        return RecoveryState(
             lineage=progress.lineage,
             committed=progress.committed,
             reduced=progress.reduced,
@@ -308,7 +308,7 @@ class Trainer:
         )
 
     async def _restore(self, assign: Assign, agreement: Agreement, gathering: Gathering) -> bool:
-        """As `oobleck.worker.recovery.entry` does it."""
+        """As `oobleck.worker.recovery.recover` does it."""
         if self._job.checkpoint is None and not assign.anew:
             return False
         plan = assign.plan

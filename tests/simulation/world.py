@@ -211,7 +211,7 @@ class World:
         if not trainers:
             return False
         layers = job.spec.model.layer_count
-        agreement = agree({t.worker: t.standing(layers) for t in trainers})
+        agreement = agree({t.worker: t.recovery_state(layers) for t in trainers})
         if agreement.step < max(self.ledger(job.id).steps):
             return False  # what they have is out of date
         try:

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save
 from oobleck.host.system.files import read_regular
 from oobleck.planner.codec import decode, encode
 from oobleck.planner.job.spec import JobSpec, ModelSpec
-from oobleck.worker.state.state import ModelState
+from oobleck.worker.state.model_state import ModelState
 
 MANIFEST = "manifest.json"
 _PROBE_BYTES = 65_536

@@ -25,11 +25,11 @@ from oobleck.planner.job.spec import CheckpointSpec, JobSpec
 from oobleck.planner.programs.transfer import Shard, plan_shards
 from oobleck.planner.recovery.checkpoint import MOST_LAYER_HEADER_BYTES, InvalidCheckpoint
 from oobleck.worker.checkpoint.findings import Finding, Kind, at_fault, second_readers, told_once
-from oobleck.worker.checkpoint.place import Place
+from oobleck.worker.checkpoint.location import CheckpointLocation
 from oobleck.worker.runtime.control import Control
-from oobleck.worker.state.layerfile import moment_names, unpack
+from oobleck.worker.state.layer_file import moment_names, unpack
 from oobleck.worker.state.layout import layout
-from oobleck.worker.state.state import ModelState, state_dtype
+from oobleck.worker.state.model_state import ModelState, state_dtype
 from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -75,10 +75,10 @@ class Restorer:
 
         `resume`: for a job that has not trained yet, by its `checkpoint.resume`. `needed`: there
         must be one. Raises CheckpointError where what is there is of another training or damaged,
-        or lacks though it must not; PlaceUnreachable where the others can go on without this node,
-        and TransportError on those; Superseded.
+        or lacks though it must not; where the others can go on without this node,
+        LocationUnreachable here and TransportError there; Superseded.
         """
-        place = Place(
+        place = CheckpointLocation(
             job=self._job,
             spec=self._spec,
             worker=self._worker,
@@ -108,7 +108,7 @@ class Restorer:
         raise place.failure(fault, what, fix)
 
     def _try(
-        self, place: Place, step: int, identity: int, shards: Iterable[Shard]
+        self, place: CheckpointLocation, step: int, identity: int, shards: Iterable[Shard]
     ) -> list[Finding]:
         """Load the layers from one checkpoint; what all workers find of it."""
         mine = place.known.get(identity)

@@ -17,7 +17,7 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.worker.checkpoint.output import OutputError, write_layers, write_manifest
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.control import Control
-from oobleck.worker.state.state import ModelState
+from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.transport.collect import collect
 from oobleck.worker.transport.transport import Transport
 

@@ -18,15 +18,15 @@ from oobleck.planner.ids import WorkerId
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.recovery.checkpoint import folder_name, writers
 from oobleck.planner.recovery.reconfigure import can_lose
-from oobleck.worker.checkpoint.saving import Order, Saving
+from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.runtime.faults import FaultInjector
 from oobleck.worker.state.layout import layer_sizes
-from oobleck.worker.state.state import ModelState
+from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step import vote
-from oobleck.worker.step.commit import Progress
+from oobleck.worker.step.commit import TrainingProgress
 from oobleck.worker.transport.collect import collect
 from oobleck.worker.transport.transport import Transport
 
@@ -64,7 +64,7 @@ class Saver:
         self._assign: Assign | None = None
         self._transport: Transport | None = None
         #: The last one that was begun; and whether its end has not been agreed yet.
-        self._last: Saving | None = None
+        self._last: CheckpointWriter | None = None
         self._open = False
         #: One is due since an earlier step.
         self._overdue = False
@@ -73,7 +73,7 @@ class Saver:
         self._served = 0
         self._saved_step = 0
 
-    def enter(self, assign: Assign, transport: Transport, progress: Progress) -> None:
+    def enter(self, assign: Assign, transport: Transport, progress: TrainingProgress) -> None:
         """Training goes on in another generation. Without a loss a save goes on as well; with one
         its writers may be gone, so it is given up, and the next step's is taken instead."""
         if self._spec is None:
@@ -90,18 +90,18 @@ class Saver:
         self._at_risk = at_risk
 
     @staticmethod
-    def _goes_on(saving: Saving, assign: Assign) -> bool:
+    def _goes_on(saving: CheckpointWriter, assign: Assign) -> bool:
         """Whether all of its writers are there to the end."""
         writers = {worker for worker, _ in saving.order.writers}
         return assign.boundary and writers <= set(assign.plan.workers)
 
-    def intent(self, step: int) -> vote.Saving:
+    def intent(self, step: int) -> vote.SaveVote:
         """This worker's share in the vote on `step`."""
         if self._spec is None:
-            return vote.Saving()
+            return vote.SaveVote()
         wish = self._control.save_wish
         under_way = self._last.order.wish if self._open and self._last is not None else 0
-        return vote.Saving(
+        return vote.SaveVote(
             due=self._overdue or step % self._spec.every == 0,
             wish=wish if wish > max(self._served, under_way) else 0,
             busy=self._last is not None and self._last.busy,
@@ -161,7 +161,7 @@ class Saver:
         reached = partial(
             self._faults.reached, "before:LayerFile", generation=plan.generation, step=step
         )
-        self._last = Saving(
+        self._last = CheckpointWriter(
             order, open_folder(spec.path), snapshots, report=self._control.report, reached=reached
         )
         self._open, self._overdue = True, False

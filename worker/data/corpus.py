@@ -1,7 +1,7 @@
 """The corpus of a job on this node: its files, as one row of token ids.
 
 Owns which files these are, their type, and reading them. Text that has to be tokenised is so once
-per node, into the cache (`oobleck.worker.data.tokencache`); bytes are read from the text itself.
+per node, into the cache (`oobleck.worker.data.token_cache`); bytes are read from the text itself.
 
 Ids are read when they are needed and cached by the kernel only: a corpus may be larger than
 memory, and a file that shrinks under a running job is an error instead of a SIGBUS.
@@ -24,7 +24,7 @@ from oobleck.host.data.tokenizer import load_tokenizer
 from oobleck.host.display import inline
 from oobleck.host.system.files import open_regular
 from oobleck.planner.job.spec import DataSpec
-from oobleck.worker.data.tokencache import cached_tokens
+from oobleck.worker.data.token_cache import cached_tokens
 
 Ids = NDArray[np.unsignedinteger]
 

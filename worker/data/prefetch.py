@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from oobleck.host.data.tokenfile import DataError
 from oobleck.planner.job.spec import TrainingSpec
-from oobleck.worker.data.data import Dataset, Tokens, row_digest
+from oobleck.worker.data.dataset import Dataset, Tokens, row_digest
 from oobleck.worker.runtime import pulse
 
 

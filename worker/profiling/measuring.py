@@ -14,14 +14,14 @@ from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.measurement import LinkMeasurement
 from oobleck.planner.profile.sharing import sharing_sizes
-from oobleck.worker.profiling.measure import measure_layers
-from oobleck.worker.profiling.measurelink import measure_link
+from oobleck.worker.profiling.measure_layers import measure_layers
+from oobleck.worker.profiling.measure_link import measure_link
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.errors import Superseded, TransportError
 from oobleck.worker.runtime.faults import FaultInjector
 from oobleck.worker.runtime.waiting import Waits
 from oobleck.worker.transport.connect import Connector
-from oobleck.worker.transport.rendezvous import Place, StoreServer, await_arrival
+from oobleck.worker.transport.rendezvous import RendezvousStore, StoreServer, await_arrival
 
 log = logging.getLogger(__name__)
 
@@ -102,11 +102,13 @@ class Measuring:
         self._control.on_abrupt(waits.release)
         try:
             self._check()
-            place = Place(where.store, where.prefix, own=self._own_store, waits=waits)
-            self._connector.announce(place)
-            await_arrival(place, _MEMBERS, self._check, _BEFORE)
+            rendezvous = RendezvousStore(
+                where.store, where.prefix, own=self._own_store, waits=waits
+            )
+            self._connector.announce(rendezvous)
+            await_arrival(rendezvous, _MEMBERS, self._check, _BEFORE)
             transport = self._connector.connect(
-                place, rank, _MEMBERS, groups=(), links=_BOTH_WAYS, waits=waits
+                rendezvous, rank, _MEMBERS, groups=(), links=_BOTH_WAYS, waits=waits
             )
         except BaseException:
             self._control.on_abrupt(None)

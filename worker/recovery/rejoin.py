@@ -1,6 +1,6 @@
 """What the workers of a new generation agree on before they train: where everyone stands.
 
-Pure. Each worker states its `Standing`; from the same table of them every worker draws the same
+Pure. Each worker tells its `RecoveryState`; from the same table every worker draws the same
 `Agreement`: the step from which training goes on, who must still apply that step, and whose
 layers count.
 
@@ -34,7 +34,7 @@ _NUMBERS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RecoveryState:
     """One worker's state as it arrives in a new generation. Steps count from 1; 0 is the start."""
 
     #: Generation in which all went back to a checkpoint that its state is of; 0: never.
@@ -81,7 +81,7 @@ class Standing:
         ]
 
     @classmethod
-    def from_row(cls, row: Sequence[int]) -> "Standing":
+    def from_row(cls, row: Sequence[int]) -> "RecoveryState":
         lineage, committed, reduced, reduced_generation, first, end, *rest = row
         voted, voted_generation, begun, skipped, joined, *rest = rest
         held = [Held(*rest[i : i + _NUMBERS]) for i in range(0, len(rest), _NUMBERS)]
@@ -103,7 +103,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """What follows from everyone's standing."""
+    """What follows from everyone's state."""
 
     #: That of the workers whose state counts.
     lineage: int
@@ -121,34 +121,34 @@ class Agreement:
     begun: frozenset[WorkerId]
 
 
-def agree(standings: Mapping[WorkerId, Standing]) -> Agreement:
+def agree(states: Mapping[WorkerId, RecoveryState]) -> Agreement:
     """Draw the agreement; the same on every worker because the table is the same."""
     # Since the others went back to a checkpoint, what a worker has that did not is of no use.
-    lineage = max(standing.lineage for standing in standings.values())
-    members, standings = standings, {w: s for w, s in standings.items() if s.lineage == lineage}
-    while outrun := _outrun(standings):
-        standings = _without_newest(standings, outrun)
-    step = _newest(standings)
-    holders = sorted(w for w, s in standings.items() if s.voted == step and step > 0)
-    generations = {standings[w].voted_generation for w in holders}
+    lineage = max(state.lineage for state in states.values())
+    members, states = states, {w: s for w, s in states.items() if s.lineage == lineage}
+    while outrun := _outrun(states):
+        states = _without_newest(states, outrun)
+    step = _newest(states)
+    holders = sorted(w for w, s in states.items() if s.voted == step and step > 0)
+    generations = {states[w].voted_generation for w in holders}
     if len(generations) > 1:
         raise InvariantViolation(f"step {step} was voted on in generations {sorted(generations)}")
 
     roll_forward = set()
     held: dict[WorkerId, frozenset[Shard]] = {}
-    for worker, standing in standings.items():
-        if standing.committed == step:
-            held[worker] = _at(step, standing.layers) | _at(step, standing.former)
+    for worker, state in states.items():
+        if state.committed == step:
+            held[worker] = _at(step, state.layers) | _at(step, state.former)
         elif (
-            standing.committed == step - 1
-            and standing.reduced == step
-            and standing.reduced_generation in generations
+            state.committed == step - 1
+            and state.reduced == step
+            and state.reduced_generation in generations
         ):
             roll_forward.add(worker)
             held[worker] = frozenset(
                 shard
-                for shard in _at(step - 1, standing.layers)
-                if shard.layer in standing.reduced_layers
+                for shard in _at(step - 1, state.layers)
+                if shard.layer in state.reduced_layers
             )
         # Others were left behind by an older generation: their layers are worthless.
     return Agreement(
@@ -157,49 +157,49 @@ def agree(standings: Mapping[WorkerId, Standing]) -> Agreement:
         roll_forward=frozenset(roll_forward),
         vote_holder=holders[0] if holders and roll_forward else None,
         held={worker: held.get(worker, frozenset()) for worker in members},
-        skipped=max((s.skipped for s in standings.values() if s.committed == step), default=0),
-        begun=frozenset(w for w, standing in standings.items() if standing.begun == step + 1),
+        skipped=max((s.skipped for s in states.values() if s.committed == step), default=0),
+        begun=frozenset(w for w, state in states.items() if state.begun == step + 1),
     )
 
 
-def _newest(standings: Mapping[WorkerId, Standing]) -> int:
+def _newest(states: Mapping[WorkerId, RecoveryState]) -> int:
     """The newest committed step. Whoever has seen a vote counts as having committed it: it needs
     nobody else to apply it."""
-    return max(max(s.committed, s.voted) for s in standings.values())
+    return max(max(s.committed, s.voted) for s in states.values())
 
 
-def _outrun(standings: Mapping[WorkerId, Standing]) -> frozenset[WorkerId]:
+def _outrun(states: Mapping[WorkerId, RecoveryState]) -> frozenset[WorkerId]:
     """Workers that have committed the newest step, and without which others have agreed on another
     one since, and begun it again: they have not the gradients any more to follow, or have committed
     it in another vote."""
-    step = _newest(standings)
-    ahead = {w: s for w, s in standings.items() if max(s.committed, s.voted) == step}
+    step = _newest(states)
+    ahead = {w: s for w, s in states.items() if max(s.committed, s.voted) == step}
     joined = max(s.joined for s in ahead.values())
     voted = max((s.voted_generation for s in ahead.values() if s.voted == step), default=0)
-    if any(s.joined > joined and not _follows(s, step, voted) for s in standings.values()):
+    if any(s.joined > joined and not _follows(s, step, voted) for s in states.values()):
         return frozenset(ahead)
     return frozenset(
         w for w, s in ahead.items() if s.voted == step and max(s.voted_generation, s.joined) < voted
     )
 
 
-def _follows(standing: Standing, step: int, generation: int) -> bool:
+def _follows(state: RecoveryState, step: int, generation: int) -> bool:
     """Whether it has applied the step that was voted on in `generation`, or can."""
-    if max(standing.committed, standing.voted) >= step:
+    if max(state.committed, state.voted) >= step:
         return True
-    of = (standing.committed, standing.reduced, standing.reduced_generation)
+    of = (state.committed, state.reduced, state.reduced_generation)
     return of == (step - 1, step, generation)
 
 
 def _without_newest(
-    standings: Mapping[WorkerId, Standing], outrun: Set[WorkerId]
-) -> dict[WorkerId, Standing]:
+    states: Mapping[WorkerId, RecoveryState], outrun: Set[WorkerId]
+) -> dict[WorkerId, RecoveryState]:
     """As if those in `outrun` had not seen their last vote; who has applied it has nothing left."""
-    step = _newest(standings)
+    step = _newest(states)
     return {
-        worker: replace(standing, voted=0, voted_generation=0) if worker in outrun else standing
-        for worker, standing in standings.items()
-        if not (worker in outrun and standing.committed == step)
+        worker: replace(state, voted=0, voted_generation=0) if worker in outrun else state
+        for worker, state in states.items()
+        if not (worker in outrun and state.committed == step)
     }
 
 

@@ -45,7 +45,7 @@ class CheckpointError(ValueError):
     """Checkpoints cannot be used as the job says; the text names the path and the fix."""
 
 
-class PlaceUnreachable(ValueError):
+class LocationUnreachable(ValueError):
     """This node alone cannot use the checkpoints' place; the text names the path and the fix."""
 
 

@@ -21,7 +21,7 @@ from oobleck.worker.models import Layer, build_layer, tied_parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ParameterRange:
     """Where one parameter lies in the flat tensor."""
 
     name: str
@@ -37,7 +37,7 @@ class Entry:
 class Layout:
     """The flat order of one layer: [0, tied) [tied, decayed) [decayed, size)."""
 
-    entries: tuple[Entry, ...]
+    parameters: tuple[ParameterRange, ...]
     tied: int
     decayed: int
     size: int
@@ -75,12 +75,12 @@ def layout(spec: ModelSpec, layer: int) -> Layout:
     tied = [name for name in shapes if name == tied_name]
     decayed = [name for name in shapes if len(shapes[name]) > 1 and name != tied_name]
     rest = [name for name in shapes if len(shapes[name]) == 1]
-    entries: list[Entry] = []
+    parameters: list[ParameterRange] = []
 
     def append(names: list[str], end: int) -> int:
         for name in names:
-            entries.append(Entry(name=name, shape=shapes[name], offset=end))
-            end = entries[-1].end
+            parameters.append(ParameterRange(name=name, shape=shapes[name], offset=end))
+            end = parameters[-1].end
         return end
 
     tied_end = append(tied, 0)
@@ -90,7 +90,7 @@ def layout(spec: ModelSpec, layer: int) -> Layout:
         decayed_end += -(decayed_end - tied_end) % CUT_NUMBERS
     size = append(rest, decayed_end)
     return Layout(
-        entries=tuple(entries),
+        parameters=tuple(parameters),
         tied=tied_end,
         decayed=decayed_end,
         size=size,
@@ -113,9 +113,9 @@ def point_parameters(
     module: Layer, flat: Layout, weights: Tensor, gradient: Tensor | None = None
 ) -> None:
     """Make the parameters of `module`, and their gradients, views into flat tensors."""
-    for entry in flat.entries:
-        owner_name, _, name = entry.name.rpartition(".")
-        parameter = nn.Parameter(weights[entry.offset : entry.end].view(entry.shape))
+    for span in flat.parameters:
+        owner_name, _, name = span.name.rpartition(".")
+        parameter = nn.Parameter(weights[span.offset : span.end].view(span.shape))
         if gradient is not None:
-            parameter.grad = gradient[entry.offset : entry.end].view(entry.shape)
+            parameter.grad = gradient[span.offset : span.end].view(span.shape)
         setattr(module.get_submodule(owner_name), name, parameter)

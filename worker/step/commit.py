@@ -15,16 +15,16 @@ from oobleck.host.ipc.messages import StepRecord
 from oobleck.planner.ids import Generation
 from oobleck.planner.job.spec import JobSpec, TrainingSpec
 from oobleck.worker.runtime.errors import Diverged
+from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.optimizer import clip_scale
-from oobleck.worker.state.state import ModelState
 from oobleck.worker.step import vote
 
 _NO_GENERATION = Generation(0)
 
 
 @dataclass(slots=True)
-class Progress:
-    """How far this worker is; outlives generations. The facts behind its `Standing`."""
+class TrainingProgress:
+    """How far this worker is; outlives generations. The facts behind its `RecoveryState`."""
 
     #: Newest step applied to all layers held.
     committed: int = 0
@@ -90,7 +90,7 @@ def count_votes(job: JobSpec, vector: torch.Tensor, *, workers: int) -> vote.Res
 
 
 def commit(
-    state: ModelState, job: JobSpec, progress: Progress, result: vote.Result, step: int
+    state: ModelState, job: JobSpec, progress: TrainingProgress, result: vote.Result, step: int
 ) -> None:
     """Apply step `step` to the layers whose gradients are reduced; all others are out of date."""
     for layer in sorted(state.held()):
@@ -107,7 +107,7 @@ def commit(
     progress.committed = step
 
 
-def check_skipped(training: TrainingSpec, progress: Progress) -> None:
+def check_skipped(training: TrainingSpec, progress: TrainingProgress) -> None:
     """Raise Diverged where more would be skipped in vain."""
     limit, skipped, step = training.max_skipped_steps, progress.skipped, progress.committed
     if limit is not None and skipped >= limit:
@@ -120,7 +120,7 @@ def check_skipped(training: TrainingSpec, progress: Progress) -> None:
 
 
 def make_record(
-    job: JobSpec, generation: Generation, progress: Progress, result: vote.Result
+    job: JobSpec, generation: Generation, progress: TrainingProgress, result: vote.Result
 ) -> StepRecord:
     """The line of metrics.jsonl for the step that `progress` has committed."""
     training = job.training

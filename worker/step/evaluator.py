@@ -18,8 +18,8 @@ from oobleck.planner.ids import Generation
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.compile import compile_evaluation
 from oobleck.planner.programs.instructions import Action, Instruction, LoadTokens
-from oobleck.worker.data.data import Tokens
-from oobleck.worker.data.heldout import HeldOut
+from oobleck.worker.data.dataset import Tokens
+from oobleck.worker.data.held_out import HeldOut
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.faults import FaultInjector

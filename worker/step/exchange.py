@@ -20,9 +20,9 @@ from torch import Tensor
 
 from oobleck.planner.programs.transfer import Shard
 from oobleck.worker.runtime.timeline import Timeline
-from oobleck.worker.state.layerstate import LayerState
+from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.layout import point_parameters
-from oobleck.worker.state.state import ModelState
+from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.transport.transport import Pending, Transport
 
 #: Tags of a layer's messages, beyond those of all others: weights and gradients, each of the tied
@@ -193,9 +193,9 @@ class _SharedLayer:
             flat, weights = self._state.layout, self._weights
             self._gradient = torch.zeros_like(weights)
             named = dict(self._state.module.named_parameters())
-            for entry in flat.entries:
-                view = self._gradient[entry.offset : entry.end].view(entry.shape)
-                named[entry.name].grad = view
+            for span in flat.parameters:
+                view = self._gradient[span.offset : span.end].view(span.shape)
+                named[span.name].grad = view
 
     def reduce(self) -> None:
         """Add what all workers have to the shares, in the same order everywhere, and free it."""

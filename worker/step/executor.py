@@ -1,8 +1,8 @@
 """Training steps of one generation on one worker.
 
-Owns the order of effects from the begin of a step to its commit: which course it follows, what it
-loads, where losses and digests go, the sums, the vote and the update. How a program is run is the
-interpreter's.
+Owns the order of effects from the begin of a step to its commit: which plan it follows, what
+it loads, where losses and digests go, the sums, the vote and the update. How a program is run is
+the interpreter's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,20 +23,20 @@ from oobleck.planner.programs.instructions import (
     Vote,
 )
 from oobleck.planner.programs.plan import Plan
-from oobleck.worker.data.data import Tokens
+from oobleck.worker.data.dataset import Tokens
 from oobleck.worker.data.prefetch import Prefetcher
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.faults import FaultInjector
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.runtime.timeline import Timeline
-from oobleck.worker.state.state import ModelState
+from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step import vote
-from oobleck.worker.step.commit import Progress, commit, count_votes, make_record
-from oobleck.worker.step.gradientsums import GradientSums
+from oobleck.worker.step.commit import TrainingProgress, commit, count_votes, make_record
+from oobleck.worker.step.gradient_sums import GradientSums
 from oobleck.worker.step.interpreter import Interpreter, Purpose, StepEnd
 from oobleck.worker.step.salvage import Salvage
 from oobleck.worker.step.stage import StageRunner
-from oobleck.worker.step.step_plan import Course, Redo
+from oobleck.worker.step.step_plan import Redo, StepPlan
 from oobleck.worker.transport.transport import Group, Transport
 
 
@@ -66,7 +66,7 @@ class Executor(Purpose):
         transport: Transport,
         state: ModelState,
         prefetcher: Prefetcher,
-        progress: Progress,
+        progress: TrainingProgress,
         control: Control,
         saver: vote.Checkpoints,
         faults: FaultInjector,
@@ -99,26 +99,26 @@ class Executor(Purpose):
             timeline=timeline,
             on_added=self._sums.added,
         )
-        self._whole = self._course_of(programs)
+        self._whole = self._plan_of(programs)
 
-    def _course_of(
+    def _plan_of(
         self, programs: Mapping[WorkerId, Program], salvage: Salvage | None = None
-    ) -> Course:
+    ) -> StepPlan:
         mailbox = self.interpreter.mailbox(programs)
-        return Course(self._worker, self._layers, programs[self._worker], mailbox, salvage)
+        return StepPlan(self._worker, self._layers, programs[self._worker], mailbox, salvage)
 
     def run_step(self, step: int, redo: Redo | None = None) -> tuple[StepRecord, Generation | None]:
         """Train step `step` to its commit, or what `redo` has left of it to do.
 
         Returns its record and the generation that all workers switch to now, if any. Raises
         TransportError when a peer is lost, Superseded when a newer generation is wanted; in both
-        cases `Progress` says how far the step came.
+        cases `TrainingProgress` says how far the step came.
         """
         timeline, wanted = self._timeline, self._control.record
         timeline.begin_step(step, wanted)
         with timeline.span("step", step):
             self._begin(step, redo)
-            self.interpreter.run(self._course.program, self._course.mailbox, self)
+            self.interpreter.run(self._step_plan.program, self._step_plan.mailbox, self)
         if (recorded := timeline.end_step(step, wanted)) is not None:
             self._control.report_recorded(recorded)
         assert self._result is not None, "a program ends with a vote"
@@ -126,23 +126,23 @@ class Executor(Purpose):
         return record, self._result.switch_to
 
     def _begin(self, step: int, redo: Redo | None) -> None:
-        course = self._whole
+        step_plan = self._whole
         if redo is not None:
-            course = self._course_of(redo.programs, redo.salvage)
-        self._course = course
+            step_plan = self._plan_of(redo.programs, redo.salvage)
+        self._step_plan = step_plan
         size = self._job.training.microbatch
         self._progress.begin(
             step,
-            losses=course.losses,
-            positions={m * size + row for m in course.digests for row in range(size)},
+            losses=step_plan.losses,
+            positions={m * size + row for m in step_plan.digests for row in range(size)},
         )
-        self._prefetcher.begin(step, course.loads, self._whole.loads)
-        self._state.zero_gradients(keeping=course.counted)
+        self._prefetcher.begin(step, step_plan.loads, self._whole.loads)
+        self._state.zero_gradients(keeping=step_plan.counted)
         self._step = step
         self._result: vote.Result | None = None
-        self.interpreter.exchange.begin(course.due)
-        course.mailbox.begin()
-        self._sums.begin(course.due)
+        self.interpreter.exchange.begin(step_plan.due)
+        step_plan.mailbox.begin()
+        self._sums.begin(step_plan.due)
 
     def reached(self, when: str, instruction: Instruction) -> None:
         microbatch = instruction.microbatch if isinstance(instruction, Action) else None
@@ -174,16 +174,16 @@ class Executor(Purpose):
         keys: RowKeys,
         targets: torch.Tensor | None,
     ) -> torch.Tensor:
-        course = self._course
+        step_plan = self._step_plan
         return stage.forward(
             microbatch,
             x,
             keys,
             targets,
-            split=microbatch in course.split,
-            adding=course.adding(microbatch),
-            lowest=course.lowest(microbatch),
-            by_layer=microbatch == course.last and self._sums.several,
+            split=microbatch in step_plan.split,
+            adding=step_plan.adding(microbatch),
+            lowest=step_plan.lowest(microbatch),
+            by_layer=microbatch == step_plan.last and self._sums.several,
         )
 
     def take_loss(self, microbatch: int, loss: float, rows: range) -> None:
@@ -205,7 +205,7 @@ class Executor(Purpose):
 
     def _vote(self, norm_parts: tuple[LayerPart, ...]) -> None:
         with self._timeline.span("wait for sends"):
-            self._course.mailbox.finish()
+            self._step_plan.mailbox.finish()
         self.interpreter.exchange.end()
         with self._timeline.span("wait for sums"):
             self._sums.wait()

@@ -32,12 +32,12 @@ from oobleck.planner.programs.instructions import (
     Vote,
 )
 from oobleck.planner.programs.plan import Plan
-from oobleck.worker.data.data import Tokens
+from oobleck.worker.data.dataset import Tokens
 from oobleck.worker.data.objective import inputs_and_targets
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.runtime.timeline import Timeline
-from oobleck.worker.state.state import ModelState
+from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.exchange import Exchange, NoExchange, StageExchange
 from oobleck.worker.step.mailbox import Mailbox, joined
 from oobleck.worker.step.stage import StageRunner

@@ -23,7 +23,7 @@ from oobleck.worker.data.objective import loss
 from oobleck.worker.models.linear import DeferredGradients, deferring
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.runtime.timeline import Timeline
-from oobleck.worker.state.state import ModelState, state_dtype
+from oobleck.worker.state.model_state import ModelState, state_dtype
 from oobleck.worker.step.exchange import Exchange, NoExchange
 from oobleck.worker.step.segment import Segment
 

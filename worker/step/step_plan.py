@@ -28,7 +28,7 @@ class Redo:
     programs: Mapping[WorkerId, Program]
 
 
-class Course:
+class StepPlan:
     """One worker's part in a step."""
 
     def __init__(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from oobleck.planner.ids import Generation
-from oobleck.worker.data.data import samples_digest
+from oobleck.worker.data.dataset import samples_digest
 from oobleck.worker.runtime.errors import InvariantViolation
 
 _LOSS, _SQUARED_NORM, _PENDING, _PENDING_SQUARED = range(4)
@@ -26,7 +26,7 @@ _WORDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saving:
+class SaveVote:
     """What one worker knows of checkpoints."""
 
     #: One should be taken after this step.
@@ -39,7 +39,7 @@ class Saving:
     failed: bool = False
 
 
-_NOTHING = Saving()
+_NOTHING = SaveVote()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class SaveVerdict:
 class Checkpoints(Protocol):
     """This worker's part in the checkpoints, of which the votes decide."""
 
-    def intent(self, step: int) -> Saving:
+    def intent(self, step: int) -> SaveVote:
         """This worker's share in the vote on `step`."""
 
     def committed(self, step: int, verdict: SaveVerdict) -> None:
@@ -95,7 +95,7 @@ def ballot(
     squared_norm: float,
     pending: Generation | None,
     row_digests: Mapping[int, bytes],
-    saving: Saving = _NOTHING,
+    saving: SaveVote = _NOTHING,
 ) -> torch.Tensor:
     """One worker's share of the vote, float64.
 

@@ -13,7 +13,7 @@ import socket
 MOST = 256
 
 
-class Callers:
+class Acceptor:
     """A listener, and the connections that it has taken; all of them in one poll.
 
     One thread uses it; whatever the poll says of descriptors that are not its own is not for it.

@@ -9,7 +9,7 @@ from torch import Tensor
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.transfer import Shard
-from oobleck.worker.state.state import ModelState
+from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.transport.transport import Transport
 
 #: Tags of a layer's shares, beyond those of all others.

@@ -18,11 +18,11 @@ from oobleck.planner.programs.instructions import Program, SendActivation, SendG
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.runtime.device import open_device
 from oobleck.worker.runtime.waiting import Waits
-from oobleck.worker.transport.glootransport import GlooTransport
+from oobleck.worker.transport.gloo import GlooTransport
 from oobleck.worker.transport.mesh import MOST_WORKERS
 from oobleck.worker.transport.nccl import Link, NcclTransport
 from oobleck.worker.transport.peer_connections import Watch, nobody_watches
-from oobleck.worker.transport.rendezvous import Place
+from oobleck.worker.transport.rendezvous import RendezvousStore
 from oobleck.worker.transport.staged import StagedTransport
 from oobleck.worker.transport.transport import Group, Transport
 
@@ -73,14 +73,14 @@ class Connector:
         self._wanted = launch.job.resources.transport
         self._stage_everything = launch.stage_everything
 
-    def announce(self, place: Place) -> None:
+    def announce(self, rendezvous: RendezvousStore) -> None:
         """Say what the others must know of this device, before this worker arrives there."""
-        if not self._gpu or place.add(f"gpu {self._gpu}", 1) > 1:
-            place.set(_HOST_ONLY, "1")
+        if not self._gpu or rendezvous.add(f"gpu {self._gpu}", 1) > 1:
+            rendezvous.set(_HOST_ONLY, "1")
 
     def connect(
         self,
-        place: Place,
+        rendezvous: RendezvousStore,
         rank: int,
         size: int,
         *,
@@ -89,19 +89,19 @@ class Connector:
         waits: Waits,
         watch: Watch = nobody_watches,
     ) -> Transport:
-        """The transport of those who meet at `place`, once all of them have arrived. `watch` is
-        shown connections that carry messages, with the peers' ranks.
+        """The transport of those who meet at `rendezvous`, once all have arrived. `watch` is shown
+        the connections that carry messages, with the peers' ranks.
 
         Raises TransportError when it cannot be built, or `waits` is released meanwhile.
         """
-        gpus = self.device.type != "cpu" and not place.has(_HOST_ONLY, timedelta(0))
+        gpus = self.device.type != "cpu" and not rendezvous.has(_HOST_ONLY, timedelta(0))
         choice = choose(self.device, self._wanted, gpus_for_all=gpus)
         # Sums over owners go over NCCL then; only the vote and the like are the host's.
         over_host = () if choice == "nccl" else groups
         meshed = size <= MOST_WORKERS
         peers = set(range(size)) if meshed else {p for link in links if rank in link for p in link}
         host: Transport = GlooTransport(
-            place,
+            rendezvous,
             rank,
             size,
             over_host,
@@ -116,7 +116,9 @@ class Connector:
         if choice != "nccl":
             return host
         try:
-            return NcclTransport(place, host, self.device, groups=groups, links=links, waits=waits)
+            return NcclTransport(
+                rendezvous, host, self.device, groups=groups, links=links, waits=waits
+            )
         except BaseException:
             host.dispose()
             raise

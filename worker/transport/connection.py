@@ -46,7 +46,7 @@ class Arrival:
         assert len(self.room) == size, f"{size} bytes came for a tensor of {len(self.room)}"
 
 
-class Wire:
+class Connection:
     """A connected socket. All methods raise OSError when the peer is gone."""
 
     def __init__(self, connection: socket.socket) -> None:

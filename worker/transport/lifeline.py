@@ -26,8 +26,8 @@ from math import ceil
 
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import TransportError
-from oobleck.worker.transport.acceptor import Callers
-from oobleck.worker.transport.rendezvous import CONNECT_LIMIT, PROOF_BYTES, Place
+from oobleck.worker.transport.acceptor import Acceptor
+from oobleck.worker.transport.rendezvous import CONNECT_LIMIT, PROOF_BYTES, RendezvousStore
 
 _GOODBYE = b"\x00"
 #: How long a wait for the neighbour may last before it looks whether it is still wanted.
@@ -48,20 +48,20 @@ class Lifeline:
     """This worker's two places in the ring."""
 
     def __init__(
-        self, place: Place, rank: int, size: int, address: str, *, silence_s: float
+        self, rendezvous: RendezvousStore, rank: int, size: int, address: str, *, silence_s: float
     ) -> None:
-        """Listen, and leave word in `place` how to be reached; before the arrival is complete.
+        """Listen, and leave word in `rendezvous` how to be reached; before the arrival is complete.
 
         `silence_s`: without a sign of life for so long a neighbour's host is gone.
         """
         self._silence_s = silence_s
         #: How often the kernels ask, in whole seconds.
         self._every_s = max(1, ceil(silence_s / _MOST_QUESTIONS))
-        self._place = place
+        self._rendezvous = rendezvous
         self._rank = rank
         self._size = size
         self._poll = select.poll()
-        self._callers = Callers(address, PROOF_BYTES, self._poll)
+        self._acceptor = Acceptor(address, PROOF_BYTES, self._poll)
         #: By the neighbour's rank, and in a ring of two both to the same one.
         self._links: list[tuple[int, socket.socket]] = []
         #: Connections that others use, and by rank whose hosts were asked in vain.
@@ -71,7 +71,7 @@ class Lifeline:
         #: Whoever of this worker and the watching thread ends last closes the sockets.
         self._left, self._unwatched = threading.Event(), threading.Event()
         self._unwatched.set()
-        place.set(f"lifeline/{rank}", f"{address}:{self._callers.port}")
+        rendezvous.set(f"lifeline/{rank}", f"{address}:{self._acceptor.port}")
 
     def connect(self, on_lost: Callable[[str], None], check_wanted: Callable[[], None]) -> None:
         """Close the ring, once all have arrived, and watch it.
@@ -80,16 +80,16 @@ class Lifeline:
         what `check_wanted` raises while it waits.
         """
         if self._size == 1:
-            self._callers.close()
+            self._acceptor.close()
             return
         after, before = (self._rank + 1) % self._size, (self._rank - 1) % self._size
         try:
-            host, _, port = self._place.get(f"lifeline/{after}").rpartition(":")
-            link = self._place.dial(after, host, int(port))
+            host, _, port = self._rendezvous.get(f"lifeline/{after}").rpartition(":")
+            link = self._rendezvous.dial(after, host, int(port))
             self._links.append((after, link))
             # So that no stranger closes the ring.
-            link.sendall(self._place.proof("lifeline", str(self._rank), str(after)))
-            expected = self._place.proof("lifeline", str(before), str(self._rank))
+            link.sendall(self._rendezvous.proof("lifeline", str(self._rank), str(after)))
+            expected = self._rendezvous.proof("lifeline", str(before), str(self._rank))
             with pulse.WAITING:  # the one before may be stopped, and this one is not to blame
                 self._links.append((before, self._accept(expected, check_wanted)))
             questions = max(1, ceil(self._silence_s / self._every_s) - 1)
@@ -98,7 +98,7 @@ class Lifeline:
         except OSError as error:
             raise TransportError(f"lifeline: {error}") from None
         finally:
-            self._callers.close()
+            self._acceptor.close()
         self._unwatched.clear()
         links = [link for _, link in self._links]
         watch = threading.Thread(
@@ -124,7 +124,7 @@ class Lifeline:
         while time.monotonic() < deadline:
             check_wanted()
             for descriptor, _ in self._poll.poll(1000 * _POLL_S):
-                heard = self._callers.hear(descriptor) if descriptor in self._callers else None
+                heard = self._acceptor.hear(descriptor) if descriptor in self._acceptor else None
                 if heard is not None:
                     link, said = heard
                     if hmac.compare_digest(said, expected):
@@ -191,7 +191,7 @@ class Lifeline:
     def close(self, *, goodbye: bool) -> None:
         """Leave the ring; without goodbye the neighbours take it for a death. May be repeated."""
         self._wake_write.close()
-        self._callers.close()
+        self._acceptor.close()
         links, self._links = self._links, []
         for _, link in links:
             with contextlib.suppress(OSError):

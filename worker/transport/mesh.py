@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from oobleck.worker.transport.peer_connections import Wires
+from oobleck.worker.transport.peer_connections import PeerConnections
 
 #: Workers of a mesh; the messages grow with the square of their number.
 MOST_WORKERS = 16
@@ -23,14 +23,16 @@ _TAG = -1
 class MeshSum:
     """One sum under way, in place of `tensor`."""
 
-    def __init__(self, wires: Wires, tensor: torch.Tensor, rank: int, size: int) -> None:
+    def __init__(
+        self, connections: PeerConnections, tensor: torch.Tensor, rank: int, size: int
+    ) -> None:
         """All of `size` ranks begin their sums in the same order. Raises TransportError."""
         self._tensor = tensor
         share = tensor.clone()
         self._shares = [share if peer == rank else torch.empty_like(share) for peer in range(size)]
         others = [peer for peer in range(size) if peer != rank]
-        self._sends = [wires.send(share, peer, _TAG) for peer in others]
-        self._receives = [wires.receive(self._shares[peer], peer, _TAG) for peer in others]
+        self._sends = [connections.send(share, peer, _TAG) for peer in others]
+        self._receives = [connections.receive(self._shares[peer], peer, _TAG) for peer in others]
 
     def wait(self) -> None:
         for receive in self._receives:

@@ -1,10 +1,10 @@
 """NCCL between GPUs: the messages of a program and the sums of gradients.
 
-One process group per set of owners, for sums, and one per link: a sender and a receiver. A link
-has a communicator and a stream of its own, and its messages one direction, so they arrive in the
-order in which they are sent and no pair of workers can wait for each other. Everything else goes
-over the `host` transport: host tensors (votes, standings), and layer state between workers that
-the program does not connect, for which a communicator would take longer to make than it saves.
+One process group per set of owners, for sums, and one per link: a sender and a receiver. A link has
+a communicator and a stream of its own, and its messages one direction, so they arrive in the order
+in which they are sent and no pair of workers can wait for each other. Everything else goes over the
+`host` transport: host tensors (votes, recovery states), and layer state between workers that the
+program does not connect, for which a communicator would take longer to make than it saves.
 
 An abort ends kernels that wait for a peer, and what they leave in the tensors means nothing. So
 every call raises after an abort, and a receive is waited for by the host: gradients that were
@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import AllreduceOptions, Store, Work
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import TransportError, peers_may_fail
 from oobleck.worker.runtime.waiting import Waits
-from oobleck.worker.transport.rendezvous import Place
+from oobleck.worker.transport.rendezvous import RendezvousStore
 from oobleck.worker.transport.transport import (
     DISPOSE_DELAY_S,
     OPERATION_TIMEOUT,
@@ -99,7 +99,7 @@ class NcclTransport:
 
     def __init__(
         self,
-        place: Place,
+        rendezvous: RendezvousStore,
         host: Transport,
         device: torch.device,
         *,
@@ -131,22 +131,26 @@ class NcclTransport:
             for group in groups:
                 if self.rank in group and len(group) > 1:
                     name = "owners-" + "-".join(map(str, group))
-                    self._owners[group] = self._build(place, name, group, make_group)
+                    self._owners[group] = self._build(rendezvous, name, group, make_group)
                     waits.run(partial(self._try_owners, group), limit_s)
             for link in links:
                 if self.rank in link:
                     name = f"link-{link[0]}-{link[1]}"
-                    self._links[link] = self._build(place, name, link, make_group)
+                    self._links[link] = self._build(rendezvous, name, link, make_group)
                     waits.run(partial(self._try_link, link), limit_s)
         except BaseException:
             self._abort_groups()
             raise
 
     def _build(
-        self, place: Place, name: str, members: tuple[int, ...], make_group: MakeGroup
+        self,
+        rendezvous: RendezvousStore,
+        name: str,
+        members: tuple[int, ...],
+        make_group: MakeGroup,
     ) -> ProcessGroup:
         index = members.index(self.rank)
-        return place.build(
+        return rendezvous.build(
             name, lambda store: make_group(store, index, len(members)), CONNECT_TIMEOUT
         )
 

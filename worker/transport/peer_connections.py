@@ -5,7 +5,7 @@ receive: no thread hands it on, and one that is there already is not waited for.
 for this: what the kernel does not take at once goes out with the next call. An abort closes the
 connections, which ends every wait at both ends.
 
-One thread uses the wires; `abort` and `wake` may come from any. Must not know what is sent, nor how
+One thread uses them; `abort` and `wake` may come from any. Must not know what is sent, nor how
 else workers talk.
 """
 
@@ -23,9 +23,9 @@ import torch
 
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import TransportError
-from oobleck.worker.transport.acceptor import Callers
-from oobleck.worker.transport.connection import Arrival, Wire, bytes_of
-from oobleck.worker.transport.rendezvous import PROOF_BYTES, Place
+from oobleck.worker.transport.acceptor import Acceptor
+from oobleck.worker.transport.connection import Arrival, Connection, bytes_of
+from oobleck.worker.transport.rendezvous import PROOF_BYTES, RendezvousStore
 
 #: The largest message: a few of them fit into the kernel's buffers.
 MOST_BYTES = 512 << 10
@@ -44,7 +44,7 @@ def _peers_may_fail() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise TransportError(f"wire: {error}") from None
+        raise TransportError(f"connection: {error}") from None
 
 
 def nobody_watches(peer: int, connection: socket.socket) -> None:
@@ -52,37 +52,41 @@ def nobody_watches(peer: int, connection: socket.socket) -> None:
 
 
 class _Receive:
-    def __init__(self, wires: "Wires", wire: Wire, tensor: torch.Tensor) -> None:
-        self._wires = wires
-        self._wire = wire
+    def __init__(
+        self, connections: "PeerConnections", connection: Connection, tensor: torch.Tensor
+    ) -> None:
+        self._connections = connections
+        self._connection = connection
         self._tensor = tensor
         self.arrival = Arrival(tensor)
 
     def wait(self) -> None:
         if not self.arrival.done:
-            self._wires.wait(self._wire, lambda: self.arrival.done)
+            self._connections.wait(self._connection, lambda: self.arrival.done)
 
 
 class _Send:
     """The kernel has it once so many bytes have gone."""
 
-    def __init__(self, wires: "Wires", wire: Wire, tensor: torch.Tensor) -> None:
-        self._wires = wires
-        self._wire = wire
+    def __init__(
+        self, connections: "PeerConnections", connection: Connection, tensor: torch.Tensor
+    ) -> None:
+        self._connections = connections
+        self._connection = connection
         self._tensor = tensor
-        self._end = wire.queued
+        self._end = connection.queued
 
     def wait(self) -> None:
-        if self._wire.sent < self._end:
-            self._wires.wait(self._wire, lambda: self._wire.sent >= self._end)
+        if self._connection.sent < self._end:
+            self._connections.wait(self._connection, lambda: self._connection.sent >= self._end)
 
 
-class Wires:
+class PeerConnections:
     """A worker's connections, by the peers' ranks. The higher rank calls, the lower one listens."""
 
     def __init__(
         self,
-        place: Place,
+        rendezvous: RendezvousStore,
         rank: int,
         peers: Collection[int],
         address: str,
@@ -97,48 +101,50 @@ class Wires:
         self.peers = frozenset(peers)
         self._rank = rank
         self._watch = watch
-        self._wires: dict[int, Wire] = {}
+        self._connections: dict[int, Connection] = {}
         self._expected = {peer for peer in peers if peer > rank}
-        # New for these wires, so that nobody gets in by what was said to let in another.
+        # New for these connections, so that nobody gets in by what was said to let in another.
         token = secrets.token_hex(PROOF_BYTES)
-        self._proofs = {peer: place.proof("wire", token, str(peer)) for peer in self._expected}
+        self._proofs = {
+            peer: rendezvous.proof("connection", token, str(peer)) for peer in self._expected
+        }
         self._lock = threading.Lock()
         self._released = False
         self._closed = False
         self._wake_read, self._wake_write = os.pipe()
         self._poll = select.poll()
         self._poll.register(self._wake_read, select.POLLIN)
-        self._by_descriptor: dict[int, Wire] = {}
-        self._callers = Callers(address, _GREETING.size, self._poll)
+        self._by_descriptor: dict[int, Connection] = {}
+        self._acceptor = Acceptor(address, _GREETING.size, self._poll)
         try:
             if self._expected:
-                place.set(f"wire/{rank}", f"{address}|{self._callers.port}|{token}")
+                rendezvous.set(f"connection/{rank}", f"{address}|{self._acceptor.port}|{token}")
             else:
-                self._callers.close()
+                self._acceptor.close()
             for peer in sorted(self.peers - self._expected):
-                self._call(place, peer)
+                self._call(rendezvous, peer)
         except BaseException:
             self.close()
             raise
 
-    def _call(self, place: Place, peer: int) -> None:
-        host, port, token = place.get(f"wire/{peer}").split("|")
-        connection = place.dial(peer, host, int(port))
+    def _call(self, rendezvous: RendezvousStore, peer: int) -> None:
+        host, port, token = rendezvous.get(f"connection/{peer}").split("|")
+        connection = rendezvous.dial(peer, host, int(port))
         with _peers_may_fail():
-            proof = place.proof("wire", token, str(self._rank))
+            proof = rendezvous.proof("connection", token, str(self._rank))
             connection.sendall(_GREETING.pack(proof, self._rank))
             self._add(peer, connection)
 
-    def _add(self, peer: int, connection: socket.socket) -> None:
-        wire = self._wires[peer] = Wire(connection)
-        self._by_descriptor[connection.fileno()] = wire
-        self._poll.register(connection, select.POLLIN)
-        self._watch(peer, connection)
+    def _add(self, peer: int, connected: socket.socket) -> None:
+        connection = self._connections[peer] = Connection(connected)
+        self._by_descriptor[connected.fileno()] = connection
+        self._poll.register(connected, select.POLLIN)
+        self._watch(peer, connected)
 
     def _listen_to(self, descriptor: int) -> None:
         """Take in what a caller says, or that there is one."""
         with _peers_may_fail():
-            heard = self._callers.hear(descriptor)
+            heard = self._acceptor.hear(descriptor)
         if heard is None:
             return
         connection, greeting = heard
@@ -149,7 +155,7 @@ class Wires:
         self._expected.discard(peer)
         self._add(peer, connection)
         if not self._expected:
-            self._callers.close()
+            self._acceptor.close()
 
     def _peer_of(self, greeting: bytes) -> int | None:
         proof: bytes
@@ -163,35 +169,35 @@ class Wires:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> _Send:
         """Returns at once; `tensor` is not to change until the send is waited for."""
-        wire = self._wire(peer)
+        connection = self._connection_to(peer)
         content = tensor.contiguous()
         with _peers_may_fail():
-            wire.send(tag, bytes_of(content))
-        return _Send(self, wire, content)
+            connection.send(tag, bytes_of(content))
+        return _Send(self, connection, content)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> _Receive:
         """Into `tensor`, which is contiguous; of those with the same tag the oldest comes first."""
-        wire = self._wire(peer)
-        receive = _Receive(self, wire, tensor)
-        wire.post(tag, receive.arrival)
+        connection = self._connection_to(peer)
+        receive = _Receive(self, connection, tensor)
+        connection.post(tag, receive.arrival)
         return receive
 
-    def _wire(self, peer: int) -> Wire:
+    def _connection_to(self, peer: int) -> Connection:
         self._check()
-        if peer not in self._wires:
-            self.run(lambda: peer in self._wires)
-        return self._wires[peer]
+        if peer not in self._connections:
+            self.run(lambda: peer in self._connections)
+        return self._connections[peer]
 
     def _check(self) -> None:
         if self._released:
             raise TransportError("an operation was given up")
 
-    def wait(self, wire: Wire, done: Callable[[], bool]) -> None:
-        """Until `done`, which what happens on `wire` makes true. Raises TransportError."""
+    def wait(self, connection: Connection, done: Callable[[], bool]) -> None:
+        """Until `done`, which what happens on `connection` makes true. Raises TransportError."""
         self._check()
         try:
             with _peers_may_fail():
-                wire.read()
+                connection.read()
         except TransportError:
             if not done():  # else the peer left after it
                 raise
@@ -201,7 +207,7 @@ class Wires:
     @property
     def blocked(self) -> bool:
         """Whether something waits until the kernel takes it."""
-        return any(wire.blocked for wire in self._wires.values())
+        return any(connection.blocked for connection in self._connections.values())
 
     def run(self, done: Callable[[], bool]) -> None:
         """Take everything in and send everything out, so that nobody waits for this worker, until
@@ -216,17 +222,17 @@ class Wires:
             for descriptor, events in ready:
                 if descriptor == self._wake_read:
                     os.read(self._wake_read, _WAKES)
-                elif (wire := self._by_descriptor.get(descriptor)) is not None:
-                    self._advance(wire, events)
-                elif descriptor in self._callers:  # else it was closed just before
+                elif (connection := self._by_descriptor.get(descriptor)) is not None:
+                    self._advance(connection, events)
+                elif descriptor in self._acceptor:  # else it was closed just before
                     self._listen_to(descriptor)
 
-    def _advance(self, wire: Wire, events: int) -> None:
+    def _advance(self, connection: Connection, events: int) -> None:
         with _peers_may_fail():
             if events & select.POLLOUT:
-                wire.write()
+                connection.write()
             if events & ~select.POLLOUT:
-                wire.read()
+                connection.read()
 
     # ---- ends
 
@@ -243,18 +249,18 @@ class Wires:
                 return
             self._released = True
             os.write(self._wake_write, b"\0")
-            for wire in list(self._wires.values()):
+            for connection in list(self._connections.values()):
                 with contextlib.suppress(OSError):  # the peer's end came first
-                    wire.socket.shutdown(socket.SHUT_RDWR)
+                    connection.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Free the descriptors; nobody uses the wires any more."""
+        """Free the descriptors; nobody uses the connections any more."""
         with self._lock:
             if self._closed:
                 return
             self._closed = self._released = True
-            self._callers.close()
-            for wire in self._wires.values():
-                wire.socket.close()
+            self._acceptor.close()
+            for connection in self._connections.values():
+                connection.socket.close()
             os.close(self._wake_read)
             os.close(self._wake_write)

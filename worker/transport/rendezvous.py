@@ -23,7 +23,7 @@ from torch.distributed import DistStoreError
 from oobleck.planner.ids import Generation
 from oobleck.worker.runtime.errors import Superseded, TransportError, Unreached, peers_may_fail
 from oobleck.worker.runtime.waiting import Waits
-from oobleck.worker.transport.addressbook import AddressBook
+from oobleck.worker.transport.gloo_addresses import AddressBook
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class StoreServer:
         )
 
 
-class Place:
+class RendezvousStore:
     """Where one meeting takes place in a store. Every call ends: as the store says, or raising
     TransportError when its host does not answer or `waits` is released."""
 
@@ -181,7 +181,7 @@ def _connect(host: str, port: int) -> Store:
 
 
 def await_arrival(
-    place: Place, size: int, check_wanted: Callable[[], None], generation: Generation
+    rendezvous: RendezvousStore, size: int, check_wanted: Callable[[], None], generation: Generation
 ) -> None:
     """Return once all `size` workers of `generation` have arrived.
 
@@ -189,16 +189,16 @@ def await_arrival(
     the last to arrive and whoever first sees, by `check_wanted` raising, that a newer generation
     is wanted, race for one word in the store. Raises Superseded in the latter case.
     """
-    if place.add("arrived", 1) == size:
-        place.compare_set("outcome", "", _GO)
+    if rendezvous.add("arrived", 1) == size:
+        rendezvous.compare_set("outcome", "", _GO)
     while True:
         try:
             check_wanted()
         except Superseded:
-            if place.compare_set("outcome", "", _CALLED_OFF) == _CALLED_OFF:
+            if rendezvous.compare_set("outcome", "", _CALLED_OFF) == _CALLED_OFF:
                 raise
             return  # too late: the others rely on this worker, and it can leave right after
-        if place.has("outcome", ARRIVAL_POLL):
-            if place.get("outcome") == _CALLED_OFF:
+        if rendezvous.has("outcome", ARRIVAL_POLL):
+            if rendezvous.get("outcome") == _CALLED_OFF:
                 raise Superseded(Generation(generation + 1))
             return

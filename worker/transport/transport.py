@@ -1,7 +1,7 @@
 """Talking to the other workers of a generation: point-to-point messages and collectives.
 
 `Transport` is what the executor sees. One lives for one generation: it is built at the rendezvous,
-aborted when the generation is over, and never repaired. How it is done is in `glootransport`,
+aborted when the generation is over, and never repaired. How it is done is in `gloo`,
 `nccl` and `staged`. Must not know programs, layers or plans.
 """
 

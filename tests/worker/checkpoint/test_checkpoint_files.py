@@ -47,10 +47,10 @@ from oobleck.planner.recovery.checkpoint import (
     why_not_begin,
     writers,
 )
-from oobleck.worker.checkpoint.saving import Order, Saving
-from oobleck.worker.state.layerfile import moment_names, pack, unpack
+from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
+from oobleck.worker.state.layer_file import moment_names, pack, unpack
 from oobleck.worker.state.layout import layout
-from oobleck.worker.state.state import ModelState
+from oobleck.worker.state.model_state import ModelState
 from support.plans import plan_of_cuts
 
 A, B = (WorkerId(NodeName(name), 0) for name in "ab")
@@ -88,7 +88,7 @@ def save(
     reports: list[CheckpointSaved | SaveFailed] = []
     name = folder_name(step, f"meeting {step}")
     saves = [
-        Saving(
+        CheckpointWriter(
             Order(
                 job=job,
                 job_id="small-1",
@@ -351,7 +351,7 @@ def test_no_checkpoint_is_lost_to_a_moment_in_which_it_cannot_be_read(make_job):
 
 
 def test_a_folder_that_not_all_see_fails_the_save_with_the_node(job, monkeypatch):
-    monkeypatch.setattr("oobleck.worker.checkpoint.saving._SEEN_AFTER_S", 0.05)
+    monkeypatch.setattr("oobleck.worker.checkpoint.writer._SEEN_AFTER_S", 0.05)
     state = trained(job)
     shares = ((A, (1, 2, 3, 4)), (B, (0,)))
     order = Order(
@@ -367,7 +367,7 @@ def test_a_folder_that_not_all_see_fails_the_save_with_the_node(job, monkeypatch
     reports: list = []
     snapshots = {layer: state.snapshot(layer) for layer in shares[0][1]}
     folder = open_folder(job.checkpoint.path)
-    saving = Saving(order, folder, snapshots, report=reports.append, reached=lambda: None)
+    saving = CheckpointWriter(order, folder, snapshots, report=reports.append, reached=lambda: None)
     assert saving.written.wait(60)
     saving.others_are_done()
     while saving.busy:

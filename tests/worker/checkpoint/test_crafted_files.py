@@ -39,7 +39,7 @@ from oobleck.planner.recovery.checkpoint import (
     read_manifest,
 )
 from oobleck.worker.data.corpus import Corpus
-from oobleck.worker.state.layerfile import moment_names, pack, unpack
+from oobleck.worker.state.layer_file import moment_names, pack, unpack
 from oobleck.worker.state.layout import layout
 
 pytestmark = pytest.mark.timeout(60)

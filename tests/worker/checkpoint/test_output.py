@@ -17,7 +17,7 @@ from oobleck.worker.checkpoint.output import (
     write_layers,
     write_manifest,
 )
-from oobleck.worker.state.state import ModelState, StateError
+from oobleck.worker.state.model_state import ModelState, StateError
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import pytest
 
 from oobleck.host.data.tokenfile import DataError
 from oobleck.planner.job.spec import DataSpec, TrainingSpec
-from oobleck.worker.data.data import Dataset, row_digest
+from oobleck.worker.data.dataset import Dataset, row_digest
 from oobleck.worker.data.prefetch import Prefetcher
 
 TRAINING = TrainingSpec(steps=5, global_batch=12, microbatch=2, seed=3)

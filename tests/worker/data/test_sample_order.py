@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from oobleck.planner.job.spec import DataSpec, EvaluationSpec, JobSpec, ModelSpec, TrainingSpec
-from oobleck.worker.data.data import Dataset, permute
-from oobleck.worker.data.heldout import HeldOut
+from oobleck.worker.data.dataset import Dataset, permute
+from oobleck.worker.data.held_out import HeldOut
 from support import samples as documented
 from support.samples import Samples
 

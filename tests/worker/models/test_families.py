@@ -14,7 +14,7 @@ from oobleck.worker.data.objective import loss
 from oobleck.worker.models import build_layer, initialise_parameters, registry, tied_parameter
 from oobleck.worker.models.keyed import attend, keyed
 from oobleck.worker.models.linear import DeferredGradients, deferring
-from oobleck.worker.profiling.measure import _Bench
+from oobleck.worker.profiling.measure_layers import _Bench
 from oobleck.worker.runtime.errors import ModelError
 from oobleck.worker.runtime.random import RowKeys
 from support import foreign

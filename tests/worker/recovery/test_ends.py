@@ -7,15 +7,15 @@ what frees groups later must not be one.
 import subprocess
 import sys
 
-#: Of three groups' members and their wires, less than there are.
+#: Of three groups' members and their connections, less than there are.
 SOCKETS = 3 * 2 * 2
 
 LEAVES_AT_ONCE = """
 import atexit, os
 from concurrent.futures import ThreadPoolExecutor
 
-from oobleck.worker.transport.rendezvous import Place, StoreServer
-from oobleck.worker.transport.glootransport import GlooTransport
+from oobleck.worker.transport.rendezvous import RendezvousStore, StoreServer
+from oobleck.worker.transport.gloo import GlooTransport
 from oobleck.worker.runtime.waiting import Waits
 
 SIZE, HOST = 3, "127.0.0.1"
@@ -27,9 +27,9 @@ servers = [StoreServer(HOST) for _ in range(SIZE)]
 
 def connect(rank):
     waits = Waits()
-    place = Place(servers[0].endpoint, "ends", own=servers[rank], waits=waits)
+    rendezvous = RendezvousStore(servers[0].endpoint, "ends", own=servers[rank], waits=waits)
     peers = set(range(SIZE)) - {rank}
-    return GlooTransport(place, rank, SIZE, [(0, 1)], HOST, waits, peers=peers, meshed=True)
+    return GlooTransport(rendezvous, rank, SIZE, [(0, 1)], HOST, waits, peers=peers, meshed=True)
 
 with ThreadPoolExecutor(SIZE) as pool:
     transports = list(pool.map(connect, range(SIZE)))

@@ -1,4 +1,4 @@
-"""Where training goes on after a loss: every combination of standings that can occur."""
+"""Where training goes on after a loss: every combination of states that can occur."""
 
 from dataclasses import replace
 
@@ -6,14 +6,14 @@ import pytest
 
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.programs.transfer import Shard
-from oobleck.worker.recovery.rejoin import Held, Standing, agree
+from oobleck.worker.recovery.rejoin import Held, RecoveryState, agree
 from oobleck.worker.runtime.errors import InvariantViolation
-from oobleck.worker.step.commit import Progress
+from oobleck.worker.step.commit import TrainingProgress
 
 A, B, C, D = (WorkerId(NodeName(name), 0) for name in "abcd")
 
 
-def standing(
+def recovery_state(
     committed: int,
     *,
     reduced: tuple[int, int] = (0, 0),
@@ -25,13 +25,13 @@ def standing(
     lineage: int = 0,
     skipped: int = 0,
     joined: int = 0,
-) -> Standing:
+) -> RecoveryState:
     """Of a model of three layers; `reduced` and `voted` are (step, generation)."""
     if reduced_layers is None:
         reduced_layers = range(min(layers), max(layers) + 1) if layers else range(0)
     voted = voted if voted is not None else (committed, 1 if committed else 0)
     held = committed if version is None else version
-    return Standing(
+    return RecoveryState(
         lineage=lineage,
         committed=committed,
         reduced=reduced[0],
@@ -51,7 +51,7 @@ def whole(*layers: int) -> frozenset[Shard]:
     return frozenset(Shard(layer) for layer in layers)
 
 
-FRESH = standing(0, layers=())
+FRESH = recovery_state(0, layers=())
 
 
 def test_start_of_a_job() -> None:
@@ -61,7 +61,7 @@ def test_start_of_a_job() -> None:
 
 
 def test_nobody_has_committed_the_step_so_it_is_done_again() -> None:
-    agreement = agree({A: standing(4, reduced=(5, 1)), B: standing(4)})
+    agreement = agree({A: recovery_state(4, reduced=(5, 1)), B: recovery_state(4)})
     assert agreement.step == 4
     assert agreement.roll_forward == frozenset()
     assert agreement.vote_holder is None
@@ -69,8 +69,8 @@ def test_nobody_has_committed_the_step_so_it_is_done_again() -> None:
 
 
 def test_one_has_committed_so_the_others_roll_forward() -> None:
-    ahead = standing(5, reduced=(5, 1), layers=(2,))
-    behind = standing(4, reduced=(5, 1))
+    ahead = recovery_state(5, reduced=(5, 1), layers=(2,))
+    behind = recovery_state(4, reduced=(5, 1))
     agreement = agree({A: behind, B: ahead})
     assert agreement.step == 5
     assert agreement.roll_forward == {A}
@@ -80,26 +80,26 @@ def test_one_has_committed_so_the_others_roll_forward() -> None:
 
 def test_layer_without_reduced_gradients_cannot_roll_forward() -> None:
     # In the first step of a generation A still keeps layer 2 from the one before, at step 4.
-    ahead = standing(5, reduced=(5, 1), layers=(2,))
-    behind = standing(4, reduced=(5, 1), layers=(0, 1, 2), reduced_layers=range(2))
+    ahead = recovery_state(5, reduced=(5, 1), layers=(2,))
+    behind = recovery_state(4, reduced=(5, 1), layers=(0, 1, 2), reduced_layers=range(2))
     agreement = agree({A: behind, B: ahead})
     assert agreement.roll_forward == {A}
     assert agreement.held == {A: whole(0, 1), B: whole(2)}
 
 
 def test_layer_without_reduced_gradients_counts_when_the_step_is_done_again() -> None:
-    behind = standing(4, reduced=(5, 1), layers=(0, 1, 2), reduced_layers=range(2))
+    behind = recovery_state(4, reduced=(5, 1), layers=(0, 1, 2), reduced_layers=range(2))
     assert agree({A: behind}).held == {A: whole(0, 1, 2)}
 
 
 def test_standing_survives_the_exchange() -> None:
-    one = standing(4, reduced=(5, 2), voted=(4, 1), layers=(1, 2))
-    assert Standing.from_row(one.to_row()) == one
+    one = recovery_state(4, reduced=(5, 2), voted=(4, 1), layers=(1, 2))
+    assert RecoveryState.from_row(one.to_row()) == one
 
 
 def test_seen_vote_counts_as_a_commit_before_it_is_applied() -> None:
-    seen = standing(4, reduced=(5, 1), voted=(5, 1))
-    behind = standing(4, reduced=(5, 1))
+    seen = recovery_state(4, reduced=(5, 1), voted=(5, 1))
+    behind = recovery_state(4, reduced=(5, 1))
     agreement = agree({A: seen, B: behind})
     assert agreement.step == 5
     assert agreement.roll_forward == {A, B}
@@ -107,7 +107,7 @@ def test_seen_vote_counts_as_a_commit_before_it_is_applied() -> None:
 
 
 def test_fresh_worker_holds_nothing_and_rolls_nothing_forward() -> None:
-    agreement = agree({A: standing(5, reduced=(5, 1)), B: FRESH})
+    agreement = agree({A: recovery_state(5, reduced=(5, 1)), B: FRESH})
     assert agreement.step == 5
     assert agreement.roll_forward == frozenset()
     assert agreement.held[B] == frozenset()
@@ -116,98 +116,105 @@ def test_fresh_worker_holds_nothing_and_rolls_nothing_forward() -> None:
 def test_gradients_of_an_older_attempt_at_the_step_do_not_count() -> None:
     # C was cut off with reduced gradients of step 5 in generation 1; the others did step 5 again
     # in generation 2. C's sums may differ in their last bits, so its layers are not used.
-    done = standing(5, reduced=(5, 2), voted=(5, 2))
-    agreement = agree({A: done, C: standing(4, reduced=(5, 1), voted=(4, 1))})
+    done = recovery_state(5, reduced=(5, 2), voted=(5, 2))
+    agreement = agree({A: done, C: recovery_state(4, reduced=(5, 1), voted=(4, 1))})
     assert agreement.roll_forward == frozenset()
     assert agreement.held[C] == frozenset()
 
 
 def test_worker_left_far_behind_holds_nothing_of_worth() -> None:
-    agreement = agree({A: standing(9), B: standing(3, reduced=(4, 1))})
+    agreement = agree({A: recovery_state(9), B: recovery_state(3, reduced=(4, 1))})
     assert agreement.step == 9
     assert agreement.held[B] == frozenset()
 
 
 def test_layers_kept_from_an_older_plan_are_worth_nothing_after_a_commit() -> None:
-    agreement = agree({A: standing(5, version=4)})
+    agreement = agree({A: recovery_state(5, version=4)})
     assert agreement.held[A] == frozenset()
 
 
 def test_one_step_voted_in_two_generations_is_a_bug() -> None:
     with pytest.raises(InvariantViolation, match="generations"):
-        agree({A: standing(5, voted=(5, 1), joined=2), B: standing(5, voted=(5, 2), joined=2)})
+        agree(
+            {
+                A: recovery_state(5, voted=(5, 1), joined=2),
+                B: recovery_state(5, voted=(5, 2), joined=2),
+            }
+        )
 
 
 def test_a_step_that_others_have_begun_again_without_its_only_voter_is_done_again() -> None:
     # a alone saw the vote on step 6 and was cut off; b and c met without it, and it is back.
-    ahead = standing(6, voted=(6, 1), layers=(2,), begun=6, joined=1)
-    begun = standing(5, begun=6, joined=2)
-    waiting = standing(5, reduced=(6, 1), layers=(2,), begun=6, joined=2)
+    ahead = recovery_state(6, voted=(6, 1), layers=(2,), begun=6, joined=1)
+    begun = recovery_state(5, begun=6, joined=2)
+    waiting = recovery_state(5, reduced=(6, 1), layers=(2,), begun=6, joined=2)
     agreement = agree({A: ahead, B: begun, C: waiting})
     assert (agreement.step, agreement.roll_forward) == (5, frozenset())
     assert agreement.held == {A: frozenset(), B: whole(0, 1), C: whole(2)}
     assert agreement.begun == {B, C}
     # A vote that was not applied is no loss: the layers are those of the step before.
-    agreement = agree({A: standing(5, voted=(6, 1), layers=(2,), joined=1), B: begun})
+    agreement = agree({A: recovery_state(5, voted=(6, 1), layers=(2,), joined=1), B: begun})
     assert (agreement.step, agreement.vote_holder) == (5, None)
     assert agreement.held == {A: whole(2), B: whole(0, 1)}
 
 
 def test_who_met_without_the_only_voter_follows_it_while_all_still_can() -> None:
-    ahead = standing(6, voted=(6, 1), layers=(2,), joined=1)
-    agreement = agree({A: ahead, B: standing(5, reduced=(6, 1), begun=6, joined=2)})
+    ahead = recovery_state(6, voted=(6, 1), layers=(2,), joined=1)
+    agreement = agree({A: ahead, B: recovery_state(5, reduced=(6, 1), begun=6, joined=2)})
     assert (agreement.step, agreement.roll_forward, agreement.vote_holder) == (6, {B}, A)
 
 
 def test_of_a_step_that_was_voted_on_again_the_newer_vote_counts() -> None:
-    older, newer = (standing(6, voted=(6, g), layers=(g,), joined=g) for g in (1, 2))
+    older, newer = (recovery_state(6, voted=(6, g), layers=(g,), joined=g) for g in (1, 2))
     agreement = agree({A: older, B: newer})
     assert (agreement.step, agreement.vote_holder) == (6, None)
     assert agreement.held == {A: frozenset(), B: whole(2)}
 
 
 def test_who_agrees_on_the_step_before_forgets_the_vote() -> None:
-    progress = Progress(committed=6, voted=6, voted_generation=Generation(1))
+    progress = TrainingProgress(committed=6, voted=6, voted_generation=Generation(1))
     progress.join(5, 0, 0, 3)
     assert (progress.committed, progress.voted, progress.joined) == (5, 0, 3)
 
 
 def test_who_has_begun_the_step_that_is_done_again_may_have_some_of_it() -> None:
-    two = {A: standing(4, begun=5), B: standing(4, begun=4)}
+    two = {A: recovery_state(4, begun=5), B: recovery_state(4, begun=4)}
     assert agree(two).begun == {A}
-    assert agree({**two, C: standing(5, begun=5)}).begun == frozenset()
+    assert agree({**two, C: recovery_state(5, begun=5)}).begun == frozenset()
 
 
 def test_who_comes_learns_how_many_steps_in_a_row_were_skipped() -> None:
     # c was left out at step 3, and b has yet to apply step 5.
-    behind = standing(4, reduced=(5, 1), skipped=1)
-    agreement = agree({A: standing(5, skipped=2), B: behind, C: standing(3, skipped=3), D: FRESH})
+    behind = recovery_state(4, reduced=(5, 1), skipped=1)
+    agreement = agree(
+        {A: recovery_state(5, skipped=2), B: behind, C: recovery_state(3, skipped=3), D: FRESH}
+    )
     assert agreement.skipped == 2
     assert agree({B: behind, D: FRESH}).skipped == 1
     for known, expected in (
-        (Progress(committed=5, skipped=2), 2),
-        (Progress(committed=3, skipped=3), 2),
-        (Progress(), 2),
+        (TrainingProgress(committed=5, skipped=2), 2),
+        (TrainingProgress(committed=3, skipped=3), 2),
+        (TrainingProgress(), 2),
     ):
         known.join(agreement.step, agreement.lineage, agreement.skipped, 2)
         assert (known.committed, known.skipped) == (5, expected)
-    gone_back = Progress(committed=5, skipped=5)
+    gone_back = TrainingProgress(committed=5, skipped=5)
     gone_back.join(5, 2, 0, 2)
     assert gone_back.skipped == 0
 
 
 def test_rows_carry_a_standing_whole() -> None:
-    one = standing(5, reduced=(6, 3), layers=(1,), skipped=2, joined=3)
-    assert Standing.from_row(one.to_row()) == one
+    one = recovery_state(5, reduced=(6, 3), layers=(1,), skipped=2, joined=3)
+    assert RecoveryState.from_row(one.to_row()) == one
 
 
 def test_who_did_not_go_back_to_the_checkpoint_has_nothing_that_counts() -> None:
     # b was idle while a and c went back from step 9 to step 5 in generation 4, and did step 6.
     agreement = agree(
         {
-            A: standing(6, layers=(0, 1), lineage=4),
-            B: standing(9, layers=(0, 1, 2)),
-            C: standing(6, layers=(2,), lineage=4),
+            A: recovery_state(6, layers=(0, 1), lineage=4),
+            B: recovery_state(9, layers=(0, 1, 2)),
+            C: recovery_state(6, layers=(2,), lineage=4),
         }
     )
     assert (agreement.lineage, agreement.step) == (4, 6)
@@ -217,21 +224,23 @@ def test_who_did_not_go_back_to_the_checkpoint_has_nothing_that_counts() -> None
 
 def test_shares_count_as_they_are_and_those_of_before_the_last_plan_too() -> None:
     half, third = Held(5, 1, 2), Held(5, 0, 3)
-    standings = {
-        A: replace(standing(5), layers=(half, Held(), Held()), former=(Held(5), third, Held())),
-        B: standing(5),
+    states = {
+        A: replace(
+            recovery_state(5), layers=(half, Held(), Held()), former=(Held(5), third, Held())
+        ),
+        B: recovery_state(5),
     }
-    rows = {worker: Standing.from_row(one.to_row()) for worker, one in standings.items()}
-    assert rows == standings
+    rows = {worker: RecoveryState.from_row(one.to_row()) for worker, one in states.items()}
+    assert rows == states
     agreement = agree(rows)
     assert agreement.held == {A: {Shard(0, 1, 2), Shard(0), Shard(1, 0, 3)}, B: whole(0, 1)}
 
 
 def test_who_rolls_forward_has_gradients_of_its_newest_shares_alone() -> None:
     behind = replace(
-        standing(4, reduced=(5, 1)),
+        recovery_state(4, reduced=(5, 1)),
         layers=(Held(4, 0, 2), Held(4), Held()),
         former=(Held(4), Held(4, 1, 2), Held()),
     )
-    agreement = agree({A: behind, B: standing(5, reduced=(5, 1), layers=(2,))})
+    agreement = agree({A: behind, B: recovery_state(5, reduced=(5, 1), layers=(2,))})
     assert agreement.held[A] == {Shard(0, 0, 2), Shard(1)}

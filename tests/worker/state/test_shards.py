@@ -8,9 +8,9 @@ import torch
 
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.instructions import LayerPart, Share
-from oobleck.worker.state.layerstate import LayerState
+from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.layout import layout
-from oobleck.worker.state.state import ModelState
+from oobleck.worker.state.model_state import ModelState
 
 MakeJob = Callable[..., JobSpec]
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import torch
 
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.runtime.random import RowKeys
-from oobleck.worker.state.state import ModelState
+from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.stage import StageRunner
 from support import foreign
 

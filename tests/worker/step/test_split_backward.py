@@ -8,7 +8,7 @@ import torch
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.data.objective import loss
 from oobleck.worker.runtime.random import RowKeys
-from oobleck.worker.state.state import ModelState
+from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.stage import StageRunner
 
 CPU = torch.device("cpu")

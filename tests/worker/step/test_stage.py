@@ -9,11 +9,11 @@ import torch
 from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.instructions import LayerPart
-from oobleck.worker.data.data import Dataset, row_digest, samples_digest
+from oobleck.worker.data.dataset import Dataset, row_digest, samples_digest
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.runtime.random import RowKeys
+from oobleck.worker.state.model_state import ModelState, StateError
 from oobleck.worker.state.optimizer import clip_scale
-from oobleck.worker.state.state import ModelState, StateError
 from oobleck.worker.step.stage import StageRunner
 from support.reference import ReferenceStep, assert_same_weights, train_reference
 

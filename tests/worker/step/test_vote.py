@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from oobleck.planner.ids import Generation
-from oobleck.worker.data.data import samples_digest
+from oobleck.worker.data.dataset import samples_digest
 from oobleck.worker.runtime.errors import InvariantViolation
 from oobleck.worker.step import vote
 

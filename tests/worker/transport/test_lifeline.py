@@ -14,20 +14,20 @@ from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import Superseded
 from oobleck.worker.runtime.waiting import Waits
 from oobleck.worker.transport.lifeline import Lifeline, answers
-from oobleck.worker.transport.rendezvous import PROOF_BYTES, Place, StoreServer
+from oobleck.worker.transport.rendezvous import PROOF_BYTES, RendezvousStore, StoreServer
 from support.waiting import until
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
+def rendezvous() -> Iterator[RendezvousStore]:
     server, waits = StoreServer("127.0.0.1"), Waits()
-    yield Place(server.endpoint, "here", own=server, waits=waits)
+    yield RendezvousStore(server.endpoint, "here", own=server, waits=waits)
     waits.close()
 
 
-def test_a_worker_waits_for_a_neighbour_that_does_not_come(place: Place) -> None:
+def test_a_worker_waits_for_a_neighbour_that_does_not_come(rendezvous: RendezvousStore) -> None:
     """The kernel takes connections to a process that is stopped, which then never greets."""
-    stopped, here = (Lifeline(place, rank, 2, "127.0.0.1", silence_s=8) for rank in range(2))
+    stopped, here = (Lifeline(rendezvous, rank, 2, "127.0.0.1", silence_s=8) for rank in range(2))
     seen: list[bool] = []
 
     def look() -> None:
@@ -44,11 +44,11 @@ def test_a_worker_waits_for_a_neighbour_that_does_not_come(place: Place) -> None
         here.close(goodbye=False)
 
 
-def test_silent_strangers_keep_no_neighbours_waiting(place: Place) -> None:
-    ring = [Lifeline(place, rank, 2, "127.0.0.1", silence_s=8) for rank in range(2)]
+def test_silent_strangers_keep_no_neighbours_waiting(rendezvous: RendezvousStore) -> None:
+    ring = [Lifeline(rendezvous, rank, 2, "127.0.0.1", silence_s=8) for rank in range(2)]
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         for rank in (0, 1):
-            host, _, port = place.get(f"lifeline/{rank}").rpartition(":")
+            host, _, port = rendezvous.get(f"lifeline/{rank}").rpartition(":")
             for said in (b"", b"half", b"", bytes(PROOF_BYTES), b""):
                 stranger = socket.create_connection((host, int(port)))
                 stack.enter_context(stranger).sendall(said)
@@ -61,10 +61,10 @@ def test_silent_strangers_keep_no_neighbours_waiting(place: Place) -> None:
         assert lost == []
 
 
-def test_peers_that_give_no_sign_of_life_are_known_by_rank(place: Place) -> None:
+def test_peers_that_give_no_sign_of_life_are_known_by_rank(rendezvous: RendezvousStore) -> None:
     """Kernels ask each other every second: these are silent in between, for the shortest limit."""
     ring = [
-        Lifeline(place, rank, 4, "127.0.0.1", silence_s=silence_s)
+        Lifeline(rendezvous, rank, 4, "127.0.0.1", silence_s=silence_s)
         for rank, silence_s in enumerate((1.2, 3600.0, 3600.0, 1.2))
     ]
     stack = contextlib.ExitStack()
@@ -93,10 +93,10 @@ def _wanted() -> None:
     """Nothing newer is."""
 
 
-def test_a_silent_connection_to_a_host_that_answers_is_no_loss(place: Place) -> None:
+def test_a_silent_connection_to_a_host_that_answers_is_no_loss(rendezvous: RendezvousStore) -> None:
     """What is on its way may hide the signs of life: the host is asked by one more connection."""
     lost: list[str] = []
-    ring = [Lifeline(place, rank, 2, "127.0.0.1", silence_s=1.2) for rank in range(2)]
+    ring = [Lifeline(rendezvous, rank, 2, "127.0.0.1", silence_s=1.2) for rank in range(2)]
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         for closed in [pool.submit(each.connect, lost.append, _wanted) for each in ring]:
             closed.result()

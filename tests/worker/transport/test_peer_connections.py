@@ -1,4 +1,4 @@
-"""Wires: what comes early, what does not fit, what ends a wait, and who is let in."""
+"""PeerConnections: what comes early, what does not fit, what ends a wait, and who is let in."""
 
 import contextlib
 import os
@@ -14,29 +14,34 @@ import torch
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.runtime.waiting import Waits
 from oobleck.worker.transport.acceptor import MOST
-from oobleck.worker.transport.peer_connections import MOST_BYTES, Wires
-from oobleck.worker.transport.rendezvous import Place, StoreServer
+from oobleck.worker.transport.peer_connections import MOST_BYTES, PeerConnections
+from oobleck.worker.transport.rendezvous import RendezvousStore, StoreServer
 
 #: Of one message; many of them are more than the kernel holds for a connection.
 LARGEST = MOST_BYTES // 4
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
+def rendezvous() -> Iterator[RendezvousStore]:
     server, waits = StoreServer("127.0.0.1"), Waits()
-    yield Place(server.endpoint, "here", own=server, waits=waits)
+    yield RendezvousStore(server.endpoint, "here", own=server, waits=waits)
     waits.close()
 
 
 @pytest.fixture
-def pair(place: Place) -> Iterator[tuple[Wires, Wires]]:
-    both = Wires(place, 0, {1}, "127.0.0.1"), Wires(place, 1, {0}, "127.0.0.1")
+def pair(rendezvous: RendezvousStore) -> Iterator[tuple[PeerConnections, PeerConnections]]:
+    both = (
+        PeerConnections(rendezvous, 0, {1}, "127.0.0.1"),
+        PeerConnections(rendezvous, 1, {0}, "127.0.0.1"),
+    )
     yield both
-    for wires in both:
-        wires.close()
+    for connections in both:
+        connections.close()
 
 
-def test_messages_come_before_and_after_they_are_waited_for(pair: tuple[Wires, Wires]) -> None:
+def test_messages_come_before_and_after_they_are_waited_for(
+    pair: tuple[PeerConnections, PeerConnections],
+) -> None:
     here, there = pair
     for value in (1.0, 2.0, 3.0):
         there.send(torch.full((3,), value), 0, 7).wait()
@@ -55,17 +60,19 @@ def test_messages_come_before_and_after_they_are_waited_for(pair: tuple[Wires, W
     assert tensors[0].tolist() == [5.0, 5.0]
 
 
-def test_both_may_send_more_than_fits_before_either_receives(pair: tuple[Wires, Wires]) -> None:
+def test_both_may_send_more_than_fits_before_either_receives(
+    pair: tuple[PeerConnections, PeerConnections],
+) -> None:
     count = 100  # 50 MiB each way
 
-    def exchange(wires: Wires, peer: int) -> list[float]:
-        sends = [wires.send(torch.full((LARGEST,), float(n)), peer, n) for n in range(count)]
+    def exchange(connections: PeerConnections, peer: int) -> list[float]:
+        sends = [connections.send(torch.full((LARGEST,), float(n)), peer, n) for n in range(count)]
         for send in sends:
             send.wait()
         tensor = torch.empty(LARGEST)
         seen = []
         for n in range(count):
-            wires.receive(tensor, peer, n).wait()
+            connections.receive(tensor, peer, n).wait()
             assert tensor[0] == tensor[-1]
             seen.append(float(tensor[0]))
         return seen
@@ -75,7 +82,7 @@ def test_both_may_send_more_than_fits_before_either_receives(pair: tuple[Wires, 
     assert found == [[float(n) for n in range(count)]] * 2
 
 
-def test_tensors_stay_what_they_are(pair: tuple[Wires, Wires]) -> None:
+def test_tensors_stay_what_they_are(pair: tuple[PeerConnections, PeerConnections]) -> None:
     """Any type, none or one element, a part of a larger one; and their storage can be freed."""
     here, there = pair
     whole = torch.arange(6, dtype=torch.bfloat16)
@@ -89,7 +96,9 @@ def test_tensors_stay_what_they_are(pair: tuple[Wires, Wires]) -> None:
         tensor.untyped_storage().resize_(0)
 
 
-def test_what_came_before_the_peer_left_is_there(pair: tuple[Wires, Wires]) -> None:
+def test_what_came_before_the_peer_left_is_there(
+    pair: tuple[PeerConnections, PeerConnections],
+) -> None:
     here, there = pair
     there.send(torch.full((3,), 6.0), 0, 7).wait()
     there.close()
@@ -101,14 +110,16 @@ def test_what_came_before_the_peer_left_is_there(pair: tuple[Wires, Wires]) -> N
 
 
 @pytest.mark.parametrize("at", ["here", "there"])
-def test_abort_ends_waits_at_both_ends(pair: tuple[Wires, Wires], at: str) -> None:
+def test_abort_ends_waits_at_both_ends(
+    pair: tuple[PeerConnections, PeerConnections], at: str
+) -> None:
     here, there = pair
     there.send(torch.zeros(1), 0, 1).wait()
     here.receive(torch.zeros(1), 1, 1).wait()  # both are connected now
 
-    def wait(wires: Wires, peer: int) -> str:
+    def wait(connections: PeerConnections, peer: int) -> str:
         with pytest.raises(TransportError) as caught:
-            wires.receive(torch.zeros(1), peer, 2).wait()
+            connections.receive(torch.zeros(1), peer, 2).wait()
         return str(caught.value)
 
     with ThreadPoolExecutor(2) as pool:
@@ -116,26 +127,26 @@ def test_abort_ends_waits_at_both_ends(pair: tuple[Wires, Wires], at: str) -> No
         time.sleep(0.1)  # for both to wait; either order is right
         (here if at == "here" else there).abort()
         assert all(done.result(timeout=60) for done in waits)
-    for wires, peer in ((here, 1), (there, 0)):
-        wires.abort()
+    for connections, peer in ((here, 1), (there, 0)):
+        connections.abort()
         with pytest.raises(TransportError, match="given up"):
-            wires.send(torch.zeros(1), peer, 3)
+            connections.send(torch.zeros(1), peer, 3)
 
 
-def test_abort_ends_the_wait_for_a_peer_that_never_calls(place: Place) -> None:
-    wires = Wires(place, 0, {1}, "127.0.0.1")
-    threading.Timer(0.1, wires.abort).start()
+def test_abort_ends_the_wait_for_a_peer_that_never_calls(rendezvous: RendezvousStore) -> None:
+    connections = PeerConnections(rendezvous, 0, {1}, "127.0.0.1")
+    threading.Timer(0.1, connections.abort).start()
     with pytest.raises(TransportError, match="given up"):
-        wires.send(torch.zeros(1), 1, 0)
-    wires.close()
+        connections.send(torch.zeros(1), 1, 0)
+    connections.close()
 
 
-def test_silent_stranger_keeps_nobody_waiting(place: Place) -> None:
-    here = Wires(place, 0, {1}, "127.0.0.1")
-    host, port, _ = place.get("wire/0").split("|")
+def test_silent_stranger_keeps_nobody_waiting(rendezvous: RendezvousStore) -> None:
+    here = PeerConnections(rendezvous, 0, {1}, "127.0.0.1")
+    host, port, _ = rendezvous.get("connection/0").split("|")
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(b"half a greeting")
-        there = Wires(place, 1, {0}, "127.0.0.1")
+        there = PeerConnections(rendezvous, 1, {0}, "127.0.0.1")
         there.send(torch.tensor([4.0]), 0, 5).wait()
         tensor = torch.zeros(1)
         here.receive(tensor, 1, 5).wait()
@@ -146,9 +157,11 @@ def test_silent_stranger_keeps_nobody_waiting(place: Place) -> None:
     there.close()
 
 
-def test_a_crowd_of_silent_strangers_takes_no_more_than_its_part(place: Place) -> None:
-    here = Wires(place, 0, {1}, "127.0.0.1")
-    host, port, _ = place.get("wire/0").split("|")
+def test_a_crowd_of_silent_strangers_takes_no_more_than_its_part(
+    rendezvous: RendezvousStore,
+) -> None:
+    here = PeerConnections(rendezvous, 0, {1}, "127.0.0.1")
+    host, port, _ = rendezvous.get("connection/0").split("|")
     before = len(os.listdir("/proc/self/fd"))
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         tensor = torch.zeros(1)
@@ -162,7 +175,7 @@ def test_a_crowd_of_silent_strangers_takes_no_more_than_its_part(place: Place) -
             stranger.settimeout(60)
             assert stranger.recv(1) == b""
         assert len(os.listdir("/proc/self/fd")) <= before + len(crowd) + MOST
-        there = Wires(place, 1, {0}, "127.0.0.1")
+        there = PeerConnections(rendezvous, 1, {0}, "127.0.0.1")
         there.send(torch.tensor([4.0]), 0, 5).wait()
         received.result(60)
         assert tensor.item() == 4.0
@@ -173,20 +186,20 @@ def test_a_crowd_of_silent_strangers_takes_no_more_than_its_part(place: Place) -
 
 
 @pytest.mark.parametrize("knows", ["nothing", "what is in the store", "another meeting"])
-def test_stranger_is_not_let_in(place: Place, knows: str) -> None:
-    here = Wires(place, 0, {1}, "127.0.0.1")
-    host, port, token = place.get("wire/0").split("|")
+def test_stranger_is_not_let_in(rendezvous: RendezvousStore, knows: str) -> None:
+    here = PeerConnections(rendezvous, 0, {1}, "127.0.0.1")
+    host, port, token = rendezvous.get("connection/0").split("|")
     server, waits = StoreServer("127.0.0.1"), Waits()
-    other = Place(server.endpoint, "there", own=server, waits=waits)
+    other = RendezvousStore(server.endpoint, "there", own=server, waits=waits)
     shown = {
         "nothing": bytes(16),
         "what is in the store": bytes.fromhex(token),
-        "another meeting": other.proof("wire", token, "1"),
+        "another meeting": other.proof("connection", token, "1"),
     }[knows]
     waits.close()
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(shown + (1).to_bytes(4, "big"))
-        there = Wires(place, 1, {0}, "127.0.0.1")
+        there = PeerConnections(rendezvous, 1, {0}, "127.0.0.1")
         there.send(torch.tensor([4.0]), 0, 5).wait()
         tensor = torch.zeros(1)
         here.receive(tensor, 1, 5).wait()

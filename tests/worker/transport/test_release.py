@@ -161,7 +161,7 @@ def await_as_large(cluster: Director, before: Footprints, survivors: list[LiveWo
         pytest.param("killed", 1, ["victim's store"], id="killed"),
         pytest.param("stopped", 1, 2 * list(WAITS), id="stopped, again and again"),
         pytest.param("cut off", 1, list(WAITS), id="cut off"),
-        # Messages that are too large for wires.
+        # Messages that are too large for connections.
         pytest.param("cut off", 96, ["receive and sums", "vote"], id="cut off, messages by gloo"),
     ],
 )

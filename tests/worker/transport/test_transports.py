@@ -1,5 +1,5 @@
-"""What every transport must do, run on each of them: over gloo, with wires on links and between
-all, staged, and in NCCL's wiring.
+"""What every transport must do, run on each of them: over gloo, with connections on links and
+between all, staged, and in NCCL's wiring.
 
 NCCL between workers needs a GPU for each; its transport's routing over groups and links is run with
 gloo groups in their place. The ranks are threads of this process, with sockets between them. On a
@@ -21,10 +21,10 @@ from oobleck.host.device import worker_environment
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.runtime.waiting import Waits
 from oobleck.worker.transport.connect import choose
-from oobleck.worker.transport.glootransport import GlooTransport
+from oobleck.worker.transport.gloo import GlooTransport
 from oobleck.worker.transport.nccl import NcclTransport, make_nccl_group
 from oobleck.worker.transport.peer_connections import MOST_BYTES
-from oobleck.worker.transport.rendezvous import Place, StoreServer
+from oobleck.worker.transport.rendezvous import RendezvousStore, StoreServer
 from oobleck.worker.transport.staged import StagedTransport
 from oobleck.worker.transport.transport import Transport
 from support.devices import device
@@ -44,24 +44,24 @@ def gloo_group(store, rank, size):
 
 def connect(kind: str, servers: list[StoreServer], rank: int) -> Transport:
     waits = Waits()
-    place = Place(servers[0].endpoint, kind, own=servers[rank], waits=waits)
+    rendezvous = RendezvousStore(servers[0].endpoint, kind, own=servers[rank], waits=waits)
     over_host = () if kind == "nccl" else GROUPS
     linked = {peer for link in LINKS if rank in link for peer in link} - {rank}
-    peers = {"wired": linked, "mesh": set(range(SIZE)) - {rank}}.get(kind, ())
+    peers = {"linked": linked, "mesh": set(range(SIZE)) - {rank}}.get(kind, ())
     host = GlooTransport(
-        place, rank, SIZE, over_host, "127.0.0.1", waits, peers=peers, meshed=kind == "mesh"
+        rendezvous, rank, SIZE, over_host, "127.0.0.1", waits, peers=peers, meshed=kind == "mesh"
     )
-    if kind in ("gloo", "wired", "mesh"):
+    if kind in ("gloo", "linked", "mesh"):
         return host
     staged = StagedTransport(host, everything=True)
     if kind == "staged":
         return staged
     return NcclTransport(
-        place, staged, CPU, groups=GROUPS, links=LINKS, waits=waits, make_group=gloo_group
+        rendezvous, staged, CPU, groups=GROUPS, links=LINKS, waits=waits, make_group=gloo_group
     )
 
 
-@pytest.fixture(params=["gloo", "wired", "mesh", "staged", "nccl"])
+@pytest.fixture(params=["gloo", "linked", "mesh", "staged", "nccl"])
 def everywhere(request: pytest.FixtureRequest):
     """Runs a function of a transport on all ranks at once, with tensors where tests compute, and
     returns what each returned."""
@@ -239,11 +239,11 @@ class EndedByAbort:
 
 def test_what_an_abort_leaves_behind_is_no_message():
     server, waits = StoreServer("127.0.0.1"), Waits()
-    place = Place(server.endpoint, "ended", own=server, waits=waits)
-    host = GlooTransport(place, 0, 1, (), "127.0.0.1", waits)
+    rendezvous = RendezvousStore(server.endpoint, "ended", own=server, waits=waits)
+    host = GlooTransport(rendezvous, 0, 1, (), "127.0.0.1", waits)
     link = EndedByAbort()
     transport = NcclTransport(
-        place,
+        rendezvous,
         host,
         CPU,
         groups=(),
@@ -278,9 +278,9 @@ def test_the_choice(device, wanted, gpus_for_all, choice):
 
 def test_few_transports_are_left_at_a_time_however_fast_they_follow_each_other() -> None:
     server, waits = StoreServer("127.0.0.1"), Waits()
-    place = Place(server.endpoint, "often", own=server, waits=waits)
+    rendezvous = RendezvousStore(server.endpoint, "often", own=server, waits=waits)
     left = []
     for _ in range(5):
-        GlooTransport(place, 0, 1, (), "127.0.0.1", waits).dispose()
+        GlooTransport(rendezvous, 0, 1, (), "127.0.0.1", waits).dispose()
         left.append(sum(t.name == "dispose-transport" for t in threading.enumerate()))
     assert max(left) <= 3

@@ -12,7 +12,7 @@ from statistics import quantiles
 import torch
 
 from oobleck.planner.profile.measurement import LinkMeasurement, Scope
-from oobleck.worker.profiling.measure import Check
+from oobleck.worker.profiling.measure_layers import Check
 from oobleck.worker.transport.transport import Transport
 
 #: Small messages: until this time is over, and within these bounds.

@@ -18,7 +18,7 @@ from oobleck.host.ipc.messages import (
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.measurement import Measurement, assemble_profile, check_fits
-from oobleck.worker.profiling.measure import measure_layers
+from oobleck.worker.profiling.measure_layers import measure_layers
 from oobleck.worker.runtime.errors import Superseded
 from oobleck.worker.state.layout import layout
 from support.director import Director, WarmWorkers, make_plan

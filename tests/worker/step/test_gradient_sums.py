@@ -8,8 +8,8 @@ from oobleck.planner.programs.compile import compile_programs
 from oobleck.planner.programs.instructions import LayerPart
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.layout import layer_sizes
-from oobleck.worker.state.state import ModelState
-from oobleck.worker.step.gradientsums import GradientSums
+from oobleck.worker.state.model_state import ModelState
+from oobleck.worker.step.gradient_sums import GradientSums
 from oobleck.worker.transport.transport import Group
 from support.plans import plan_of_cuts, worker
 

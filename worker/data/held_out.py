@@ -7,7 +7,7 @@ import hashlib
 
 from oobleck.host.data.tokenfile import DataError
 from oobleck.planner.job.spec import EvaluationSpec, JobSpec
-from oobleck.worker.data.data import Dataset, Tokens
+from oobleck.worker.data.dataset import Dataset, Tokens
 
 
 class HeldOut:

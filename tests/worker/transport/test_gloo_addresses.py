@@ -13,18 +13,18 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.runtime.waiting import Waits
-from oobleck.worker.transport.rendezvous import Place, StoreServer
+from oobleck.worker.transport.rendezvous import RendezvousStore, StoreServer
 from support.leftovers import nothing_left_behind
 
 HOUR = timedelta(hours=1)
 SIZE = 3
 
 
-def connect(place: Place, rank: int, size: int = SIZE) -> ProcessGroupGloo:
+def connect(rendezvous: RendezvousStore, rank: int, size: int = SIZE) -> ProcessGroupGloo:
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = HOUR
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    return place.connect("g", lambda store: ProcessGroupGloo(store, rank, size, options), HOUR)
+    return rendezvous.connect("g", lambda store: ProcessGroupGloo(store, rank, size, options), HOUR)
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +37,14 @@ class Builder:
 
     def __init__(self, server: StoreServer, meeting: str, rank: int) -> None:
         self.waits = Waits()
-        self.place = Place(server.endpoint, meeting, own=server, waits=self.waits)
+        self.rendezvous = RendezvousStore(server.endpoint, meeting, own=server, waits=self.waits)
         self.error = ""  # not the exception: its traceback refers to the group
         self.thread = threading.Thread(target=self._build, args=(rank,), daemon=True)
         self.thread.start()
 
     def _build(self, rank: int) -> None:
         try:
-            connect(self.place, rank)
+            connect(self.rendezvous, rank)
         except TransportError as error:
             self.error = str(error)
 
@@ -59,9 +59,9 @@ class Builder:
 def key_of(server: StoreServer, meeting: str, rank: int) -> str:
     """Where a member leaves its address in the whole store."""
     waits = Waits()
-    place = Place(server.endpoint, meeting, own=server, waits=waits)
+    rendezvous = RendezvousStore(server.endpoint, meeting, own=server, waits=waits)
     waits.close()
-    return f"{place.proof('store').hex()}/g/0/{rank}"
+    return f"{rendezvous.proof('store').hex()}/g/0/{rank}"
 
 
 def left_by(server: StoreServer, meeting: str, rank: int) -> bytes:

@@ -13,7 +13,7 @@ from oobleck.host.data.tokenfile import DataError
 from oobleck.host.ipc.channel import frame
 from oobleck.planner.job.spec import DataSpec
 from oobleck.worker.data.corpus import Corpus
-from oobleck.worker.data.data import Dataset, permute, row_digest, samples_digest
+from oobleck.worker.data.dataset import Dataset, permute, row_digest, samples_digest
 
 
 def write(path: Path, content: bytes) -> Path:

@@ -19,7 +19,7 @@ from oobleck.worker.recovery.rejoin import Agreement
 from oobleck.worker.runtime.errors import LayersGone
 from oobleck.worker.runtime.faults import FaultInjector
 from oobleck.worker.state.layout import layer_sizes
-from oobleck.worker.state.state import ModelState
+from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.transport.transport import Pending, Transport
 
 

@@ -14,10 +14,10 @@ from torch._C._distributed_c10d import AllreduceOptions, ProcessGroupGloo
 
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.runtime.waiting import Waits
-from oobleck.worker.transport import gloowork
-from oobleck.worker.transport.glootransport import GlooTransport
-from oobleck.worker.transport.gloowork import end_wait
-from oobleck.worker.transport.rendezvous import Place, StoreServer
+from oobleck.worker.transport import gloo_work
+from oobleck.worker.transport.gloo import GlooTransport
+from oobleck.worker.transport.gloo_work import end_wait
+from oobleck.worker.transport.rendezvous import RendezvousStore, StoreServer
 from support.leftovers import nothing_left_behind
 
 HOST = "127.0.0.1"
@@ -41,8 +41,8 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def connect(servers: list[StoreServer], meeting: str, rank: int) -> GlooTransport:
     waits = Waits()
-    place = Place(servers[0].endpoint, meeting, own=servers[rank], waits=waits)
-    return GlooTransport(place, rank, SIZE, (), HOST, waits)
+    rendezvous = RendezvousStore(servers[0].endpoint, meeting, own=servers[rank], waits=waits)
+    return GlooTransport(rendezvous, rank, SIZE, (), HOST, waits)
 
 
 def groups(
@@ -52,8 +52,10 @@ def groups(
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
         waits = Waits()
-        place = Place(servers[0].endpoint, meeting, own=servers[rank], waits=waits)
-        group = place.connect("g", lambda store: ProcessGroupGloo(store, rank, SIZE, options), HOUR)
+        rendezvous = RendezvousStore(servers[0].endpoint, meeting, own=servers[rank], waits=waits)
+        group = rendezvous.connect(
+            "g", lambda store: ProcessGroupGloo(store, rank, SIZE, options), HOUR
+        )
         waits.close()
         return group
 
@@ -120,7 +122,7 @@ def test_with_a_torch_that_is_made_otherwise_the_wait_is_given_up_and_the_log_sa
     caplog: pytest.LogCaptureFixture,
     library: str,
 ) -> None:
-    monkeypatch.setattr(gloowork, "LIBRARY", gloowork.LIBRARY.with_name(library))
+    monkeypatch.setattr(gloo_work, "LIBRARY", gloo_work.LIBRARY.with_name(library))
     first, _second = groups(servers, pool, library)
     work = first.recv([torch.zeros(1)], 1, 0)  # type: ignore[attr-defined]
     waits = Waits()

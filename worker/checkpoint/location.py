@@ -20,7 +20,7 @@ from oobleck.planner.job.spec import CheckpointSpec, JobSpec
 from oobleck.planner.recovery.checkpoint import misfit, step_of, why_not_begin
 from oobleck.worker.checkpoint.findings import Finding, at_fault, told_once
 from oobleck.worker.runtime.control import Control
-from oobleck.worker.runtime.errors import CheckpointError, PlaceUnreachable, TransportError
+from oobleck.worker.runtime.errors import CheckpointError, LocationUnreachable, TransportError
 from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -38,14 +38,14 @@ Candidates = list[tuple[int, int]]
 
 
 def check_protocol(spec: CheckpointSpec) -> None:
-    """Raises PlaceUnreachable where this node cannot speak to the place at all."""
+    """Raises LocationUnreachable where this node cannot speak to the place at all."""
     try:
         open_folder(spec.path)
     except ValueError as error:
-        raise PlaceUnreachable(f"checkpoint.path: {error}") from error
+        raise LocationUnreachable(f"checkpoint.path: {error}") from error
 
 
-class Place:
+class CheckpointLocation:
     """As the workers of one generation find it."""
 
     def __init__(
@@ -131,14 +131,14 @@ class Place:
 
     def failure(
         self, fault: frozenset[NodeName], what: str, fix: str
-    ) -> CheckpointError | PlaceUnreachable | TransportError:
+    ) -> CheckpointError | LocationUnreachable | TransportError:
         """To be raised. `fault`: nodes without which the others go on, in the next generation;
         none: it is the job's."""
         if not fault:
             return CheckpointError(f"checkpoint.path: {what}; {fix}")
         if self._worker.node not in fault:
             return TransportError(f"checkpoint.path: {what}")
-        return PlaceUnreachable(
+        return LocationUnreachable(
             f"checkpoint.path: {what}; on other nodes it is right: mount the same there, make "
             "room, and make it writable"
         )

@@ -13,7 +13,7 @@ import torch
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.instructions import Program, SyncGradient
 from oobleck.worker.runtime.timeline import OpenSpan, Timeline
-from oobleck.worker.state.state import ModelState
+from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.transport.transport import Group, Pending, Transport
 
 

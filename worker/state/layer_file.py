@@ -39,11 +39,11 @@ def pack(
     width = snapshot.element_size()
     end = 0
     for moment in ("", *moments):
-        for entry in flat.entries:
-            begin, end = end, end + (entry.end - entry.offset) * width
-            header[f"{entry.name}.{moment}" if moment else entry.name] = {
+        for span in flat.parameters:
+            begin, end = end, end + (span.end - span.offset) * width
+            header[f"{span.name}.{moment}" if moment else span.name] = {
                 "dtype": _DTYPES[snapshot.dtype],
-                "shape": list(entry.shape),
+                "shape": list(span.shape),
                 "data_offsets": [begin, end],
             }
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -65,12 +65,12 @@ def unpack(
         raise InvalidCheckpoint(f"is no safetensors file: {error}") from error
     snapshot = torch.zeros(1 + len(moments), flat.size, dtype=dtype)
     for row, moment in enumerate(("", *moments)):
-        for entry in flat.entries:
-            name = f"{entry.name}.{moment}" if moment else entry.name
+        for span in flat.parameters:
+            name = f"{span.name}.{moment}" if moment else span.name
             tensor = tensors.get(name)
             if tensor is None:
                 raise InvalidCheckpoint(f"holds no {name}")
-            if tensor.shape != entry.shape:
-                raise InvalidCheckpoint(f"holds {name} as {tuple(tensor.shape)}, not {entry.shape}")
-            snapshot[row, entry.offset : entry.end] = tensor.reshape(-1)
+            if tensor.shape != span.shape:
+                raise InvalidCheckpoint(f"holds {name} as {tuple(tensor.shape)}, not {span.shape}")
+            snapshot[row, span.offset : span.end] = tensor.reshape(-1)
     return snapshot

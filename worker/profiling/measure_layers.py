@@ -20,7 +20,7 @@ from oobleck.planner.profile.profile import LayerProfile
 from oobleck.planner.programs.instructions import LayerPart
 from oobleck.worker.profiling.footprint import peak_bytes
 from oobleck.worker.runtime.random import RowKeys
-from oobleck.worker.state.state import ModelState
+from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.mailbox import AHEAD
 from oobleck.worker.step.stage import StageRunner
 

@@ -1,11 +1,11 @@
-"""The transport over TCP: torch.distributed's gloo backend, and wires for what is not large.
+"""The transport over TCP: torch.distributed's gloo backend, and connections for what is not large.
 
 Owns gloo's groups, from the rendezvous on, and how what is blocked in them is released. Must not
 know programs, layers or plans.
 
-Gloo's own `abort` does nothing. What releases an operation that is blocked, here and, by the
-closed sockets, at the peers, is a receive that nobody answers with a time-out of its own: gloo
-then closes every pair of that group. It forgets some operations then; see `waiting` and `gloowork`.
+Gloo's own `abort` does nothing. What releases an operation that is blocked, here and, by the closed
+sockets, at the peers, is a receive that nobody answers with a time-out of its own: gloo then closes
+every pair of that group. It forgets some operations then; see `waiting` and `gloo_work`.
 """
 
 import threading
@@ -27,10 +27,15 @@ from torch._C._distributed_c10d import (
 from oobleck.worker.runtime.errors import TransportError, peers_may_fail
 from oobleck.worker.runtime.waiting import Waits
 from oobleck.worker.transport import mesh
-from oobleck.worker.transport.gloowork import end_wait
+from oobleck.worker.transport.gloo_work import end_wait
 from oobleck.worker.transport.mesh import MeshSum
-from oobleck.worker.transport.peer_connections import MOST_BYTES, Watch, Wires, nobody_watches
-from oobleck.worker.transport.rendezvous import CONNECT_LIMIT, Place
+from oobleck.worker.transport.peer_connections import (
+    MOST_BYTES,
+    PeerConnections,
+    Watch,
+    nobody_watches,
+)
+from oobleck.worker.transport.rendezvous import CONNECT_LIMIT, RendezvousStore
 from oobleck.worker.transport.transport import DISPOSE_DELAY_S, OPERATION_TIMEOUT, Group, Pending
 
 _ABORT_TAG = (1 << 31) - 1
@@ -66,22 +71,26 @@ class _GlooWork:
     """A gloo operation; keeps its tensors alive until it is done."""
 
     def __init__(
-        self, work: Work, tensors: Sequence[torch.Tensor], waits: Waits, wires: Wires | None
+        self,
+        work: Work,
+        tensors: Sequence[torch.Tensor],
+        waits: Waits,
+        connections: PeerConnections | None,
     ) -> None:
         self._work = work
         self._tensors = tensors
         self._waits = waits
-        self._wires = wires
+        self._connections = connections
 
     def wait(self) -> None:
-        wait, wires = partial(self._work.wait, OPERATION_TIMEOUT), self._wires
+        wait, connections = partial(self._work.wait, OPERATION_TIMEOUT), self._connections
         end = partial(end_wait, self._work)
         with peers_may_fail():
             if self._work.is_completed():  # never so of a receive
                 done = wait()
-            elif wires is not None and wires.blocked:
+            elif connections is not None and connections.blocked:
                 # Whom this worker waits for may itself wait for what has not gone out yet.
-                done = self._waits.run(wait, meanwhile=wires, end=end)
+                done = self._waits.run(wait, meanwhile=connections, end=end)
             else:
                 done = self._waits.run(wait, end=end)
         if not done:
@@ -142,7 +151,7 @@ class GlooTransport:
 
     def __init__(
         self,
-        place: Place,
+        rendezvous: RendezvousStore,
         rank: int,
         size: int,
         groups: Sequence[Group],
@@ -153,9 +162,9 @@ class GlooTransport:
         meshed: bool = False,
         watch: Watch = nobody_watches,
     ) -> None:
-        """`groups` must be the same sequence on all ranks: they are built in that order. `peers`
-        are those with whom this one shares a wire, for messages that are not large: each is one of
-        the other's. `meshed`, the same on all: they are all others. `watch` is shown the wires.
+        """`groups` must be the same sequence on all ranks: they are built in that order. Messages
+        that are not large go to `peers` over connections of our own; each is one of the other's
+        peers. `meshed`, the same on all: they are all others. `watch` is shown these connections.
 
         Raises TransportError when one cannot be built, or `waits` is released meanwhile.
         """
@@ -171,10 +180,12 @@ class GlooTransport:
         self._backends: dict[Group, _GlooGroup] = {}
         for group in [self._everyone, *(g for g in groups if g != self._everyone)]:
             if rank in group and len(group) > 1:
-                self._backends[group] = self._build(place, group)
-        self._wires = Wires(place, rank, peers, address, watch=watch) if peers else None
+                self._backends[group] = self._build(rendezvous, group)
+        self._connections = (
+            PeerConnections(rendezvous, rank, peers, address, watch=watch) if peers else None
+        )
 
-    def _build(self, place: Place, group: Group) -> _GlooGroup:
+    def _build(self, rendezvous: RendezvousStore, group: Group) -> _GlooGroup:
         timeout = connect_timeout(len(group))
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # stubs call it Options
         options._timeout = timeout
@@ -186,32 +197,32 @@ class GlooTransport:
         def build(store: Store) -> ProcessGroupGloo:
             return ProcessGroupGloo(store, rank, len(group), options)
 
-        return cast(_GlooGroup, place.connect(name, build, timeout))
+        return cast(_GlooGroup, rendezvous.connect(name, build, timeout))
 
     def _pending(self, work: Work, tensors: Sequence[torch.Tensor]) -> Pending:
-        return _GlooWork(work, tensors, self._waits, self._wires)
+        return _GlooWork(work, tensors, self._waits, self._connections)
 
-    def _wires_for(self, tensor: torch.Tensor, peer: int) -> Wires | None:
+    def _connections_for(self, tensor: torch.Tensor, peer: int) -> PeerConnections | None:
         """Both ends ask, and find the same: it follows from the link and the message's size."""
-        wires = self._wires
-        if wires is None or peer not in wires.peers or tensor.nbytes > MOST_BYTES:
+        connections = self._connections
+        if connections is None or peer not in connections.peers or tensor.nbytes > MOST_BYTES:
             return None
-        return wires
+        return connections
 
-    def _mesh_for(self, tensor: torch.Tensor, group: Group) -> Wires | None:
+    def _mesh_for(self, tensor: torch.Tensor, group: Group) -> PeerConnections | None:
         small = tensor.nbytes <= mesh.MOST_BYTES
-        return self._wires if self._meshed and small and group == self._everyone else None
+        return self._connections if self._meshed and small and group == self._everyone else None
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
-        if (wires := self._wires_for(tensor, peer)) is not None:
-            return wires.send(tensor, peer, tag)
+        if (connections := self._connections_for(tensor, peer)) is not None:
+            return connections.send(tensor, peer, tag)
         with peers_may_fail():
             work = self._backends[self._everyone].send([tensor], peer, tag)
         return self._pending(work, [tensor])
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
-        if (wires := self._wires_for(tensor, peer)) is not None:
-            return wires.receive(tensor, peer, tag)
+        if (connections := self._connections_for(tensor, peer)) is not None:
+            return connections.receive(tensor, peer, tag)
         with peers_may_fail():
             work = self._backends[self._everyone].recv([tensor], peer, tag)
         return self._pending(work, [tensor])
@@ -219,8 +230,8 @@ class GlooTransport:
     def all_reduce(self, tensor: torch.Tensor, group: Group) -> Pending:
         if len(group) == 1:
             return _Done()
-        if (wires := self._mesh_for(tensor, group)) is not None:
-            return MeshSum(wires, tensor, self.rank, self.size)
+        if (connections := self._mesh_for(tensor, group)) is not None:
+            return MeshSum(connections, tensor, self.rank, self.size)
         options = AllreduceOptions()
         options.timeout = OPERATION_TIMEOUT
         with peers_may_fail():
@@ -257,8 +268,8 @@ class GlooTransport:
             backends = list(self._backends.items())
         if not first:
             return
-        if self._wires is not None:
-            self._wires.abort()
+        if self._connections is not None:
+            self._connections.abort()
         # The group of all ranks comes first: most of what blocks, blocks in it.
         for group, backend in backends:
             for peer, rank in enumerate(group):
@@ -272,6 +283,6 @@ class GlooTransport:
 
     def _free(self) -> None:
         self._waits.close()
-        if self._wires is not None:
-            self._wires.close()
+        if self._connections is not None:
+            self._connections.close()
         self._backends.clear()

@@ -33,7 +33,7 @@ from oobleck.planner.recovery.checkpoint import (
     part_file,
 )
 from oobleck.planner.redact import redact
-from oobleck.worker.state.layerfile import moment_names, pack
+from oobleck.worker.state.layer_file import moment_names, pack
 from oobleck.worker.state.layout import layout
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class _Abandoned(Exception):
     """Nothing comes of this checkpoint, and why was said already."""
 
 
-class Saving:
+class CheckpointWriter:
     """The thread, and what others may tell it."""
 
     def __init__(

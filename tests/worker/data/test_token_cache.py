@@ -19,13 +19,13 @@ TEXT = "".join(f"Sentence number {n}.\n" for n in range(400))
 OPEN = """
 import sys
 from oobleck.planner.job.spec import DataSpec
-from oobleck.worker.data import corpus, tokencache
+from oobleck.worker.data import corpus, token_cache
 made = 0
 def counting(*arguments, **named):
     global made
     made += 1
     return tokenise(*arguments, **named)
-tokenise, tokencache.tokenise = tokencache.tokenise, counting
+tokenise, token_cache.tokenise = token_cache.tokenise, counting
 print("loaded", flush=True)
 sys.stdin.readline()
 text, tokenizer, cache = sys.argv[1:]

@@ -1,9 +1,9 @@
 """Model state: the layers that this worker holds, with weights, moments, gradients and version.
 
 Where several workers share a stage, each holds a share of its layers. Owns which layers are held,
-those on their way, versions and the update; what one layer's state is, is in `layerstate`. Must not
-know stages, peers and plans: which layers to hold, and what version they must reach, is said from
-outside.
+those on their way, versions and the update; what one layer's state is, is in `layer_state`. Must
+not know stages, peers and plans: which layers to hold, and what version they must reach, is said
+from outside.
 """
 
 from collections.abc import Collection, Container, Iterable
@@ -17,7 +17,7 @@ from oobleck.planner.programs.instructions import LayerPart
 from oobleck.planner.programs.transfer import Shard
 from oobleck.worker.models import Layer, initialise_parameters
 from oobleck.worker.runtime.errors import InvariantViolation
-from oobleck.worker.state.layerstate import LayerState
+from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.layout import empty_module, layout, point_parameters
 from oobleck.worker.state.optimizer import update
 

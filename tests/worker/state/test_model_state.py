@@ -9,7 +9,7 @@ from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.programs.instructions import LayerPart
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.layout import layout
-from oobleck.worker.state.state import ModelState, StateError
+from oobleck.worker.state.model_state import ModelState, StateError
 from oobleck.worker.step.stage import StageRunner
 
 CPU = torch.device("cpu")
@@ -45,9 +45,9 @@ def test_the_flat_order_is_tied_then_decayed_then_the_rest(make_job, tied):
     }
     for layer in range(5):
         end = 0
-        for entry in layout(spec, layer).entries:
-            assert entry.offset == end
-            end = entry.end
+        for span in layout(spec, layer).parameters:
+            assert span.offset == end
+            end = span.end
 
 
 def test_parameters_and_gradients_stay_views_through_backward_and_update(make_job):
@@ -59,11 +59,11 @@ def test_parameters_and_gradients_stay_views_through_backward_and_update(make_jo
         backward_once(state, job)
         for layer, held in state.layers.items():
             values = dict(held.module.named_parameters())
-            for entry in layout(job.model, layer).entries:
-                flat = held.storage[0, entry.offset : entry.end]
-                gradient = held.gradient[entry.offset : entry.end]
-                assert values[entry.name].data_ptr() == flat.data_ptr()
-                assert values[entry.name].grad.data_ptr() == gradient.data_ptr()
+            for span in layout(job.model, layer).parameters:
+                flat = held.storage[0, span.offset : span.end]
+                gradient = held.gradient[span.offset : span.end]
+                assert values[span.name].data_ptr() == flat.data_ptr()
+                assert values[span.name].grad.data_ptr() == gradient.data_ptr()
                 assert gradient.abs().sum() > 0
         state.apply(step, scale=0.5)
 

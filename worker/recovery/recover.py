@@ -1,17 +1,18 @@
 """The way into a generation, once its members can talk: agreement, roll-forward, transfer.
 
-Owns the order of what each worker does by the agreement that follows from all standings
-(`standings`): apply a step that others have committed, find out what counts of the one that was cut
-off, come to hold the plan's layers (`transferring`); or, where a layer is with nobody, go back to a
+Owns the order of what each worker does by the agreement that follows from all recovery states
+(`rejoin`): apply a step that others have committed, find out what counts of the one that was cut
+off, come to hold the plan's layers (`transfer`); or, where a layer is with nobody, go back to a
 checkpoint (`restore`). Must not know how training goes on after.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from oobleck.host.data.tokenfile import DataError
 from oobleck.host.ipc.messages import Assign, Committed, PhaseReached, Restored
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import WorkerId
@@ -19,20 +20,23 @@ from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.transfer import ShardTable, plan_shards, require_holders
 from oobleck.worker.checkpoint.restore import Checkpoint, Restorer
-from oobleck.worker.recovery import standings
-from oobleck.worker.recovery.rejoin import Agreement
-from oobleck.worker.recovery.transferring import Mover
+from oobleck.worker.recovery.rejoin import Agreement, Held, RecoveryState, agree
+from oobleck.worker.recovery.transfer import Mover
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.faults import FaultInjector
 from oobleck.worker.runtime.timeline import Timeline
-from oobleck.worker.state.state import ModelState
-from oobleck.worker.step.commit import Progress, commit, count_votes, make_record
+from oobleck.worker.state.layer_state import LayerState
+from oobleck.worker.state.model_state import ModelState
+from oobleck.worker.step.commit import TrainingProgress, commit, count_votes, make_record
 from oobleck.worker.step.salvage import Contribution, Salvage, plan_salvage
 from oobleck.worker.step.vote import ballot_length
 from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
+
+#: 64-bit numbers of a fingerprint (SHA-256).
+_FINGERPRINT_WORDS = 4
 
 
 def members_of(assign: Assign) -> tuple[WorkerId, ...]:
@@ -40,7 +44,7 @@ def members_of(assign: Assign) -> tuple[WorkerId, ...]:
     return tuple(sorted({*assign.plan.workers, *assign.leaving}))
 
 
-class Entry:
+class Recovery:
     """What a worker brings along into every generation that it enters."""
 
     def __init__(
@@ -49,7 +53,7 @@ class Entry:
         worker: WorkerId,
         job: JobSpec,
         state: ModelState,
-        progress: Progress,
+        progress: TrainingProgress,
         fingerprint: bytes,
         inputs: bytes,
         control: Control,
@@ -84,11 +88,10 @@ class Entry:
         """Agree where training stands, roll forward or back to it, and fetch missing layers.
 
         Returns what there is of the next step already, if anything. `received`: bytes that were
-        handed over before. Raises TransportError when a
-        peer is lost on the way, DataError when nodes read different data, CheckpointError when
-        there is no fit checkpoint though the plan is to go on from one, PlaceUnreachable when this
-        node alone cannot read it, and LayersGone when nobody holds a layer of the plan and there is
-        no checkpoint.
+        handed over before. Raises TransportError when a peer is lost on the way, DataError when
+        nodes read different data, CheckpointError when there is no fit checkpoint though the plan
+        is to go on from one, LocationUnreachable when this node alone cannot read it, and
+        LayersGone when nobody holds a layer of the plan and there is no checkpoint.
         """
         plan, progress = assign.plan, self._progress
         self._state.drop_partial()
@@ -186,13 +189,43 @@ class Entry:
         return Checkpoint(step=0, path="", passed_over=())
 
     def _agree(self, plan: Plan, members: Sequence[WorkerId], transport: Transport) -> Agreement:
-        return standings.exchange(
-            self._progress,
-            self._state,
-            self._inputs,
-            layer_count=plan.layer_count,
-            members=members,
-            transport=transport,
+        """Tell `members`, who are in rank order, this worker's state and hear theirs.
+
+        Raises DataError where they read different inputs.
+        """
+        own = self._recovery_state(plan.layer_count)
+        inputs = torch.frombuffer(bytearray(self._inputs), dtype=torch.int64)
+        row = torch.cat([torch.tensor(own.to_row(), dtype=torch.int64), inputs])
+        rows = transport.all_gather(row)
+        others = [other[-_FINGERPRINT_WORDS:] for other in rows]
+        for member, other in zip(members, others, strict=True):
+            if not torch.equal(other, others[0]):
+                raise DataError(
+                    f"data: {member.node} and {members[0].node} see different files "
+                    "under the same paths; give every node the same data (and model.weights)"
+                )
+        return agree(
+            {
+                member: RecoveryState.from_row(other[:-_FINGERPRINT_WORDS].tolist())
+                for member, other in zip(members, rows, strict=True)
+            }
+        )
+
+    def _recovery_state(self, layer_count: int) -> RecoveryState:
+        progress = self._progress
+        return RecoveryState(
+            committed=progress.committed,
+            reduced=progress.reduced,
+            reduced_generation=progress.reduced_generation,
+            reduced_layers=progress.reduced_layers,
+            voted=progress.voted,
+            voted_generation=progress.voted_generation,
+            lineage=progress.lineage,
+            begun=progress.begun,
+            skipped=progress.skipped,
+            joined=progress.joined,
+            layers=_held(self._state.layers, layer_count),
+            former=_held(self._state.former, layer_count),
         )
 
     def _salvage(self, plan: Plan, agreement: Agreement, transport: Transport) -> Salvage | None:
@@ -255,6 +288,16 @@ class Entry:
         # Of the generation that voted: a record of the new one says that its transfers are done.
         record = make_record(self._job, progress.voted_generation, progress, result)
         self._control.report(Committed(record=record))
+
+
+def _held(states: Mapping[int, LayerState], count: int) -> tuple[Held, ...]:
+    """What there is of each of `count` layers."""
+    return tuple(
+        Held(states[layer].version, states[layer].shard.part, states[layer].shard.parts)
+        if layer in states
+        else Held()
+        for layer in range(count)
+    )
 
 
 def _is_lost(held: ShardTable, layer_count: int) -> bool:
