@@ -40,21 +40,13 @@ from oobleck.agent.state import NodeState
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.messages import (
     Alive,
-    CheckpointSaved,
     Committed,
-    Evaluated,
     Failed,
     Finished,
     FromWorker,
-    LinkMeasured,
-    Measured,
-    PeerLost,
-    PhaseReached,
     Ready,
     Record,
     Recorded,
-    Restored,
-    SaveFailed,
 )
 from oobleck.host.system.environment import Environment
 from oobleck.host.system.process import signal_name
@@ -196,25 +188,15 @@ class Supervisor:
         match message:
             case Committed(record=record):
                 self._outbox.record(worker.job_id, record, self._now())
-            case (
-                PhaseReached()
-                | PeerLost()
-                | Measured()
-                | LinkMeasured()
-                | CheckpointSaved()
-                | SaveFailed()
-                | Restored()
-                | Evaluated()
-            ):
-                self._outbox.report(report_of(worker, message))
-            case Failed():
-                fields = {"slot": worker.slot, "kind": message.kind, "reason": message.message}
-                logger.error("worker failed", extra=fields)
-                self._outbox.report(report_of(worker, message))
             case Recorded(recording=recording):
                 self._outbox.recorded(worker.job_id, worker.slot, recording)
             case Ready() | Alive() | Finished():
                 pass  # in the status
+            case _:
+                if isinstance(message, Failed):
+                    fields = {"slot": worker.slot, "kind": message.kind, "reason": message.message}
+                    logger.error("worker failed", extra=fields)
+                self._outbox.report(report_of(worker, message))
         self._handle(WorkerSaid(incarnation=incarnation, message=message))
 
     def printed(self, incarnation: Incarnation, lines: list[str]) -> None:

@@ -10,12 +10,10 @@ from contextlib import contextmanager
 
 from oobleck.planner.ids import Incarnation, JobId, check_name
 from oobleck.planner.profile.measurement import Scope
-from oobleck.proto.bounds import MOST_CHARACTERS
+from oobleck.proto.bounds import MOST_CHARACTERS, MOST_SLOTS
 
 _INCARNATION = re.compile(r"[0-9a-f]{4,64}")
 _ADDRESS = re.compile(r"\S{1,255}:[0-9]{1,5}")
-#: No host has more workers.
-MOST_SLOTS = 1024
 
 
 @contextmanager

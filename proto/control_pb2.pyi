@@ -69,12 +69,12 @@ class AgentMessage(_message.Message):
     incarnation: str
     register: Register
     status: NodeStatus
-    report: WorkerReport
+    report: bytes
     records: StepRecords
     log: LogLines
     recorded: Recorded
     clock: ClockRead
-    def __init__(self, incarnation: _Optional[str] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., report: _Optional[_Union[WorkerReport, _Mapping]] = ..., records: _Optional[_Union[StepRecords, _Mapping]] = ..., log: _Optional[_Union[LogLines, _Mapping]] = ..., recorded: _Optional[_Union[Recorded, _Mapping]] = ..., clock: _Optional[_Union[ClockRead, _Mapping]] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., status: _Optional[_Union[NodeStatus, _Mapping]] = ..., report: _Optional[bytes] = ..., records: _Optional[_Union[StepRecords, _Mapping]] = ..., log: _Optional[_Union[LogLines, _Mapping]] = ..., recorded: _Optional[_Union[Recorded, _Mapping]] = ..., clock: _Optional[_Union[ClockRead, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
     __slots__ = ("protocol", "node", "hostname", "address", "pid", "worker_slots", "device", "memory_per_worker_bytes", "status", "device_kind", "running", "versions")
@@ -166,76 +166,6 @@ class WorkerStatus(_message.Message):
     waiting: bool
     def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., store: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., stepped: _Optional[int] = ..., finished: _Optional[bool] = ..., data: _Optional[str] = ..., peak_memory_bytes: _Optional[int] = ..., base_memory_bytes: _Optional[int] = ..., beats: _Optional[int] = ..., doing: _Optional[str] = ..., waiting: _Optional[bool] = ...) -> None: ...
 
-class WorkerReport(_message.Message):
-    __slots__ = ("job_id", "slot", "incarnation", "generation", "exited", "phase", "peer_lost", "failed", "measured", "link_measured", "checkpoint_saved", "save_failed", "restored", "evaluated", "hung")
-    JOB_ID_FIELD_NUMBER: _ClassVar[int]
-    SLOT_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    EXITED_FIELD_NUMBER: _ClassVar[int]
-    PHASE_FIELD_NUMBER: _ClassVar[int]
-    PEER_LOST_FIELD_NUMBER: _ClassVar[int]
-    FAILED_FIELD_NUMBER: _ClassVar[int]
-    MEASURED_FIELD_NUMBER: _ClassVar[int]
-    LINK_MEASURED_FIELD_NUMBER: _ClassVar[int]
-    CHECKPOINT_SAVED_FIELD_NUMBER: _ClassVar[int]
-    SAVE_FAILED_FIELD_NUMBER: _ClassVar[int]
-    RESTORED_FIELD_NUMBER: _ClassVar[int]
-    EVALUATED_FIELD_NUMBER: _ClassVar[int]
-    HUNG_FIELD_NUMBER: _ClassVar[int]
-    job_id: str
-    slot: int
-    incarnation: str
-    generation: int
-    exited: WorkerExited
-    phase: PhaseReached
-    peer_lost: PeerLost
-    failed: WorkerFailed
-    measured: Measured
-    link_measured: LinkMeasured
-    checkpoint_saved: CheckpointSaved
-    save_failed: SaveFailed
-    restored: Restored
-    evaluated: Evaluation
-    hung: Hung
-    def __init__(self, job_id: _Optional[str] = ..., slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., generation: _Optional[int] = ..., exited: _Optional[_Union[WorkerExited, _Mapping]] = ..., phase: _Optional[_Union[PhaseReached, _Mapping]] = ..., peer_lost: _Optional[_Union[PeerLost, _Mapping]] = ..., failed: _Optional[_Union[WorkerFailed, _Mapping]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., link_measured: _Optional[_Union[LinkMeasured, _Mapping]] = ..., checkpoint_saved: _Optional[_Union[CheckpointSaved, _Mapping]] = ..., save_failed: _Optional[_Union[SaveFailed, _Mapping]] = ..., restored: _Optional[_Union[Restored, _Mapping]] = ..., evaluated: _Optional[_Union[Evaluation, _Mapping]] = ..., hung: _Optional[_Union[Hung, _Mapping]] = ...) -> None: ...
-
-class CheckpointSaved(_message.Message):
-    __slots__ = ("step", "path", "bytes", "seconds", "request")
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    PATH_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_FIELD_NUMBER: _ClassVar[int]
-    step: int
-    path: str
-    bytes: int
-    seconds: float
-    request: int
-    def __init__(self, step: _Optional[int] = ..., path: _Optional[str] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., request: _Optional[int] = ...) -> None: ...
-
-class SaveFailed(_message.Message):
-    __slots__ = ("what", "step", "reason", "request")
-    WHAT_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_FIELD_NUMBER: _ClassVar[int]
-    what: str
-    step: int
-    reason: str
-    request: int
-    def __init__(self, what: _Optional[str] = ..., step: _Optional[int] = ..., reason: _Optional[str] = ..., request: _Optional[int] = ...) -> None: ...
-
-class Restored(_message.Message):
-    __slots__ = ("step", "path", "passed_over")
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    PATH_FIELD_NUMBER: _ClassVar[int]
-    PASSED_OVER_FIELD_NUMBER: _ClassVar[int]
-    step: int
-    path: str
-    passed_over: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, step: _Optional[int] = ..., path: _Optional[str] = ..., passed_over: _Optional[_Iterable[str]] = ...) -> None: ...
-
 class Evaluation(_message.Message):
     __slots__ = ("step", "loss", "samples", "seconds", "time")
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -249,88 +179,6 @@ class Evaluation(_message.Message):
     seconds: float
     time: float
     def __init__(self, step: _Optional[int] = ..., loss: _Optional[float] = ..., samples: _Optional[int] = ..., seconds: _Optional[float] = ..., time: _Optional[float] = ...) -> None: ...
-
-class Measured(_message.Message):
-    __slots__ = ("attempt", "measurement", "problem")
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    MEASUREMENT_FIELD_NUMBER: _ClassVar[int]
-    PROBLEM_FIELD_NUMBER: _ClassVar[int]
-    attempt: int
-    measurement: str
-    problem: str
-    def __init__(self, attempt: _Optional[int] = ..., measurement: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
-
-class LinkMeasured(_message.Message):
-    __slots__ = ("attempt", "scope", "latency_s", "bytes_per_s", "problem")
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    SCOPE_FIELD_NUMBER: _ClassVar[int]
-    LATENCY_S_FIELD_NUMBER: _ClassVar[int]
-    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
-    PROBLEM_FIELD_NUMBER: _ClassVar[int]
-    attempt: int
-    scope: str
-    latency_s: float
-    bytes_per_s: float
-    problem: str
-    def __init__(self, attempt: _Optional[int] = ..., scope: _Optional[str] = ..., latency_s: _Optional[float] = ..., bytes_per_s: _Optional[float] = ..., problem: _Optional[str] = ...) -> None: ...
-
-class WorkerExited(_message.Message):
-    __slots__ = ("pid", "exit_code", "signal", "log_tail", "out_of_memory")
-    PID_FIELD_NUMBER: _ClassVar[int]
-    EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
-    SIGNAL_FIELD_NUMBER: _ClassVar[int]
-    LOG_TAIL_FIELD_NUMBER: _ClassVar[int]
-    OUT_OF_MEMORY_FIELD_NUMBER: _ClassVar[int]
-    pid: int
-    exit_code: int
-    signal: int
-    log_tail: str
-    out_of_memory: bool
-    def __init__(self, pid: _Optional[int] = ..., exit_code: _Optional[int] = ..., signal: _Optional[int] = ..., log_tail: _Optional[str] = ..., out_of_memory: _Optional[bool] = ...) -> None: ...
-
-class Hung(_message.Message):
-    __slots__ = ("reason", "seconds")
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_FIELD_NUMBER: _ClassVar[int]
-    reason: str
-    seconds: float
-    def __init__(self, reason: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
-
-class PhaseReached(_message.Message):
-    __slots__ = ("phase", "committed_step", "rolled_forward", "redo", "received_bytes", "salvaged_microbatches")
-    PHASE_FIELD_NUMBER: _ClassVar[int]
-    COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
-    ROLLED_FORWARD_FIELD_NUMBER: _ClassVar[int]
-    REDO_FIELD_NUMBER: _ClassVar[int]
-    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    SALVAGED_MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
-    phase: str
-    committed_step: int
-    rolled_forward: bool
-    redo: bool
-    received_bytes: int
-    salvaged_microbatches: int
-    def __init__(self, phase: _Optional[str] = ..., committed_step: _Optional[int] = ..., rolled_forward: _Optional[bool] = ..., redo: _Optional[bool] = ..., received_bytes: _Optional[int] = ..., salvaged_microbatches: _Optional[int] = ...) -> None: ...
-
-class PeerLost(_message.Message):
-    __slots__ = ("step", "detail", "unreached", "store_unreached")
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    DETAIL_FIELD_NUMBER: _ClassVar[int]
-    UNREACHED_FIELD_NUMBER: _ClassVar[int]
-    STORE_UNREACHED_FIELD_NUMBER: _ClassVar[int]
-    step: int
-    detail: str
-    unreached: _containers.RepeatedCompositeFieldContainer[WorkerId]
-    store_unreached: bool
-    def __init__(self, step: _Optional[int] = ..., detail: _Optional[str] = ..., unreached: _Optional[_Iterable[_Union[WorkerId, _Mapping]]] = ..., store_unreached: _Optional[bool] = ...) -> None: ...
-
-class WorkerFailed(_message.Message):
-    __slots__ = ("kind", "message")
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    kind: str
-    message: str
-    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Recorded(_message.Message):
     __slots__ = ("job_id", "slot", "recording")

@@ -22,13 +22,14 @@ from oobleck.proto.plans import (
     worker_message,
 )
 from oobleck.proto.records import (
+    evaluation_message,
     read_output,
     read_record,
     read_records,
     record_message,
     records_message,
 )
-from oobleck.proto.reports import evaluation_message, read_report, report_message
+from oobleck.proto.reports import read_report, report_bytes
 from oobleck.proto.status import (
     read_register,
     read_status,
@@ -62,7 +63,7 @@ __all__ = [
     "records_message",
     "register_message",
     "rendezvous_message",
-    "report_message",
+    "report_bytes",
     "serialise_plan",
     "status_message",
     "versions_message",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from oobleck.host.ipc.messages import StepRecord
+from oobleck.host.ipc.messages import EvaluationRecord, StepRecord
 from oobleck.planner.ids import Generation, JobId
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.checks import at_least, in_field, read_job_id, read_slot
@@ -45,6 +45,16 @@ def read_records(message: pb.StepRecords) -> tuple[JobId, tuple[StepRecord, ...]
     with in_field("records"):
         records = tuple(read_record(record) for record in message.records)
         return read_job_id(message.job_id), records
+
+
+def evaluation_message(record: EvaluationRecord) -> pb.Evaluation:
+    return pb.Evaluation(
+        step=record.step,
+        loss=record.loss,
+        samples=record.samples,
+        seconds=record.seconds,
+        time=record.time,
+    )
 
 
 def read_output(message: pb.LogLines) -> tuple[JobId, int, tuple[str, ...]]:

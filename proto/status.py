@@ -6,8 +6,8 @@ from oobleck.host.versions import Versions
 from oobleck.planner.ids import Generation, NodeName, check_name
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import assignment_message, read_assignment
+from oobleck.proto.bounds import MOST_SLOTS
 from oobleck.proto.checks import (
-    MOST_SLOTS,
     at_least,
     check_slot,
     in_field,
@@ -19,7 +19,14 @@ from oobleck.proto.checks import (
     shortened,
 )
 from oobleck.proto.plans import serialise_plan
-from oobleck.proto.types import Assignment, NodeFacts, NodeStatus, Registration, WorkerStatus
+from oobleck.proto.types import (
+    PROTOCOL,
+    Assignment,
+    NodeFacts,
+    NodeStatus,
+    Registration,
+    WorkerStatus,
+)
 
 
 def status_message(status: NodeStatus) -> pb.NodeStatus:
@@ -160,6 +167,8 @@ def read_register(message: pb.Register, incarnation: str) -> Registration:
             device_kind=message.device_kind,
             versions=read_versions(message.versions),
         )
+        if message.protocol != PROTOCOL:  # it is refused, and what else it says may be unreadable
+            return Registration(protocol=message.protocol, facts=facts, status=NodeStatus())
         status = read_status(message.status)
         for worker in status.workers:
             check_slot(worker.slot, facts.worker_slots)

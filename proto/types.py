@@ -6,25 +6,13 @@ protobuf.
 
 import msgspec
 
-from oobleck.host.ipc.messages import (
-    CheckpointSaved,
-    Evaluated,
-    Failed,
-    LinkMeasured,
-    Measure,
-    Measured,
-    PeerLost,
-    PhaseReached,
-    Rendezvous,
-    Restored,
-    SaveFailed,
-)
+from oobleck.host.ipc.messages import Measure, Rendezvous, Report
 from oobleck.host.versions import Versions
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.programs.plan import Plan
 
 #: Version of the words between agent and master; both must speak the same.
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,27 +106,16 @@ class Hung(msgspec.Struct, frozen=True, kw_only=True, tag="hung"):
     seconds: float
 
 
-#: Something that happened to one worker, once.
-Happening = (
-    WorkerExited
-    | Hung
-    | PhaseReached
-    | PeerLost
-    | Failed
-    | Measured
-    | LinkMeasured
-    | CheckpointSaved
-    | SaveFailed
-    | Restored
-    | Evaluated
-)
+#: Something that happened to one worker, once: what its agent saw, or what it said.
+Happening = WorkerExited | Hung | Report
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened to the process `incarnation`, which has or had that slot of the agent."""
+
     job_id: JobId
     slot: int
     incarnation: Incarnation
-    generation: Generation
     what: Happening
 
 

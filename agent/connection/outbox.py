@@ -120,7 +120,7 @@ class Outbox:
         A phase comes before the steps that follow it, the last step before the news that the
         worker has finished.
         """
-        found = [pb.AgentMessage(report=convert.report_message(report)) for report in self._reports]
+        found = [pb.AgentMessage(report=convert.report_bytes(report)) for report in self._reports]
         self._reports.clear()
         while records := self._records.due(now, first=self._has_rank_0):
             assert self._records.job_id is not None

@@ -7,22 +7,12 @@ import msgspec
 
 from oobleck.agent.state import NodeState
 from oobleck.agent.worker import NO_GENERATION, Worker
-from oobleck.host.ipc.messages import Evaluated, PeerLost, PhaseReached, Restored
 from oobleck.proto import types
 
 
 def report_of(worker: Worker, what: types.Happening) -> types.WorkerReport:
-    generation = worker.sent
-    if isinstance(what, PhaseReached | PeerLost | Restored):
-        generation = what.generation
-    if isinstance(what, Evaluated):
-        generation = what.record.generation
     return types.WorkerReport(
-        job_id=worker.job_id,
-        slot=worker.slot,
-        incarnation=worker.incarnation,
-        generation=generation,
-        what=what,
+        job_id=worker.job_id, slot=worker.slot, incarnation=worker.incarnation, what=what
     )
 
 

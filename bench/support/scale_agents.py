@@ -218,13 +218,7 @@ class Agent:
 
     def _report(self, what: PhaseReached | PeerLost) -> WorkerReport:
         assert self._job_id is not None
-        return WorkerReport(
-            job_id=self._job_id,
-            slot=0,
-            incarnation=self._worker,
-            generation=what.generation,
-            what=what,
-        )
+        return WorkerReport(job_id=self._job_id, slot=0, incarnation=self._worker, what=what)
 
     def _tell(self) -> None:
         self._beats += 1

@@ -342,22 +342,19 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True, tag="restored"):
     passed_over: tuple[str, ...] = ()
 
 
-FromWorker = (
-    Ready
-    | Alive
-    | Measured
+#: What the master is told of as it is.
+Report = (
+    Measured
     | LinkMeasured
     | PhaseReached
-    | Committed
     | CheckpointSaved
     | SaveFailed
     | Restored
     | Evaluated
     | PeerLost
     | Failed
-    | Finished
-    | Recorded
 )
+FromWorker = Report | Ready | Alive | Committed | Finished | Recorded
 
 
 # ---- agent to warm process and back

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from oobleck.master.clients.incoming import Incoming, Output, Records, event_of
+from oobleck.host.ipc.messages import Evaluated
+from oobleck.master.clients.incoming import Incoming, Output, Records
 from oobleck.master.clients.outbox import (
     SENDERS_S,
     Acknowledger,
@@ -26,6 +27,7 @@ from oobleck.master.events.reports import (
     StatusReceived,
     StreamClosed,
     StreamOpened,
+    WorkerReported,
 )
 from oobleck.master.inbox import Changes, Inbox
 from oobleck.master.rules.admission import Refusal, admit
@@ -151,13 +153,18 @@ class Sessions:
         match message:
             case NodeStatus():
                 ledger.observe(StatusReceived(node=session.node, status=message), arrived_at)
+            case WorkerReport(job_id=job_id, what=Evaluated(record=record)):
+                # All workers tell of it, and the first one's goes to the disk.
+                if archive.take_evaluation(job_id, record):
+                    ledger.observe(EvaluationReceived(job_id=job_id, record=record), arrived_at)
             case WorkerReport():
-                event = event_of(WorkerId(session.node, message.slot), message)
-                new = True
-                if isinstance(event, EvaluationReceived):
-                    new = archive.take_evaluation(event.job_id, event.record)
-                if new:
-                    ledger.observe(event, arrived_at)
+                reported = WorkerReported(
+                    worker=WorkerId(session.node, message.slot),
+                    job_id=message.job_id,
+                    incarnation=message.incarnation,
+                    what=message.what,
+                )
+                ledger.observe(reported, arrived_at)
             case Output():
                 worker = WorkerId(session.node, message.slot)
                 archive.take_output(message.job_id, worker, message.lines, ledger.unix())

@@ -2,24 +2,12 @@
 know what the events change.
 """
 
-from typing import Literal
-
 import msgspec
 
-from oobleck.host.ipc.messages import (
-    CheckpointSaved,
-    EvaluationRecord,
-    LinkMeasured,
-    Measured,
-    PeerLost,
-    PhaseReached,
-    Restored,
-    SaveFailed,
-    StepRecord,
-)
+from oobleck.host.ipc.messages import EvaluationRecord, StepRecord
 from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.profile.profile import Profile
-from oobleck.proto.types import Assignment, Hung, NodeStatus, WorkerExited
+from oobleck.proto.types import Assignment, Happening, NodeStatus
 
 
 class StreamOpened(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,56 +37,13 @@ class StatusReceived(msgspec.Struct, frozen=True, kw_only=True):
     status: NodeStatus
 
 
-class WorkerExitReported(msgspec.Struct, frozen=True, kw_only=True):
-    worker: WorkerId
-    job_id: JobId
-    incarnation: Incarnation
-    exited: WorkerExited
-
-
-class WorkerHungReported(msgspec.Struct, frozen=True, kw_only=True):
-    worker: WorkerId
-    job_id: JobId
-    incarnation: Incarnation
-    hung: Hung
-
-
-class PhaseReported(msgspec.Struct, frozen=True, kw_only=True):
-    worker: WorkerId
-    job_id: JobId
-    incarnation: Incarnation
-    phase: PhaseReached
-
-
-class PeerLostReported(msgspec.Struct, frozen=True, kw_only=True):
-    worker: WorkerId
-    job_id: JobId
-    incarnation: Incarnation
-    lost: PeerLost
-
-
-class WorkerFailedReported(msgspec.Struct, frozen=True, kw_only=True):
-    worker: WorkerId
-    job_id: JobId
-    incarnation: Incarnation
-    kind: Literal["user", "node", "internal"]
-    message: str
-
-
-class MeasurementReported(msgspec.Struct, frozen=True, kw_only=True):
-    worker: WorkerId
-    job_id: JobId
-    incarnation: Incarnation
-    measured: Measured | LinkMeasured
-
-
-class SaveReported(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's word on checkpoints; repeated with every session of its agent."""
+class WorkerReported(msgspec.Struct, frozen=True, kw_only=True):
+    """What happened to a worker's process. A new session of its agent may tell of it again."""
 
     worker: WorkerId
     job_id: JobId
     incarnation: Incarnation
-    what: CheckpointSaved | SaveFailed | Restored
+    what: Happening
 
 
 class ProfilesFound(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,15 +82,6 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
     cut: bool
 
 
-WorkerWord = (
-    WorkerExitReported
-    | WorkerHungReported
-    | PhaseReported
-    | PeerLostReported
-    | WorkerFailedReported
-    | MeasurementReported
-    | SaveReported
-)
 Observed = (
     StreamOpened
     | AgentRefused
@@ -156,5 +92,5 @@ Observed = (
     | RecordsWait
     | EvaluationReceived
     | Tick
-    | WorkerWord
+    | WorkerReported
 )

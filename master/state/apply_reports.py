@@ -3,21 +3,15 @@
 from oobleck.master.events.reports import (
     AgentRefused,
     EvaluationReceived,
-    MeasurementReported,
     Observed,
-    PeerLostReported,
-    PhaseReported,
     ProfilesFound,
     RecordsReceived,
     RecordsWait,
-    SaveReported,
     StatusReceived,
     StreamClosed,
     StreamOpened,
     Tick,
-    WorkerExitReported,
-    WorkerFailedReported,
-    WorkerHungReported,
+    WorkerReported,
 )
 from oobleck.master.state import evidence, progress, worker_reports
 from oobleck.master.state.cluster import ClusterState
@@ -53,15 +47,7 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
         case Tick():
             if event.late_s > _LATE_S:
                 _postpone(state, event, now)
-        case (
-            WorkerExitReported()
-            | WorkerHungReported()
-            | PhaseReported()
-            | PeerLostReported()
-            | WorkerFailedReported()
-            | MeasurementReported()
-            | SaveReported()
-        ):
+        case WorkerReported():
             return worker_reports.hear(state, event, now)
     return True
 
@@ -83,7 +69,7 @@ def _close(state: ClusterState, event: StreamClosed, now: float) -> bool:
         return False  # a newer stream has replaced it
     node.seen.session = None
     node.seen.closed_at = node.seen.cut_at = now
-    evidence.note(state, event, now)
+    evidence.note_closed(state, event, now)
     return True
 
 

@@ -7,14 +7,9 @@ and came back, or a peer's report without a loss, is of no incident.
 
 import msgspec
 
+from oobleck.host.ipc.messages import Failed, PeerLost
 from oobleck.master.events.nodes import Sighting
-from oobleck.master.events.reports import (
-    PeerLostReported,
-    StreamClosed,
-    WorkerExitReported,
-    WorkerFailedReported,
-    WorkerHungReported,
-)
+from oobleck.master.events.reports import StreamClosed, WorkerReported
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.incident import MOST_SIGHTINGS
 from oobleck.master.state.job import Job
@@ -28,34 +23,28 @@ _TAIL_LINES = 12
 _TAIL_WIDTH = 400
 
 
-def note(
-    state: ClusterState,
-    event: StreamClosed
-    | WorkerExitReported
-    | WorkerHungReported
-    | PeerLostReported
-    | WorkerFailedReported,
-    now: float,
-) -> None:
-    match event:
-        case StreamClosed():
-            if state.job is not None and state.job.has_member(event.node):
-                saw = "its agent's stream closed"
-                _keep(state.job, now, "stream", "master", event.node, saw)
-        case WorkerExitReported():
-            job = state.jobs[event.job_id]
-            of_plan = event.incarnation in job.processes().values() or job.made is None
+def note_closed(state: ClusterState, event: StreamClosed, now: float) -> None:
+    if state.job is not None and state.job.has_member(event.node):
+        _keep(state.job, now, "stream", "master", event.node, "its agent's stream closed")
+
+
+def note(state: ClusterState, event: WorkerReported, now: float) -> None:
+    """Keep it if it tells of a failure that the job has to do with."""
+    job, worker = state.jobs[event.job_id], str(event.worker)
+    of_plan = event.incarnation in job.processes().values() or job.made is None
+    match event.what:
+        case WorkerExited() as exited:
             if of_plan or _is_missed(job, event.worker):
-                _add(job, now, _exit(event.worker, event.exited))
-        case WorkerHungReported():
-            job = state.jobs[event.job_id]
-            if event.incarnation in job.processes().values() or job.made is None:
-                _add(job, now, of_hang(event.worker, event.hung))
-        case PeerLostReported():
-            _keep(state.jobs[event.job_id], now, "peer", str(event.worker), "", event.lost.detail)
-        case WorkerFailedReported():
-            job, worker = state.jobs[event.job_id], str(event.worker)
-            _keep(job, now, "worker", worker, worker, event.message)
+                _add(job, now, _exit(event.worker, exited))
+        case Hung() as hung:
+            if of_plan:
+                _add(job, now, of_hang(event.worker, hung))
+        case PeerLost(detail=detail):
+            _keep(job, now, "peer", worker, "", detail)
+        case Failed(message=message):
+            _keep(job, now, "worker", worker, worker, message)
+        case _:
+            pass
 
 
 def _is_missed(job: Job, worker: WorkerId) -> bool:

@@ -6,106 +6,119 @@ one has replaced changes nothing. Must not know what is decided by it.
 
 import msgspec
 
-from oobleck.host.ipc.messages import CheckpointSaved, Measured, PeerLost, Restored, SaveFailed
-from oobleck.master.events.reports import (
-    MeasurementReported,
-    PeerLostReported,
-    PhaseReported,
-    SaveReported,
-    WorkerExitReported,
-    WorkerFailedReported,
-    WorkerHungReported,
-    WorkerWord,
+from oobleck.host.ipc.messages import (
+    CheckpointSaved,
+    Evaluated,
+    Failed,
+    LinkMeasured,
+    Measured,
+    PeerLost,
+    PhaseReached,
+    Restored,
+    SaveFailed,
 )
+from oobleck.master.events.reports import WorkerReported
 from oobleck.master.state import evidence, unreachable
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
+from oobleck.master.state.job_observed import SaveReport
 from oobleck.master.state.progress import take_phase
+from oobleck.proto.types import Hung, WorkerExited
 
 
-def hear(state: ClusterState, event: WorkerWord, now: float) -> bool:
+def hear(state: ClusterState, event: WorkerReported, now: float) -> bool:
     """Returns whether anything changed that a decision could depend on."""
     job, counts = state.jobs[event.job_id], True
-    match event:
-        case WorkerExitReported():
-            counts = _hear_exit(state, job, event, now)
-        case WorkerHungReported():
-            counts = _hear_hang(state, job, event, now)
-        case WorkerFailedReported():
-            counts = _hear_failure(state, job, event, now)
-        case SaveReported():
-            return _hear_save(job, event, now)
-        case PhaseReported():
+    match event.what:
+        case WorkerExited() as exited:
+            counts = _hear_exit(state, job, event, exited, now)
+        case Hung() as hung:
+            counts = _hear_hang(state, job, event, hung, now)
+        case Failed() as failed:
+            counts = _hear_failure(state, job, event, failed, now)
+        case CheckpointSaved() | SaveFailed() | Restored() as save:
+            return _hear_save(job, event, save, now)
+        case PhaseReached() as reached:
             if not _is_stale(job, event):
-                take_phase(job, event.worker, event.phase, now)
-        case PeerLostReported():
-            _hear_peer_lost(state, job, event, now)
-        case MeasurementReported():
-            _take_measurement(job, event)
+                take_phase(job, event.worker, reached, now)
+        case PeerLost() as lost:
+            _hear_peer_lost(state, job, event, lost, now)
+        case Measured() | LinkMeasured() as measured:
+            _take_measurement(job, event, measured)
+        case Evaluated():
+            pass  # is an event of its own, once it is on disk
     if counts:
         state.nodes[event.worker.node].seen.hear(now)
     return counts
 
 
-def _hear_exit(state: ClusterState, job: Job, event: WorkerExitReported, now: float) -> bool:
+def _hear_exit(
+    state: ClusterState, job: Job, event: WorkerReported, exited: WorkerExited, now: float
+) -> bool:
     if event.incarnation in job.seen.exits:
         return False
     if _is_stale(job, event):
         if job.on_the_way:  # it may be what the way is the answer to
             evidence.note(state, event, now)
         return False
-    job.seen.exits[event.incarnation] = event.exited
+    job.seen.exits[event.incarnation] = exited
     evidence.note(state, event, now)
     if job.counts_on(event.incarnation):
-        job.seen.deaths.setdefault(event.worker, []).append(event.exited)
+        job.seen.deaths.setdefault(event.worker, []).append(exited)
     elif event.incarnation in job.processes().values():
-        job.seen.stillborn.setdefault(event.worker.node, []).append(event.exited)
+        job.seen.stillborn.setdefault(event.worker.node, []).append(exited)
     return True
 
 
-def _hear_hang(state: ClusterState, job: Job, event: WorkerHungReported, now: float) -> bool:
+def _hear_hang(
+    state: ClusterState, job: Job, event: WorkerReported, hung: Hung, now: float
+) -> bool:
     if job.seen.is_gone(event.incarnation) or _is_stale(job, event):
         return False
-    job.seen.hung[event.incarnation] = event.hung
+    job.seen.hung[event.incarnation] = hung
     evidence.note(state, event, now)
     return True
 
 
-def _hear_failure(state: ClusterState, job: Job, event: WorkerFailedReported, now: float) -> bool:
+def _hear_failure(
+    state: ClusterState, job: Job, event: WorkerReported, failed: Failed, now: float
+) -> bool:
     if _is_stale(job, event):
         return False
     evidence.note(state, event, now)
     counts = job.counts_on(event.incarnation)
     if not counts and not job.goes_back(event.incarnation):
-        job.seen.unfit.setdefault(event.worker.node, event.message)
-    elif event.kind == "internal":
-        job.seen.complaints[event.worker] = event.message
-    elif event.kind == "node" or not counts:
-        job.seen.ailing.setdefault(event.worker.node, (now, event.message))
+        job.seen.unfit.setdefault(event.worker.node, failed.message)
+    elif failed.kind == "internal":
+        job.seen.complaints[event.worker] = failed.message
+    elif failed.kind == "node" or not counts:
+        job.seen.ailing.setdefault(event.worker.node, (now, failed.message))
     elif job.seen.failure is None:
-        job.seen.failure = event.message
+        job.seen.failure = failed.message
     return True
 
 
-def _hear_save(job: Job, event: SaveReported, now: float) -> bool:
+def _hear_save(job: Job, event: WorkerReported, what: SaveReport, now: float) -> bool:
     if _is_stale(job, event):
         return False
-    if isinstance(event.what, SaveFailed):
+    if isinstance(what, SaveFailed):
         job.seen.progressed_at = now  # it is tried again and again
-    if job.knows(event.what) or event.what in job.seen.save_reports:
+    if job.knows(what) or what in job.seen.save_reports:
         return False
-    job.seen.save_reports = (*job.seen.save_reports, event.what)
+    job.seen.save_reports = (*job.seen.save_reports, what)
     return True
 
 
-def _hear_peer_lost(state: ClusterState, job: Job, event: PeerLostReported, now: float) -> None:
+def _hear_peer_lost(
+    state: ClusterState, job: Job, event: WorkerReported, lost: PeerLost, now: float
+) -> None:
     # Workers may still be in an older generation than a plan for a step boundary.
-    in_time = job.abrupt <= event.lost.generation <= job.generation
+    in_time = job.abrupt <= lost.generation <= job.generation
     if in_time and not _is_stale(job, event):
-        at, first = job.seen.peers_lost.setdefault(event.worker, (now, event.lost))
-        if first.generation == event.lost.generation:
-            job.seen.peers_lost[event.worker] = at, _with_more(first, event.lost)
-        unreachable.note(state, job, event.worker, event.lost)
+        at, first = job.seen.peers_lost.setdefault(event.worker, (now, lost))
+        if first.generation == lost.generation:
+            job.seen.peers_lost[event.worker] = at, _with_more(first, lost)
+        unreachable.note(state, job, event.worker, lost)
         evidence.note(state, event, now)
 
 
@@ -118,9 +131,9 @@ def _with_more(first: PeerLost, then: PeerLost) -> PeerLost:
     )
 
 
-def _take_measurement(job: Job, event: MeasurementReported) -> None:
+def _take_measurement(job: Job, event: WorkerReported, found: Measured | LinkMeasured) -> None:
     """Only what the newest attempt asked for counts."""
-    measuring, found = job.measuring, event.measured
+    measuring = job.measuring
     if measuring is None or found.attempt != measuring.wish.attempt:
         return
     if (event.worker, event.incarnation) not in measuring.workers:
@@ -131,20 +144,13 @@ def _take_measurement(job: Job, event: MeasurementReported) -> None:
         job.seen.links_measured[found.scope] = found
 
 
-def _is_stale(
-    job: Job,
-    event: WorkerExitReported
-    | WorkerHungReported
-    | PhaseReported
-    | PeerLostReported
-    | WorkerFailedReported
-    | SaveReported,
-) -> bool:
-    """Whether it is of a process that another one has replaced, and tells nothing that still
-    counts: a checkpoint that is newer than all known ones does, and an answer that is due."""
+def _is_stale(job: Job, event: WorkerReported) -> bool:
+    """Whether another process has replaced the one that it is of, and it tells nothing that still
+    counts. A checkpoint that is newer than all known ones counts, and so does the answer to a wish
+    that has none."""
     if not job.is_replaced(event.worker, event.incarnation):
         return False
-    if isinstance(event, SaveReported) and not isinstance(event.what, Restored):
+    if isinstance(event.what, CheckpointSaved | SaveFailed):
         due = event.what.request > job.save_answered
         newest = 0 if job.checkpoint is None else job.checkpoint.step
         newer = isinstance(event.what, CheckpointSaved) and event.what.step > newest

@@ -20,13 +20,23 @@ import psutil
 import pytest
 
 from oobleck.host.detection import Detection
-from oobleck.host.ipc.messages import LinkMeasured, Measure, Meeting, Rendezvous
+from oobleck.host.ipc.messages import (
+    Failed,
+    LinkMeasured,
+    Measure,
+    Measured,
+    Meeting,
+    PeerLost,
+    PhaseReached,
+    Rendezvous,
+)
 from oobleck.host.system.process import end_signals
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.profile.measurement import LinkMeasurement
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import convert
 from oobleck.proto.detection import keepalive_options
+from oobleck.proto.types import Hung, WorkerExited
 from support.folders import SUPPORT
 from support.scripted_master import QUICK, ScriptedMaster, Stream, job, plan
 from support.waiting import PATIENCE_S, all_gone, until
@@ -114,12 +124,12 @@ async def test_a_job_from_assignment_to_its_end() -> None:
         )
         await stream.workers(lambda ws: len(ws) == 2 and all(w.finished for w in ws))
         assert stream.steps() == [1, 2, 3, 4, 5], "rank 0 is here: each record once, in order"
-        assert sorted(report.phase.phase for report in stream.reports("phase")) == sorted(
+        assert sorted(report.what.phase for report in stream.reports(PhaseReached)) == sorted(
             ["aborted", "joined", "transferred"] * 2
         )
         await stream.assign(version=3)
-        await stream.until(lambda m: len(stream.reports("exited")) == 2)
-        assert all(report.exited.exit_code == 0 for report in stream.reports("exited"))
+        await stream.until(lambda m: len(stream.reports(WorkerExited)) == 2)
+        assert all(report.what.exit_code == 0 for report in stream.reports(WorkerExited))
 
 
 @scenario
@@ -131,10 +141,10 @@ async def test_a_killed_worker_is_reported_and_replaced() -> None:
         (second,) = await stream.workers(
             lambda ws: len(ws) == 1 and ws[0].incarnation != first.incarnation and ws[0].store != ""
         )
-        (report,) = stream.reports("exited")
+        (report,) = stream.reports(WorkerExited)
         assert report.incarnation == first.incarnation
-        assert report.exited.signal == signal.SIGKILL
-        assert report.exited.log_tail == "worker n1/0 faults=2"
+        assert report.what.signal == signal.SIGKILL
+        assert report.what.log_tail == "worker n1/0 faults=2"
         assert second.pid != first.pid
 
 
@@ -155,39 +165,39 @@ async def test_a_plan_for_the_process_that_died_does_not_reach_its_replacement()
                 placement=plan(generation, "n1"),
                 incarnations=(incarnation,),
             )
-        await stream.until(lambda m: len(stream.reports("phase")) == 3)
-        assert {report.generation for report in stream.reports("phase")} == {2}
+        await stream.until(lambda m: len(stream.reports(PhaseReached)) == 3)
+        assert {report.what.generation for report in stream.reports(PhaseReached)} == {2}
 
 
 @scenario
 async def test_a_worker_that_fails_is_reported_in_its_words_and_not_replaced() -> None:
     async with cluster() as (_, _, stream):
         await stream.assign("fails-1", job("fails"))
-        await stream.until(lambda m: len(stream.reports("exited")) == 1)
-        (failed,) = stream.reports("failed")
-        assert (failed.failed.kind, failed.failed.message) == ("user", "the data is missing")
-        assert stream.reports("exited")[0].exited.exit_code == 3
+        await stream.until(lambda m: len(stream.reports(WorkerExited)) == 1)
+        (failed,) = stream.reports(Failed)
+        assert (failed.what.kind, failed.what.message) == ("user", "the data is missing")
+        assert stream.reports(WorkerExited)[0].what.exit_code == 3
         before = len(stream.heard)
         await stream.until(lambda m: sum(m.HasField("status") for m in stream.heard[before:]) >= 3)
-        assert len(stream.reports("exited")) == 1
+        assert len(stream.reports(WorkerExited)) == 1
 
 
 @scenario
 async def test_why_a_slot_stays_empty_is_told_again_to_a_master_that_came_back() -> None:
     async with cluster() as (master, _, stream):
         await stream.assign("ails-1", job("ails"))
-        await stream.until(lambda m: len(stream.reports("exited")) == 1)
-        (failed,) = stream.reports("failed")
+        await stream.until(lambda m: len(stream.reports(WorkerExited)) == 1)
+        (failed,) = stream.reports(Failed)
         again = await master.restart()
-        await again.until(lambda m: again.reports("failed") == [failed])
+        await again.until(lambda m: again.reports(Failed) == [failed])
 
 
 @scenario
 async def test_a_worker_that_keeps_quitting_is_not_forked_in_a_tight_loop() -> None:
     async with cluster() as (_, agent, stream):
         await stream.assign("quits-1", job("quits"))
-        await stream.until(lambda m: len(stream.reports("exited")) == 4)
-        tail = stream.reports("exited")[0].exited.log_tail.split("\n")
+        await stream.until(lambda m: len(stream.reports(WorkerExited)) == 4)
+        tail = stream.reports(WorkerExited)[0].what.log_tail.split("\n")
         assert tail == [f"line {n}" for n in range(10, 30)]
         agent.process.send_signal(signal.SIGINT)
         assert await agent.ended() == 0
@@ -212,7 +222,7 @@ async def test_the_warm_process_dies_and_all_is_built_up_again() -> None:
                 and not {w.pid for w in ws} & {w.pid for w in before}
             )
         )
-        assert {report.exited.signal for report in stream.reports("exited")} == {signal.SIGKILL}
+        assert {report.what.signal for report in stream.reports(WorkerExited)} == {signal.SIGKILL}
         assert len(after) == 2
 
 
@@ -266,15 +276,14 @@ async def test_what_was_measured_is_told_and_told_again_to_a_master_that_came_ba
             rendezvous=Rendezvous(store="127.0.0.1:20000", prefix="p"),
         )
         await stream.assign("demo-1", job("demo"), measure=Measure(attempt=1, meetings=(meeting,)))
-        await stream.until(lambda m: len(stream.reports("link_measured")) == 1)
+        await stream.until(lambda m: len(stream.reports(LinkMeasured)) == 1)
         again = await master.restart()
-        await again.until(lambda m: len(again.reports("link_measured")) == 1)
+        await again.until(lambda m: len(again.reports(LinkMeasured)) == 1)
         for heard in (stream, again):
-            (measured,) = heard.reports("measured")
-            (link,) = heard.reports("link_measured")
-            assert (measured.measured.attempt, measured.measured.problem) == (1, "no torch")
-            assert link.link_measured.bytes_per_s == 1e9
-            assert convert.read_report(link).what == LinkMeasured(
+            (measured,) = heard.reports(Measured)
+            (link,) = heard.reports(LinkMeasured)
+            assert (measured.what.attempt, measured.what.problem) == (1, "no torch")
+            assert link.what == LinkMeasured(
                 attempt=1,
                 scope="inter_node",
                 link=LinkMeasurement(scope="inter_node", latency_s=0.001, bytes_per_s=1e9),
@@ -289,9 +298,9 @@ async def test_a_loss_is_told_again_to_a_master_that_came_back() -> None:
         await stream.assign(
             "loses-1", job("loses"), placement=plan(1, "n1"), incarnations=(worker.incarnation,)
         )
-        await stream.until(lambda m: len(stream.reports("peer_lost")) == 1)
+        await stream.until(lambda m: len(stream.reports(PeerLost)) == 1)
         again = await master.restart()
-        await again.until(lambda m: len(again.reports("peer_lost")) == 1)
+        await again.until(lambda m: len(again.reports(PeerLost)) == 1)
 
 
 @scenario
@@ -301,10 +310,10 @@ async def test_how_a_worker_ended_is_told_again_until_one_after_it_has_committed
         await stream.assign("demo-1", job("demo"))
         (first,) = await stream.ready()
         os.kill(first.pid, signal.SIGKILL)
-        await stream.until(lambda m: len(stream.reports("exited")) == 1)
+        await stream.until(lambda m: len(stream.reports(WorkerExited)) == 1)
         again = await master.restart()
-        await again.until(lambda m: len(again.reports("exited")) == 1)
-        assert again.reports("exited") == stream.reports("exited")
+        await again.until(lambda m: len(again.reports(WorkerExited)) == 1)
+        assert again.reports(WorkerExited) == stream.reports(WorkerExited)
         (second,) = await again.ready()
         await again.assign(
             "demo-1", job("demo"), placement=plan(1, "n1"), incarnations=(second.incarnation,)
@@ -312,7 +321,7 @@ async def test_how_a_worker_ended_is_told_again_until_one_after_it_has_committed
         await again.until(lambda m: again.steps())
         last = await master.restart()
         await last.until(lambda m: last.steps())
-        assert not last.reports("exited")
+        assert not last.reports(WorkerExited)
 
 
 @scenario
@@ -344,7 +353,7 @@ def test_a_fork_that_fails_is_tried_again_and_costs_no_other_worker(
             await stream.assign("demo-1", job("demo"))
             await stream.ready(2)
             assert warm.is_running()
-            assert stream.reports("exited") == []
+            assert stream.reports(WorkerExited) == []
 
     asyncio.run(body())
 
@@ -489,7 +498,7 @@ async def test_sigint_is_told_to_the_master_before_anything_else() -> None:
         assert not told.status.workers
         before = stream.heard[: stream.heard.index(told)]
         assert not any(m.HasField("report") and m.report.HasField("exited") for m in before)
-        await stream.until(lambda m: len(stream.reports("exited")) == 2)
+        await stream.until(lambda m: len(stream.reports(WorkerExited)) == 2)
         assert await agent.ended() == 0
 
 
@@ -519,11 +528,11 @@ async def test_a_worker_that_gives_no_sign_of_life_is_given_up_and_replaced() ->
     async with cluster(detection=WATCHFUL) as (_, _, stream):
         await stream.assign("demo-1", job("mute"))
         (first,) = await stream.ready()
-        await stream.until(lambda m: bool(stream.reports("exited")))
-        (hung,) = stream.reports("hung")
+        await stream.until(lambda m: bool(stream.reports(WorkerExited)))
+        (hung,) = stream.reports(Hung)
         assert hung.incarnation == first.incarnation
-        assert re.fullmatch(r"the process does not answer for \d+ s", hung.hung.reason)
-        assert stream.reports("exited")[0].exited.signal == signal.SIGKILL
+        assert re.fullmatch(r"the process does not answer for \d+ s", hung.what.reason)
+        assert stream.reports(WorkerExited)[0].what.signal == signal.SIGKILL
         await stream.workers(lambda ws: len(ws) == 1 and ws[0].incarnation != first.incarnation)
 
 
@@ -543,7 +552,7 @@ async def test_an_agent_that_was_paused_itself_blames_no_worker() -> None:
                 streams.append(await master.next_session())
                 await streams[-1].welcome(WATCHFUL)
             await asyncio.sleep(0.02)
-        assert [r for s in streams for kind in ("hung", "exited") for r in s.reports(kind)] == []
+        assert [r for s in streams for kind in (Hung, WorkerExited) for r in s.reports(kind)] == []
         statuses = [
             convert.read_status(m.status) for m in streams[-1].heard if m.HasField("status")
         ]

@@ -2,13 +2,32 @@
 again without those before it."""
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import Any
 
+import msgspec
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from oobleck.host.ipc.messages import (
+    CheckpointSaved,
+    Evaluated,
+    EvaluationRecord,
+    Failed,
+    LinkMeasured,
+    Measured,
+    PeerLost,
+    PhaseReached,
+    Restored,
+    SaveFailed,
+)
+from oobleck.planner.ids import Generation, Incarnation, JobId
+from oobleck.planner.profile.measurement import LinkMeasurement
 from oobleck.proto import control_pb2 as pb
+from oobleck.proto.types import PROTOCOL, Happening, Hung, WorkerExited, WorkerReport
+from support.scenario import measurement
 
 #: Numbers at which code breaks.
 WHOLE = (0, 1, 2, 3, 7, 255, 1023, 1024, 65_536, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1)
@@ -157,10 +176,7 @@ def agent_message(random: Random, incarnation: str) -> pb.AgentMessage:
                 beats=step,
             )
         case "report":
-            report = message.report
-            report.job_id, report.slot, report.generation = job, slot, generation
-            report.incarnation = worker
-            report.MergeFrom(random.choice(HAPPENINGS))
+            message.report = report_bytes(random, job, slot, generation, worker)
         case "records":
             message.records.job_id = job
             for number in range(random.choice((1, 1, 3))):
@@ -185,34 +201,66 @@ def _clock(message: pb.AgentMessage, job: str, slot: int) -> None:
     message.clock.boot = "boot"
 
 
-HAPPENINGS = (
-    pb.WorkerReport(exited=pb.WorkerExited(pid=77, signal=9, log_tail="bye")),
-    pb.WorkerReport(exited=pb.WorkerExited(pid=77, exit_code=1)),
-    pb.WorkerReport(hung=pb.Hung(reason="no sign of life", seconds=10.0)),
-    pb.WorkerReport(phase=pb.PhaseReached(phase="aborted", committed_step=1)),
-    pb.WorkerReport(phase=pb.PhaseReached(phase="joined", committed_step=1)),
-    pb.WorkerReport(phase=pb.PhaseReached(phase="transferred", received_bytes=9)),
-    pb.WorkerReport(peer_lost=pb.PeerLost(step=1, detail="closed")),
-    pb.WorkerReport(failed=pb.WorkerFailed(kind="internal", message="oops")),
-    pb.WorkerReport(measured=pb.Measured(attempt=1, problem="none")),
-    pb.WorkerReport(measured=pb.Measured(attempt=1, measurement='{"layers":[]}')),
-    pb.WorkerReport(
-        link_measured=pb.LinkMeasured(
-            attempt=1, scope="inter_node", latency_s=1e-4, bytes_per_s=1e9
+_ONE = Generation(1)
+_LINK = LinkMeasurement(scope="inter_node", latency_s=1e-4, bytes_per_s=1e9)
+HAPPENINGS: tuple[Happening, ...] = (
+    WorkerExited(pid=77, exit_code=None, signal=9, log_tail="bye"),
+    WorkerExited(pid=77, exit_code=1, signal=None),
+    Hung(reason="no sign of life", seconds=10.0),
+    PhaseReached(generation=_ONE, phase="aborted", committed_step=1),
+    PhaseReached(generation=_ONE, phase="joined", committed_step=1),
+    PhaseReached(generation=_ONE, phase="transferred", received_bytes=9),
+    PeerLost(generation=_ONE, step=1, detail="closed"),
+    Failed(kind="internal", message="oops"),
+    Measured(attempt=1, measurement=None, problem="none"),
+    Measured(attempt=1, measurement=measurement(0.1)),
+    LinkMeasured(attempt=1, scope="inter_node", link=_LINK),
+    CheckpointSaved(step=1, path="/tmp/c", bytes=9, seconds=0.1),
+    SaveFailed(what="output", step=1, reason="disk"),
+    Restored(generation=_ONE, step=1, path="/tmp/c", passed_over=("/tmp/d",)),
+    Evaluated(
+        record=EvaluationRecord(
+            step=1, loss=2.0, samples=4, generation=_ONE, seconds=0.1, time=1.7e9
         )
     ),
-    pb.WorkerReport(checkpoint_saved=pb.CheckpointSaved(step=1, path="/tmp/c", bytes=9)),
-    pb.WorkerReport(save_failed=pb.SaveFailed(what="output", step=1, reason="disk")),
-    pb.WorkerReport(restored=pb.Restored(step=1, path="/tmp/c", passed_over=["/tmp/d"])),
-    pb.WorkerReport(evaluated=pb.Evaluation(step=1, loss=2.0, samples=4)),
 )
+
+
+def report_bytes(random: Random, job: str, slot: int, generation: int, worker: str) -> bytes:
+    """A report packed, of which one value may be something else."""
+    values = msgspec.to_builtins(
+        WorkerReport(
+            job_id=JobId(job),
+            slot=slot,
+            incarnation=Incarnation(worker),
+            what=random.choice(HAPPENINGS),
+        )
+    )
+    if "generation" in values["what"]:
+        values["what"]["generation"] = generation
+    if random.random() < 0.5:
+        change_value(random, values)
+    return zlib.compress(msgspec.json.encode(values))
+
+
+def change_value(random: Random, values: dict[str, Any]) -> None:
+    """Put something else into one place, anywhere below."""
+    name = random.choice(sorted(values))
+    below = values[name]
+    if isinstance(below, dict) and below and random.random() < 0.8:
+        change_value(random, below)
+    elif random.random() < 0.1:
+        del values[name]
+    else:
+        wrong = (*TEXTS, *WHOLE, *(-number for number in WHOLE), *REAL, None, True, [], [below], {})
+        values[name] = random.choice(wrong)
 
 
 def register(random: Random, name: str, incarnation: str) -> pb.AgentMessage:
     return pb.AgentMessage(
         incarnation=incarnation,
         register=pb.Register(
-            protocol=1,
+            protocol=PROTOCOL,
             node=name,
             hostname="fuzz",
             address="127.0.0.1",

@@ -144,7 +144,7 @@ class Drill:
                 return True
             for agent in agents:
                 if agent.welcome is not None and agent.ended is None:
-                    agent.report(1, Evaluated(record=found))
+                    agent.report(Evaluated(record=found))
             return False
 
         await self.until(stored)

@@ -131,7 +131,7 @@ def test_what_an_agent_tells_of_no_job_of_ours_is_written_nowhere(
         await agent.connect(running.address)
         agent.send(**body)
         # It is handled in order: once a later wrong one has ended the session, this is done.
-        agent.send(report=pb.WorkerReport())
+        agent.send(report=b"")
         await agent.until(lambda: agent.ended)
         await agent.disconnect()
 

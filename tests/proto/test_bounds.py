@@ -1,16 +1,24 @@
 """Every field of every message that a client may send has a bound."""
 
 import math
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.proto import bounds
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.convert import read_serialised_plan
+from oobleck.proto.reports import read_report, report_bytes
+from oobleck.proto.types import Hung, WorkerReport
 
 WHOLE = (
     FieldDescriptor.CPPTYPE_INT32,
@@ -83,8 +91,82 @@ def test_only_known_kinds_of_fields_come_in() -> None:
     kinds = {field.cpp_type for field in FIELDS}
     text, message = FieldDescriptor.CPPTYPE_STRING, FieldDescriptor.CPPTYPE_MESSAGE
     assert kinds <= {*WHOLE, *REAL, text, message, FieldDescriptor.CPPTYPE_BOOL}
-    serialised = {str(f.full_name) for f in FIELDS if f.type == FieldDescriptor.TYPE_BYTES}
-    assert serialised == {"oobleck.Assignment.plan"}
+    packed = {str(f.full_name) for f in FIELDS if f.type == FieldDescriptor.TYPE_BYTES}
+    assert packed == {"oobleck.Assignment.plan", "oobleck.AgentMessage.report"}
+
+
+def fields_below(kind: Any) -> Iterator[tuple[type, str, Any]]:
+    """The fields of a Struct or dataclass and of all that stand in it, with their types."""
+    if msgspec.inspect.is_struct_type(kind) or is_dataclass(kind):
+        for name, inner in get_type_hints(kind).items():
+            if not name.startswith("_"):
+                yield kind, name, inner
+                yield from fields_below(inner)
+    for inner in get_args(kind):
+        yield from fields_below(inner)
+
+
+PACKED = list(fields_below(WorkerReport))
+
+
+def wrong_values(kind: Any) -> list[object]:
+    """What no cluster sends, of each type that the field may have."""
+    kind = getattr(kind, "__supertype__", kind)
+    if get_origin(kind) in (UnionType, Union):
+        return [value for one in get_args(kind) for value in wrong_values(one)]
+    if get_origin(kind) is tuple:
+        wrong_items = [value for one in get_args(kind) for value in wrong_values(one)]
+        return [("x",) * 5000, *((value,) for value in wrong_items)]
+    if get_origin(kind) is Mapping:
+        return [dict.fromkeys(range(5000), 1)]
+    wrong: dict[object, list[object]] = {
+        int: [1 << 63],
+        float: [math.nan, math.inf, -math.inf],
+        str: ["x" * ((64 << 10) + 1)],
+        WorkerId: [WorkerId(NodeName("../n"), 0), WorkerId(NodeName("n1"), 1024)],
+    }
+    return wrong.get(kind, [])
+
+
+def test_nor_does_one_that_is_packed() -> None:
+    """Whatever is put into any field of a report."""
+    tried = set()
+    for kind, name, hint in PACKED:
+        for value in wrong_values(hint):
+            tried.add(type(value))
+            with pytest.raises(ValueError, match=r"^(\w+: |node name)"):
+                bounds._check(kind.__name__, name, value)
+    assert tried == {int, float, str, tuple, dict}
+    assert any(get_args(hint)[:1] == (WorkerId,) for _, _, hint in PACKED)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "cut off"),
+        (b"no", "not compressed"),
+        (zlib.compress(b"{}")[:-1], "cut off"),
+        (zlib.compress(bytes((16 << 20) + 1)), "more than"),
+        (zlib.compress(b"[" * 100_000), "not a valid WorkerReport"),
+        (zlib.compress(b"{}"), "not a valid WorkerReport"),
+    ],
+)
+def test_what_is_no_report_is_told(data: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"^report: .*{reason}"):
+        read_report(data)
+
+
+def test_a_report_is_of_a_job_a_slot_and_a_process() -> None:
+    right = WorkerReport(
+        job_id=JobId("demo-1"),
+        slot=1023,
+        incarnation=Incarnation("abcd"),
+        what=Hung(reason="stopped", seconds=1.0),
+    )
+    assert read_report(report_bytes(right)) == right
+    for wrong in ({"job_id": "Demo 1"}, {"slot": 1024}, {"slot": -1}, {"incarnation": "x"}):
+        with pytest.raises(ValueError, match=r"^report: (job_id|slot|incarnation): "):
+            read_report(report_bytes(msgspec.structs.replace(right, **wrong)))
 
 
 def test_what_is_serialised_in_a_message_has_bounds_too() -> None:
@@ -96,7 +178,9 @@ def test_what_is_serialised_in_a_message_has_bounds_too() -> None:
 
 @pytest.mark.parametrize("table", [bounds._TEXTS, bounds._LINES, bounds._LISTS, bounds._SIGNED])
 def test_the_tables_name_fields_that_there_are(table: object) -> None:
-    assert set(table) <= {str(field.full_name) for field in FIELDS}  # type: ignore[call-overload]
+    names = {f"{field.containing_type.name}.{field.name}" for field in FIELDS}
+    names |= {f"{kind.__name__}.{name}" for kind, name, _ in PACKED}
+    assert set(table) <= names  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("value", ["a\nb", "\x1b[2J", "a\0", "\u202e"])

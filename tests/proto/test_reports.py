@@ -4,8 +4,10 @@ import pytest
 
 from oobleck.host.ipc.messages import Failed, LinkMeasured, Measured, PeerLost, Restored, SaveFailed
 from oobleck.planner.ids import Generation, Incarnation, JobId
+from oobleck.proto import control_pb2 as pb
 from oobleck.proto import convert
 from oobleck.proto.bounds import check_bounds
+from oobleck.proto.reports import read_report, report_bytes
 from oobleck.proto.types import Happening, Hung, NodeStatus, WorkerExited, WorkerReport
 
 #: Some libraries put a whole batch into the text of an exception.
@@ -30,12 +32,11 @@ def test_a_report_of_any_length_gets_through(what: Happening) -> None:
         job_id=JobId("demo-1"),
         slot=0,
         incarnation=Incarnation("abcd"),
-        generation=GENERATION,
         what=what,
     )
-    message = convert.report_message(report)
+    message = pb.AgentMessage(report=report_bytes(report))
     check_bounds(message)
-    assert "the end" in str(convert.read_report(message).what)
+    assert "the end" in str(read_report(message.report).what)
 
 
 def test_so_does_the_trouble_of_a_node() -> None:

@@ -1,7 +1,7 @@
 """What is stale changes nothing, whichever message: of another start of an agent, of a session that
 a newer one has replaced, or of a worker process that the newest plan does not count on any more.
 
-The messages are walked from the protocol's descriptors, so a new one cannot be forgotten.
+The messages are walked from the protocol's types, so that none can be forgotten.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import grpc
 import pytest
@@ -17,9 +17,23 @@ from simulation.drill import TIMING
 from simulation.network import Stream
 from simulation.world import World
 
+from oobleck.host.ipc.messages import (
+    CheckpointSaved,
+    Evaluated,
+    EvaluationRecord,
+    Failed,
+    LinkMeasured,
+    Measured,
+    PeerLost,
+    PhaseReached,
+    Restored,
+    SaveFailed,
+)
 from oobleck.master.state.cluster import ClusterState
-from oobleck.planner.ids import NodeName
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.proto import control_pb2 as pb
+from oobleck.proto.reports import report_bytes
+from oobleck.proto.types import Happening, Hung, WorkerExited, WorkerReport
 from support.scenario import copied, job_spec
 
 JOB = "demo-1"
@@ -27,31 +41,34 @@ _BROKEN = (grpc.StatusCode.UNAVAILABLE, "Socket closed")
 NODES = ("n1", "n2", "n3", "n4")
 
 #: One of each report, as bad as can be for a job that it is not about any more.
-REPORTS: dict[str, dict[str, Any]] = {
-    "exited": {"exited": pb.WorkerExited(pid=1, signal=9)},
-    "hung": {"hung": pb.Hung(reason="stopped", seconds=9.0)},
-    "phase": {"phase": pb.PhaseReached(phase="transferred", received_bytes=1)},
-    "peer_lost": {"peer_lost": pb.PeerLost(step=1, detail="connection closed by peer")},
-    "failed": {"failed": pb.WorkerFailed(kind="user", message="out of memory")},
-    "measured": {"measured": pb.Measured(attempt=1, problem="it failed")},
-    "link_measured": {
-        "link_measured": pb.LinkMeasured(attempt=1, scope="inter_node", problem="it failed")
-    },
-    "checkpoint_saved": {
-        "checkpoint_saved": pb.CheckpointSaved(step=1, path="/saved/1", bytes=1, seconds=0.1)
-    },
-    "save_failed": {"save_failed": pb.SaveFailed(what="checkpoint", step=1, reason="disk full")},
-    "restored": {"restored": pb.Restored(step=1, path="/saved/1")},
-    "evaluated": {"evaluated": pb.Evaluation(step=1, loss=1.0, samples=8, seconds=0.1, time=1.0)},
-}
+ONE = Generation(1)
+REPORTS: tuple[Happening, ...] = (
+    WorkerExited(pid=1, exit_code=None, signal=9),
+    Hung(reason="stopped", seconds=9.0),
+    PhaseReached(generation=ONE, phase="transferred", received_bytes=1),
+    PeerLost(generation=ONE, step=1, detail="connection closed by peer"),
+    Failed(kind="user", message="out of memory"),
+    Measured(attempt=1, measurement=None, problem="it failed"),
+    LinkMeasured(attempt=1, scope="inter_node", link=None, problem="it failed"),
+    CheckpointSaved(step=1, path="/saved/1", bytes=1, seconds=0.1),
+    SaveFailed(what="checkpoint", step=1, reason="disk full"),
+    Restored(generation=ONE, step=1, path="/saved/1"),
+    Evaluated(
+        record=EvaluationRecord(step=1, loss=1.0, samples=8, generation=ONE, seconds=0.1, time=1.0)
+    ),
+)
 
 
-def reports(incarnation: str, generation: int) -> Iterator[tuple[str, pb.AgentMessage]]:
-    for name, what in REPORTS.items():
-        report = pb.WorkerReport(
-            job_id=JOB, slot=0, incarnation=incarnation, generation=generation, **what
+def tag_of(what: Happening) -> str:
+    return str(what.__struct_config__.tag)
+
+
+def reports(incarnation: str) -> Iterator[tuple[str, pb.AgentMessage]]:
+    for what in REPORTS:
+        report = WorkerReport(
+            job_id=JobId(JOB), slot=0, incarnation=Incarnation(incarnation), what=what
         )
-        yield name, pb.AgentMessage(report=report)
+        yield tag_of(what), pb.AgentMessage(report=report_bytes(report))
 
 
 def messages() -> dict[str, pb.AgentMessage]:
@@ -63,7 +80,7 @@ def messages() -> dict[str, pb.AgentMessage]:
     return {
         "register": pb.AgentMessage(register=pb.Register(node="n1")),
         "status": pb.AgentMessage(status=pb.NodeStatus()),
-        "report": next(message for _, message in reports("0000", 1)),
+        "report": next(message for _, message in reports("0000")),
         "records": pb.AgentMessage(records=pb.StepRecords(job_id=JOB, records=[record])),
         "log": pb.AgentMessage(log=pb.LogLines(job_id=JOB, slot=0, lines=["stale"])),
         "recorded": pb.AgentMessage(recorded=pb.Recorded(job_id=JOB, slot=0, recording="{}")),
@@ -77,7 +94,7 @@ def fields_of(message: Any, oneof: str) -> set[str]:
 
 def test_no_message_is_forgotten() -> None:
     assert set(messages()) == fields_of(pb.AgentMessage, "body")
-    assert set(REPORTS) == fields_of(pb.WorkerReport, "what")
+    assert set(map(type, REPORTS)) == set(get_args(Happening))
 
 
 class Cluster:
@@ -190,12 +207,12 @@ def test_a_session_that_was_replaced_changes_nothing(tmp_path: Path) -> None:
             made.world.loop.run_until_complete(made.unchanged_by(say))
 
 
-@pytest.mark.parametrize("what", sorted(REPORTS))
+@pytest.mark.parametrize("what", sorted(map(tag_of, REPORTS)))
 def test_a_process_that_was_replaced_changes_nothing(what: str, tmp_path: Path) -> None:
     """Its agent told of it in its old generation, and the stream ended before that arrived."""
     with cluster(tmp_path) as made:
         agent = made.world.agents[NodeName("n1")]
-        (message,) = (m for name, m in reports(made.stale, 1) if name == what)
+        (message,) = (m for name, m in reports(made.stale) if name == what)
         message.incarnation = agent.outbox._incarnation
         requests = made.stream("n1")._requests
         made.world.loop.run_until_complete(made.unchanged_by(lambda: requests.put_nowait(message)))
@@ -210,7 +227,7 @@ def test_an_older_generation_changes_nothing(what: str, tmp_path: Path) -> None:
     with cluster(tmp_path) as made:
         agent = made.world.agents[NodeName("n2")]
         (trainer,) = agent.trainers.values()
-        (message,) = (m for name, m in reports(trainer.incarnation, 1) if name == what)
+        (message,) = (m for name, m in reports(trainer.incarnation) if name == what)
         message.incarnation = agent.outbox._incarnation
         requests = made.stream("n2")._requests
         made.world.loop.run_until_complete(made.unchanged_by(lambda: requests.put_nowait(message)))

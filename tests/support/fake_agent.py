@@ -224,22 +224,14 @@ class FakeAgent:
         )
         self.tell()
 
-    def report(self, generation: int, what: PhaseReached | PeerLost | Evaluated) -> None:
+    def report(self, what: PhaseReached | PeerLost | Evaluated) -> None:
         job_id = self.status.job_id
         assert job_id is not None
-        report = WorkerReport(
-            job_id=job_id,
-            slot=0,
-            incarnation=self.worker,
-            generation=Generation(generation),
-            what=what,
-        )
-        self.send(report=convert.report_message(report))
+        report = WorkerReport(job_id=job_id, slot=0, incarnation=self.worker, what=what)
+        self.send(report=convert.report_bytes(report))
 
     def lost_peer(self, generation: int) -> None:
-        self.report(
-            generation, PeerLost(generation=Generation(generation), step=1, detail="closed")
-        )
+        self.report(PeerLost(generation=Generation(generation), step=1, detail="closed"))
 
     def records(self, job_id: str, *records: StepRecord) -> None:
         self.send(records=convert.records_message(JobId(job_id), records))

@@ -23,6 +23,7 @@ from oobleck.host.detection import Detection
 from oobleck.host.ipc.messages import (
     CheckpointSaved,
     EvaluationRecord,
+    Failed,
     LinkMeasured,
     Measured,
     PeerLost,
@@ -65,21 +66,15 @@ from oobleck.master.events.plans import FirstStepCommitted, PlanMade
 from oobleck.master.events.reports import (
     AgentRefused,
     EvaluationReceived,
-    MeasurementReported,
     Observed,
-    PeerLostReported,
-    PhaseReported,
     ProfilesFound,
     RecordsReceived,
     RecordsWait,
-    SaveReported,
     StatusReceived,
     StreamClosed,
     StreamOpened,
     Tick,
-    WorkerExitReported,
-    WorkerFailedReported,
-    WorkerHungReported,
+    WorkerReported,
 )
 from oobleck.master.events.unions import JournalCut, Journaled, MasterStarted
 from oobleck.master.rules.admission import Refusal, admit
@@ -543,15 +538,13 @@ class Player:
         )
         process = self._process(worker_id(worker))
         self._observe(
-            PeerLostReported(
-                worker=worker_id(worker), job_id=job.id, incarnation=process, lost=lost
-            )
+            WorkerReported(worker=worker_id(worker), job_id=job.id, incarnation=process, what=lost)
         )
 
     def _phase(self, job_id: JobId, worker: WorkerId, reached: PhaseReached) -> None:
         process = self._process(worker)
         self._observe(
-            PhaseReported(worker=worker, job_id=job_id, incarnation=process, phase=reached)
+            WorkerReported(worker=worker, job_id=job_id, incarnation=process, what=reached)
         )
 
     def _process(self, worker: WorkerId) -> Incarnation:
@@ -601,8 +594,8 @@ class Player:
         exited = WorkerExited(
             pid=process.pid, exit_code=exit_code, signal=signum, log_tail="last words"
         )
-        event = WorkerExitReported(
-            worker=at, job_id=job.id, incarnation=process.incarnation, exited=exited
+        event = WorkerReported(
+            worker=at, job_id=job.id, incarnation=process.incarnation, what=exited
         )
         self._observe(event)
 
@@ -614,7 +607,7 @@ class Player:
         assert process is not None
         hung = Hung(reason="its training thread hangs (forward)", seconds=float(seconds))
         self._observe(
-            WorkerHungReported(worker=at, job_id=job.id, incarnation=process.incarnation, hung=hung)
+            WorkerReported(worker=at, job_id=job.id, incarnation=process.incarnation, what=hung)
         )
 
     def do_at(self, worker: str, beats: str, doing: str, waiting: str = "") -> None:
@@ -644,9 +637,7 @@ class Player:
         before = self.swapped[at]
         exited = WorkerExited(pid=before.pid, exit_code=None, signal=9, log_tail="last words")
         self._observe(
-            WorkerExitReported(
-                worker=at, job_id=job.id, incarnation=before.incarnation, exited=exited
-            )
+            WorkerReported(worker=at, job_id=job.id, incarnation=before.incarnation, what=exited)
         )
 
     def do_fail(self, worker: str, kind: str, message: str) -> None:
@@ -654,12 +645,11 @@ class Player:
         assert job is not None
         process = self.agents[at.node].status.worker(at.slot)
         assert process is not None
-        event = WorkerFailedReported(
+        event = WorkerReported(
             worker=at,
             job_id=job.id,
             incarnation=process.incarnation,
-            kind=kind,  # type: ignore[arg-type]
-            message=message,
+            what=Failed(kind=kind, message=message),  # type: ignore[arg-type]
         )
         self._observe(event)
 
@@ -696,8 +686,8 @@ class Player:
         process = self.agents[at.node].status.worker(at.slot)
         assert job is not None
         assert process is not None
-        event = MeasurementReported(
-            worker=at, job_id=job.id, incarnation=process.incarnation, measured=measured
+        event = WorkerReported(
+            worker=at, job_id=job.id, incarnation=process.incarnation, what=measured
         )
         self._observe(event)
 
@@ -788,7 +778,7 @@ class Player:
         assert job.made is not None
         worker = job.made.plan.workers[0]
         process = self._process(worker)
-        self._observe(SaveReported(worker=worker, job_id=job.id, incarnation=process, what=what))
+        self._observe(WorkerReported(worker=worker, job_id=job.id, incarnation=process, what=what))
 
     def do_finish(self, *names: str) -> None:
         for name in names:

@@ -21,6 +21,8 @@ from oobleck.proto.control_pb2_grpc import (
     add_ControlServicer_to_server,
 )
 from oobleck.proto.detection import welcome_message
+from oobleck.proto.reports import read_report
+from oobleck.proto.types import Happening, WorkerReport
 from support.waiting import PATIENCE_S
 
 EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
@@ -132,9 +134,9 @@ class Stream:
     async def ready(self, count: int = 1) -> tuple[Any, ...]:
         return await self.workers(lambda ws: len(ws) == count and all(w.store for w in ws))
 
-    def reports(self, kind: str) -> list[pb.WorkerReport]:
-        found = [message.report for message in self.heard if message.HasField("report")]
-        return [report for report in found if report.WhichOneof("what") == kind]
+    def reports(self, kind: type[Happening]) -> list[WorkerReport]:
+        found = [read_report(message.report) for message in self.heard if message.report]
+        return [report for report in found if isinstance(report.what, kind)]
 
     def steps(self) -> list[int]:
         return [r.step for m in self.heard if m.HasField("records") for r in m.records.records]

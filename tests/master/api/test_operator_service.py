@@ -18,12 +18,11 @@ from support.fake_agent import FakeAgent, MasterProcess, master, operator
 from support.scenario import record
 
 
-def evaluated(step: int, loss: float | None) -> Evaluated:
-    """The generation goes with the report."""
-    nobody = Generation(0)
+def evaluated(generation: int, step: int, loss: float | None) -> Evaluated:
+    within = Generation(generation)
     return Evaluated(
         record=EvaluationRecord(
-            step=step, loss=loss, samples=8, generation=nobody, seconds=0.1, time=1.0
+            step=step, loss=loss, samples=8, generation=within, seconds=0.1, time=1.0
         )
     )
 
@@ -48,7 +47,7 @@ def test_a_node_is_lost_and_the_master_killed_and_the_job_ends_well(tmp_path: Pa
         assert rendezvous.store == "127.0.0.1:4001"
         assert rendezvous == agents[0].assignments[-1].rendezvous
 
-        agents[0].report(1, evaluated(2, 3.5))
+        agents[0].report(evaluated(1, 2, 3.5))
         agents[0].records(job_id, record(1, 1, 1.0), record(2, 1, 2.0))
         await all_of(agents, lambda a: a.acks.get(job_id) == 2)
         status = await state_of(control, job_id, "running")
@@ -84,8 +83,8 @@ def test_a_node_is_lost_and_the_master_killed_and_the_job_ends_well(tmp_path: Pa
             status = await state_of(control, job_id, "running")
             assert status.evaluation.step == 2  # from the file
             for agent in survivors:  # and told again, as to every new session
-                agent.report(1, evaluated(2, 3.5))
-                agent.report(2, evaluated(4, None))
+                agent.report(evaluated(1, 2, 3.5))
+                agent.report(evaluated(2, 4, None))
             # All agents tell all records, in no order, and again.
             told = [(agent, step) for agent in survivors for step in range(2, 21)]
             random.shuffle(told)
