@@ -1,7 +1,7 @@
 """`oobleck-master`: reads the flags, locks the state directory, serves until it is told to end.
 
 Exit codes: 0 ended as told, 1 the state directory takes no more, 2 the flags or what they name
-cannot be used.
+cannot be used, 3 the state breaks an invariant (`--validate`).
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from oobleck.master import crash
 from oobleck.master.config import MasterConfig, Retention, Unusable
 from oobleck.master.heap import share_heaps, short_collections
 from oobleck.master.server import serve
+from oobleck.master.state.validate import InvariantViolation
 from oobleck.master.statelock import locked
 from oobleck.master.storage.disk import StorageFailed
 from oobleck.master.storage.journal import Journal, JournalUnusable
@@ -161,6 +162,12 @@ def _time_out_flags(command: Callable[..., None]) -> Callable[..., None]:
     help="A job with a checkpoint that has waited for nodes for so long lets the next one that can "
     "start train first.",
 )
+@click.option(
+    "--validate",
+    is_flag=True,
+    help="After every event check what always holds of the master's state, and end with exit code "
+    "3 and the last events where it does not; slow with many nodes.",
+)
 @click.option("--certificate-life-s", default=90 * 86_400.0, hidden=True)
 @_time_out_flags
 def main(
@@ -176,12 +183,14 @@ def main(
     keep_jobs: int,
     forget_nodes_after: str,
     waiting_gives_way_after: str,
+    validate: bool,
     **time_outs: float | None,
 ) -> None:
     """Head of an Oobleck cluster: takes jobs, plans them onto nodes, and plans anew on losses.
 
     Prints `listening on HOST:PORT` when it is ready. Exit codes: 0 ended by a signal,
-    1 the state directory can no longer be written, 2 a flag, or what it names, cannot be used.
+    1 the state directory can no longer be written, 2 a flag, or what it names, cannot be used,
+    3 what always holds of the state does not (--validate).
     """
     if exit_with_parent:
         die_with_parent(os.getppid())
@@ -207,6 +216,7 @@ def main(
             certificate_life_s=certificate_life_s,
             retention=choose_retention(forget_nodes_after, keep_jobs),
             gives_way_s=choose_gives_way(waiting_gives_way_after),
+            validate=validate,
         )
         if crash_at is not None:
             point, _, times = crash_at.partition(":")
@@ -228,6 +238,8 @@ def main(
         _fail(str(error))
     except StorageFailed as failed:
         _fail(str(failed), code=1)
+    except InvariantViolation as violation:
+        _fail("\n".join([f"{violation}; the last events:", *violation.last_events]), code=3)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,8 @@ class MasterConfig:
     retention: Retention = Retention()
     #: After so many seconds a job that waits for nodes gives way, if it has a checkpoint.
     gives_way_s: float = GIVES_WAY_S
+    #: After every event, check what always holds of the state, and end where it does not.
+    validate: bool = False
 
     def __post_init__(self) -> None:
         host, colon, port = self.listen.rpartition(":")

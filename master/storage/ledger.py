@@ -6,15 +6,17 @@ and when a decision is due, is not known here. Must not know gRPC, agents' sessi
 """
 
 import logging
+from collections import deque
 from datetime import UTC, datetime
 
 from oobleck.host.system.environment import Environment
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.jobs import JobEnded, JobForgotten, JobRestored, ProfileChosen
 from oobleck.master.events.reports import EvaluationReceived, Observed, RecordsReceived
-from oobleck.master.events.unions import JournalCut, Journaled, MasterStarted
+from oobleck.master.events.unions import Event, JournalCut, Journaled, MasterStarted
 from oobleck.master.state.apply import apply
 from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.validate import InvariantViolation, validate
 from oobleck.master.storage.archive import Archive
 from oobleck.master.storage.disk import StorageFailed, storing
 from oobleck.master.storage.journal import Journal, Snapshot
@@ -25,10 +27,15 @@ from oobleck.master.storage.snapshot import restore, take
 
 log = logging.getLogger(__name__)
 
+#: Events that a broken invariant is told with, and characters of each.
+_LAST_EVENTS = 20
+_EVENT_WIDTH = 200
+
 
 class Ledger:
     def __init__(self, config: MasterConfig, journal: Journal, environment: Environment) -> None:
-        """Raises JournalUnusable, StorageFailed."""
+        """Raises JournalUnusable, StorageFailed, InvariantViolation; the last one comes from all
+        that applies an event too."""
         self.now = environment.now
         self.unix = environment.unix
         self.state = ClusterState()
@@ -38,8 +45,12 @@ class Ledger:
         #: Not even the journal can be written.
         self.stuck = False
         self._profiles = config.profiles
+        #: From its start on: before, what was observed is not made anew yet.
+        self._validates = False
+        #: The last events that were applied.
+        self._last = deque[tuple[float, Event]](maxlen=_LAST_EVENTS)
         self._journal = journal
-        self._replay()
+        self._replay(config.validate)
 
     @property
     def problem(self) -> str:
@@ -58,7 +69,7 @@ class Ledger:
             self.archive.end(event.job_id)
 
     def observe(self, event: Observed, at: float) -> None:
-        self.dirty |= apply(self.state, event, now=at, unix=self.unix())
+        self._apply(event, at, self.unix())
 
     def find_profiles(self) -> None:
         """Operators may add, replace and remove the files."""
@@ -86,7 +97,7 @@ class Ledger:
         except StorageFailed as failed:
             self.archive.storage.failed(failed)
 
-    def _replay(self) -> None:
+    def _replay(self, validates: bool) -> None:
         now, archive = self.now(), self.archive
         for unix, entry in self._journal.replay():
             if isinstance(entry, Snapshot):
@@ -95,6 +106,7 @@ class Ledger:
                 self._apply_event(entry, now, unix)
         if self._journal.cut is not None or archive.events.ahead():
             self.record(self._cut())
+        self._validates = validates
         self.record(MasterStarted())
         for job in self.state.jobs.values():
             archive.metrics(job.id).start_after(job.resumed_step)
@@ -129,11 +141,23 @@ class Ledger:
             self.archive.events.resume(event.records)
         for job_id, record in records_of(self.state, event, unix):
             self.archive.events.add(job_id, record, unix)
-        self.dirty |= apply(self.state, event, now=now, unix=unix)
+        self._apply(event, now, unix)
         if isinstance(event, JobForgotten):
             self.archive.forget(event.job_id)
         if isinstance(event, JobRestored) and event.resumed:
             self.archive.metrics(event.job_id).start_after(event.restored.step)
+
+    def _apply(self, event: Event, now: float, unix: float) -> None:
+        self.dirty |= apply(self.state, event, now=now, unix=unix)
+        self._last.append((unix, event))
+        if not self._validates:
+            return
+        try:
+            validate(self.state)
+        except InvariantViolation as violation:
+            told = (f"{at:.3f} {event!r}"[:_EVENT_WIDTH] for at, event in self._last)
+            violation.last_events = tuple(told)
+            raise
 
     def _store_profile(self, event: ProfileChosen, unix: float) -> None:
         if event.profile is None or not event.key:

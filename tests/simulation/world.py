@@ -44,7 +44,11 @@ class World:
         self.transcript: list[str] = []
         self.watch = Watch(self)
         self.config = MasterConfig(
-            listen="master:1", state_dir=state_dir, timing=timing, gives_way_s=_GIVES_WAY_S
+            listen="master:1",
+            state_dir=state_dir,
+            timing=timing,
+            gives_way_s=_GIVES_WAY_S,
+            validate=True,
         )
         self.master: MasterHost | None = None
         self.agents: dict[NodeName, Agent] = {}

@@ -6,7 +6,8 @@ operator sees of the job after it. The player makes the `>` and `=` lines from t
 test compares the whole text. `python tests/support/scenario.py FILE` rewrites one.
 
 Connected nodes send heartbeats by themselves. The journal is kept, and after every command a
-second state is made from it, which must equal the durable part of the first.
+second state is made from it, which must equal the durable part of the first. After every event the
+state is validated.
 """
 
 import copy
@@ -84,6 +85,7 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.desired import set_desired
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import NodeSeen
+from oobleck.master.state.validate import validate
 from oobleck.master.storage import snapshot
 from oobleck.master.storage.records import records_of
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
@@ -315,10 +317,12 @@ class Player:
             self.records.setdefault(job_id, []).append(record)
         self.journal.append((unix, event))
         apply(self.state, event, now=self.now, unix=unix)
+        validate(self.state)
         check_desired(self.state, self.now, unix)
 
     def _observe(self, event: Observed) -> None:
         apply(self.state, event, now=self.now, unix=UNIX + self.now)
+        validate(self.state)
 
     def _replayed(self) -> ClusterState:
         state = ClusterState()
@@ -485,9 +489,11 @@ class Player:
     def do_steps(self, first: str, last: str, generation: str, seconds: str = "0.1") -> None:
         job = self.state.job
         assert job is not None
+        # Records of steps that were recorded before do not come again.
+        since = max(int(first), job.seen.committed_step + 1)
         records = tuple(
             record(step, int(generation), UNIX + self.now, float(seconds))
-            for step in range(int(first), int(last) + 1)
+            for step in range(since, int(last) + 1)
         )
         self._observe(RecordsReceived(job_id=job.id, records=records))
 

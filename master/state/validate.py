@@ -1,0 +1,333 @@
+"""What always holds of the master's state, each sentence beside its check.
+
+A state that breaks one of them follows from no history that the rules allow: whatever would be
+decided on it is wrong, so `oobleck-master --validate` ends rather than go on. Pure; looks at
+everything and changes nothing.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
+
+from oobleck.master.events.nodes import NodeYielded, WorkerLost
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import ENDED, Job, Loss
+from oobleck.master.state.node import Node
+from oobleck.planner.ids import NodeName
+
+T = TypeVar("T")
+#: A sentence, and whether it holds of one thing in a state.
+Invariant = tuple[str, Callable[[ClusterState, T], bool]]
+
+
+class InvariantViolation(Exception):
+    """A sentence that always holds does not."""
+
+    def __init__(self, sentence: str, subject: str) -> None:
+        super().__init__(f"{subject} breaks an invariant: {sentence}")
+        self.sentence, self.subject = sentence, subject
+        #: What led there, in words, the newest last; whoever keeps the events fills it in.
+        self.last_events: tuple[str, ...] = ()
+
+
+def validate(state: ClusterState) -> None:
+    """Raises InvariantViolation with the first sentence that does not hold."""
+    for sentence, holds in OF_THE_CLUSTER:
+        if not holds(state, state):
+            raise InvariantViolation(sentence, "the cluster")
+    for job in state.jobs.values():
+        for sentence, of_job in OF_A_JOB:
+            if not of_job(state, job):
+                raise InvariantViolation(sentence, f"job {job.id}")
+    for node in state.nodes.values():
+        for sentence, of_node in OF_A_NODE:
+            if not of_node(state, node):
+                raise InvariantViolation(sentence, f"node {node.facts.node}")
+
+
+def _under_way(job: Job) -> bool:
+    return job.state != "queued" and job.state not in ENDED
+
+
+def _hits_plan(job: Job, loss: Loss) -> bool:
+    if isinstance(loss, WorkerLost):
+        return loss.worker in job.processes() or (
+            job.made is not None and loss.worker in job.made.leaving
+        )
+    return loss.node in _nodes_of_plan(job)
+
+
+def _nodes_of_plan(job: Job) -> set[NodeName]:
+    """Nodes that the newest plan has or takes out, lost or not."""
+    if job.made is None:
+        return set()
+    return {*job.made.plan.nodes, *(worker.node for worker in job.made.leaving)}
+
+
+def _lists_match(job: Job) -> bool:
+    made = job.made
+    return made is None or (
+        len(made.incarnations) == len(set(made.incarnations)) == len(made.plan.workers)
+        and len(made.leaving) == len(made.leaving_incarnations)
+        and set(made.starting) <= set(made.plan.workers)
+        and not set(made.leaving) & set(made.plan.workers)
+    )
+
+
+def _generations_grow(job: Job) -> bool:
+    before = 0 if job.before is None else job.before.generation
+    return max(before, job.stepped, job.abrupt) <= job.generation and (
+        job.before is None or before < job.generation
+    )
+
+
+def _counts_progress(job: Job) -> bool:
+    recent = [record.step for record in job.seen.recent]
+    return recent == sorted(set(recent)) and job.seen.committed_step >= max(recent, default=0)
+
+
+def _desires(state: ClusterState, node: Node) -> bool:
+    """A node does what the active job wants of it."""
+    desired, job = node.desired, state.job
+    if job is None or desired.job_id is None:
+        return desired.job_id is None and desired.generation is None and not desired.attempt
+    name = node.facts.node
+    if desired.job_id != job.id:
+        return False
+    if desired.generation is not None:
+        here = job.has_member(name) or name in job.leaving
+        return desired.generation == job.generation and here and not desired.attempt
+    measuring = job.measuring.wish.attempt if job.measuring is not None else 0
+    return not desired.save and desired.attempt in (0, measuring)
+
+
+OF_THE_CLUSTER: tuple[Invariant[ClusterState], ...] = (
+    (
+        "all and only the jobs that are neither queued nor ended have the turn: one at most",
+        lambda state, _: (
+            [job.id for job in state.jobs.values() if _under_way(job)]
+            == ([] if state.active is None else [state.active])
+        ),
+    ),
+    (
+        "jobs and nodes are known by their own names, and jobs by their requests",
+        lambda state, _: (
+            all(name == job.id for name, job in state.jobs.items())
+            and all(name == node.facts.node for name, node in state.nodes.items())
+            and state.requests == {job.request_id: job.id for job in state.jobs.values()}
+        ),
+    ),
+    (
+        "no more jobs are known than were submitted",
+        lambda state, _: len(state.jobs) <= state.submissions,
+    ),
+    (
+        "every stream belongs to one node",
+        lambda state, _: (
+            max(
+                Counter(
+                    node.seen.session
+                    for node in state.nodes.values()
+                    if node.seen.session is not None
+                ).values(),
+                default=1,
+            )
+            == 1
+        ),
+    ),
+    (
+        "a token that was used knows the key and the name that joined by it",
+        lambda state, _: all(
+            (token.key == "") == (token.joined == "") for token in state.trust.tokens.values()
+        ),
+    ),
+)
+
+OF_A_JOB: tuple[Invariant[Job], ...] = (
+    (
+        "all and only ended jobs have a time of their end",
+        lambda _, job: (job.state in ENDED) == (job.finished_at > 0.0),
+    ),
+    (
+        "an ended job has no open loss, incident or wait, and keeps its newest plan alone",
+        lambda _, job: (
+            job.state not in ENDED
+            or not (job.losses or job.incident or job.waiting_since or job.plans or job.before)
+        ),
+    ),
+    (
+        "all and only jobs that are profiling have an attempt at measuring",
+        lambda _, job: (job.state == "profiling") == (job.measuring is not None),
+    ),
+    (
+        "the attempt under way is the newest",
+        lambda _, job: job.measuring is None or job.measuring.wish.attempt == job.attempts,
+    ),
+    (
+        "a job that waits for nodes knows since when",
+        lambda _, job: job.state != "waiting for nodes" or job.waiting_since > 0.0,
+    ),
+    (
+        "a running job has committed a step in its newest generation, and has lost nothing",
+        lambda _, job: (
+            job.state != "running"
+            or (job.made is not None and not job.on_the_way and not job.losses)
+        ),
+    ),
+    (
+        "a reconfiguring job has a plan",
+        lambda _, job: job.state != "reconfiguring" or job.made is not None,
+    ),
+    (
+        "a job has started as soon as a step was committed",
+        lambda _, job: (job.stepped > 0) == (job.started_at > 0.0) == (job.trained is not None),
+    ),
+    (
+        "generations only grow, and none has committed a step or was entered at once that is "
+        "newer than the newest plan's",
+        lambda _, job: _generations_grow(job),
+    ),
+    (
+        "the plan that was trained last is that of the newest generation with a step",
+        lambda _, job: job.trained is None or job.trained.plan.generation == job.stepped,
+    ),
+    (
+        "plans are kept by their generation, the newest one among them until the job ends",
+        lambda _, job: (
+            all(generation == plan.generation for generation, plan in job.plans.items())
+            and (job.made is None or job.state in ENDED or job.generation in job.plans)
+        ),
+    ),
+    (
+        "every worker of a plan has a process of its own, and leaves or takes part",
+        lambda _, job: _lists_match(job),
+    ),
+    (
+        "the newest plan counts on no process that was replaced",
+        lambda _, job: job.made is None or job.replaced.keys().isdisjoint(job.made.incarnations),
+    ),
+    (
+        "every open loss is one of the newest plan's nodes or workers",
+        lambda _, job: all(_hits_plan(job, loss) for loss in job.losses),
+    ),
+    (
+        "members are the newest plan's nodes that are not lost",
+        lambda _, job: (
+            set(job.members) == set(job.made.plan.nodes if job.made else ()) - job.lost_nodes
+        ),
+    ),
+    (
+        "a node that is left out is no member of a job that goes on",
+        lambda _, job: job.state in ENDED or not any(job.has_member(name) for name in job.left_out),
+    ),
+    (
+        "every member is known and registered, as long as the job has the turn",
+        lambda state, job: (
+            state.active != job.id
+            or all(name in state.nodes and state.nodes[name].registered for name in job.members)
+        ),
+    ),
+    (
+        "the templates cover every plan",
+        lambda _, job: job.made is None or len(job.made.plan.nodes) <= job.most_nodes,
+    ),
+    (
+        "the open incident is the newest, and has a setback",
+        lambda _, job: (
+            job.incident is None
+            or (job.incident.number == job.incidents and bool(job.incident.setbacks))
+        ),
+    ),
+    (
+        "incidents end in the order in which they began",
+        lambda _, job: (
+            job.last_incident is None
+            or job.last_incident.number == job.incidents - (job.incident is not None)
+        ),
+    ),
+    (
+        "steps are done again only after a way back to a checkpoint",
+        lambda _, job: (
+            not job.redo_until or (job.restored is not None and job.redo_until > job.restored.step)
+        ),
+    ),
+    (
+        "the last requests for checkpoints have numbers up to the newest",
+        lambda _, job: max(job.save_numbers.values(), default=0) <= job.save_request,
+    ),
+    (
+        "a way is watched only into a generation that has committed no step",
+        lambda _, job: job.seen.way is None or job.on_the_way,
+    ),
+    (
+        "a loss has its first evidence before its declaration, and both or neither are known",
+        lambda _, job: (
+            (job.seen.evidence_at is None) == (job.seen.declared_at is None)
+            and (job.seen.evidence_at or 0.0) <= (job.seen.declared_at or 0.0)
+        ),
+    ),
+    (
+        "a loss that no plan has answered has been declared",
+        lambda _, job: (
+            job.seen.declared_at is not None
+            or all(isinstance(loss, NodeYielded) for loss in job.losses)
+        ),
+    ),
+    (
+        "records follow each other, and none is newer than the newest committed step",
+        lambda _, job: _counts_progress(job),
+    ),
+    (
+        "processes have entered generations whose plans are kept alone",
+        lambda _, job: all(entered <= job.plans.keys() for entered in job.seen.entered.values()),
+    ),
+)
+
+OF_A_NODE: tuple[Invariant[Node], ...] = (
+    (
+        "a lost node has no stream, is to do nothing, and says why and since when",
+        lambda _, node: (
+            node.registered
+            or (
+                node.seen.session is None
+                and node.desired.job_id is None
+                and node.lost_at > 0.0
+                and node.reason != ""
+            )
+        ),
+    ),
+    (
+        "stale workers are those of a registered node, which is to do nothing until they are gone",
+        lambda _, node: not node.stale_workers or (node.registered and node.desired.job_id is None),
+    ),
+    (
+        "a node does what the active job wants: its newest generation if it is a member, else "
+        "to get ready, or to measure",
+        _desires,
+    ),
+    (
+        "all and only nodes whose drain is done are told that they may end",
+        lambda _, node: node.desired.drained == (node.drain is not None and node.drain.done),
+    ),
+    (
+        "a drain that is done is kept from nothing",
+        lambda _, node: node.drain is None or not (node.drain.done and node.drain.kept),
+    ),
+    (
+        "all and only quarantines end by themselves",
+        lambda _, node: (
+            node.drain is None or (node.drain.by == "quarantine") == (node.drain.until > 0.0)
+        ),
+    ),
+    (
+        "all and only nodes that are to do something have had the time since to prepare",
+        lambda _, node: (node.seen.assigned_at is None) == (node.desired.job_id is None),
+    ),
+    (
+        "an open stream has a beginning and no end",
+        lambda _, node: (
+            node.seen.session is None
+            or (node.seen.opened_at is not None and node.seen.closed_at is None)
+        ),
+    ),
+)

@@ -1,0 +1,189 @@
+"""What always holds of the master's state: no history breaks it (`support.scenario` and the
+simulation look after every event), and whatever breaks it is found and named."""
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from oobleck.master.events.plans import PlanMade
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.incident import LastIncident
+from oobleck.master.state.job import Job
+from oobleck.master.state.node import Desired, Drain
+from oobleck.master.state.validate import InvariantViolation, validate
+from oobleck.master.storage.journal import Journal
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
+from support.fake_agent import master
+from support.scenario import Player, copied
+from support.waiting import PATIENCE_S
+
+TRAINS = (
+    "0.0 register n1 n2 n3 n4 n5:2\n0.0 submit demo\n0.5 ready n1 n2 n3 n4\n"
+    "0.7 enter 1 n1 n2 n3 n4\n1.0 steps 1 5 1\n"
+)
+DEMO, N1 = JobId("demo-1"), NodeName("n1")
+LATER = LastIncident(number=1, at=1.0, summary="")
+WRONG = Incarnation("wrong")
+
+replace = msgspec.structs.replace
+
+
+def _job(state: ClusterState) -> Job:
+    return state.jobs[DEMO]
+
+
+def _made(state: ClusterState, **changes: object) -> None:
+    job = _job(state)
+    assert job.made is not None
+    job.made = replace(job.made, **changes)
+
+
+def _set(of: Callable[[ClusterState], object], **values: object) -> Callable[[ClusterState], None]:
+    def corrupt(state: ClusterState) -> None:
+        for name, value in values.items():
+            setattr(of(state), name, value)
+
+    return corrupt
+
+
+def _node(state: ClusterState) -> object:
+    return state.nodes[N1]
+
+
+def _node_seen(state: ClusterState) -> object:
+    return state.nodes[N1].seen
+
+
+def _job_seen(state: ClusterState) -> object:
+    return _job(state).seen
+
+
+def _cluster(state: ClusterState) -> object:
+    return state
+
+
+CORRUPTIONS: tuple[tuple[str, str, Callable[[ClusterState], None]], ...] = (
+    ("the cluster", "have the turn", _set(_cluster, active=None)),
+    ("the cluster", "by their own names", lambda s: s.nodes.update(n9=s.nodes[N1])),
+    ("the cluster", "by their requests", lambda s: s.requests.clear()),
+    ("the cluster", "were submitted", _set(_cluster, submissions=0)),
+    (
+        "the cluster",
+        "one node",
+        lambda s: setattr(s.nodes[N1].seen, "session", s.nodes[NodeName("n2")].seen.session),
+    ),
+    ("demo-1", "time of their end", _set(_job, finished_at=1.0)),
+    ("demo-1", "profiling", _set(_job, state="profiling")),
+    ("demo-1", "knows since when", _set(_job, state="waiting for nodes")),
+    ("demo-1", "running job", _set(_job, stepped=Generation(0), trained=None, started_at=0.0)),
+    ("demo-1", "started as soon", _set(_job, started_at=0.0)),
+    ("demo-1", "generations only grow", _set(_job, abrupt=Generation(7))),
+    ("demo-1", "plans are kept", lambda s: _job(s).plans.clear()),
+    ("demo-1", "process of its own", lambda s: _made(s, incarnations=(WRONG,) * 4)),
+    (
+        "demo-1",
+        "process of its own",
+        lambda s: _made(s, starting=(WorkerId(NodeName("n9"), 0),)),
+    ),
+    ("demo-1", "that was replaced", lambda s: _job(s).replaced.update(dict.fromkeys(_held(s)))),
+    ("demo-1", "left out", lambda s: _job(s).left_out.update(n1="odd")),
+    ("demo-1", "known and registered", lambda s: s.nodes.pop(N1)),
+    ("demo-1", "templates cover", _set(_job, most_nodes=3)),
+    ("demo-1", "order in which they began", _set(_job, last_incident=LATER)),
+    ("demo-1", "done again", _set(_job, redo_until=9)),
+    ("demo-1", "up to the newest", lambda s: _job(s).save_numbers.update(r=1)),
+    ("demo-1", "first evidence", _set(_job_seen, declared_at=1.0)),
+    ("demo-1", "newest committed step", _set(_job_seen, committed_step=2)),
+    ("demo-1", "entered generations", lambda s: _job(s).seen.entered.update(x=frozenset({9}))),
+    ("n5", "lost node", lambda s: setattr(s.nodes[NodeName("n5")], "registered", False)),
+    ("n1", "stale workers", _set(_node, stale_workers=True)),
+    (
+        "n1",
+        "what the active job wants",
+        _set(_node, desired=Desired(job_id=DEMO, generation=Generation(7))),
+    ),
+    ("n1", "may end", _set(_node, drain=Drain(by="operator", reason="", force=False, done=True))),
+    (
+        "n1",
+        "quarantines end",
+        _set(_node, drain=Drain(by="operator", reason="", force=False, until=1.0)),
+    ),
+    ("n1", "time since to prepare", _set(_node_seen, assigned_at=None)),
+    ("n1", "a beginning and no end", _set(_node_seen, closed_at=1.0)),
+)
+
+
+def _held(state: ClusterState) -> tuple[Incarnation, ...]:
+    made = _job(state).made
+    assert made is not None
+    return made.incarnations
+
+
+@pytest.fixture(scope="module")
+def trained() -> ClusterState:
+    player = Player()
+    player.play(TRAINS)
+    return player.state
+
+
+@pytest.mark.parametrize(
+    ("subject", "words", "corrupt"), CORRUPTIONS, ids=[words for _, words, _ in CORRUPTIONS]
+)
+def test_a_state_that_no_history_leads_to_is_found_and_named(
+    trained: ClusterState, subject: str, words: str, corrupt: Callable[[ClusterState], None]
+) -> None:
+    state = copied(trained)
+    validate(state)
+    corrupt(state)
+    with pytest.raises(InvariantViolation, match=words) as found:
+        validate(state)
+    assert subject in found.value.subject
+    assert found.value.sentence in str(found.value)
+
+
+def _run(state_dir: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "oobleck.master", "--listen", "127.0.0.1:0"]
+    return subprocess.run(
+        [*command, "--state-dir", str(state_dir), *flags],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+def test_a_master_that_validates_ends_with_the_sentence_and_the_last_events(tmp_path: Path) -> None:
+    """Its journal has a plan that waits for a worker that is not in it."""
+    player = Player()
+    player.play(TRAINS)
+    events = [
+        replace(event, starting=(WorkerId(NodeName("n9"), 0),))
+        if isinstance(event, PlanMade)
+        else event
+        for _, event in player.journal
+    ]
+    path = tmp_path / "journal.log"
+    with contextlib.closing(Journal(path)) as journal:
+        for (unix, _), event in zip(player.journal, events, strict=True):
+            journal.append(event, unix)
+        journal.commit()
+    ended = _run(tmp_path, "--validate")
+    assert ended.returncode == 3, ended.stderr
+    lines = ended.stderr.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("oobleck-master: "))
+    sentence = "every worker of a plan has a process of its own, and leaves or takes part"
+    assert lines[first] == (
+        f"oobleck-master: job demo-1 breaks an invariant: {sentence}; the last events:"
+    )
+    assert lines[-1].endswith(" MasterStarted()")
+    assert any("PlanMade(job_id='demo-1'" in line for line in lines[first:])
+    assert "NodeRegistered(" in lines[first + 1]
+    with contextlib.closing(Journal(path)) as journal:
+        assert [event for _, event in journal.replay()] == events
+    with master(tmp_path):
+        pass  # without the flag, it goes on as well as it can
