@@ -19,15 +19,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bench.support.models import profile as model_profile
-from oobleck.planner.cost.finish import finish_s
+from oobleck.planner.cost.estimate import Replays
 from oobleck.planner.cost.formula import StageCosts
-from oobleck.planner.cost.replay import StepReplay, template_run
+from oobleck.planner.cost.kinds import template_kind
+from oobleck.planner.cost.replay import computed_s
 from oobleck.planner.cost.stagetable import StageTable
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.profile.profile import Links, Profile
 from oobleck.planner.programs.template import PipelineTemplate
-from oobleck.planner.search.catalogue import Catalogue
+from oobleck.planner.search.catalogue import Catalogue, replay_judge
 from oobleck.planner.search.choose import choose_schedule
 from oobleck.planner.search.firstplan import make_first_plan
 from oobleck.planner.search.instantiate import by_formula, instantiate
@@ -98,14 +99,15 @@ def step_s(
     *,
     judged: bool,
 ) -> float:
+    table = {template.nodes: template for template in templates}
     plan = instantiate(
-        {template.nodes: template for template in templates},
+        table,
         names(nodes),
         profile=given,
         microbatches=microbatches,
         min_pipelines=2,
         generation=Generation(1),
-        judge=StepReplay(templates, given, tied=True).judge if judged else by_formula,
+        judge=replay_judge(table, Replays(given, tied=True)) if judged else by_formula,
     )
     return choose_schedule(plan, given, tied=True).step_s
 
@@ -129,8 +131,8 @@ def names(nodes: int) -> list[NodeName]:
 
 
 def spread(group: Sequence[PipelineTemplate], given: Profile) -> float:
-    runs = [template_run(template, 4 * len(template.stages), given) for template in group]
-    times = [max(line) for line in finish_s(runs)]
+    kinds = [template_kind(template, 4 * len(template.stages), given) for template in group]
+    times = [max(ends) for ends in computed_s(("1f1b", kind) for kind in kinds).values()]
     return max(times) / min(times)
 
 

@@ -20,14 +20,13 @@ import torch
 
 from bench.support.engine import ENDLESS, engine, plan_of
 from oobleck.host.ipc.messages import Committed, MemoryUse
-from oobleck.planner.cost.simulate import simulate
+from oobleck.planner.cost.estimate import worker_peak_bytes
 from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.measurement import assemble_profile
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.profile.sharing import sharing_sizes
-from oobleck.planner.programs.compile import compile_programs
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.profiling.measure_layers import measure_layers
 
@@ -113,8 +112,7 @@ CASES = [
 
 
 def predicted(plan: Plan, profile: Profile) -> dict[str, int]:
-    programs = compile_programs(plan, tied=True)
-    peaks = simulate(programs, profile, plan=plan).peak_bytes
+    peaks = worker_peak_bytes(plan, profile)
     return {str(worker): peak for worker, peak in peaks.items()}
 
 

@@ -1,14 +1,14 @@
-"""Predicted against measured: the simulated step of a plan, and what the step really takes.
+"""Predicted against measured: the estimated step of a plan, and what the step really takes.
 
     python -m bench.predict [--steps 12] [--repeats 3] [--only NAME]
 
 For each case a fresh local cluster measures the model, plans from that, and trains; the plan that
-it made is simulated with the very profile that it was made by, and compared with the median of the
+it made is estimated with the very profile that it was made by, and compared with the median of the
 steps after a few to warm up. That is done several times, and the run stands for the case in which
 other processes took least of the machine (`others`, a share of all cores): their load strikes
 sometimes the measurement and sometimes the training.
 
-Where there are more workers than cores, workers share them, and the simulator, which knows nothing
+Where there are more workers than cores, workers share them, and the estimate, which knows nothing
 of that, sees it only in the profile: that is measured with all workers computing at once, while in
 a pipeline some of them wait.
 """
@@ -27,11 +27,10 @@ import psutil
 
 from bench.support.client import Record
 from bench.support.cluster import LocalCluster
-from oobleck.planner.cost.simulate import simulate
+from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.profile.file import parse_profile
 from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.compile import compile_programs
 from oobleck.planner.programs.plan import Pipeline, Plan, Stage
 
 WARM_UP_STEPS = 3
@@ -187,7 +186,7 @@ def run(case: Case, steps: int, cores: int) -> Outcome:
 
 
 def predict(plan: Plan, profile: Profile) -> float:
-    return simulate(compile_programs(plan, tied=True), profile, plan=plan).step_s
+    return estimate_step(plan, profile, tied=True).step_s
 
 
 def row(name: str, *cells: object) -> str:

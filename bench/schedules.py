@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.support.engine import engine
-from oobleck.planner.cost.simulate import simulate
+from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.profile import LayerProfile, Links, Profile
 from oobleck.planner.programs.compile import compile_programs
+from oobleck.planner.programs.dryrun import dry_run
 from oobleck.planner.programs.plan import Pipeline, Plan, Stage
 from oobleck.planner.schedules import SCHEDULES, Schedule
 from oobleck.planner.search.choose import choose_schedule
@@ -111,12 +112,12 @@ def simulator_speed() -> None:
             started = time.perf_counter()
             compile_programs(plan, tied=True)
             compiled = time.perf_counter()
-            simulate(programs, profile, plan=plan)
-            simulated_at = time.perf_counter()
+            dry_run(programs, plan)
+            dry_run_at = time.perf_counter()
             choose_schedule(plan, profile, tied=True)
             taken["compile"].append(compiled - started)
-            taken["dry run"].append(simulated_at - compiled)
-            taken["choice of the schedule"].append(time.perf_counter() - simulated_at)
+            taken["dry run"].append(dry_run_at - compiled)
+            taken["choice of the schedule"].append(time.perf_counter() - dry_run_at)
         figures = ", ".join(f"{k} {statistics.median(v) * 1e3:.0f} ms" for k, v in taken.items())
         print(f"{count} pipelines x {stages} stages x {microbatches} micro-batches: {figures}")
 
@@ -230,9 +231,7 @@ def measured_steps(director: Any, warm: Any, spec: JobSpec, rounds: int, steps: 
 
 
 def step_s(plan: Plan, schedule: Schedule, spec: JobSpec, profile: Profile) -> float:
-    plan = replace(plan, schedule=schedule)
-    programs = compile_programs(plan, tied=spec.model.tied)
-    return simulate(programs, profile, plan=plan).step_s
+    return estimate_step(plan, profile, tied=spec.model.tied, schedule=schedule).step_s
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from oobleck.master.planning.requests import (
 )
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
-from oobleck.planner.cost.steptime import worker_peak_bytes
+from oobleck.planner.cost.estimate import worker_peak_bytes
 from oobleck.planner.errors import ModelTooLarge, PlanInfeasible
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.profile.profile import Profile

@@ -1,11 +1,11 @@
-"""The one cost model: what layers, stages, pipelines, messages and gradient sums take.
+"""The formula that searches compare by: what stages, pipelines and gradient sums take.
 
-Owns every formula that planning compares by; `oobleck.planner.cost.simulate` replays whole programs
-on the same terms. Times are integers here (ticks of a femtosecond), so that sums are exact, equal
-stages are equal, and which stage is the slowest never hangs on rounding.
+`oobleck.planner.cost.replay` tells it exactly for the few that are worth it. Times are integers
+here (ticks of a femtosecond), so that sums are exact, equal stages are equal, and which stage is
+the slowest never hangs on rounding.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -14,9 +14,6 @@ from oobleck.planner.profile.profile import Links, Profile
 from oobleck.planner.programs.template import PipelineTemplate
 
 TICKS_PER_S = 10**15
-
-#: Loss, norm and flags of a vote.
-VOTE_BYTES = 64
 
 
 def ticks(seconds: float) -> int:
@@ -79,28 +76,6 @@ def _prefix(values: Sequence[int]) -> list[int]:
     return sums
 
 
-def boundary_s(
-    output_bytes: int, *, before: int, after: int, same_node: bool, links: Links
-) -> float:
-    """A micro-batch's way between neighbour stages of `before` and `after` workers, either way:
-    each sends its rows to those that hold them, and the largest of these messages counts."""
-    return message_s(-(-output_bytes // max(before, after)), same_node=same_node, links=links)
-
-
-def vote_s(workers: int, links: Links) -> float:
-    """The vote of all workers of a step."""
-    return all_reduce_s(VOTE_BYTES, workers=workers, same_node=False, links=links)
-
-
-def in_turn(sums: Iterable[tuple[float, float]]) -> float:
-    """When the last of one worker's sums is over: each is (ready, taken), in seconds, and its link
-    passes them on one after the other, as they become ready."""
-    end = 0.0
-    for ready, taken in sorted(sums):
-        end = max(end, ready) + taken
-    return end
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineCost:
     """What a template costs as a pipeline, apart from its share of the batch (in ticks)."""
@@ -127,7 +102,7 @@ def pipeline_cost(template: PipelineTemplate, profile: Profile) -> PipelineCost:
 
     A micro-batch passes all stages and the messages between them. In the steady state, any run of
     neighbouring stages s..k takes in one micro-batch per round trip through it and may have
-    k - s + 1 of them inside, so the slowest such run sets the period. Against a dry run this is up
+    k - s + 1 of them inside, so the slowest such run sets the period. Against a replay this is up
     to a quarter too long for few micro-batches on very uneven stages, since short stages make up
     for part of the first round trip, and within a few per cent otherwise.
     """

@@ -1,102 +1,229 @@
-"""The step time of plans by replay of 1F1B, many pipelines at once: the judge of close calls.
+"""The one replay of a step: when each stage of a pipeline computes what, many pipelines at once.
 
-The same schedule, messages and sums as in a dry run of all programs
-(`oobleck.planner.cost.simulate`), without the programs: pipelines of equal template and share are
-replayed once, all of them side by side (`oobleck.planner.cost.finish`). Must not know how
-candidates come about.
+The order of compute comes from `oobleck.planner.programs.schedule`. A message is on its way for a
+while and keeps nobody from computing. Pipelines of one schedule go side by side through arrays, and
+very long ones are extrapolated from their steady state. `oobleck.planner.cost.sums` has what
+follows in a step. Must not know plans or profiles.
 """
 
-from collections import Counter
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple
 
-from oobleck.planner.cost.finish import Run, finish_s
-from oobleck.planner.cost.formula import boundary_s
-from oobleck.planner.cost.stepend import ComputedKind, ComputedStage, step_end_s
-from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.template import PipelineTemplate, StageTemplate
+import numpy as np
+from numpy.typing import NDArray
+
+from oobleck.planner.cost.kinds import Kind
+from oobleck.planner.programs.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Forward,
+)
+from oobleck.planner.programs.schedule import backward_slot, forward_slot, splits_backward
+from oobleck.planner.schedules import Schedule
+
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
+#: When each stage of a pipeline has computed its last, seconds.
+Ends = tuple[float, ...]
+Question = tuple[Schedule, Kind]
+
+#: Pipelines side by side: enough for a slot's arithmetic to take longer than its calls.
+_MOST_COLUMNS = 64
+#: Pipelines are replayed whole up to so many micro-batches, or 4 per stage.
+_FEW_MICROBATCHES = 128
 
 
-def template_run(template: PipelineTemplate, microbatches: int, profile: Profile) -> Run:
-    """What a pipeline of the template computes under 1F1B."""
-    return Run(
-        microbatches=microbatches,
-        forward_s=tuple(stage.forward_s for stage in template.stages),
-        backward_s=tuple(stage.backward_s for stage in template.stages),
-        message_s=tuple(
-            boundary_s(
-                profile.layers[before.last_layer].output_bytes,
-                before=before.gpus,
-                after=after.gpus,
-                same_node=before.node == after.node,
-                links=profile.links,
-            )
-            for before, after in pairwise(template.stages)
-        ),
+class Event(NamedTuple):
+    """A stage computes this of a micro-batch, counted from 0."""
+
+    kind: type[Compute]
+    microbatch: int
+    begun_s: float
+    ended_s: float
+
+
+def computed_s(questions: Iterable[Question]) -> dict[Question, Ends]:
+    """When each stage of each kind has computed its last; for many micro-batches to within a
+    fraction of a per cent."""
+    counts = {question: _replayed(question[1]) for question in questions}
+    short = dict.fromkeys(
+        (schedule, kind._replace(microbatches=count))
+        for (schedule, kind), own in counts.items()
+        for count in own
+    )
+    found: dict[Question, Ends] = {}
+    # Alike in length, so that few go on alone.
+    ordered = sorted(short, key=lambda q: (q[0], q[1].microbatches + len(q[1].stages)))
+    for schedule, group in groupby(ordered, key=lambda question: question[0]):
+        kinds = [kind for _, kind in group]
+        for first in range(0, len(kinds), _MOST_COLUMNS):
+            some = kinds[first : first + _MOST_COLUMNS]
+            ends = _SideBySide(schedule, some).ends()
+            found.update(zip(((schedule, kind) for kind in some), ends, strict=True))
+    return {
+        (schedule, kind): _extrapolated(
+            own,
+            [found[schedule, kind._replace(microbatches=count)] for count in own],
+            kind.microbatches,
+        )
+        for (schedule, kind), own in counts.items()
+    }
+
+
+def timeline(schedule: Schedule, kind: Kind) -> list[list[Event]]:
+    """What each stage computes from when to when."""
+    return _SideBySide(schedule, [kind]).events()
+
+
+def _replayed(kind: Kind) -> tuple[int, ...]:
+    """The numbers of micro-batches that tell what the kind takes: its own, or two of the steady
+    state, so that a replay takes bounded work."""
+    most = max(_FEW_MICROBATCHES, 4 * len(kind.stages))
+    return (kind.microbatches,) if kind.microbatches <= most else (most // 2, most)
+
+
+def _extrapolated(counts: Sequence[int], ends: Sequence[Ends], wanted: int) -> Ends:
+    if len(counts) == 1:
+        return ends[0]
+    (fewer, most), (before, after) = counts, ends
+    return tuple(
+        late + (wanted - most) * (late - early) / (most - fewer)
+        for early, late in zip(before, after, strict=True)
     )
 
 
-class Sized(Protocol):
-    """Nodes and micro-batches of each pipeline of a plan."""
+class _Wave(NamedTuple):
+    """What can be computed side by side: forwards, or backwards, of micro-batch `batch[i]` on the
+    stage with `after[i]` stages after it."""
 
-    @property
-    def sizes(self) -> tuple[int, ...]: ...
-    @property
-    def shares(self) -> tuple[int, ...]: ...
+    slot: int
+    backward: bool
+    after: slice
+    batch: Integers
 
 
-class StepReplay:
-    """Step times of plans made of `templates`; remembers the pipelines that it has seen.
+@lru_cache(maxsize=64)
+def _waves(schedule: Schedule, depth: int, most: int) -> tuple[_Wave, ...]:
+    """All compute of `depth` stages and `most` micro-batches, in the order of the slots."""
+    after, batch = (grid.ravel() for grid in np.indices((depth, most)))
+    waves = []
+    for backward, slot_of in ((False, forward_slot), (True, backward_slot)):
+        slots = slot_of(schedule, batch, after, most)
+        order = np.lexsort((after, slots))
+        for some in np.split(order, np.flatnonzero(np.diff(slots[order])) + 1):
+            rows = after[some]
+            step = int(rows[1] - rows[0]) if len(rows) > 1 else 1
+            assert (np.diff(rows) == step).all(), "stages of one slot are evenly spaced"
+            stages = slice(int(rows[0]), int(rows[-1]) + 1, step)
+            waves.append(_Wave(int(slots[some[0]]), backward, stages, batch[some]))
+    return tuple(sorted(waves, key=lambda wave: wave[:2]))
 
-    `tied`: the head shares layer 0's token embedding.
+
+class _SideBySide:
+    """Pipelines as the columns of arrays, and stages as rows, counted from the last one.
+
+    Shorter pipelines are filled up with stages before the first that take no time: those have a
+    micro-batch no later than the first stage can take it in.
     """
 
-    def __init__(
-        self, templates: Sequence[PipelineTemplate], profile: Profile, *, tied: bool
-    ) -> None:
-        self._templates = {template.nodes: template for template in templates}
-        self._profile, self._tied = profile, tied
-        #: By nodes and micro-batches: the stages of such a pipeline, once computed.
-        self._computed: dict[tuple[int, int], list[ComputedStage]] = {}
+    def __init__(self, schedule: Schedule, kinds: Sequence[Kind]) -> None:
+        depth = max(len(kind.stages) for kind in kinds)
+        shape = depth + 1, len(kinds)
+        self._schedule, self._kinds, self._depth = schedule, kinds, depth
+        self._microbatches: Integers = np.array([kind.microbatches for kind in kinds])
+        self._fewest, self._most = min(self._microbatches), int(max(self._microbatches))
+        self._forward_s, self._backward_s, self._weight_s = (np.zeros(shape) for _ in range(3))
+        #: Of the message between a stage and the one after it.
+        self._message_s = np.zeros(shape)
+        #: Stages before it: of so many micro-batches the weight gradients are left for later.
+        self._before = np.zeros(shape, dtype=np.int64)
+        self._splits = splits_backward(schedule)
+        for column, kind in enumerate(kinds):
+            count = len(kind.stages)
+            stages = kind.stages[::-1]
+            self._forward_s[:count, column] = [stage.forward_s for stage in stages]
+            self._backward_s[:count, column] = [stage.backward_s for stage in stages]
+            if self._splits:
+                # Nobody waits for the first stage's input gradient: its backward stays whole.
+                self._backward_s[: count - 1, column] = [s.backward_input_s for s in stages[:-1]]
+                self._weight_s[: count - 1, column] = [s.backward_weight_s for s in stages[:-1]]
+            self._message_s[1:count, column] = kind.message_s[::-1]
+            self._before[:count, column] = range(count - 1, -1, -1)
+        self._clock = np.zeros(shape)
+        #: When a stage, and the one after it, was done with what it computed last.
+        self._forward, self._backward = np.zeros(shape), np.zeros(shape)
 
-    def step_s(self, plans: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
-        """Of each (template nodes per pipeline, micro-batches per pipeline)."""
-        kinds = [Counter(zip(sizes, shares, strict=True)) for sizes, shares in plans]
-        self._prepare(sorted({kind for plan in kinds for kind in plan} - self._computed.keys()))
+    def ends(self) -> list[Ends]:
+        for _ in self._played():
+            pass
+        left = np.minimum(self._before, self._microbatches)
+        self._clock += left * self._weight_s
         return [
-            step_end_s(
-                [
-                    ComputedKind(count=count, stages=self._computed[kind])
-                    for kind, count in plan.items()
-                ],
-                self._profile,
-                tied=self._tied,
-            )
-            for plan in kinds
+            tuple(self._clock[: len(kind.stages), column][::-1].tolist())
+            for column, kind in enumerate(self._kinds)
         ]
 
-    def judge(self, candidates: Sequence[Sized]) -> list[float]:
-        """Step times of instantiations."""
-        return self.step_s([(one.sizes, one.shares) for one in candidates])
+    def _played(self) -> Iterator[_Wave]:
+        """Go through all waves; in each a stage takes in what came out of the neighbour last."""
+        for wave in _waves(self._schedule, self._depth, self._most):
+            after = wave.after
+            before = slice(after.start + 1, after.stop + 1, after.step)
+            if wave.backward:
+                arrived = self._backward[after] + self._message_s[after]
+                self._backward[before] = self._done(wave, arrived, self._backward_s)
+            else:
+                arrived = self._forward[before] + self._message_s[before]
+                self._forward[after] = self._done(wave, arrived, self._forward_s)
+            yield wave
+            if wave.backward and self._splits:
+                batch = wave.batch[:, None]
+                due = (batch >= self._before[after]) & (batch < self._microbatches)
+                self._clock[after] += np.where(due, self._weight_s[after], 0.0)
 
-    def _prepare(self, kinds: Sequence[tuple[int, int]]) -> None:
-        found = finish_s(
-            [template_run(self._templates[nodes], share, self._profile) for nodes, share in kinds]
-        )
-        for kind, finish in zip(kinds, found, strict=True):
-            self._computed[kind] = [
-                ComputedStage(
-                    first_layer=stage.first_layer,
-                    last_layer=stage.last_layer,
-                    gpus=stage.gpus,
-                    node=stage.node,
-                    computed_s=computed_s,
-                    update_s=self._update_s(stage),
-                )
-                for stage, computed_s in zip(self._templates[kind[0]].stages, finish, strict=True)
-            ]
+    def _done(self, wave: _Wave, arrived: Floats, taken_s: Floats) -> Floats:
+        """When these stages have computed what has arrived; those without that micro-batch have
+        computed nothing."""
+        clock, batch = self._clock[wave.after], wave.batch
+        end = np.maximum(clock, arrived) + taken_s[wave.after]
+        if max(batch[0], batch[-1]) >= self._fewest:
+            end = np.where(batch[:, None] < self._microbatches, end, clock)
+        self._clock[wave.after] = end
+        return end
 
-    def _update_s(self, stage: StageTemplate) -> float:
-        layers = self._profile.layers[stage.first_layer : stage.last_layer + 1]
-        return sum(layer.update_s.get(stage.gpus, 0.0) for layer in layers)
+    def events(self) -> list[list[Event]]:
+        """Of one pipeline, by stage."""
+        (kind,), depth = self._kinds, self._depth
+        rows: list[list[Event]] = [[] for _ in range(depth)]
+
+        def add(stage: int, what: type[Compute], microbatch: int, ended_s: float) -> None:
+            taken_s = self._taken_s(what)[depth - 1 - stage, 0]
+            rows[stage].append(Event(what, microbatch, ended_s - taken_s, ended_s))
+
+        for wave in self._played():
+            for after, microbatch in zip(
+                range(depth)[wave.after], wave.batch.tolist(), strict=True
+            ):
+                stage, end = depth - 1 - after, float(self._clock[after, 0])
+                split = self._splits and stage > 0
+                whole: type[Compute] = BackwardInput if split else Backward
+                add(stage, whole if wave.backward else Forward, microbatch, end)
+                if wave.backward and split and microbatch >= stage:
+                    end += self._weight_s[after, 0]
+                    add(stage, BackwardWeight, microbatch - stage, end)
+        for stage in range(1, depth) if self._splits else ():
+            end = float(self._clock[depth - 1 - stage, 0])
+            for microbatch in range(max(0, kind.microbatches - stage), kind.microbatches):
+                end += self._weight_s[depth - 1 - stage, 0]
+                add(stage, BackwardWeight, microbatch, end)
+        return rows
+
+    def _taken_s(self, what: type[Compute]) -> Floats:
+        by_kind: Mapping[type[Compute], Floats] = {
+            Forward: self._forward_s,
+            BackwardWeight: self._weight_s,
+        }
+        return by_kind.get(what, self._backward_s)

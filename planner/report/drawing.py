@@ -6,10 +6,9 @@ may be; sentences are on one line, which whoever prints it folds. Must not decid
 
 from collections.abc import Sequence
 
-from oobleck.planner.cost.steptime import KindEstimate, StepEstimate
-from oobleck.planner.cost.timeline import Event, timeline
+from oobleck.planner.cost.estimate import KindEstimate, StepEstimate
+from oobleck.planner.cost.replay import Event, timeline
 from oobleck.planner.ids import NodeName
-from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.instructions import BackwardInput, BackwardWeight, Forward
 from oobleck.planner.programs.plan import Plan, Stage
 from oobleck.planner.schedules import Schedule
@@ -116,20 +115,18 @@ def _row(columns: Sequence[Sequence[str]], nodes: Sequence[str], row: Sequence[i
     return lines
 
 
-def draw_timeline(
-    kind: KindEstimate, profile: Profile, schedule: Schedule, *, width: int
-) -> str | None:
+def draw_timeline(kind: KindEstimate, schedule: Schedule, *, width: int) -> str | None:
     """When each stage computes what, a line per stage; None where that would not be readable."""
     pipeline = kind.pipeline
     if len(pipeline.stages) > MOST_STAGES or pipeline.microbatches > MOST_MICROBATCHES:
         return None
-    rows = timeline(pipeline, profile, schedule)
-    end = max(row[-1][3] for row in rows)
+    rows = timeline(schedule, kind.kind)
+    end = max(row[-1].ended_s for row in rows)
     if end <= 0:
         return None
     label = len(f"stage {len(rows) - 1}")
     columns = max(NARROWEST, width) - label - 2
-    split = any(event[0] is BackwardInput for row in rows for event in row)
+    split = any(event.kind is BackwardInput for row in rows for event in row)
     legend = "0-9 forward, a-z backward" + (", + weight gradients" if split else "") + ", . idle"
     lines = [f"pipeline {kind.numbers[0]} up to its gradient sums ({end:.4g} s):", f"  {legend}"]
     for stage, row in enumerate(rows):
@@ -144,14 +141,13 @@ def _strip(row: Sequence[Event], end: float, columns: int) -> str:
     event = next(events, None)
     for column in range(columns):
         at = (column + 0.5) * end / columns
-        while event is not None and event[3] <= at:
+        while event is not None and event.ended_s <= at:
             event = next(events, None)
-        marks.append(_mark(event) if event is not None and event[2] <= at else ".")
+        marks.append(_mark(event) if event is not None and event.begun_s <= at else ".")
     return "".join(marks)
 
 
 def _mark(event: Event) -> str:
-    kind, microbatch = event[0], event[1]
-    if kind is Forward:
-        return str(microbatch % 10)
-    return "+" if kind is BackwardWeight else chr(ord("a") + microbatch)
+    if event.kind is Forward:
+        return str(event.microbatch % 10)
+    return "+" if event.kind is BackwardWeight else chr(ord("a") + event.microbatch)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oobleck.planner.cost.steptime import KindEstimate, StepEstimate
+from oobleck.planner.cost.estimate import KindEstimate, StepEstimate
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.profile.profile import Profile
@@ -190,7 +190,7 @@ def draw(outcome: Outcome, profile: Profile, width: int = WIDTH) -> str:
     parts = [draw_pipelines(plan, estimate, memory_limit=profile.gpu_memory_bytes, width=width)]
     if outcome.idle:
         parts.append(_idle(outcome))
-    strip = draw_timeline(estimate.kinds[0], profile, plan.schedule, width=width)
+    strip = draw_timeline(estimate.kinds[0], plan.schedule, width=width)
     if strip is not None:
         parts.append(strip)
     parts.append(

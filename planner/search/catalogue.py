@@ -6,15 +6,17 @@ for: when the weakest node leaves or joins, templates that fit the memory there 
 even if with more memory there may be better ones: a plan right after a loss comes first.
 """
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from oobleck.planner.cost.estimate import Replays
 from oobleck.planner.cost.formula import PipelineCost, StageCosts, pipeline_cost
-from oobleck.planner.cost.replay import StepReplay
+from oobleck.planner.cost.kinds import template_kind
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.template import PipelineTemplate
-from oobleck.planner.search.instantiate import Judge, by_formula
+from oobleck.planner.search.instantiate import Instantiation, Judge, by_formula
 from oobleck.planner.search.templates import tied_templates
 from oobleck.planner.search.ties import TiedTemplates
 
@@ -39,6 +41,7 @@ class Catalogue:
         self._tied = tied
         self._templates: dict[int, TiedTemplates] = {}
         self._costs: dict[PipelineTemplate, PipelineCost] = {}
+        self._replays: Replays | None = None
         self._offers: dict[tuple[range, int], Offer] = {}
         self._changed: dict[tuple[range, int, tuple[PipelineTemplate, ...]], Offer] = {}
 
@@ -58,6 +61,12 @@ class Catalogue:
             self._changed[*key, swaps] = self.swapped(offer, swaps, profile)
         return self._changed[*key, swaps]
 
+    def replays(self, profile: Profile) -> Replays:
+        """What steps take, on any memory."""
+        if self._replays is None:
+            self._replays = Replays(profile, tied=self._tied)
+        return self._replays
+
     def swapped(
         self, offer: Offer, templates: Iterable[PipelineTemplate], profile: Profile
     ) -> Offer:
@@ -70,7 +79,7 @@ class Catalogue:
             offer,
             templates=table,
             costs={size: self._costs[template] for size, template in table.items()},
-            judge=StepReplay(list(table.values()), profile, tied=self._tied).judge,
+            judge=replay_judge(table, self.replays(profile)),
         )
 
     def _make(self, profile: Profile, sizes: range) -> Offer:
@@ -101,6 +110,26 @@ class Catalogue:
             },
         )
         return self.swapped(bare, (tied.quickest for tied in few.values()), profile)
+
+
+def replay_judge(templates: Mapping[int, PipelineTemplate], replays: Replays) -> Judge:
+    """The judge that replays plans of these templates under 1F1B."""
+    one = {size: template_kind(each, 1, replays.profile) for size, each in templates.items()}
+
+    def judge(candidates: Sequence[Instantiation]) -> Sequence[float]:
+        return replays.step_s(
+            [
+                {
+                    one[size]._replace(microbatches=share): number
+                    for (size, share), number in Counter(
+                        zip(candidate.sizes, candidate.shares, strict=True)
+                    ).items()
+                }
+                for candidate in candidates
+            ]
+        )
+
+    return judge
 
 
 def _swaps(offer: Offer, plan: Plan) -> tuple[PipelineTemplate, ...]:

@@ -1,14 +1,14 @@
 """Which schedule a plan should run under: the fastest of those that fit the memory.
 
 Owns the comparison, and which stages of several workers may keep what they gather for a whole
-step. What a step takes is `oobleck.planner.cost.steptime`'s to say.
+step. What a step takes is `oobleck.planner.cost.estimate`'s to say.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from oobleck.planner.cost.stepcost import stage_cost
-from oobleck.planner.cost.steptime import Memory, StepEstimate, estimate_schedules, peak_bytes
+from oobleck.planner.cost.estimate import Replays, StepEstimate, peak_bytes
+from oobleck.planner.cost.stagecost import stage_cost
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Pipeline, Plan
@@ -41,16 +41,17 @@ def choose_schedule(
     *,
     tied: bool = False,
     wanted: Schedule | None = None,
-    memory: Memory | None = None,
+    replays: Replays | None = None,
 ) -> ScheduleChoice:
     """The schedule of least step time among those whose peak memory fits on every worker.
 
     Ties go to 1F1B; so does a plan for which nothing fits, since it keeps least. `tied`: the head
     shares layer 0's token embedding. With `wanted` it is that one; raises PlanInfeasible where it
-    does not fit. `memory` is for many plans of one profile. Takes three estimates of the step, each
-    in O(pipelines + kinds of pipelines x stages x micro-batches of one).
+    does not fit. `replays` are of the same profile, for many plans.
     """
-    estimates = estimate_schedules(plan, profile, SCHEDULES, tied=tied, memory=memory)
+    replays = replays or Replays(profile, tied=tied)
+    replays.prepare([plan], SCHEDULES)
+    estimates = {schedule: replays.estimate(plan, schedule) for schedule in SCHEDULES}
     limit = profile.gpu_memory_bytes
     fitting = [s for s in SCHEDULES if estimates[s].peak_bytes <= limit]
     if wanted is not None:

@@ -8,11 +8,10 @@ job's first step, and only then. Must not know schedules or costs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 
-from oobleck.planner.cost.steptime import Memory, remember
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.profile.profile import Profile
@@ -86,7 +85,6 @@ class _Maker:
     profile: Profile
     tied: bool
     wanted: Schedule | None
-    memory: Memory = field(default_factory=dict)
 
     def judge(self, offer: Offer, candidates: Sequence[Instantiation]) -> list[float]:
         """Seconds of a step; infinite for those that are not worth the estimate."""
@@ -95,15 +93,14 @@ class _Maker:
         order = sorted(range(len(candidates)), key=lambda at: (at > 0, quick[at]))
         times = [float("inf")] * len(candidates)
         plans = {at: _sketch(offer, candidates[at]) for at in order[:_MOST_ESTIMATED]}
-        remember(plans.values(), self.profile, SCHEDULES, memory=self.memory)
+        self.catalogue.replays(self.profile).prepare(list(plans.values()), SCHEDULES)
         for at, plan in plans.items():
             times[at] = self.step_s(plan)
         return times
 
     def choice(self, plan: Plan) -> ScheduleChoice:
-        return choose_schedule(
-            plan, self.profile, tied=self.tied, wanted=self.wanted, memory=self.memory
-        )
+        replays = self.catalogue.replays(self.profile)
+        return choose_schedule(plan, self.profile, wanted=self.wanted, replays=replays)
 
     def step_s(self, plan: Plan) -> float:
         """Under the schedule that it would run under; infinite where the wanted one does not fit:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oobleck.planner.cost.finish import finish_s
-from oobleck.planner.cost.replay import template_run
+from oobleck.planner.cost.kinds import template_kind
+from oobleck.planner.cost.replay import computed_s
 from oobleck.planner.cost.stagetable import Floats, Integers, StageTable
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.template import PipelineTemplate
@@ -85,16 +85,16 @@ def shortlists(
 
     Which one suits a plan hangs on its shares of the batch and on the other pipelines, too.
     """
-    runs = [
-        template_run(template, _MICROBATCHES * len(template.stages), profile)
+    kinds = {
+        template: template_kind(template, _MICROBATCHES * len(template.stages), profile)
         for group in candidates
         if len(group) > 1
         for template in group
-    ]
-    times = iter(finish_s(runs))
+    }
+    times = computed_s(("1f1b", kind) for kind in kinds.values())
     chosen = []
     for group in candidates:
-        done = [max(next(times)) if len(group) > 1 else 0.0 for _ in group]
+        done = [max(times["1f1b", kinds[each]]) if len(group) > 1 else 0.0 for each in group]
         order = [at for _, at in sorted(zip(done, range(len(group)), strict=True))]
         few = list(dict.fromkeys((order[0], 0, *order[1:])))[:_SHORTLISTED]
         chosen.append(

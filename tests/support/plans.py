@@ -1,9 +1,10 @@
 """Plans for tests, cut as the test says."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.programs.plan import Pipeline, Plan, Stage
+from oobleck.planner.programs.plan import Pipeline, Plan, Stage, place
+from oobleck.planner.programs.template import PipelineTemplate
 from oobleck.planner.schedules import Schedule
 
 #: Layers of a stage, or (layers, GPUs).
@@ -33,6 +34,21 @@ def plan_of_cuts(*pipelines: tuple[Sequence[Cut], int], schedule: Schedule = "1f
         )
         microbatch += microbatches
     return Plan(generation=Generation(1), pipelines=tuple(made), schedule=schedule)
+
+
+def plan_of_templates(
+    templates: Mapping[int, PipelineTemplate], *pipelines: tuple[int, int]
+) -> Plan:
+    """Each pipeline: nodes and micro-batches."""
+    made, node, first = [], 0, 0
+    for size, microbatches in pipelines:
+        nodes = tuple(NodeName(f"n{n}") for n in range(node, node + size))
+        made.append(
+            place(templates[size], nodes, first_microbatch=first, microbatches=microbatches)
+        )
+        node += size
+        first += microbatches
+    return Plan(generation=Generation(1), pipelines=tuple(made))
 
 
 def worker(number: int, slot: int = 0) -> WorkerId:

@@ -10,11 +10,10 @@ from oobleck.host.detection import Detection
 from oobleck.master.api.view import job_status, node_info
 from oobleck.master.config import MasterConfig
 from oobleck.master.rules.first_plan import shortfall
-from oobleck.planner.cost.simulate import simulate
+from oobleck.planner.cost.estimate import worker_peak_bytes
 from oobleck.planner.ids import JobId, NodeName
 from oobleck.planner.job.spec import CheckpointSpec
 from oobleck.planner.profile.estimate import estimate_profile
-from oobleck.planner.programs.compile import compile_programs
 from support.scenario import UNIX, Player
 
 START = (
@@ -180,9 +179,7 @@ def test_workers_have_their_peak_beside_what_the_plan_counts_on() -> None:
     }
     assert job.made is not None
     profile = estimate_profile(job.spec, gpus_per_node=1, memory_per_worker_bytes=1 << 30)
-    expected = simulate(
-        compile_programs(job.made.plan, tied=True), profile, plan=job.made.plan
-    ).peak_bytes
+    expected = worker_peak_bytes(job.made.plan, profile)
     assert {found.worker.node: found.predicted_bytes for found in memory.values()} == {
         worker.node: peak for worker, peak in expected.items()
     }

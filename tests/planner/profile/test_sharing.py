@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from oobleck.planner.cost.estimate import worker_peak_bytes
 from oobleck.planner.cost.formula import StageCosts
-from oobleck.planner.cost.simulate import simulate
 from oobleck.planner.cost.stagetable import StageTable
 from oobleck.planner.profile.profile import Links, Profile
 from oobleck.planner.profile.sharing import sharing_sizes, with_exchanges
-from oobleck.planner.programs.compile import compile_programs
 from oobleck.planner.search.choose import with_residents
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of, random_profile
@@ -77,7 +76,7 @@ def test_gathered_layers_are_kept_where_there_is_room() -> None:
         settled = with_residents(plan, profile)
         found = [stage.resident for pipeline in settled.pipelines for stage in pipeline.stages]
         assert found == expected
-        peaks = simulate(compile_programs(settled, tied=False), profile, plan=settled).peak_bytes
+        peaks = worker_peak_bytes(settled, profile)
         assert peaks[worker(0, 1)] == 5100
         assert peaks[worker(1)] == (9100 if expected[1] else 7100)
         assert peaks[worker(2)] == 12_000 + 300

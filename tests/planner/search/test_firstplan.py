@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.cost.formula import StageCosts, pipeline_cost
 from oobleck.planner.cost.stagetable import StageTable
-from oobleck.planner.cost.steptime import estimate_step
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.profile.profile import Links, Profile

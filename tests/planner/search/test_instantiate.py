@@ -9,11 +9,12 @@ from fractions import Fraction
 
 import pytest
 
+from oobleck.planner.cost.estimate import Replays
 from oobleck.planner.cost.formula import PipelineCost, sync_ticks
-from oobleck.planner.cost.replay import StepReplay
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.profile.profile import Links
+from oobleck.planner.search.catalogue import replay_judge
 from oobleck.planner.search.demand import MOST_SIZES, Demand
 from oobleck.planner.search.instantiate import (
     Instantiation,
@@ -175,7 +176,7 @@ def test_few_microbatches_get_the_fastest_sizes_there_are(gpus_per_node: int) ->
         profile = random_profile(rng, layers=rng.randint(4, 10), gpus_per_node=gpus_per_node)
         templates = generate_templates(profile, feasible_sizes(profile, 8))
         nodes, microbatches = rng.randint(min(templates), 9), rng.randint(1, 10)
-        replay = StepReplay(list(templates.values()), profile, tied=False)
+        judge = replay_judge(templates, Replays(profile, tied=False))
         demand = Demand(
             costs=template_costs(templates, profile),
             nodes=nodes,
@@ -190,9 +191,14 @@ def test_few_microbatches_get_the_fastest_sizes_there_are(gpus_per_node: int) ->
         ]
         if not every:
             continue
-        times = replay.step_s([(sizes, demand.shares(sizes)) for sizes in every])
-        best = best_judged(judgeable(demand), replay.judge)
-        assert replay.judge([best]) == [pytest.approx(min(times), rel=1e-9)], seed
+        times = judge(
+            [
+                Instantiation(sizes=sizes, shares=demand.shares(sizes), step=0, bound=0)
+                for sizes in every
+            ]
+        )
+        best = best_judged(judgeable(demand), judge)
+        assert judge([best]) == [pytest.approx(min(times), rel=1e-9)], seed
         changed += best.step > choose(demand)[0].step
     assert changed > 0, "the formula is never wrong: nothing was tested"
 

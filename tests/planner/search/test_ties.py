@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from oobleck.planner.cost.finish import finish_s
 from oobleck.planner.cost.formula import StageCosts
-from oobleck.planner.cost.replay import template_run
+from oobleck.planner.cost.kinds import template_kind
+from oobleck.planner.cost.replay import computed_s
 from oobleck.planner.cost.stagetable import StageTable
 from oobleck.planner.profile.profile import Links, Profile
 from oobleck.planner.programs.template import PipelineTemplate
@@ -50,7 +50,8 @@ def tied_groups(profile: Profile, sizes: Sequence[int]) -> list[list[PipelineTem
 
 
 def replay_s(template: PipelineTemplate, profile: Profile) -> float:
-    (finish,) = finish_s([template_run(template, 2 * len(template.stages), profile)])
+    kind = template_kind(template, 2 * len(template.stages), profile)
+    (finish,) = computed_s([("1f1b", kind)]).values()
     return max(finish)
 
 

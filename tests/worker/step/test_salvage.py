@@ -6,9 +6,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from oobleck.planner.cost.simulate import simulate
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.compile import compile_programs
+from oobleck.planner.programs.dryrun import dry_run
 from oobleck.planner.programs.instructions import (
     Backward,
     BackwardInput,
@@ -24,7 +24,6 @@ from oobleck.planner.programs.work import spread
 from oobleck.planner.schedules import Schedule
 from oobleck.worker.step.salvage import Contribution, Salvage, plan_salvage
 from support.plans import plan_of_cuts, worker
-from support.profiles import profile_of
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "zb-h1")
 Table = dict[WorkerId, Contribution]
@@ -169,7 +168,7 @@ def test_programs_of_what_is_left_end_where_nothing_is_lacking(seed: int) -> Non
     work = plan_salvage(table, plan).work
     programs = compile_programs(plan, tied=draw.random() < 0.5, work=work)
     for blocking in (False, True):
-        simulate(programs, profile_of([1.0] * plan.layer_count), plan=plan, blocking_sends=blocking)
+        dry_run(programs, plan, blocking_sends=blocking)
     for number, pipeline in enumerate(plan.pipelines):
         for position, stage in enumerate(pipeline.stages):
             program = programs[stage.workers[0]]

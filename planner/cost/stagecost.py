@@ -1,24 +1,18 @@
-"""What the pieces of a step take: a stage's compute and memory, and sums of gradients; how many
-micro-batches tell what more of them take.
+"""What a stage takes of each of its workers: compute, the update, and memory.
 
-The terms in which `simulate` and `steptime` replay programs. Must not know the order of things.
+The terms of the replay (`oobleck.planner.cost.replay`) and of what fits. Must not know the order of
+things.
 """
 
-from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from oobleck.planner.profile.links import all_reduce_s
 from oobleck.planner.profile.profile import LayerProfile, Profile, working_bytes
 from oobleck.planner.profile.sharing import exchange_bytes
-from oobleck.planner.programs.instructions import LayerPart, SyncGradient
 
 #: Share of the backward that makes the input's gradient where the profile does not tell: measured
 #: on transformer blocks, gradients of inputs and of weights take 1.3 to 1.
 INPUT_SHARE = 1.3 / 2.3
-
-#: Pipelines are replayed whole up to so many micro-batches, or 4 per stage.
-_FEW_MICROBATCHES = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,64 +90,3 @@ def _stage_cost(layers: tuple[LayerProfile, ...], gpus: int, resident: bool) -> 
         working_bytes=working_bytes(layers),
         exchange_bytes=exchange_bytes(layers, gpus, resident=resident),
     )
-
-
-def replayed_microbatches(wanted: int, *, stages: int) -> tuple[int, ...]:
-    """Numbers of micro-batches whose replays tell that of `wanted`: itself, or two in the steady
-    state, so that a replay takes bounded work."""
-    most = max(_FEW_MICROBATCHES, 4 * stages)
-    return (wanted,) if wanted <= most else (most // 2, most)
-
-
-def extrapolated(
-    counts: Sequence[int], ends: Sequence[Sequence[float]], wanted: int
-) -> tuple[float, ...]:
-    """When each stage is done with `wanted` micro-batches, from when it is with each of `counts`
-    (`replayed_microbatches`); to within a fraction of a per cent."""
-    if len(counts) == 1:
-        return tuple(ends[0])
-    (fewer, most), (before, after) = counts, ends
-    return tuple(
-        late + (wanted - most) * (late - early) / (most - fewer)
-        for early, late in zip(before, after, strict=True)
-    )
-
-
-class SumCost:
-    """What gradient sums take, given which layers of the model share a tied part.
-
-    The profile tells a layer's parameters as a whole. The tied weight is at most the smaller of
-    the layers that share it, and all of that but a norm or a position table, so it is counted as
-    the smaller of them; `own` parts are the rest.
-    """
-
-    def __init__(self, profile: Profile, parts: Iterable[LayerPart]) -> None:
-        """`parts`: all that are summed."""
-        self._profile = profile
-        self._tied = frozenset(part.layer for part in parts if part.part == "tied")
-        self._tied_bytes = min(
-            (profile.layers[layer].parameter_bytes for layer in self._tied), default=0
-        )
-
-    def seconds(self, sync: SyncGradient) -> float:
-        """Of the sum over all owners, alone on its links."""
-        return all_reduce_s(
-            self.bytes(sync.parts),
-            workers=len(sync.owners),
-            same_node=len({owner.node for owner in sync.owners}) == 1,
-            links=self._profile.links,
-        )
-
-    def bytes(self, parts: Collection[LayerPart]) -> int:
-        """What one worker puts into the sum of its `parts`."""
-        own = sum(self._own_bytes(part) for part in parts if part.part == "own")
-        # A worker that holds both places of the tied weight adds them up before.
-        tied = max(
-            (part.share.of_bytes(self._tied_bytes) for part in parts if part.part == "tied"),
-            default=0,
-        )
-        return own + tied
-
-    def _own_bytes(self, part: LayerPart) -> int:
-        whole = self._profile.layers[part.layer].parameter_bytes
-        return part.share.of_bytes(whole - self._tied_bytes * (part.layer in self._tied))

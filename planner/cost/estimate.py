@@ -1,0 +1,194 @@
+"""What steps take and need: of a whole plan under a schedule, and of many plans at once.
+
+Pipelines that run alike are replayed once and remembered, and most plans have few kinds of them, so
+an estimate takes O(pipelines + kinds x stages x micro-batches), whatever the number of workers.
+Must not build programs, nor choose.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from oobleck.planner.cost.kinds import (
+    Kind,
+    cost_of,
+    pipeline_kind,
+    pipeline_kinds,
+    workers_of,
+)
+from oobleck.planner.cost.replay import Ends, Question, computed_s
+from oobleck.planner.cost.stagecost import StageCost
+from oobleck.planner.cost.sums import Computed, step_end_s
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.plan import Pipeline, Plan
+from oobleck.planner.programs.schedule import in_flight
+from oobleck.planner.schedules import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindEstimate:
+    """Pipelines that run alike; values are per stage."""
+
+    #: Their positions in the plan, and the first of them.
+    numbers: tuple[int, ...]
+    pipeline: Pipeline
+    kind: Kind
+    #: When its last forward or backward is over, seconds.
+    computed_s: tuple[float, ...]
+    #: Of one worker: state and the activations at their highest.
+    peak_bytes: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds each worker computes in a step, without the update."""
+        return tuple(
+            self.kind.microbatches * (stage.forward_s + stage.backward_s)
+            for stage in self.kind.stages
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEstimate:
+    """What a step of the plan takes under one schedule."""
+
+    schedule: Schedule
+    step_s: float
+    #: Share of all workers' time that is not spent computing.
+    bubble: float
+    #: In the order of their first pipelines.
+    kinds: tuple[KindEstimate, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the worker that needs most memory."""
+        return max(peak for kind in self.kinds for peak in kind.peak_bytes)
+
+
+class Replays:
+    """Steps under one profile, whatever its memory; remembers the pipelines that it has replayed.
+
+    `tied`: the head shares layer 0's token embedding.
+    """
+
+    def __init__(self, profile: Profile, *, tied: bool) -> None:
+        self.profile, self._tied = profile, tied
+        self._computed: dict[Question, Ends] = {}
+
+    def step_s(self, plans: Sequence[Mapping[Kind, int]]) -> list[float]:
+        """Of each plan under 1F1B: so many pipelines of each kind."""
+        self._prepare([("1f1b", kind) for plan in plans for kind in plan])
+        return [self._end_s("1f1b", plan) for plan in plans]
+
+    def prepare(self, plans: Sequence[Plan], schedules: Sequence[Schedule]) -> None:
+        """Replay what estimates of `plans` will ask for: all at once is faster."""
+        self._prepare(
+            [
+                (schedule, pipeline_kind(plan.pipelines[numbers[0]], self.profile))
+                for plan in plans
+                for numbers in pipeline_kinds(plan)
+                for schedule in schedules
+            ]
+        )
+
+    def estimate(self, plan: Plan, schedule: Schedule) -> StepEstimate:
+        """Time, bubble and memory of one step of `plan` under `schedule`.
+
+        Beyond some hundreds of micro-batches per pipeline, times are extrapolated from the steady
+        state, to within a fraction of a per cent.
+        """
+        self.prepare([plan], [schedule])
+        kinds = []
+        for numbers in pipeline_kinds(plan):
+            pipeline = plan.pipelines[numbers[0]]
+            kind = pipeline_kind(pipeline, self.profile)
+            kinds.append(
+                KindEstimate(
+                    numbers=numbers,
+                    pipeline=pipeline,
+                    kind=kind,
+                    computed_s=self._computed[schedule, kind],
+                    peak_bytes=_peak_bytes(pipeline, schedule, len(plan.pipelines), self.profile),
+                )
+            )
+        step_s = self._end_s(schedule, {each.kind: each.count for each in kinds})
+        workers = sum(each.count * workers_of(each.kind.places) for each in kinds)
+        busy = sum(
+            each.count * place.gpus * (busy_s + stage.update_s)
+            for each in kinds
+            for place, stage, busy_s in zip(
+                each.kind.places, each.kind.stages, each.busy_s, strict=True
+            )
+        )
+        return StepEstimate(
+            schedule=schedule,
+            step_s=step_s,
+            bubble=1.0 - busy / (step_s * workers) if step_s else 0.0,
+            kinds=tuple(kinds),
+        )
+
+    def _prepare(self, questions: Sequence[Question]) -> None:
+        unknown = dict.fromkeys(q for q in questions if q not in self._computed)
+        self._computed.update(computed_s(unknown))
+
+    def _end_s(self, schedule: Schedule, kinds: Mapping[Kind, int]) -> float:
+        return step_end_s(
+            [
+                Computed(count=count, kind=kind, ends_s=self._computed[schedule, kind])
+                for kind, count in kinds.items()
+            ],
+            self.profile,
+            tied=self._tied,
+        )
+
+
+def estimate_step(
+    plan: Plan, profile: Profile, *, tied: bool = False, schedule: Schedule | None = None
+) -> StepEstimate:
+    """`Replays.estimate` of one plan; `schedule` in place of the plan's own."""
+    return Replays(profile, tied=tied).estimate(plan, schedule or plan.schedule)
+
+
+# ---- memory
+
+
+def peak_bytes(plan: Plan, profile: Profile) -> int:
+    """Of the worker that needs most memory, under the plan's schedule."""
+    return max(peak for _, peaks in _peaks(plan, profile) for peak in peaks)
+
+
+def worker_peak_bytes(plan: Plan, profile: Profile) -> dict[WorkerId, int]:
+    """Of every worker, in the order of the plan, under its schedule."""
+    found = {
+        worker: peak
+        for numbers, peaks in _peaks(plan, profile)
+        for number in numbers
+        for stage, peak in zip(plan.pipelines[number].stages, peaks, strict=True)
+        for worker in stage.workers
+    }
+    return {worker: found[worker] for worker in plan.workers}
+
+
+def _peaks(plan: Plan, profile: Profile) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Of each kind of pipeline its positions in the plan, and the bytes per stage."""
+    for numbers in pipeline_kinds(plan):
+        pipeline = plan.pipelines[numbers[0]]
+        yield numbers, _peak_bytes(pipeline, plan.schedule, len(plan.pipelines), profile)
+
+
+def _peak_bytes(
+    pipeline: Pipeline, schedule: Schedule, replicas: int, profile: Profile
+) -> tuple[int, ...]:
+    costs: list[StageCost] = [cost_of(stage, profile) for stage in pipeline.stages]
+    return tuple(
+        cost.worker_bytes(
+            in_flight(
+                schedule, stages=len(costs), stage=number, microbatches=pipeline.microbatches
+            ),
+            replicas=replicas,
+        )
+        for number, cost in enumerate(costs)
+    )

@@ -1,0 +1,139 @@
+"""The end of a step: gradient sums, vote and update, from when each stage has computed its last.
+
+One pipeline stands for all of its kind. Must not know how pipelines compute, nor where plans come
+from.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from oobleck.planner.cost.kinds import Kind, Place, workers_of
+from oobleck.planner.profile.links import all_reduce_s
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.instructions import Share
+
+#: Loss, norm and flags of a vote.
+_VOTE_BYTES = 64
+
+#: A worker by number of the kind, of its stage and in it.
+_Owner = tuple[int, int, int]
+#: When the sum is ready, and what it takes, seconds.
+_Sum = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """So many pipelines of a kind, and when each of their stages has computed its last, seconds."""
+
+    count: int
+    kind: Kind
+    ends_s: Sequence[float]
+
+    @property
+    def places(self) -> Sequence[Place]:
+        return self.kind.places
+
+
+def step_end_s(kinds: Sequence[Computed], profile: Profile, *, tied: bool) -> float:
+    """When the step is over on all workers.
+
+    Runs of layers that every pipeline has in one stage are summed, in pieces where stages of
+    different numbers of workers share the layers; so is the weight that head and embedding share,
+    if they are `tied`, over both. A sum is ready when its last owner is; each worker's link passes
+    its sums on one after the other, as they become ready. All of a kind come to each sum at the
+    same time.
+    """
+    sums: dict[_Owner, list[_Sum]] = {
+        (number, position, worker): []
+        for number, kind in enumerate(kinds)
+        for position, place in enumerate(kind.places)
+        for worker in range(place.gpus)
+    }
+    for stages, layers, weight in _summed(kinds, profile, tied=tied):
+        _add_sums(sums, kinds, stages, layers, weight, profile)
+    summed_s = max(
+        max(kinds[number].ends_s[position], _in_turn(own))
+        for (number, position, _), own in sums.items()
+    )
+    workers = sum(kind.count * workers_of(kind.places) for kind in kinds)
+    vote_s = all_reduce_s(_VOTE_BYTES, workers=workers, same_node=False, links=profile.links)
+    return summed_s + vote_s + max(stage.update_s for kind in kinds for stage in kind.kind.stages)
+
+
+def _in_turn(sums: Iterable[_Sum]) -> float:
+    """When the last of one worker's sums is over."""
+    end = 0.0
+    for ready_s, taken_s in sorted(sums):
+        end = max(end, ready_s) + taken_s
+    return end
+
+
+def _summed(
+    kinds: Sequence[Computed], profile: Profile, *, tied: bool
+) -> Iterator[tuple[list[tuple[int, int]], list[int], int]]:
+    """What is summed in one go: the (kind, stage) that hold it, the bytes of each layer's own
+    parameters, and those of the tied weight, if it is of them."""
+    own = [layer.parameter_bytes for layer in profile.layers]
+    weight = min(own[0], own[-1]) if tied else 0
+    if tied:
+        for end in {0, len(own) - 1}:
+            own[end] -= weight
+    whole = all(len(kind.places) == 1 for kind in kinds)
+    for layers, at in _runs(kinds):
+        # Where every pipeline is one stage, the tied weight has the owners of all the rest.
+        yield list(enumerate(at)), [own[layer] for layer in layers], weight if whole else 0
+    if tied and not whole:
+        ends = {(n, p) for n, kind in enumerate(kinds) for p in (0, len(kind.places) - 1)}
+        yield sorted(ends), [], weight
+
+
+def _runs(kinds: Sequence[Computed]) -> Iterator[tuple[range, list[int]]]:
+    """Maximal runs of layers that every kind has in one stage, last first, with those stages."""
+    at = [len(kind.places) - 1 for kind in kinds]
+    stop = kinds[0].places[-1].last_layer + 1
+    while stop:
+        for number, kind in enumerate(kinds):
+            while kind.places[at[number]].first_layer >= stop:
+                at[number] -= 1
+        first = max(kind.places[p].first_layer for kind, p in zip(kinds, at, strict=True))
+        yield range(first, stop), list(at)
+        stop = first
+
+
+def _add_sums(
+    sums: dict[_Owner, list[_Sum]],
+    kinds: Sequence[Computed],
+    stages: Sequence[tuple[int, int]],
+    layers: Sequence[int],
+    weight: int,
+    profile: Profile,
+) -> None:
+    """The sums over `stages` (kind, stage), one for each piece."""
+    places = [kinds[number].places[position] for number, position in stages]
+    ready_s = max(kinds[number].ends_s[position] for number, position in stages)
+    same_node = (
+        len({number for number, _ in stages}) == 1
+        and kinds[stages[0][0]].count == 1
+        and len({place.node for place in places}) == 1
+    )
+    for share in _pieces(place.gpus for place in places):
+        taken_s = all_reduce_s(
+            sum(share.of_bytes(layer) for layer in layers) + share.of_bytes(weight),
+            workers=sum(kinds[number].count for number, _ in stages),
+            same_node=same_node,
+            links=profile.links,
+        )
+        for (number, position), place in zip(stages, places, strict=True):
+            owner = number, position, share.start * place.gpus // share.of
+            sums[owner].append((ready_s, taken_s))
+
+
+def _pieces(sizes: Iterable[int]) -> Iterator[Share]:
+    """Cut wherever a stage of so many workers changes the one that owns it."""
+    widths = set(sizes)
+    of = math.lcm(*widths)
+    cuts = sorted({p * of // size for size in widths for p in range(size)} | {of})
+    for start, stop in pairwise(cuts):
+        yield Share(start, stop, of)

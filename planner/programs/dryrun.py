@@ -1,0 +1,252 @@
+"""A dry run of all programs of a plan: proof that nobody waits for ever.
+
+Each worker runs its program until it must wait, and is woken by what it waits for. So a run takes
+time proportional to the number of instructions. The result does not depend on the order in which
+workers run: what a worker does next depends on its own program alone, and a message or a sum that
+is there stays there. Must not know times (`oobleck.planner.cost.replay` has them), nor how programs
+came about.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from oobleck.planner.errors import ProgramDeadlock
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.programs.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Forward,
+    Instruction,
+    LoadTokens,
+    Message,
+    Program,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+    Share,
+    SyncGradient,
+    Vote,
+)
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.text import format_instruction
+
+_SENDS = (SendActivation, SendGradient)
+_RECEIVES = (ReceiveActivation, ReceiveGradient)
+
+#: Sender and receiver.
+_Link = tuple[WorkerId, WorkerId]
+#: What travels on a link: whether it is a gradient, pipeline, micro-batch, rows.
+_Content = tuple[bool, int, int, Share]
+
+
+def dry_run(
+    programs: Mapping[WorkerId, Program], plan: Plan, *, blocking_sends: bool = False
+) -> None:
+    """Run `programs` once. Raises ProgramDeadlock with who waits for what.
+
+    Links are first-in-first-out: a worker that receives messages in another order than they were
+    sent waits for ever. `blocking_sends`: a send ends when the message is received, instead of at
+    once; sends directly followed by receives are posted together, as NCCL groups are, and end
+    together.
+    """
+    _Run(programs, plan, blocking_sends).finish()
+
+
+@dataclass(slots=True, eq=False)
+class _Runner:
+    """A worker, and how far it is in its program."""
+
+    id: WorkerId
+    program: Program
+    position: int = 0
+    #: Gradient sums that it has come to, and how many of them are over, oldest first.
+    started: list[SyncGradient] = field(default_factory=list)
+    summed: int = 0
+    #: With blocking sends: the messages of its exchange that have not passed yet.
+    pending: set[tuple[_Link, _Content]] = field(default_factory=set)
+
+    @property
+    def next(self) -> Instruction | None:
+        return self.program[self.position] if self.position < len(self.program) else None
+
+
+class _Run:
+    def __init__(self, programs: Mapping[WorkerId, Program], plan: Plan, blocking: bool) -> None:
+        self._runners = {w: _Runner(w, program) for w, program in sorted(programs.items())}
+        self._width = {
+            (number, position): len(stage.workers)
+            for number, pipeline in enumerate(plan.pipelines)
+            for position, stage in enumerate(pipeline.stages)
+        }
+        self._runnable = deque(self._runners.values())
+        #: Messages that are on their way, and who waits for the next one.
+        self._sent: dict[_Link, deque[_Content]] = defaultdict(deque)
+        self._receiver: dict[_Link, _Runner] = {}
+        #: With blocking sends, who has come first to a message: its sender, if True, or receiver.
+        self._posted: dict[tuple[_Link, _Content, bool], _Runner] = {}
+        #: Workers of a stage that have come to a piece of compute.
+        self._gathered: dict[tuple[int, int, int, type[Compute]], list[_Runner]] = {}
+        #: By bucket: the workers that have it as their oldest open sum.
+        self._ready_to_sum: dict[int, set[WorkerId]] = defaultdict(set)
+        self._send: Callable[[_Runner, Message], bool] = self._exchange if blocking else self._go
+        self._receive = self._exchange if blocking else self._take
+
+    def finish(self) -> None:
+        while self._runnable:
+            runner = self._runnable.popleft()
+            while (step := runner.next) is not None and self._passes(runner, step):
+                runner.position += 1
+            if not self._runnable:
+                self._vote()
+        if stuck := [r for r in self._runners.values() if r.next is not None]:
+            raise ProgramDeadlock(self._describe(runner) for runner in stuck)
+
+    def _passes(self, runner: _Runner, step: Instruction) -> bool:
+        """Run the instruction that the worker stands before; False: it must wait there, and goes
+        on by being put among the runnable ones."""
+        match step:
+            case SendActivation() | SendGradient():
+                return self._send(runner, step)
+            case ReceiveActivation() | ReceiveGradient():
+                return self._receive(runner, step)
+            case Forward() | Backward() | BackwardInput() | BackwardWeight():
+                return self._compute(runner, step)
+            case SyncGradient():
+                runner.started.append(step)
+                if runner.summed == len(runner.started) - 1:
+                    self._sum(runner)
+                return True
+            case Vote():
+                return False
+            case _:
+                return True
+
+    # ---- messages
+
+    def _go(self, runner: _Runner, step: Message) -> bool:
+        link, content = _message(runner.id, step)
+        self._sent[link].append(content)
+        if link in self._receiver:
+            self._runnable.append(self._receiver.pop(link))
+        return True
+
+    def _take(self, runner: _Runner, step: Message) -> bool:
+        link, content = _message(runner.id, step)
+        sent = self._sent[link]
+        if sent and sent[0] == content:
+            sent.popleft()
+            return True
+        self._receiver[link] = runner
+        return False
+
+    def _exchange(self, runner: _Runner, first: Message) -> bool:
+        """Post the exchange that the worker stands before; go on once all of it has passed."""
+        last = runner.position
+        for position, step in _exchanged(runner):
+            last = position
+            link, content = _message(runner.id, step)
+            sends = isinstance(step, _SENDS)
+            peer = self._posted.pop((link, content, not sends), None)
+            if peer is None:
+                self._posted[link, content, sends] = runner
+                runner.pending.add((link, content))
+                continue
+            peer.pending.discard((link, content))
+            if not peer.pending:
+                peer.position += 1
+                self._runnable.append(peer)
+        runner.position = last
+        return not runner.pending
+
+    # ---- what several workers do together
+
+    def _compute(self, runner: _Runner, step: Compute) -> bool:
+        """The workers of a stage compute in step."""
+        width = self._width[step.pipeline, step.stage]
+        if width == 1:
+            return True
+        key = step.pipeline, step.stage, step.microbatch, type(step)
+        others = self._gathered.setdefault(key, [])
+        if len(others) + 1 < width:
+            others.append(runner)
+            return False
+        for other in others:
+            other.position += 1
+            self._runnable.append(other)
+        return True
+
+    def _sum(self, runner: _Runner) -> None:
+        """The worker's oldest open sum is now ready there; end those that are ready everywhere."""
+        came_up = [runner]
+        while came_up:
+            runner = came_up.pop()
+            sync = runner.started[runner.summed]
+            ready = self._ready_to_sum[sync.bucket]
+            ready.add(runner.id)
+            if ready != set(sync.owners):
+                continue
+            del self._ready_to_sum[sync.bucket]
+            for owner in map(self._runners.__getitem__, sync.owners):
+                owner.summed += 1
+                if owner.summed < len(owner.started):
+                    came_up.append(owner)
+
+    def _vote(self) -> None:
+        """Let all workers pass the vote once all of them stand there with their sums over."""
+        runners = self._runners.values()
+        if all(isinstance(r.next, Vote) and r.summed == len(r.started) for r in runners):
+            for runner in runners:
+                runner.position += 1
+                self._runnable.append(runner)
+
+    # ---- who waits for what
+
+    def _describe(self, runner: _Runner) -> str:
+        step = runner.next
+        if runner.pending:  # of an exchange, name a message that has not passed
+            step = next(
+                s
+                for s in reversed(runner.program[: runner.position + 1])
+                if isinstance(s, Message) and _message(runner.id, s) in runner.pending
+            )
+        assert step is not None
+        words = f"{runner.id} waits at {format_instruction(step)}"
+        match step:
+            case Message():
+                sent = self._sent.get((step.peer, runner.id))
+                other = " in its turn: another message is before it" if sent else ""
+                return f"{words} for {step.peer}{other}"
+            case Forward() | Backward() | BackwardInput() | BackwardWeight():
+                return f"{words} for the other workers of its stage"
+            case Vote() if runner.summed < len(runner.started):
+                return f"{words} for the sum of bucket {runner.started[runner.summed].bucket}"
+            case Vote():
+                absent = [str(r.id) for r in self._runners.values() if not isinstance(r.next, Vote)]
+                return f"{words} for {', '.join(absent) or 'the sums of others'}"
+            case _:
+                return words
+
+
+def _exchanged(runner: _Runner) -> Iterator[tuple[int, Message]]:
+    """The messages of the exchange that the worker stands before, with their positions: sends,
+    then receives, with nothing computed between them."""
+    receiving = False
+    for position in range(runner.position, len(runner.program)):
+        step = runner.program[position]
+        if isinstance(step, LoadTokens):
+            continue
+        receiving = receiving or isinstance(step, _RECEIVES)
+        if not isinstance(step, Message) or (receiving and isinstance(step, _SENDS)):
+            return
+        yield position, step
+
+
+def _message(worker: WorkerId, step: Message) -> tuple[_Link, _Content]:
+    """Of an instruction of `worker`, the same on both sides."""
+    link = (worker, step.peer) if isinstance(step, _SENDS) else (step.peer, worker)
+    gradient = isinstance(step, SendGradient | ReceiveGradient)
+    return link, (gradient, step.pipeline, step.microbatch, step.share)
