@@ -1,7 +1,8 @@
-"""How a plan that is asked for is made: the planner's functions, with templates at hand.
+"""How a plan that is asked for is made and proven, with templates at hand.
 
-Pure, and remembered: what one question has led to serves the next ones. Takes a second or two for a
-first plan of a thousand nodes. Must not know who asks, or why.
+Every plan is proven before it is answered: nobody waits for ever in its programs. Pure, and
+remembered: what one request has led to serves the next ones. A first plan of a thousand nodes takes
+a second or two. Must not know who asks, or why.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs import proof
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.reconfigure import reconfigure
 from oobleck.planner.search.catalogue import Catalogue
@@ -73,7 +75,7 @@ def _first_plan(question: FirstPlan) -> Plan:
     """Raises PlanInfeasible."""
     spec, machines = question.spec, question.machines
     profile = profile_on(spec, machines)
-    return make_first_plan(
+    plan = make_first_plan(
         _known(spec, profile),
         template_sizes(spec, machines, len(question.nodes)),
         question.nodes,
@@ -84,6 +86,8 @@ def _first_plan(question: FirstPlan) -> Plan:
         tied=spec.model.tied,
         wanted=spec.training.wanted_schedule,
     ).plan
+    proof.prove(plan, tied=spec.model.tied)
+    return plan
 
 
 def _next_plan(question: NextPlan) -> Changed:
@@ -103,6 +107,7 @@ def _next_plan(question: NextPlan) -> Changed:
         costs=offer.costs,
     )
     made = with_residents(keep_schedule(found.plan, profile), profile)
+    proof.prove(made, tied=spec.model.tied)
     return Changed(found=replace(found, plan=made))
 
 
@@ -110,6 +115,7 @@ def forget() -> None:
     """Begin anew with nothing remembered."""
     _remembered.cache_clear()
     _catalogue.cache_clear()
+    proof.forget()
 
 
 def rehearse(question: Question, answer: Answer) -> Iterator[None]:

@@ -3,7 +3,7 @@
 Owns where the communication stands in the order of compute, which
 `oobleck.planner.programs.schedule` gives. Each pass takes and gives instruction lists: compute
 schedule -> with tokens, sends and receives -> with gradient sync, vote and optimizer step. Must not
-know times: `oobleck.planner.cost.simulate` judges the result.
+know times, nor whether anybody waits for ever: `oobleck.planner.programs.proof` does.
 """
 
 import math

@@ -51,7 +51,7 @@ def dry_run(
     Links are first-in-first-out: a worker that receives messages in another order than they were
     sent waits for ever. `blocking_sends`: a send ends when the message is received, instead of at
     once; sends directly followed by receives are posted together, as NCCL groups are, and end
-    together.
+    together. Programs may be those of some workers: messages with others pass at once.
     """
     _Run(programs, plan, blocking_sends).finish()
 
@@ -109,6 +109,8 @@ class _Run:
         """Run the instruction that the worker stands before; False: it must wait there, and goes
         on by being put among the runnable ones."""
         match step:
+            case Message() if step.peer not in self._runners:
+                return True
             case SendActivation() | SendGradient():
                 return self._send(runner, step)
             case ReceiveActivation() | ReceiveGradient():
@@ -148,6 +150,8 @@ class _Run:
         last = runner.position
         for position, step in _exchanged(runner):
             last = position
+            if step.peer not in self._runners:
+                continue
             link, content = _message(runner.id, step)
             sends = isinstance(step, _SENDS)
             peer = self._posted.pop((link, content, not sends), None)

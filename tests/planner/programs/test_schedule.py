@@ -62,6 +62,47 @@ def test_every_microbatch_is_computed_once_and_in_order(schedule: Schedule) -> N
                 )
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_stages_before_change_only_when_weight_gradients_are_computed(
+    schedule: Schedule,
+) -> None:
+    """What `oobleck.planner.programs.proof` takes for granted."""
+    for microbatches in (1, 3, 9):
+        for after in range(5):
+            orders = {
+                tuple(
+                    work
+                    for work in compute_order(
+                        schedule, stages=stage + 1 + after, stage=stage, microbatches=microbatches
+                    )
+                    if work[0] is not BackwardWeight
+                )
+                for stage in range(1, 6)
+            }
+            assert len(orders) == 1
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_further_micro_batch_is_one_more_round(schedule: Schedule) -> None:
+    """The same."""
+    for after in range(5):
+        for microbatches in range(after + 1, after + 9):
+            few, more = (
+                "".join(
+                    "F" if kind is Forward else "B"
+                    for kind, _ in compute_order(
+                        schedule, stages=after + 2, stage=1, microbatches=count
+                    )
+                    if kind is not BackwardWeight
+                )
+                for count in (microbatches, microbatches + 1)
+            )
+            if schedule == "gpipe":
+                assert more == f"F{few}B"
+            else:
+                assert more == f"{few[:after]}FB{few[after:]}"
+
+
 @pytest.mark.parametrize("stages", range(1, 9))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_deadlock_whether_or_not_sends_block(schedule: Schedule, stages: int) -> None:

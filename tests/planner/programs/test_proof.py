@@ -1,0 +1,112 @@
+"""A plan that is proven ends, and one whose programs do not is refused, by pieces of them alone."""
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+
+from oobleck.planner.errors import ProgramDeadlock
+from oobleck.planner.programs import compile as compiler
+from oobleck.planner.programs import proof
+from oobleck.planner.programs.compile import compile_programs
+from oobleck.planner.programs.dryrun import dry_run
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.schedule import Work, compute_order
+from oobleck.planner.schedules import SCHEDULES, Schedule
+from support.plans import plan_of_cuts
+
+Order = Callable[..., Iterator[Work]]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_proven() -> Iterator[None]:
+    proof.forget()
+    yield
+    proof.forget()
+
+
+def random_plan(rng: random.Random, *, stages: int = 5) -> Plan:
+    pipelines = []
+    for _ in range(rng.randint(1, 4)):
+        ends = sorted(rng.sample(range(1, 8), rng.randint(0, stages - 1)))
+        cut = [(b - a, rng.choice([1, 1, 2, 3])) for a, b in pairwise([0, *ends, 8])]
+        pipelines.append((cut, rng.randint(1, 14)))
+    return plan_of_cuts(*pipelines, schedule=rng.choice(SCHEDULES))
+
+
+def whole_runs_end(plan: Plan, *, tied: bool) -> bool:
+    programs = compile_programs(plan, tied=tied)
+    try:
+        for blocking in (False, True):
+            dry_run(programs, plan, blocking_sends=blocking)
+    except ProgramDeadlock:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_proven_plans_end(tied: bool) -> None:
+    rng = random.Random(1)
+    for _ in range(60):
+        plan = random_plan(rng)
+        proof.prove(plan, tied=tied)
+        assert whole_runs_end(plan, tied=tied)
+
+
+def stages_after(places: dict[str, int]) -> int:
+    return places["stages"] - 1 - places["stage"]
+
+
+def one_stage_follows_another_schedule(after: int, other: Schedule) -> Order:
+    def order(schedule: Schedule, **places: int) -> Iterator[Work]:
+        return compute_order(other if stages_after(places) == after else schedule, **places)
+
+    return order
+
+
+def one_stage_goes_backwards(after: int) -> Order:
+    """It takes the newest micro-batch first."""
+
+    def order(schedule: Schedule, **places: int) -> Iterator[Work]:
+        last = places["microbatches"] - 1
+        for kind, microbatch in compute_order(schedule, **places):
+            yield kind, last - microbatch if stages_after(places) == after else microbatch
+
+    return order
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_waits_for_ever_is_refused(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the run of all programs does not end, the proof of pieces does not either."""
+    rng = random.Random(seed)
+    refused = 0
+    for _ in range(15):
+        faults = (
+            one_stage_follows_another_schedule(rng.randint(0, 2), rng.choice(SCHEDULES)),
+            one_stage_goes_backwards(rng.randint(0, 2)),
+        )
+        monkeypatch.setattr(compiler, "compute_order", rng.choice(faults))
+        plan = random_plan(rng, stages=3)
+        proof.forget()
+        if not whole_runs_end(plan, tied=True):
+            refused += 1
+            with pytest.raises(ProgramDeadlock, match="waits at"):
+                proof.prove(plan, tied=True)
+    assert refused
+
+
+def test_sums_in_different_orders_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = proof.syncs_by_worker
+
+    def turned(buckets, plan):  # type: ignore[no-untyped-def]
+        syncs = dict(real(buckets, plan))
+        first = min(syncs)
+        return {**syncs, first: syncs[first][::-1]}
+
+    plan = plan_of_cuts(([4], 5), ([2, 2], 5), ([4], 5))
+    proof.prove(plan, tied=True)
+    proof.forget()
+    monkeypatch.setattr(proof, "syncs_by_worker", turned)
+    with pytest.raises(ProgramDeadlock, match="for the sum of bucket"):
+        proof.prove(plan, tied=True)
