@@ -1,8 +1,11 @@
 """What tests compute on, and their order: those of whole clusters first, so that all processes end
 together. gRPC, which many tests load, is told first which TLS it speaks."""
 
+from collections.abc import Iterator
+
 import pytest
 
+from bench.support.preloaded import Preloaded
 from oobleck.host.ipc import tls
 from support import devices
 
@@ -18,6 +21,13 @@ def pytest_configure(config: pytest.Config) -> None:
         devices.choose(config.getoption("--device"))
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
+
+
+@pytest.fixture(scope="session")
+def preloaded() -> Iterator[Preloaded]:
+    """Starts the warm processes of clusters that many tests share or kill nodes of."""
+    with Preloaded() as process:
+        yield process
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,7 +18,8 @@ from pathlib import Path
 import psutil
 
 from bench.support.client import Client, ClusterError
-from bench.support.daemons import descendants, kill_trees, tied, workers_among
+from bench.support.daemons import children_of, descendants, kill_trees, tied, warm_process
+from bench.support.preloaded import Preloaded
 from bench.support.scratch import run_folder, undisturbed
 
 #: For what workers write to come into the job's logs.
@@ -110,6 +111,17 @@ class Cluster(Client, ABC):
             for worker in node["workers"]
         }
 
+    def warm_pid(self, name: str) -> int:
+        """The process that the node's workers are forked from. Raises ClusterError."""
+        for child in children_of(self.agents[name]):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                return warm_process(child)
+        raise ClusterError(f"the agent of {name} has nothing to fork workers from yet")
+
+    def worker_pids_of(self, name: str) -> list[int]:
+        """From the process table, since the master may be away. Raises ClusterError."""
+        return children_of(self.warm_pid(name))
+
     def kill_worker(self, name: str, slot: int = 0) -> int:
         pid = self.worker_pids()[f"{name}/{slot}"]
         os.kill(pid, signal.SIGKILL)
@@ -118,8 +130,7 @@ class Cluster(Client, ABC):
     @contextlib.contextmanager
     def frozen(self, name: str) -> Iterator[None]:
         """Stop the workers of a node, and with them all that wait for theirs, for a while."""
-        agent = psutil.Process(self.agents[name])
-        workers = [w for warm in agent.children() for w in warm.children()]
+        workers = [psutil.Process(pid) for pid in self.worker_pids_of(name)]
         for worker in workers:
             worker.suspend()
         try:
@@ -134,9 +145,10 @@ class Cluster(Client, ABC):
     def report(self) -> str:
         """All that tells why the newest job does not get on: its events, the daemons' logs, and
         the workers' with the stacks of their threads."""
-        for process in workers_among(self.processes()):
-            with contextlib.suppress(psutil.Error):
-                process.send_signal(signal.SIGUSR1)
+        for name in self.agents:
+            with contextlib.suppress(ClusterError, ProcessLookupError):
+                for pid in self.worker_pids_of(name):
+                    os.kill(pid, signal.SIGUSR1)
         time.sleep(_STACKS_S)
         files = [(self.log, 40), *((path, 40) for path in sorted(self.state_dir.glob("log/*.log")))]
         jobs = sorted((self.state_dir / "jobs").glob("*"), key=lambda path: path.stat().st_mtime)
@@ -160,11 +172,13 @@ class LocalCluster(Cluster):
         workers_per_node: int = 1,
         fault_plan: Sequence[Mapping[str, object]] = (),
         options: Sequence[str] = (),
+        preloaded: Preloaded | None = None,
     ) -> None:
         self._run = ExitStack()
         scratch = self._run.enter_context(run_folder())
         super().__init__(state_dir or scratch / "state", scratch)
         self._extra: list[subprocess.Popen[str]] = []
+        self._python_path = preloaded.python_path if preloaded is not None else ""
         command = [*tied("oobleck.cli.main"), "local", "--nodes", str(nodes)]
         command += ["--workers-per-node", str(workers_per_node)]
         command += ["--listen", "127.0.0.1:0", "--state-dir", str(self.state_dir)]
@@ -177,7 +191,12 @@ class LocalCluster(Cluster):
         command += ["--master-flag=--quarantine-s=0", "--no-restart", *self._faults, *options]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+                command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=self._environment(),
+                start_new_session=True,
             )
         try:
             self._await_ready()
@@ -190,6 +209,10 @@ class LocalCluster(Cluster):
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def _environment(self) -> dict[str, str]:
+        path = [self._python_path, os.environ.get("PYTHONPATH", "")]
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
     def _await_ready(self) -> None:
         assert self.process.stdout is not None, "opened as a pipe"
@@ -237,7 +260,9 @@ class LocalCluster(Cluster):
         command = [*tied("oobleck.agent"), "--master", self.address, "--name", name]
         command += [*self._faults, *options]
         with self.log.open("a") as log:
-            agent = subprocess.Popen(command, stdout=log, stderr=log, text=True)
+            agent = subprocess.Popen(
+                command, stdout=log, stderr=log, text=True, env=self._environment()
+            )
         self._extra.append(agent)
         self.agents[name] = agent.pid
         return agent.pid

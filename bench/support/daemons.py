@@ -3,7 +3,8 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 
@@ -14,14 +15,29 @@ def tied(module: str) -> list[str]:
     return [sys.executable, "-m", "oobleck.host.system.die_with_parent", str(os.getpid()), module]
 
 
+def children_of(pid: int) -> list[int]:
+    """Processes that `pid` has started; none where it is gone. Looking at all processes of the
+    machine takes long."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += [int(child) for child in (thread / "children").read_text().split()]
+    return found
+
+
+def warm_process(pid: int) -> int:
+    """The warm process that `pid` is, or stands for (`bench.support.preloaded`)."""
+    name, _, number = psutil.Process(pid).name().partition(" ")
+    return int(number) if name == "warm" else pid
+
+
 def descendants(pid: int) -> Iterator[psutil.Process]:
     """The process and all that come from it; none where it is gone."""
-    try:
-        root = psutil.Process(pid)
-        yield root
-        yield from root.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return
+    with contextlib.suppress(psutil.NoSuchProcess):
+        yield psutil.Process(pid)
+        warm = warm_process(pid)
+        for child in [*children_of(pid), *([warm] if warm != pid else [])]:
+            yield from descendants(child)
 
 
 def alive(pid: int) -> bool:
@@ -43,13 +59,3 @@ def kill_trees(*pids: int) -> list[int]:
         with contextlib.suppress(psutil.NoSuchProcess):
             victim.kill()
     return [victim.pid for victim in victims]
-
-
-def workers_among(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those that were forked from an agent's warm process."""
-    parents = {}
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            parents[process.pid] = (process, process.ppid(), process.cmdline())
-    warm = {pid for pid, (_, _, line) in parents.items() if "oobleck.worker.warm" in line}
-    return [process for process, parent, _ in parents.values() if parent in warm]

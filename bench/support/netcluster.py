@@ -19,8 +19,9 @@ import psutil
 
 from bench.support.client import ClusterError
 from bench.support.cluster import Cluster
-from bench.support.daemons import tied
+from bench.support.daemons import alive, tied
 from bench.support.network import Network
+from bench.support.preloaded import STARTUP, Preloaded
 from bench.support.scratch import mount_memory, run_folder, undisturbed, unmount
 from oobleck.cli.cluster.authority import OPERATOR, issue, make_authority
 
@@ -29,15 +30,6 @@ PORT = 7070
 #: Agents give their workers 2 s.
 _STOP_S = 15.0
 _POLL_S = 0.1
-
-
-def children_of(pid: int) -> list[int]:
-    """Processes that the first thread of `pid` started; looking at all processes takes long."""
-    try:
-        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    except (FileNotFoundError, ProcessLookupError) as error:
-        raise ClusterError(f"process {pid} is gone") from error
-    return [int(child) for child in text.split()]
 
 
 class NetCluster(Cluster):
@@ -53,6 +45,7 @@ class NetCluster(Cluster):
         master_options: Sequence[str] = (),
         bytes_per_s: int | None = None,
         state_mb: int = 64,
+        preloaded: Preloaded | None = None,
     ) -> None:
         """`bytes_per_s`: of every host's link; `state_mb`: of the disk that the state directory is
         on, so that it can be filled."""
@@ -65,6 +58,7 @@ class NetCluster(Cluster):
             names = [f"n{number}" for number in range(1, nodes + 1)]
             self.net = run.enter_context(Network([HEAD, *names], bytes_per_s))
             self._run = run.pop_all()
+        self._python_path = preloaded.python_path if preloaded is not None else str(STARTUP)
         self._master_options = tuple(master_options)
         self._fault_plan = folder / "faults.json"
         self._fault_plan.write_text(json.dumps(list(fault_plan)))
@@ -109,7 +103,7 @@ class NetCluster(Cluster):
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "BENCH_CLOCK": str(self._scratch / f"clock-{host}"),
-            "PYTHONPATH": str(Path(__file__).with_name("clock")),
+            "PYTHONPATH": self._python_path,
         }
 
     # ---- daemons
@@ -176,29 +170,18 @@ class NetCluster(Cluster):
 
     # ---- processes
 
-    def warm_pid(self, name: str) -> int:
-        """The process that the node's workers are forked from. Raises ClusterError."""
-        if not (children := children_of(self.agents[name])):
-            raise ClusterError(f"the agent of {name} has nothing to fork workers from yet")
-        return children[0]
-
-    def worker_pids_of(self, name: str) -> list[int]:
-        """From the process table, since the master may be away."""
-        return children_of(self.warm_pid(name))
-
     def orphans(self) -> list[str]:
         """Processes on the hosts that belong to no daemon that runs.
 
         Those whose parent has just died need a moment to die with it, so who looks looks again.
         """
-        roots = set(self.roots())
+        there = self.net.processes()  # before its daemons', which may start more meanwhile
+        known = {process.pid for process in self.processes()}
         found = []
-        for pid in self.net.processes():
+        for pid in there:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process = psutil.Process(pid)
-                alone = roots.isdisjoint(p.pid for p in (process, *process.parents()))
-                if alone and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(f"{pid}: {' '.join(process.cmdline())}")
+                if pid not in known and alive(pid):
+                    found.append(f"{pid}: {' '.join(psutil.Process(pid).cmdline())}")
         return found
 
     def stop(self) -> None:

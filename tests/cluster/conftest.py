@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.support.cluster import LocalCluster
+from bench.support.preloaded import Preloaded
 from support.clusters import PATIENT, end_jobs, make_whole
 from support.folders import TEXT
 
@@ -27,9 +28,13 @@ def text() -> str:
 
 
 @pytest.fixture(scope="session")
-def standing_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def standing_cluster(
+    tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded
+) -> Iterator[LocalCluster]:
     state_dir = tmp_path_factory.mktemp("standing") / "state"
-    with LocalCluster(3, state_dir=state_dir, fault_plan=FAULTS, options=PATIENT) as cluster:
+    with LocalCluster(
+        3, state_dir=state_dir, fault_plan=FAULTS, options=PATIENT, preloaded=preloaded
+    ) as cluster:
         yield cluster
 
 
@@ -42,9 +47,13 @@ def small_cluster(standing_cluster: LocalCluster) -> Iterator[LocalCluster]:
 
 
 @pytest.fixture(scope="session")
-def standing_wide_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def standing_wide_cluster(
+    tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded
+) -> Iterator[LocalCluster]:
     state_dir = tmp_path_factory.mktemp("wide") / "state"
-    with LocalCluster(2, state_dir=state_dir, workers_per_node=2, options=PATIENT) as cluster:
+    with LocalCluster(
+        2, state_dir=state_dir, workers_per_node=2, options=PATIENT, preloaded=preloaded
+    ) as cluster:
         yield cluster
 
 
@@ -58,6 +67,7 @@ def wide_cluster(standing_wide_cluster: LocalCluster) -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def own_cluster(tmp_path: Path) -> Iterator[LocalCluster]:
-    """Two nodes for a test that takes the cluster itself down."""
+    """Two nodes just as an operator starts them, for a test that takes the cluster itself down or
+    looks at all of its processes."""
     with LocalCluster(2, state_dir=tmp_path / "state", options=PATIENT) as cluster:
         yield cluster

@@ -11,8 +11,8 @@ from bench.support.cluster import LocalCluster
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 
-def test_a_job_takes_a_drill(small_cluster: LocalCluster, text: str, tmp_path: Path) -> None:
-    cluster = small_cluster
+def test_a_job_takes_a_drill(own_cluster: LocalCluster, text: str, tmp_path: Path) -> None:
+    cluster = own_cluster
     job_id = cluster.submit(
         {
             "name": "drilled",

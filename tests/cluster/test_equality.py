@@ -19,6 +19,7 @@ import pytest
 
 from bench.support.client import read_lines
 from bench.support.cluster import LocalCluster
+from bench.support.preloaded import Preloaded
 from oobleck.planner.job.file import parse_job
 from oobleck.worker.checkpoint.output import read_output
 from support.clusters import PATIENT, bring_into, make_whole
@@ -148,9 +149,13 @@ def fault_plan() -> list[dict[str, object]]:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def cluster(
+    tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded
+) -> Iterator[LocalCluster]:
     state_dir = tmp_path_factory.mktemp("equality") / "state"
-    with LocalCluster(4, state_dir=state_dir, fault_plan=fault_plan(), options=PATIENT) as cluster:
+    with LocalCluster(
+        4, state_dir=state_dir, fault_plan=fault_plan(), options=PATIENT, preloaded=preloaded
+    ) as cluster:
         yield cluster
 
 

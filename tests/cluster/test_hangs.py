@@ -10,6 +10,7 @@ import pytest
 
 from bench.support.client import Record
 from bench.support.cluster import LocalCluster
+from bench.support.preloaded import Preloaded
 from oobleck.host.detection import DETECTIONS
 from support.clusters import end_jobs, make_whole
 
@@ -37,10 +38,14 @@ FAULTS = [
 
 
 @pytest.fixture(scope="module")
-def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def standing(
+    tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded
+) -> Iterator[LocalCluster]:
     state_dir = tmp_path_factory.mktemp("hangs") / "state"
     options = ["--detection", "fast", "--master-flag=--start-timeout-s=100"]
-    with LocalCluster(3, state_dir=state_dir, fault_plan=FAULTS, options=options) as cluster:
+    with LocalCluster(
+        3, state_dir=state_dir, fault_plan=FAULTS, options=options, preloaded=preloaded
+    ) as cluster:
         yield cluster
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from bench.support.client import BIN
 from bench.support.cluster import LocalCluster
+from bench.support.daemons import children_of
+from bench.support.preloaded import Preloaded
 from support.clusters import bring_into
 from support.waiting import PATIENCE_S, all_gone
 
@@ -178,10 +180,12 @@ LASTING = [
 
 
 @pytest.fixture(scope="module")
-def lasting_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+def lasting_cluster(
+    tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded
+) -> Iterator[LocalCluster]:
     state_dir = tmp_path_factory.mktemp("lasting") / "state"
     options = [f"--master-flag={flag}" for flag in LASTING]
-    with LocalCluster(2, state_dir=state_dir, options=options) as cluster:
+    with LocalCluster(2, state_dir=state_dir, options=options, preloaded=preloaded) as cluster:
         yield cluster
 
 
@@ -257,6 +261,27 @@ def test_end_of_local_leaves_nothing_behind(own_cluster: LocalCluster, text: str
     all_gone(processes)
     listening = {c.laddr[1] for c in psutil.net_connections("tcp") if c.status == "LISTEN"}
     assert port not in listening
+
+
+def test_a_warm_process_that_was_forked_for_an_agent_ends_with_it(
+    small_cluster: LocalCluster,
+) -> None:
+    cluster = small_cluster
+    agent = cluster.agents["n3"]
+
+    def forked() -> bool:
+        children = children_of(agent)
+        return bool(children) and cluster.warm_pid("n3") not in children
+
+    cluster.wait(forked, "a warm process", poll_s=0.1)
+    (stand_in,) = map(psutil.Process, children_of(agent))
+    first = psutil.Process(cluster.warm_pid("n3"))
+    first.kill()
+    all_gone([first, stand_in])
+    cluster.wait(forked, "another warm process", poll_s=0.1)
+    again = psutil.Process(cluster.warm_pid("n3"))
+    os.kill(cluster.agents.pop("n3"), signal.SIGKILL)
+    all_gone([again])
 
 
 def test_cancel_ends_the_workers_and_leaves_the_cluster(

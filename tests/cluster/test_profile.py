@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.support.cluster import LocalCluster
+from bench.support.preloaded import Preloaded
 from oobleck.planner.job.file import parse_job
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.file import format_profile, parse_profile
@@ -71,7 +72,7 @@ def test_a_node_that_dies_while_it_measures_is_done_without(
 
 
 def test_workers_of_a_node_share_stages_by_a_profile_for_several_gpus(
-    text: str, tmp_path: Path
+    text: str, tmp_path: Path, preloaded: Preloaded
 ) -> None:
     named = job(text, "roomy") | {
         "model": {"layers": 1, "hidden": 32, "heads": 2, "sequence_length": 32},
@@ -85,7 +86,11 @@ def test_workers_of_a_node_share_stages_by_a_profile_for_several_gpus(
     (tmp_path / "p.json").write_text(format_profile(replace(alone, layers=layers)))
     fault = {"worker": {"node": "n2", "slot": 0}, "point": "after:Backward", "step": 2}
     with LocalCluster(
-        2, workers_per_node=4, fault_plan=[fault | {"action": "kill_node"}], options=PATIENT
+        2,
+        workers_per_node=4,
+        fault_plan=[fault | {"action": "kill_node"}],
+        options=PATIENT,
+        preloaded=preloaded,
     ) as cluster:
         job_id = cluster.submit(named)
         assert cluster.wait_end(job_id) == "succeeded", cluster.end_of(job_id)

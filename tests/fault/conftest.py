@@ -7,11 +7,12 @@ import pytest
 
 from bench.support.netcluster import NetCluster
 from bench.support.network import unusable
+from bench.support.preloaded import Preloaded
 from support import gates
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded) -> Iterator[NetCluster]:
     """Four nodes with gates; every test leaves them whole."""
     if reason := unusable():
         pytest.skip(reason)
@@ -26,5 +27,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster]:
         # The network is what steps take their time on, so that few of them are to be compared, and
         # the processor is free for whatever else runs.
         bytes_per_s=250_000,
+        preloaded=preloaded,
     ) as cluster:
         yield cluster
