@@ -151,7 +151,7 @@ def default_memory(workers: int, gpus: Sequence[Gpu]) -> int:
 
 
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="oobleck", prog_name="oobleck-agent")
+@click.version_option(package_name="oobleck-cluster", prog_name="oobleck-agent")
 @click.option("--master", required=True, metavar="HOST:PORT", help="Where oobleck-master listens.")
 @click.option("--name", metavar="NAME", help="Name of this node.  [default: the host's name]")
 @click.option(

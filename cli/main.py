@@ -87,7 +87,7 @@ class LazyGroup(click.Group):
     epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.version_option(package_name="oobleck", prog_name="oobleck")
+@click.version_option(package_name="oobleck-cluster", prog_name="oobleck")
 def oobleck() -> None:
     """Train large models on machines that may die: submit jobs and watch them."""
 

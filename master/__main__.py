@@ -94,7 +94,7 @@ def _time_out_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="oobleck", prog_name="oobleck-master")
+@click.version_option(package_name="oobleck-cluster", prog_name="oobleck-master")
 @click.option(
     "--listen",
     default="127.0.0.1:4600",

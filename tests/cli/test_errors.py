@@ -185,7 +185,7 @@ def test_every_program_tells_its_version(program: str) -> None:
     command = [sys.executable, "-m", program, "--version"]
     told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert told.returncode == 0
-    assert told.stdout.strip().endswith(f"version {metadata.version('oobleck')}")
+    assert told.stdout.strip().endswith(f"version {metadata.version('oobleck-cluster')}")
 
 
 def test_a_home_that_takes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
