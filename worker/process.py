@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from oobleck.host.data.tokenfile import DataError
+from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.messages import Failed, Launch
 from oobleck.planner.redact import redact
 from oobleck.worker.checkpoint.output import OutputError

@@ -20,14 +20,14 @@ import grpc
 from oobleck.host.address import pinned, stays_on_host
 from oobleck.host.ipc.endpoint import Endpoint, check_insecure
 from oobleck.host.security import pki
-from oobleck.host.security.credentialfolder import check_free, check_holder, keep, own_key
+from oobleck.host.security.credential_folder import check_free, check_holder, keep, own_key
 from oobleck.host.security.credentials import (
     CERTIFICATE,
     Credentials,
     read_credentials,
     read_secret,
 )
-from oobleck.host.security.jointoken import read_token
+from oobleck.host.security.join_token import read_token
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.control_pb2_grpc import PkiStub
 from oobleck.proto.secure import open_aio_channel

@@ -14,7 +14,7 @@ from pathlib import Path
 from oobleck.cli.options import FAILED, USAGE
 from oobleck.host.command import CommandFailed
 from oobleck.host.security import pki
-from oobleck.host.security.credentialfolder import check_free, keep, own_key
+from oobleck.host.security.credential_folder import check_free, keep, own_key
 from oobleck.host.security.credentials import (
     AUTHORITY,
     Role,

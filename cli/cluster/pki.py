@@ -136,7 +136,7 @@ def token(role: "Role", name: str, ttl: str, out: Path | None, master: Endpoint)
         _check_out(out)  # before there is a token
     from oobleck.cli.client import Master
     from oobleck.host.security import pki as certificates
-    from oobleck.host.security.jointoken import format_token
+    from oobleck.host.security.join_token import format_token
 
     key = certificates.new_key()
     with Master(master) as connection:
@@ -191,7 +191,7 @@ def join(name: str, master: str, token_file: Path | None, folder: Path) -> None:
     """Get credentials for NAME, an operator or viewer, by a join token. Agents do it themselves."""
     from oobleck.cli.client import Master
     from oobleck.host.security import pki as certificates
-    from oobleck.host.security.credentialfolder import check_free, keep, own_key
+    from oobleck.host.security.credential_folder import check_free, keep, own_key
 
     folder = folder.expanduser()
     shown = _read_token(token_file)
@@ -233,7 +233,7 @@ def renew(folder: Path, master: str) -> None:
     """
     from oobleck.cli.client import Master, StillFresh
     from oobleck.host.security import pki as certificates
-    from oobleck.host.security.credentialfolder import keep
+    from oobleck.host.security.credential_folder import keep
 
     try:
         old = read_credentials(folder)
@@ -354,7 +354,7 @@ def _role_of(name: str, known: "pb.ListCredentialsReply") -> "Role":
 
 
 def _read_token(path: Path | None) -> Credentials:
-    from oobleck.host.security.jointoken import read_token
+    from oobleck.host.security.join_token import read_token
 
     try:
         text = os.environ.get(TOKEN_VARIABLE, "")
@@ -367,7 +367,7 @@ def _read_token(path: Path | None) -> Credentials:
 
 
 def _check_out(out: Path) -> None:
-    from oobleck.host.security.jointoken import read_token
+    from oobleck.host.security.join_token import read_token
 
     try:
         check_writable(out)

@@ -16,7 +16,7 @@ from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
 
 if TYPE_CHECKING:
-    from oobleck.host.data.tokenfile import Dtype, TokenFileInfo
+    from oobleck.host.data.token_file import Dtype, TokenFileInfo
     from oobleck.host.data.tokenizer import Tokenizer
 
 _SHOWN_TOKENS = 16
@@ -72,7 +72,7 @@ def prepare(
     a .jsonl file has one per line; .gz after either is unpacked. A job reads the result with
     `data: {tokens: FILE}`. FILE appears when it is whole.
     """
-    from oobleck.host.data.tokenfile import CannotWrite, DataError, TokenWriter, narrowest, sweep
+    from oobleck.host.data.token_file import CannotWrite, DataError, TokenWriter, narrowest, sweep
     from oobleck.host.data.tokenise import tokenise
     from oobleck.host.data.tokenizer import load_tokenizer
 
@@ -106,7 +106,7 @@ def inspect(file: Path, as_json: bool) -> None:
     import msgspec
 
     from oobleck.cli.output import text
-    from oobleck.host.data.tokenfile import DataError, read_info, read_tokens
+    from oobleck.host.data.token_file import DataError, read_info, read_tokens
 
     if not file.is_file():
         raise CommandFailed(f"{file} is not there; give a token file", options.NO_SUCH_THING)
@@ -142,7 +142,7 @@ def _summary(path: Path, info: "TokenFileInfo") -> str:
 
 
 def _check_dtype(dtype: "Dtype", tokenizer: "Tokenizer") -> None:
-    from oobleck.host.data.tokenfile import DataError, narrowest
+    from oobleck.host.data.token_file import DataError, narrowest
 
     needed = narrowest(tokenizer.vocabulary)
     if int(dtype[4:]) < int(needed[4:]):

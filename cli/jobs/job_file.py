@@ -141,7 +141,7 @@ def check_inputs(job: "JobSpec") -> None:
 
 
 def _check(key: str, data: "DataSpec", job: "JobSpec") -> None:
-    from oobleck.host.data.tokenfile import DataError
+    from oobleck.host.data.token_file import DataError
 
     try:
         tokens = _count_tokens(data, _data_files(data, key), job.model.vocabulary)
@@ -158,7 +158,7 @@ def _check(key: str, data: "DataSpec", job: "JobSpec") -> None:
 
 def check_weights(job: "JobSpec") -> None:
     """Whether the initial weights are on this machine, and whole files."""
-    from oobleck.host.storage.weightfiles import WeightsError, open_weights
+    from oobleck.host.storage.weight_files import WeightsError, open_weights
 
     if job.model.weights is None:
         return
@@ -171,7 +171,7 @@ def check_weights(job: "JobSpec") -> None:
 def _count_tokens(data: "DataSpec", files: set[str], vocabulary: int) -> int | None:
     """Tokens in `files`; None: they are not known yet. Raises DataError."""
     from oobleck.host.data.documents import is_plain
-    from oobleck.host.data.tokenfile import read_info, type_of
+    from oobleck.host.data.token_file import read_info, type_of
     from oobleck.host.data.tokenizer import load_tokenizer
 
     if data.tokens is not None:
@@ -194,7 +194,7 @@ def _count_tokens(data: "DataSpec", files: set[str], vocabulary: int) -> int | N
 
 def _check_bytes(files: Sequence[str], vocabulary: int) -> None:
     """Raises DataError where the beginning of the text has a byte that the model does not take."""
-    from oobleck.host.data.tokenfile import DataError
+    from oobleck.host.data.token_file import DataError
 
     left = _LOOKED_AT_BYTES if vocabulary < _BYTES else 0
     for path in files:

@@ -13,7 +13,7 @@ from typing import BinaryIO, cast
 
 import msgspec
 
-from oobleck.host.data.tokenfile import DataError
+from oobleck.host.data.token_file import DataError
 from oobleck.host.system.files import open_regular
 
 #: A long document comes in pieces of about so many bytes.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from oobleck.host.data.documents import Piece, read_documents
-from oobleck.host.data.tokenfile import DataError, TokenFileInfo, TokenWriter
+from oobleck.host.data.token_file import DataError, TokenFileInfo, TokenWriter
 from oobleck.host.data.tokenizer import Tokenizer
 
 #: Text that is tokenised at once, in parallel where the tokenizer can; and its pieces at most.

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.host.data.documents import Piece
-from oobleck.host.data.tokenfile import DataError
+from oobleck.host.data.token_file import DataError
 from oobleck.host.system.files import read_regular
 
 Ids = NDArray[np.uint32]

@@ -2,7 +2,7 @@
 
 `client.crt` and `client.key` are the holder's, `ca.crt` is the cluster's authority. Keys are
 readable for their owner alone; a folder where they are not is refused. Who may be put into a folder
-is decided by `oobleck.host.security.credentialfolder`. Must not know certificates' contents, nor
+is decided by `oobleck.host.security.credential_folder`. Must not know certificates' contents, nor
 load the library for them.
 """
 

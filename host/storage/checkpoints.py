@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from oobleck.host.storage.folder import Folder
-from oobleck.host.storage.setaside import DAMAGED, Mark, read_mark, set_aside
+from oobleck.host.storage.set_aside import DAMAGED, Mark, read_mark, set_aside
 from oobleck.host.system.files import WrongFile
 from oobleck.planner.recovery.checkpoint import (
     MANIFEST,

@@ -14,7 +14,7 @@ from safetensors.numpy import load, save
 
 from oobleck.host.storage.checkpoints import Found, read_layer
 from oobleck.host.storage.folder import Folder, LocalFolder
-from oobleck.host.storage.weightfiles import WeightsError, check_content
+from oobleck.host.storage.weight_files import WeightsError, check_content
 from oobleck.planner.job.spec import ModelSpec
 from oobleck.planner.recovery.checkpoint import (
     MOST_LAYER_HEADER_BYTES,

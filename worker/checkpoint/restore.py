@@ -19,7 +19,7 @@ from oobleck.host.storage.checkpoints import (
     verify_layer,
 )
 from oobleck.host.storage.folder import Folder
-from oobleck.host.storage.setaside import set_aside
+from oobleck.host.storage.set_aside import set_aside
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.job.spec import CheckpointSpec, JobSpec
 from oobleck.planner.programs.transfer import Shard, plan_shards

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.host.data.documents import is_plain
-from oobleck.host.data.tokenfile import DataError, TokenFileInfo, read_info, type_of
+from oobleck.host.data.token_file import DataError, TokenFileInfo, read_info, type_of
 from oobleck.host.data.tokenizer import load_tokenizer
 from oobleck.host.display import inline
 from oobleck.host.system.files import open_regular

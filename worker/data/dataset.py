@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from oobleck.host.data.tokenfile import DataError
+from oobleck.host.data.token_file import DataError
 from oobleck.planner.job.spec import DataSpec
 from oobleck.worker.data.corpus import Corpus
 from oobleck.worker.runtime.random import derive

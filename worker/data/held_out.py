@@ -5,7 +5,7 @@ Owns which they are and how many; must not know plans, programs or the model.
 
 import hashlib
 
-from oobleck.host.data.tokenfile import DataError
+from oobleck.host.data.token_file import DataError
 from oobleck.planner.job.spec import EvaluationSpec, JobSpec
 from oobleck.worker.data.dataset import Dataset, Tokens
 

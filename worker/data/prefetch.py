@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from oobleck.host.data.tokenfile import DataError
+from oobleck.host.data.token_file import DataError
 from oobleck.planner.job.spec import TrainingSpec
 from oobleck.worker.data.dataset import Dataset, Tokens, row_digest
 from oobleck.worker.runtime import pulse

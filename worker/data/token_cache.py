@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from oobleck.host.data.tokenfile import DataError, TokenFileInfo, TokenWriter, narrowest, read_info
+from oobleck.host.data.token_file import DataError, TokenFileInfo, TokenWriter, narrowest, read_info
 from oobleck.host.data.tokenise import tokenise
 from oobleck.host.data.tokenizer import Tokenizer
 from oobleck.planner.job.spec import DataSpec

@@ -1,7 +1,7 @@
 """Initial weights from a directory of safetensors: each layer takes its own tensors, memory-mapped.
 
 Owns under which names a checkpoint may have a parameter; what files are there is
-`oobleck.host.storage.weightfiles`' to say.
+`oobleck.host.storage.weight_files`' to say.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from safetensors import SafetensorError, safe_open
 
-from oobleck.host.storage.weightfiles import Tensor, WeightFiles, WeightsError, open_weights
+from oobleck.host.storage.weight_files import Tensor, WeightFiles, WeightsError, open_weights
 from oobleck.planner.job.spec import ModelSpec
 from oobleck.planner.report.export import foreign_name
 from oobleck.worker.models.base import Layer

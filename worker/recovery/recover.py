@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from oobleck.host.data.tokenfile import DataError
+from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.messages import Assign, Committed, PhaseReached, Restored
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import WorkerId

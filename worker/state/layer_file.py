@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from oobleck.host.storage.folder import Content
-from oobleck.host.storage.weightfiles import WeightsError, check_content
+from oobleck.host.storage.weight_files import WeightsError, check_content
 from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.recovery.checkpoint import MOST_LAYER_HEADER_BYTES, InvalidCheckpoint
 from oobleck.worker.state.layout import Layout

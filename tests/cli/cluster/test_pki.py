@@ -16,7 +16,7 @@ import pytest
 
 from oobleck.host.security import pki
 from oobleck.host.security.credentials import read_credentials
-from oobleck.host.security.jointoken import format_token, read_token
+from oobleck.host.security.join_token import format_token, read_token
 from support.commands import end, refused, run
 
 DEADLINE_S = 60.0

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from oobleck.host.data import documents
 from oobleck.host.data.documents import read_documents
-from oobleck.host.data.tokenfile import DataError, TokenWriter, info_path, read_info
+from oobleck.host.data.token_file import DataError, TokenWriter, info_path, read_info
 from oobleck.host.data.tokenise import tokenise
 from oobleck.host.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from support.tokenizers import train_tokenizer

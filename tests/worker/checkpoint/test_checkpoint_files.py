@@ -32,7 +32,7 @@ from oobleck.host.storage.checkpoints import (
 )
 from oobleck.host.storage.export import export
 from oobleck.host.storage.folder import Folder, LocalFolder, RemoteFolder, open_folder
-from oobleck.host.storage.setaside import set_aside
+from oobleck.host.storage.set_aside import set_aside
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.job.spec import CheckpointSpec, JobSpec

@@ -18,12 +18,12 @@ from safetensors.numpy import save_file
 
 from oobleck.cli.output import text
 from oobleck.host.data.documents import read_documents
-from oobleck.host.data.tokenfile import DataError, TokenFileInfo, TokenWriter, info_path, read_info
+from oobleck.host.data.token_file import DataError, TokenFileInfo, TokenWriter, info_path, read_info
 from oobleck.host.data.tokenizer import load_tokenizer
 from oobleck.host.security.credentials import read_file, read_secret
 from oobleck.host.storage.checkpoints import list_checkpoints, read_layer, verify
 from oobleck.host.storage.folder import LocalFolder, bounded_names
-from oobleck.host.storage.weightfiles import WeightsError, open_weights
+from oobleck.host.storage.weight_files import WeightsError, open_weights
 from oobleck.master.storage.profiles import read_profiles
 from oobleck.planner.errors import InvalidJob
 from oobleck.planner.job.file import parse_job

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from oobleck.host.data.tokenfile import DataError
+from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.channel import frame
 from oobleck.planner.job.spec import DataSpec
 from oobleck.worker.data.corpus import Corpus

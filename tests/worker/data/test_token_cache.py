@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.host.data.tokenfile import DataError
+from oobleck.host.data.token_file import DataError
 from oobleck.planner.job.spec import DataSpec
 from oobleck.worker.data.corpus import Corpus
 from support.tokenizers import train_tokenizer

@@ -13,7 +13,7 @@ from oobleck.agent.connection.enrol import choose_way
 from oobleck.cli.cluster.authority import issue, make_authority
 from oobleck.host.command import CommandFailed
 from oobleck.host.security import pki
-from oobleck.host.security.credentialfolder import keep, own_key
+from oobleck.host.security.credential_folder import keep, own_key
 from oobleck.host.security.credentials import Credentials, Role, create_private, read_credentials
 
 HERE = pki.Authority.new("here")
