@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from oobleck.agent.desired import Desired, PlanPart
-from oobleck.host.ipc.messages import FaultRule, Measure
-from oobleck.planner.ids import Incarnation
+from oobleck.host.ipc.messages import Assign, FaultRule, Measure
+from oobleck.planner.ids import Incarnation, JobId
+from oobleck.planner.job.spec import JobSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,8 @@ class ForkWorker:
     """Fork a process for the slot and send it Launch as its first message."""
 
     slot: int
-    desired: Desired
+    job_id: JobId
+    job: JobSpec
     #: Scripted ones that it shall have.
     faults: tuple[FaultRule, ...] = ()
     #: For so long another worker's host may be silent.
@@ -32,7 +33,7 @@ class ForkWorker:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendPlan:
     incarnation: Incarnation
-    part: PlanPart
+    assign: Assign
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ about one worker (`WorkerEvent`) and the others. Must not know what an event cha
 
 from dataclasses import dataclass
 
-from oobleck.agent.desired import Desired
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.messages import FromWorker
 from oobleck.planner.ids import Generation, Incarnation
@@ -16,11 +15,9 @@ from oobleck.proto import types
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assigned:
-    """The master's word; None: no job."""
+    """The master's word."""
 
-    desired: Desired | None
-    #: The node is drained.
-    drained: bool = False
+    desired: types.Assignment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

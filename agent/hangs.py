@@ -86,9 +86,9 @@ def _is_irreplaceable(state: NodeState, worker: Worker) -> bool:
     desired = state.desired
     if worker.entered == NO_GENERATION:
         return False  # it has nothing yet
-    if desired is None or desired.part is None or desired.job.checkpoint is not None:
+    if desired.assign is None or desired.job is None or desired.job.checkpoint is not None:
         return False
-    return _alone_has(desired.part.plan, WorkerId(state.node, worker.slot))
+    return _alone_has(desired.assign.plan, WorkerId(state.node, worker.slot))
 
 
 @lru_cache(maxsize=64)

@@ -21,11 +21,10 @@ from oobleck.agent.actions import (
     StartWarm,
     StopWorker,
 )
-from oobleck.agent.desired import PlanPart
 from oobleck.agent.hangs import worst_doubt
 from oobleck.agent.state import NodeState
 from oobleck.agent.worker import NO_GENERATION, Worker
-from oobleck.host.ipc.messages import Measure
+from oobleck.host.ipc.messages import Assign, Measure
 from oobleck.planner.ids import WorkerId
 
 #: From Stop to SIGKILL.
@@ -73,19 +72,27 @@ def decide(state: NodeState, now: float) -> Decision:
     _warm(state, agenda)
     for worker in state.workers.values():
         _worker(state, worker, agenda)
-    if state.desired is not None and not state.shutting_down and state.warm.ready:
-        for slot, record in enumerate(state.slots):
-            if state.current(slot) is None and record.failure is None:
-                faults = state.faults_for(slot)
-                fork = ForkWorker(
-                    slot=slot,
-                    desired=state.desired,
-                    faults=faults,
-                    silence_s=state.detection.silence_s,
-                )
-                agenda.add(fork, record.budget.not_before)
+    if not state.shutting_down and state.warm.ready:
+        _fork(state, agenda)
     done = state.shutting_down and not state.workers and state.warm.started_at is None
     return Decision(actions=tuple(agenda.actions), wake_at=agenda.wake_at, done=done)
+
+
+def _fork(state: NodeState, agenda: _Agenda) -> None:
+    """A worker of the job for every slot that is empty and has none that failed for good."""
+    desired = state.desired
+    if desired.job_id is None or desired.job is None:
+        return
+    for number, slot in enumerate(state.slots):
+        if state.current(number) is None and slot.failure is None:
+            fork = ForkWorker(
+                slot=number,
+                job_id=desired.job_id,
+                job=desired.job,
+                faults=state.faults_for(number),
+                silence_s=state.detection.silence_s,
+            )
+            agenda.add(fork, slot.budget.not_before)
 
 
 def _leave(state: NodeState, agenda: _Agenda) -> None:
@@ -93,7 +100,7 @@ def _leave(state: NodeState, agenda: _Agenda) -> None:
     if state.leave_at is None or state.leave_by is None:
         return
     alone_since = state.alone_since
-    if state.drained and state.desired is None:
+    if state.desired.drained and state.desired.job_id is None:
         agenda.add(End(reason="the node is drained"))
     elif alone_since is None:
         agenda.add(End(reason="the time for the drain is over"), state.leave_by)
@@ -146,13 +153,11 @@ def _worker(state: NodeState, worker: Worker, agenda: _Agenda) -> None:
     if (reason := _why_stop(state, worker)) is not None:
         agenda.add(StopWorker(incarnation=worker.incarnation, reason=reason))
         return
-    part = state.desired.part if state.desired else None
-    if part is not None and _counts_on(part, WorkerId(state.node, worker.slot), worker):
-        agenda.add(SendPlan(incarnation=worker.incarnation, part=part))
-    wish = state.desired.measure if state.desired else None
+    assign, wish, number = state.desired.assign, state.desired.measure, state.desired.save
+    if assign is not None and _counts_on(state, assign, worker):
+        agenda.add(SendPlan(incarnation=worker.incarnation, assign=assign))
     if wish is not None and _can_measure(wish, worker):
         agenda.add(SendMeasure(incarnation=worker.incarnation, wish=wish))
-    number = state.desired.save if state.desired else 0
     if worker.sent > NO_GENERATION and worker.closed_at is None and worker.save_sent < number:
         agenda.add(SendSave(incarnation=worker.incarnation, number=number))
 
@@ -177,27 +182,27 @@ def _look_after(state: NodeState, worker: Worker, agenda: _Agenda) -> None:
 def _why_stop(state: NodeState, worker: Worker) -> str | None:
     if state.shutting_down:
         return "the agent ends"
-    if state.desired is None:
+    if state.desired.job_id is None:
         return "the job is over"
     if state.desired.job_id != worker.job_id:
         return "another job begins"
     return None
 
 
-def _counts_on(part: PlanPart, worker_id: WorkerId, worker: Worker) -> bool:
+def _counts_on(state: NodeState, assign: Assign, worker: Worker) -> bool:
     """Whether the plan is for exactly this process and it does not have it (or a newer) yet.
 
     One that reads other data would have all fail in their meeting; the master leaves it out.
     """
-    incarnations = part.worker_incarnations
+    incarnations = state.desired.worker_incarnations
     return (
         worker.closed_at is None
         and worker.store != ""
-        and part.data in ("", worker.data)
-        and worker.sent < part.plan.generation
+        and assign.data in ("", worker.data)
+        and worker.sent < assign.plan.generation
         and worker.slot < len(incarnations)
         and incarnations[worker.slot] == worker.incarnation
-        and worker_id in (*part.plan.workers, *part.leaving)
+        and WorkerId(state.node, worker.slot) in (*assign.plan.workers, *assign.leaving)
     )
 
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from oobleck.agent.backoff import StartBudget
-from oobleck.agent.desired import Desired
 from oobleck.agent.events import (
     Assigned,
     DetectionTold,
@@ -40,6 +39,7 @@ from oobleck.proto import types
 IDLE_GRACE_S = 2.0
 #: Ends of a slot's processes that a new session of the master is told of.
 KEPT_ENDS = 2
+NOTHING = types.Assignment(version=0)
 #: Steps that tell how long one takes: of so many the longest is the 99th percentile.
 KNOWN_STEPS = 100
 
@@ -82,11 +82,10 @@ class NodeState:
     slot_count: int
     #: Faults of a drill, for the workers of this node.
     faults: Sequence[FaultRule] = ()
-    desired: Desired | None = None
+    #: The master's last word; at first that there is no job.
+    desired: types.Assignment = NOTHING
     #: Until a master tells, those that most have.
     detection: Detection = field(default_factory=Detection)
-    #: The node is drained, by the master's last word.
-    drained: bool = False
     #: Since when no master hears this agent; None: one does.
     alone_since: float | None = 0.0
     #: When the agent was told to end, and when it does at the latest; None: it was not told to.
@@ -121,15 +120,16 @@ class NodeState:
 
     def has_heirs(self) -> bool:
         """Whether other nodes train with the workers here, and could take over their part."""
-        part = self.desired.part if self.desired else None
-        return part is not None and bool(self.workers) and bool({*part.plan.nodes} - {self.node})
+        assign = self.desired.assign
+        others = {*assign.plan.nodes} - {self.node} if assign is not None else set()
+        return bool(self.workers) and bool(others)
 
     def serving(self) -> list[Worker]:
         """The workers of the desired job that are not on their way out, by slot."""
-        if self.desired is None or self.shutting_down:
+        if self.shutting_down:
             return []
-        job_id = self.desired.job_id
-        here = [w for w in self.workers.values() if w.job_id == job_id and w.stop_sent_at is None]
+        everyone = self.workers.values()
+        here = [w for w in everyone if self._is_current_job(w) and w.stop_sent_at is None]
         return sorted(here, key=lambda worker: worker.slot)
 
     def faults_for(self, slot: int) -> tuple[FaultRule, ...]:
@@ -146,9 +146,8 @@ class NodeState:
     def apply(self, event: Event, now: float) -> None:
         """Take note of `event`; events about processes that are gone change nothing."""
         match event:
-            case Assigned(desired=desired, drained=drained):
+            case Assigned(desired=desired):
                 self._assign(desired)
-                self.drained = drained
             case SessionBegan():
                 self.alone_since = None
             case SessionOver():
@@ -176,7 +175,7 @@ class NodeState:
                 failed = 0 if self.warm.ready else self.warm.failed_starts + 1
                 self.warm = WarmState(budget=self.warm.budget, failed_starts=failed, last_end=how)
             case ForkAsked(slot=slot, incarnation=incarnation):
-                assert self.desired is not None
+                assert self.desired.job_id is not None
                 self.slots[slot].launches += 1
                 self.workers[incarnation] = Worker(
                     slot=slot, incarnation=incarnation, job_id=self.desired.job_id, asked_at=now
@@ -185,10 +184,8 @@ class NodeState:
                 if (worker := self.workers.get(event.incarnation)) is not None:
                     self._about_worker(worker, event, now)
 
-    def _assign(self, desired: Desired | None) -> None:
-        before = self.desired.job_id if self.desired else None
-        after = desired.job_id if desired else None
-        if before != after:
+    def _assign(self, desired: types.Assignment) -> None:
+        if desired.job_id != self.desired.job_id:
             self.slots = [Slot() for _ in range(self.slot_count)]
             self.step_seconds.clear()
             self.timed_step = 0
@@ -216,4 +213,4 @@ class NodeState:
         worker.note(event, now)
 
     def _is_current_job(self, worker: Worker) -> bool:
-        return self.desired is not None and self.desired.job_id == worker.job_id
+        return self.desired.job_id == worker.job_id

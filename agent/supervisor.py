@@ -10,11 +10,12 @@ import logging
 import signal
 from contextlib import suppress
 
+import msgspec
+
 from oobleck.agent.actions import Action
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.connection.outbox import Outbox
 from oobleck.agent.connection.reports import has_rank_0, report_of, standing_reports, status_of
-from oobleck.agent.desired import Desired
 from oobleck.agent.events import (
     Assigned,
     ChannelClosed,
@@ -118,12 +119,11 @@ class Supervisor:
         """What the master goes by."""
         self._handle(DetectionTold(detection=detection))
 
-    def assigned(self, desired: Desired | None, drained: bool) -> None:
-        if desired != self._state.desired:
-            generation = desired.part.plan.generation if desired and desired.part else None
-            job_id = desired.job_id if desired else None
-            logger.info("assigned", extra={"job": job_id, "generation": generation})
-        self._handle(Assigned(desired=desired, drained=drained))
+    def assigned(self, desired: types.Assignment) -> None:
+        if desired != msgspec.structs.replace(self._state.desired, version=desired.version):
+            fields = {"job": desired.job_id, "generation": desired.generation or None}
+            logger.info("assigned", extra=fields)
+        self._handle(Assigned(desired=desired))
 
     def record(self, job_id: JobId, wish: Record) -> None:
         """Have the workers of that job record; what they do not hear of is asked for again."""
@@ -240,7 +240,7 @@ class Supervisor:
         self._outbox.report(report_of(worker, exited))
         self._handle(WorkerExited(incarnation=worker.incarnation, end=exited))
         wait_s = self._state.slots[worker.slot].budget.not_before - self._now()
-        if wait_s > 0 and self._state.desired is not None:
+        if wait_s > 0 and self._state.desired.job_id is not None:
             extra = {"slot": worker.slot, "next_start_in_s": round(wait_s, 1)}
             logger.warning("worker keeps ending, waiting before the next start", extra=extra)
 

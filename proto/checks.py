@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from oobleck.planner.ids import Incarnation, JobId, check_name
-from oobleck.planner.profile.measurement import Scope
 from oobleck.proto.bounds import MOST_CHARACTERS, MOST_SLOTS
 
 _INCARNATION = re.compile(r"[0-9a-f]{4,64}")
@@ -52,14 +51,6 @@ def read_address(text: str, field: str) -> str:
     if _ADDRESS.fullmatch(text) is None:
         raise ValueError(f"{field}: {text!r} is not HOST:PORT")
     return text
-
-
-def read_scope(text: str) -> Scope:
-    match text:
-        case "intra_node" | "inter_node":
-            return text
-        case _:
-            raise ValueError(f"scope: {text!r} is not intra_node or inter_node")
 
 
 def read_slot(slot: int) -> int:

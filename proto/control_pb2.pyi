@@ -48,14 +48,6 @@ class Plan(_message.Message):
     schedule: str
     def __init__(self, generation: _Optional[int] = ..., pipelines: _Optional[_Iterable[_Union[Pipeline, _Mapping]]] = ..., schedule: _Optional[str] = ...) -> None: ...
 
-class Rendezvous(_message.Message):
-    __slots__ = ("store", "prefix")
-    STORE_FIELD_NUMBER: _ClassVar[int]
-    PREFIX_FIELD_NUMBER: _ClassVar[int]
-    store: str
-    prefix: str
-    def __init__(self, store: _Optional[str] = ..., prefix: _Optional[str] = ...) -> None: ...
-
 class AgentMessage(_message.Message):
     __slots__ = ("incarnation", "register", "status", "report", "records", "log", "recorded", "clock")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -323,60 +315,24 @@ class Refused(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., temporary: _Optional[bool] = ...) -> None: ...
 
 class Assignment(_message.Message):
-    __slots__ = ("version", "job_id", "job", "plan", "rendezvous", "boundary", "worker_incarnations", "measure", "restore", "save", "leaving", "handover", "drained", "data", "anew")
+    __slots__ = ("version", "job_id", "job", "worker_incarnations", "save", "drained", "assign", "measure")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
-    PLAN_FIELD_NUMBER: _ClassVar[int]
-    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
-    BOUNDARY_FIELD_NUMBER: _ClassVar[int]
     WORKER_INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
-    MEASURE_FIELD_NUMBER: _ClassVar[int]
-    RESTORE_FIELD_NUMBER: _ClassVar[int]
     SAVE_FIELD_NUMBER: _ClassVar[int]
-    LEAVING_FIELD_NUMBER: _ClassVar[int]
-    HANDOVER_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    ANEW_FIELD_NUMBER: _ClassVar[int]
+    ASSIGN_FIELD_NUMBER: _ClassVar[int]
+    MEASURE_FIELD_NUMBER: _ClassVar[int]
     version: int
     job_id: str
     job: str
-    plan: bytes
-    rendezvous: Rendezvous
-    boundary: bool
     worker_incarnations: _containers.RepeatedScalarFieldContainer[str]
-    measure: Measure
-    restore: bool
     save: int
-    leaving: _containers.RepeatedCompositeFieldContainer[WorkerId]
-    handover: bool
     drained: bool
-    data: str
-    anew: bool
-    def __init__(self, version: _Optional[int] = ..., job_id: _Optional[str] = ..., job: _Optional[str] = ..., plan: _Optional[bytes] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ..., boundary: _Optional[bool] = ..., worker_incarnations: _Optional[_Iterable[str]] = ..., measure: _Optional[_Union[Measure, _Mapping]] = ..., restore: _Optional[bool] = ..., save: _Optional[int] = ..., leaving: _Optional[_Iterable[_Union[WorkerId, _Mapping]]] = ..., handover: _Optional[bool] = ..., drained: _Optional[bool] = ..., data: _Optional[str] = ..., anew: _Optional[bool] = ...) -> None: ...
-
-class Measure(_message.Message):
-    __slots__ = ("attempt", "meetings", "gpus")
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    MEETINGS_FIELD_NUMBER: _ClassVar[int]
-    GPUS_FIELD_NUMBER: _ClassVar[int]
-    attempt: int
-    meetings: _containers.RepeatedCompositeFieldContainer[Meeting]
-    gpus: int
-    def __init__(self, attempt: _Optional[int] = ..., meetings: _Optional[_Iterable[_Union[Meeting, _Mapping]]] = ..., gpus: _Optional[int] = ...) -> None: ...
-
-class Meeting(_message.Message):
-    __slots__ = ("scope", "first", "second", "rendezvous")
-    SCOPE_FIELD_NUMBER: _ClassVar[int]
-    FIRST_FIELD_NUMBER: _ClassVar[int]
-    SECOND_FIELD_NUMBER: _ClassVar[int]
-    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
-    scope: str
-    first: WorkerId
-    second: WorkerId
-    rendezvous: Rendezvous
-    def __init__(self, scope: _Optional[str] = ..., first: _Optional[_Union[WorkerId, _Mapping]] = ..., second: _Optional[_Union[WorkerId, _Mapping]] = ..., rendezvous: _Optional[_Union[Rendezvous, _Mapping]] = ...) -> None: ...
+    assign: bytes
+    measure: bytes
+    def __init__(self, version: _Optional[int] = ..., job_id: _Optional[str] = ..., job: _Optional[str] = ..., worker_incarnations: _Optional[_Iterable[str]] = ..., save: _Optional[int] = ..., drained: _Optional[bool] = ..., assign: _Optional[bytes] = ..., measure: _Optional[bytes] = ...) -> None: ...
 
 class Ack(_message.Message):
     __slots__ = ("job_id", "through_step")

@@ -2,59 +2,29 @@
 
 from collections.abc import Sequence
 
-from oobleck.host.ipc.messages import EvaluationRecord, StepRecord
-from oobleck.planner.ids import Generation, JobId
+from oobleck.host.ipc.messages import StepRecord
+from oobleck.planner.ids import JobId
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.checks import at_least, in_field, read_job_id, read_slot
-
-
-def record_message(record: StepRecord) -> pb.StepRecord:
-    return pb.StepRecord(
-        step=record.step,
-        loss=record.loss,
-        grad_norm=record.grad_norm,
-        tokens=record.tokens,
-        samples_digest=record.samples_digest,
-        generation=record.generation,
-        step_seconds=record.step_seconds,
-        time=record.time,
-        skipped=record.skipped,
-    )
-
-
-def read_record(message: pb.StepRecord) -> StepRecord:
-    with in_field("record"):
-        return StepRecord(
-            step=at_least(message.step, 1, "step"),
-            loss=message.loss if message.HasField("loss") else None,
-            grad_norm=message.grad_norm if message.HasField("grad_norm") else None,
-            tokens=message.tokens,
-            samples_digest=message.samples_digest,
-            generation=Generation(message.generation),
-            step_seconds=message.step_seconds,
-            time=message.time,
-            skipped=message.skipped,
-        )
+from oobleck.proto.fields import message_of, struct_of
 
 
 def records_message(job_id: JobId, records: Sequence[StepRecord]) -> pb.StepRecords:
-    return pb.StepRecords(job_id=job_id, records=[record_message(record) for record in records])
+    return pb.StepRecords(
+        job_id=job_id, records=[message_of(pb.StepRecord, record) for record in records]
+    )
+
+
+def _read_record(message: pb.StepRecord) -> StepRecord:
+    with in_field("record"):
+        at_least(message.step, 1, "step")
+        return struct_of(StepRecord, message)
 
 
 def read_records(message: pb.StepRecords) -> tuple[JobId, tuple[StepRecord, ...]]:
+    """Raises ValueError that names the field, as all readers do."""
     with in_field("records"):
-        records = tuple(read_record(record) for record in message.records)
-        return read_job_id(message.job_id), records
-
-
-def evaluation_message(record: EvaluationRecord) -> pb.Evaluation:
-    return pb.Evaluation(
-        step=record.step,
-        loss=record.loss,
-        samples=record.samples,
-        seconds=record.seconds,
-        time=record.time,
-    )
+        return read_job_id(message.job_id), tuple(map(_read_record, message.records))
 
 
 def read_output(message: pb.LogLines) -> tuple[JobId, int, tuple[str, ...]]:

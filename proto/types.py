@@ -6,10 +6,10 @@ protobuf.
 
 import msgspec
 
-from oobleck.host.ipc.messages import Measure, Rendezvous, Report
+from oobleck.host.ipc.messages import Assign, Measure, Report
 from oobleck.host.versions import Versions
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
-from oobleck.planner.programs.plan import Plan
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.planner.job.spec import JobSpec
 
 #: Version of the words between agent and master; both must speak the same.
 PROTOCOL = 2
@@ -84,7 +84,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int
     facts: NodeFacts
     status: NodeStatus
-    #: The newest assignment with a plan that the node has acted on, without the job's text.
+    #: The newest assignment with a plan that the node has acted on, without the job.
     running: "Assignment | None" = None
 
 
@@ -125,25 +125,20 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     #: None: no job.
     job_id: JobId | None = None
-    #: The job's normalised JSON text.
-    job: str = ""
-    #: None: have a worker ready in every slot, and wait.
-    plan: Plan | None = None
-    rendezvous: Rendezvous | None = None
-    boundary: bool = False
-    #: By slot; the plan is for these worker processes alone.
+    #: None: no job, or it is not told again.
+    job: JobSpec | None = None
+    #: The generation to enter; None: have a worker ready in every slot, and wait.
+    assign: Assign | None = None
+    #: By slot; `assign` is for these worker processes alone.
     worker_incarnations: tuple[Incarnation, ...] = ()
     #: Before the first plan: what the workers shall measure.
     measure: Measure | None = None
-    #: See `Assign`.
-    restore: bool = False
-    anew: bool = False
     #: Number of the newest wish for a checkpoint; 0: none.
     save: int = 0
-    #: See `Assign`.
-    leaving: tuple[WorkerId, ...] = ()
-    handover: bool = False
     #: The node is drained: an agent that was told to end may.
     drained: bool = False
-    #: Fingerprint of what the plan's workers read; empty: of whatever they do.
-    data: str = ""
+
+    @property
+    def generation(self) -> Generation:
+        """Of the generation to enter; 0: none."""
+        return self.assign.plan.generation if self.assign is not None else Generation(0)

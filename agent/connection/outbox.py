@@ -17,7 +17,9 @@ from oobleck.host.ipc.messages import StepRecord
 from oobleck.host.timeline import Recording, boot_id
 from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto import convert
+from oobleck.proto.records import records_message
+from oobleck.proto.reports import report_bytes
+from oobleck.proto.status import status_message
 from oobleck.proto.types import NodeStatus, WorkerReport
 
 logger = logging.getLogger(__name__)
@@ -120,15 +122,15 @@ class Outbox:
         A phase comes before the steps that follow it, the last step before the news that the
         worker has finished.
         """
-        found = [pb.AgentMessage(report=convert.report_bytes(report)) for report in self._reports]
+        found = [pb.AgentMessage(report=report_bytes(report)) for report in self._reports]
         self._reports.clear()
         while records := self._records.due(now, first=self._has_rank_0):
             assert self._records.job_id is not None
-            batch = convert.records_message(self._records.job_id, records)
+            batch = records_message(self._records.job_id, records)
             found.append(pb.AgentMessage(records=batch))
         if self._status_due:
             self._status_due = False
-            found.append(pb.AgentMessage(status=convert.status_message(self._status)))
+            found.append(pb.AgentMessage(status=status_message(self._status)))
         found += self._answers
         self._answers.clear()
         while (taken := self._logs.take(LINES_PER_MESSAGE)) is not None:

@@ -6,7 +6,7 @@ Pure. Must not know when it is told, nor how it gets there.
 import msgspec
 
 from oobleck.agent.state import NodeState
-from oobleck.agent.worker import NO_GENERATION, Worker
+from oobleck.agent.worker import Worker
 from oobleck.proto import types
 
 
@@ -56,12 +56,12 @@ def status_of(state: NodeState) -> types.NodeStatus:
         trouble=state.trouble(),
         failed_starts=state.warm.failed_starts,
     )
-    if desired is None:
+    if desired.job_id is None:
         return bare
     return msgspec.structs.replace(
         bare,
         job_id=desired.job_id,
-        generation=desired.part.plan.generation if desired.part else NO_GENERATION,
+        generation=desired.generation,
         workers=tuple(_worker_status(worker) for worker in state.serving()),
     )
 
@@ -86,5 +86,6 @@ def _worker_status(worker: Worker) -> types.WorkerStatus:
 
 
 def has_rank_0(state: NodeState) -> bool:
-    part = state.desired.part if state.desired else None
-    return part is not None and part.plan.workers[0].node == state.node
+    """Whether this node's agent sends the records of steps at once."""
+    assign = state.desired.assign
+    return assign is not None and assign.plan.workers[0].node == state.node

@@ -10,20 +10,20 @@ from collections.abc import Callable
 
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.connection.address import local_address
-from oobleck.agent.connection.assignments import desired_of, newest_plan
+from oobleck.agent.connection.assignments import newest_plan
 from oobleck.agent.connection.outbox import Outbox
 from oobleck.agent.connection.stream import Refused, SessionEnded, Stream, opened
-from oobleck.agent.desired import Desired
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.ipc.messages import Record
 from oobleck.host.system.environment import Environment
 from oobleck.planner.ids import Incarnation, JobId
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto import convert
+from oobleck.proto.assignments import read_assignment
 from oobleck.proto.control_pb2_grpc import ControlStub
 from oobleck.proto.detection import keepalive_options, read_welcome
 from oobleck.proto.secure import open_aio_channel
+from oobleck.proto.status import register_message
 from oobleck.proto.types import PROTOCOL, Assignment, NodeFacts, Registration, WorkerReport
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Session:
         on_address: Callable[[str], None],
         on_session: Callable[[bool], None],
         on_detection: Callable[[Detection], None],
-        on_assigned: Callable[[Desired | None, bool], None],
+        on_assigned: Callable[[Assignment], None],
         on_record: Callable[[JobId, Record], None],
         standing_reports: Callable[[], list[WorkerReport]],
     ) -> None:
@@ -212,7 +212,7 @@ class Session:
             running=self._running,
         )
         return pb.AgentMessage(
-            incarnation=self._incarnation, register=convert.register_message(registration)
+            incarnation=self._incarnation, register=register_message(registration)
         )
 
     async def _send_all(self, stream: Stream, heartbeat_s: float) -> None:
@@ -266,13 +266,12 @@ class Session:
     def _assigned(self, assignment: pb.Assignment) -> None:
         """Streams keep the order and sessions follow each other: the last word is the newest."""
         try:
-            read = convert.read_assignment(assignment)
-            desired = desired_of(read)
+            desired = read_assignment(assignment)
         except ValueError as error:
             logger.error("assignment not understood", extra={"reason": error})
             return
-        self._running = newest_plan(self._running, read)
-        self._on_assigned(desired, read.drained)
+        self._running = newest_plan(self._running, desired)
+        self._on_assigned(desired)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

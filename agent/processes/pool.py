@@ -25,7 +25,6 @@ from oobleck.agent.actions import (
     StopWorker,
 )
 from oobleck.agent.config import AgentConfig
-from oobleck.agent.desired import PlanPart
 from oobleck.agent.events import (
     Asked,
     Event,
@@ -41,7 +40,7 @@ from oobleck.agent.events import (
     WorkerKilled,
 )
 from oobleck.agent.processes.children import Listener, WarmProcess, WorkerProcess
-from oobleck.host.ipc.messages import Ask, Assign, Fork, Launch, Save, Stop
+from oobleck.host.ipc.messages import Ask, Fork, Launch, Save, Stop
 from oobleck.host.system.environment import Environment
 from oobleck.planner.ids import Incarnation, WorkerId
 from oobleck.proto.types import Hung
@@ -101,8 +100,13 @@ class ProcessPool:
                 return WarmKilled()
             case ForkWorker():
                 return self._fork(action, tasks)
-            case SendPlan(incarnation=incarnation, part=part):
-                return self._send_plan(incarnation, part)
+            case SendPlan(incarnation=incarnation, assign=assign):
+                self.processes[incarnation].send(assign)
+                return PlanSent(
+                    incarnation=incarnation,
+                    generation=assign.plan.generation,
+                    boundary=assign.boundary,
+                )
             case SendMeasure(incarnation=incarnation, wish=wish):
                 self.processes[incarnation].send(wish)
                 return MeasureSent(incarnation=incarnation, attempt=wish.attempt)
@@ -132,15 +136,15 @@ class ProcessPool:
 
     def _fork(self, fork: ForkWorker, tasks: asyncio.TaskGroup) -> Event:
         assert self.warm is not None
-        slot, desired = fork.slot, fork.desired
+        slot = fork.slot
         process = self._start_worker(slot, new_incarnation(self._environment), self._listener)
         self.processes[process.incarnation] = process
-        kind = desired.job.model.kind
+        kind = fork.job.model.kind
         self.warm.fork(Fork(slot=slot, incarnation=process.incarnation, kind=kind), process)
         launch = Launch(
             worker=WorkerId(self._config.name, slot),
-            job_id=desired.job_id,
-            job=desired.job,
+            job_id=fork.job_id,
+            job=fork.job,
             address=self.address,
             agent_pid=os.getpid(),
             device_kind=self._config.device_kind,
@@ -150,21 +154,6 @@ class ProcessPool:
         )
         tasks.create_task(process.serve(launch))
         return ForkAsked(slot=slot, incarnation=process.incarnation)
-
-    def _send_plan(self, incarnation: Incarnation, part: PlanPart) -> Event:
-        assign = Assign(
-            plan=part.plan,
-            rendezvous=part.rendezvous,
-            boundary=part.boundary,
-            restore=part.restore,
-            anew=part.anew,
-            leaving=part.leaving,
-            handover=part.handover,
-        )
-        self.processes[incarnation].send(assign)
-        return PlanSent(
-            incarnation=incarnation, generation=part.plan.generation, boundary=part.boundary
-        )
 
     def _kill(self, incarnation: Incarnation, what: str, reason: str) -> None:
         process = self.processes[incarnation]

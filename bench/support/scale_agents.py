@@ -27,7 +27,6 @@ import psutil
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.connection.outbox import Outbox
 from oobleck.agent.connection.session import Session, channel_options
-from oobleck.agent.desired import Desired, PlanPart
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.ipc.messages import PeerLost, PhaseReached, StepRecord
@@ -38,7 +37,7 @@ from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.planner.programs.plan import Plan
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.secure import open_aio_channel
-from oobleck.proto.types import NodeStatus, WorkerReport, WorkerStatus
+from oobleck.proto.types import Assignment, NodeStatus, WorkerReport, WorkerStatus
 
 #: A connection of its own for every agent, as if each were on a host of its own.
 _OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
@@ -166,24 +165,24 @@ class Agent:
         self._detection = detection
         self._news.tell("welcomed", self._number, time.monotonic())
 
-    def _assigned(self, desired: Desired | None, drained: bool) -> None:
-        part = desired.part if desired is not None else None
-        if desired is None:
+    def _assigned(self, desired: Assignment) -> None:
+        assign = desired.assign
+        if desired.job_id is None:
             self._job_id = None
-        elif desired.job_id != self._job_id or (part is None and self._told):
+        elif desired.job_id != self._job_id or (assign is None and self._told):
             # Another job's, or left out of the plan: what it held is gone.
             self._job_id, self._worker = desired.job_id, self._incarnation()
             self._step = -1
-        if part is None:
+        if assign is None:
             self._told = self._entered = Generation(0)
             self.has_rank_0 = False
-        elif part.plan.generation > self._told and self._worker in part.worker_incarnations:
-            self._enter(part)
+        elif desired.generation > self._told and self._worker in desired.worker_incarnations:
+            self._enter(assign.plan)
         self._tell()
 
-    def _enter(self, part: PlanPart) -> None:
-        generation = self._told = part.plan.generation
-        self.has_rank_0 = self._news.plan(part.plan) == node_name(self._number)
+    def _enter(self, plan: Plan) -> None:
+        generation = self._told = plan.generation
+        self.has_rank_0 = self._news.plan(plan) == node_name(self._number)
         self._lost = None
         self._news.tell("told", self._number, generation, time.monotonic())
         loop = asyncio.get_running_loop()

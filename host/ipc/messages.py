@@ -75,15 +75,17 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, tag="launch"):
 
 
 class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
-    """Go to the plan's generation; repeats and older ones change nothing.
+    """Enter the plan's generation; repeats and older ones change nothing.
 
-    `boundary`: a change without a loss; workers that run an older generation go on with it until
-    the vote of a step shows that all of them have this message, and switch after that step.
-    Otherwise whatever they wait for is released at once.
+    The master's event has these fields, and agents and workers get them as they are: a field that
+    is added here reaches them all. Give it a default, for the journals that lack it.
     """
 
     plan: Plan
     rendezvous: Rendezvous
+    #: A change without a loss: workers that run an older generation go on with it until the vote of
+    #: a step shows that all of them have this message, and switch after that step. Otherwise
+    #: whatever they wait for is released at once.
     boundary: bool
     #: A part of the model is with nobody: all go back to the newest checkpoint.
     restore: bool = False
@@ -95,6 +97,9 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
     #: Layers are with those alone: before the meeting of the plan's workers all of both meet, and
     #: what is missing is handed over.
     handover: bool = False
+    #: Fingerprint of the data that the plan's workers read: an agent hands the plan to no worker
+    #: that reads something else. Empty: to any.
+    data: str = ""
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag="save"):

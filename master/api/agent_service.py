@@ -19,8 +19,10 @@ from oobleck.master.rules.admission import Refusal
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
 from oobleck.proto.checks import check_slot
-from oobleck.proto.convert import read_output, read_records, read_register, read_report, read_status
 from oobleck.proto.detection import welcome_message
+from oobleck.proto.records import read_output, read_records
+from oobleck.proto.reports import read_report
+from oobleck.proto.status import read_register, read_status
 from oobleck.proto.types import NodeStatus, WorkerReport
 
 log = logging.getLogger(__name__)

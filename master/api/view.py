@@ -22,13 +22,8 @@ from oobleck.planner.ids import WorkerId
 from oobleck.planner.redact import redact
 from oobleck.planner.units import count, listed
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.convert import (
-    evaluation_message,
-    serialise_plan,
-    versions_message,
-    worker_message,
-    worker_status_message,
-)
+from oobleck.proto.fields import message_of
+from oobleck.proto.plans import plan_message, worker_message
 
 #: A worker that does not leave its generation within this time is worth a word.
 _SLOW_ANSWER_S = 5.0
@@ -76,9 +71,9 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
     if seen.recent:
         message.skipped_steps = seen.recent[-1].skipped_steps
     if seen.evaluation is not None:
-        message.evaluation.CopyFrom(evaluation_message(seen.evaluation))
+        message.evaluation.CopyFrom(message_of(pb.Evaluation, seen.evaluation))
     if job.made is not None and not job.put_back:
-        message.plan.ParseFromString(serialise_plan(job.made.plan))
+        message.plan.CopyFrom(plan_message(job.made.plan))
         if job.state not in ENDED and not job.losses:
             message.can_lose = job.made.can_lose
         if job.state not in ENDED:
@@ -216,8 +211,8 @@ def node_info(state: ClusterState, node: Node, now: float) -> pb.NodeInfo:
         failures=len(node.failures.times),
         last_heard_s=max(0.0, now - (node.seen.last_heard if heard_at is None else heard_at)),
         heard_before=heard_at is None,
-        versions=versions_message(facts.versions),
-        workers=[worker_status_message(w) for w in status.workers] if node.registered else [],
+        versions=message_of(pb.Versions, facts.versions),
+        workers=[message_of(pb.WorkerStatus, w) for w in status.workers] if node.registered else [],
     )
 
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 from oobleck.master.rules.admission import Refusal
 from oobleck.planner.ids import Incarnation, JobId, NodeName
-from oobleck.planner.programs.plan import Plan
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.convert import assignment_message, serialise_plan
+from oobleck.proto.assignments import assignment_message
 from oobleck.proto.types import Assignment
 
 #: Messages of one agent that may wait for the master's loop; then its stream is not read.
@@ -39,17 +38,15 @@ class AgentSession:
     #: Version of the newest assignment that was put into the outbox.
     told_version: int = -1
     _assignment: Assignment | None = None
-    _plan: bytes = b""
     _acks: dict[JobId, int] = field(default_factory=dict)
     #: Questions that no answer of the master's loop waits for; few, since operators ask them.
     _questions: list[pb.MasterMessage] = field(default_factory=list)
     _refusal: Refusal | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def tell(self, assignment: Assignment, plan: bytes) -> None:
-        """`plan`: the assignment's, serialised."""
+    def tell(self, assignment: Assignment) -> None:
         self.told_version = assignment.version
-        self._assignment, self._plan = assignment, plan
+        self._assignment = assignment
         self._changed.set()
 
     def acknowledge(self, job_id: JobId, through_step: int) -> None:
@@ -72,9 +69,9 @@ class AgentSession:
         self._changed.clear()
         messages = []
         if self._assignment is not None:
-            told = assignment_message(self._assignment, self._plan)
+            told = assignment_message(self._assignment)
             messages.append(pb.MasterMessage(assignment=told))
-            self._assignment, self._plan = None, b""
+            self._assignment = None
         for job_id, step in self._acks.items():
             messages.append(pb.MasterMessage(ack=pb.Ack(job_id=job_id, through_step=step)))
         self._acks.clear()
@@ -83,21 +80,6 @@ class AgentSession:
         if self._refusal is not None:
             messages.append(refused_message(self._refusal))
         return messages
-
-
-class PlanSerialiser:
-    """The plan that all nodes are told of, serialised once; even `serialise_plan` takes a while."""
-
-    def __init__(self) -> None:
-        self._plan: Plan | None = None
-        self._serialised = b""
-
-    def __call__(self, plan: Plan | None) -> bytes:
-        if plan is None:
-            return b""
-        if plan is not self._plan:
-            self._plan, self._serialised = plan, serialise_plan(plan)
-        return self._serialised
 
 
 class Acknowledger:

@@ -15,7 +15,6 @@ from oobleck.master.clients.outbox import (
     SENDERS_S,
     Acknowledger,
     AgentSession,
-    PlanSerialiser,
     Rounds,
 )
 from oobleck.master.config import MasterConfig
@@ -34,7 +33,6 @@ from oobleck.master.rules.admission import Refusal, admit
 from oobleck.master.state.trust import Denied, check_caller
 from oobleck.master.storage.ledger import Ledger
 from oobleck.planner.ids import JobId, NodeName, WorkerId
-from oobleck.planner.job.file import format_job
 from oobleck.proto.types import NodeStatus, Registration, WorkerReport
 
 if TYPE_CHECKING:
@@ -57,9 +55,6 @@ class Sessions:
         self._to_all = Rounds()
         #: Sessions that records came from, since those were last acknowledged.
         self._senders: set[int] = set()
-        self._serialise = PlanSerialiser()
-        #: Of the job that was last told of: all nodes are told of the same one.
-        self._job_text = JobId(""), ""
         self._open: dict[int, AgentSession] = {}
         self._last_number = 0
 
@@ -212,15 +207,7 @@ class Sessions:
             replaced = Refusal(reason="a newer stream of this agent replaced it", temporary=True)
             self._end(session, replaced)
         elif session.told_version != node.desired.version:
-            job_id = node.desired.job_id
-            text = self._text_of(job_id) if job_id else ""
-            assignment = state.assignment(node, text)
-            session.tell(assignment, self._serialise(assignment.plan))
-
-    def _text_of(self, job_id: JobId) -> str:
-        if job_id != self._job_text[0]:
-            self._job_text = job_id, format_job(self._ledger.state.jobs[job_id].spec)
-        return self._job_text[1]
+            session.tell(state.assignment(node))
 
     @property
     def acknowledges_at(self) -> float | None:

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from oobleck.host.ipc.messages import Rendezvous
+from oobleck.host.ipc.messages import Assign
 from oobleck.master.events.nodes import Sighting
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.programs.plan import Plan
@@ -52,13 +52,10 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
     master_restarted: bool
 
 
-class PlanMade(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The next generation: every node of the plan is to enter it."""
+class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
+    """The next generation: every node of the plan is to enter it as `Assign` says."""
 
     job_id: JobId
-    plan: Plan
-    rendezvous: Rendezvous
-    boundary: bool
     #: The processes that the plan counts on, in rank order.
     incarnations: tuple[Incarnation, ...]
     cause: Cause
@@ -70,24 +67,21 @@ class PlanMade(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     can_lose: int
     worker_slots: int
     detect_s: float
-    #: Workers of the plan before that leave with the switch, and their processes; whether those
-    #: hand over layers first. See `oobleck.host.ipc.messages.Assign`.
-    leaving: tuple[WorkerId, ...] = ()
+    #: The processes of those that leave.
     leaving_incarnations: tuple[Incarnation, ...] = ()
-    handover: bool = False
     #: Those of its workers whose processes were not up yet.
     starting: tuple[WorkerId, ...] = ()
-    #: Fingerprint of the data that all workers of the job read.
-    data: str = ""
     #: The series of torch that its nodes have; empty: more than one, or not known.
     torch: str = ""
-    #: See `oobleck.host.ipc.messages.Assign`.
-    restore: bool = False
-    anew: bool = False
     #: Of the generation before, where it did not come to its first step.
     overtaken: Transition | None = None
     #: What was seen of failures since the last event that carries such.
     sightings: tuple[Sighting, ...] = ()
+
+    @property
+    def assign(self) -> Assign:
+        """What agents and workers are told."""
+        return Assign(**{name: getattr(self, name) for name in Assign.__struct_fields__})
 
 
 class PlanFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):

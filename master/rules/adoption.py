@@ -9,23 +9,26 @@ made with those who are there, as after a loss.
 
 from collections.abc import Iterable, Mapping
 
+import msgspec
+
+from oobleck.host.ipc.messages import Assign
 from oobleck.master.events.plans import PlanFound, PlanMade
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.node import Node
-from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
+from oobleck.planner.ids import Incarnation, NodeName, WorkerId
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.proto.types import Assignment
 
 
 def runs_unknown(state: ClusterState, running: Assignment | None) -> bool:
     """Whether `running` is of a job that goes on and has a plan that is newer than those known."""
-    if running is None or running.plan is None or running.job_id not in state.jobs:
+    if running is None or running.assign is None or running.job_id not in state.jobs:
         return False
     job = state.jobs[running.job_id]
-    fits = running.plan.layer_count == job.spec.model.layer_count
-    return fits and job.state not in ENDED and running.plan.generation > job.newest_known
+    fits = running.assign.plan.layer_count == job.spec.model.layer_count
+    return fits and job.state not in ENDED and running.generation > job.newest_known
 
 
 def adopt(context: Context) -> Decision | None:
@@ -42,12 +45,12 @@ def adopt(context: Context) -> Decision | None:
     }
     if not told:
         return None
-    newest = max(told.values(), key=_generation)
+    newest = max(told.values(), key=lambda running: running.generation).assign
+    assert newest is not None, "only assignments with a plan are told"
     plan = newest.plan
-    assert plan is not None, "only assignments with a plan are told"
     leaving = {worker.node for worker in newest.leaving}
     missing = [name for name in sorted({*plan.nodes, *leaving}) if told.get(name) is None]
-    missing += [name for name, of in told.items() if of.rendezvous != newest.rendezvous]
+    missing += [name for name, of in told.items() if not _is_same_meeting(of.assign, newest)]
     what = f"the workers run generation {plan.generation}, which the journal does not have"
     if not missing:
         return Decision(actions=(_adopted(context, job, newest, told, what),), reason=what)
@@ -58,23 +61,19 @@ def adopt(context: Context) -> Decision | None:
     return Decision(actions=(PlanFound(job_id=job.id, plan=plan),), reason=what)
 
 
-def _generation(running: Assignment) -> Generation:
-    return running.plan.generation if running.plan is not None else Generation(0)
+def _is_same_meeting(told: Assign | None, newest: Assign) -> bool:
+    return told is not None and told.rendezvous == newest.rendezvous
 
 
 def _adopted(
-    context: Context, job: Job, newest: Assignment, told: Mapping[NodeName, Assignment], reason: str
+    context: Context, job: Job, newest: Assign, told: Mapping[NodeName, Assignment], reason: str
 ) -> PlanMade:
-    plan, rendezvous = newest.plan, newest.rendezvous
-    assert plan is not None
-    assert rendezvous is not None, "plan and rendezvous come together"
+    plan = newest.plan
     first: Node = context.state.nodes[plan.nodes[0]]
     before = set(job.members)
     return PlanMade(
+        **msgspec.structs.asdict(newest),
         job_id=job.id,
-        plan=plan,
-        rendezvous=rendezvous,
-        boundary=newest.boundary,
         incarnations=tuple(_processes(plan.workers, told)),
         cause="journal cut",
         rule="adopt",
@@ -85,12 +84,7 @@ def _adopted(
         can_lose=can_lose(plan),
         worker_slots=first.facts.worker_slots,
         detect_s=0.0,
-        leaving=newest.leaving,
         leaving_incarnations=tuple(_processes(newest.leaving, told)),
-        handover=newest.handover,
-        data=newest.data or context.state.data_of(first),
-        restore=newest.restore,
-        anew=newest.anew,
     )
 
 

@@ -143,40 +143,27 @@ class ClusterState:
         """Fingerprint of the data that the node's workers read."""
         return ", ".join(sorted({worker.data for worker in node.seen.status.workers} - {""}))
 
-    def assignment(self, node: Node, job_text: str) -> Assignment:
-        """What `node` is to be told; `job_text` is the text of its desired job."""
+    def assignment(self, node: Node) -> Assignment:
+        """What `node` is to be told."""
         desired = node.desired
         if desired.job_id is None:
             return Assignment(version=desired.version, drained=desired.drained)
-        made = self.jobs[desired.job_id].made
-        if desired.generation is None or made is None:
-            measuring = self.jobs[desired.job_id].measuring
+        job = self.jobs[desired.job_id]
+        if desired.generation is None or job.made is None:
             return Assignment(
                 version=desired.version,
-                job_id=desired.job_id,
-                job=job_text,
-                measure=measuring.wish if measuring is not None else None,
+                job_id=job.id,
+                job=job.spec,
+                measure=job.measuring.wish if job.measuring is not None else None,
             )
-        job = self.jobs[desired.job_id]
         processes, leaving = job.processes(), job.leaving_processes()
-        name = node.facts.node
-        workers = [WorkerId(name, slot) for slot in range(made.worker_slots)]
+        workers = [WorkerId(node.facts.node, slot) for slot in range(job.made.worker_slots)]
+        named = (processes.get(worker) or leaving.get(worker) for worker in workers)
         return Assignment(
             version=desired.version,
-            job_id=desired.job_id,
-            job=job_text,
-            plan=made.plan,
-            rendezvous=made.rendezvous,
-            boundary=made.boundary,
-            restore=made.restore,
-            anew=made.anew,
+            job_id=job.id,
+            job=job.spec,
+            assign=job.made.assign,
+            worker_incarnations=tuple(process for process in named if process is not None),
             save=desired.save,
-            leaving=made.leaving,
-            handover=made.handover,
-            data=made.data,
-            worker_incarnations=tuple(
-                process
-                for worker in workers
-                if (process := processes.get(worker) or leaving.get(worker)) is not None
-            ),
         )

@@ -20,6 +20,12 @@ class Stage:
     #: whole layers, for a step, since there is room (`oobleck.planner.profile.sharing`).
     resident: bool = False
 
+    def __post_init__(self) -> None:
+        if not self.workers:
+            raise ValueError("a stage needs at least one worker")
+        if self.last_layer < self.first_layer:
+            raise ValueError(f"last_layer: {self.last_layer} is below {self.first_layer}")
+
     @property
     def layers(self) -> range:
         return range(self.first_layer, self.last_layer + 1)
@@ -40,6 +46,8 @@ class Pipeline:
     microbatches: int
 
     def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("a pipeline needs at least one stage")
         if self.microbatches < 1:
             raise ValueError("a pipeline needs at least one micro-batch")
         if len(set(self.nodes)) != len(self.nodes):
@@ -102,6 +110,8 @@ class Plan(_Derived):
     schedule: Schedule = "1f1b"
 
     def __post_init__(self) -> None:
+        if not self.pipelines:
+            raise ValueError("a plan needs at least one pipeline")
         next_microbatch = 0
         for pipeline in self.pipelines:
             if pipeline.first_microbatch != next_microbatch:

@@ -34,8 +34,8 @@ from oobleck.host.system.process import end_signals
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.profile.measurement import LinkMeasurement
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto import convert
 from oobleck.proto.detection import keepalive_options
+from oobleck.proto.status import read_status
 from oobleck.proto.types import Hung, WorkerExited
 from support.folders import SUPPORT
 from support.scripted_master import QUICK, ScriptedMaster, Stream, job, plan
@@ -553,7 +553,5 @@ async def test_an_agent_that_was_paused_itself_blames_no_worker() -> None:
                 await streams[-1].welcome(WATCHFUL)
             await asyncio.sleep(0.02)
         assert [r for s in streams for kind in (Hung, WorkerExited) for r in s.reports(kind)] == []
-        statuses = [
-            convert.read_status(m.status) for m in streams[-1].heard if m.HasField("status")
-        ]
+        statuses = [read_status(m.status) for m in streams[-1].heard if m.HasField("status")]
         assert statuses[-1].workers[0].incarnation == worker.incarnation

@@ -1,6 +1,6 @@
 """The agent's decisions, without a process or a clock: events in, actions out."""
 
-import dataclasses
+from msgspec.structs import replace
 
 from oobleck.agent.actions import (
     Action,
@@ -14,7 +14,6 @@ from oobleck.agent.actions import (
     StartWarm,
     StopWorker,
 )
-from oobleck.agent.desired import Desired
 from oobleck.agent.events import (
     Assigned,
     ChannelClosed,
@@ -58,6 +57,7 @@ from oobleck.host.ipc.messages import (
     SaveFailed,
 )
 from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.proto.types import Assignment
 from support.agents import A, B, Node, desired
 from support.scripted_master import plan
 
@@ -93,12 +93,12 @@ def test_a_plan_waits_for_the_process_that_it_counts_on_to_be_up_and_to_read_the
     node.after(WarmStarted(), WarmReady(), Assigned(desired=desired()))
     node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
     wish = desired(generation=1)
-    assert wish.part is not None
-    other = dataclasses.replace(wish, part=dataclasses.replace(wish.part, data="old"))
+    assert wish.assign is not None
+    other = replace(wish, assign=replace(wish.assign, data="old"))
     assert node.after(Assigned(desired=other)) == ()
     up = WorkerSaid(incarnation=A, message=Ready(pid=100, store="127.0.0.1:1", data="changed"))
     assert node.after(up) == (), "it reads other data than the plan's other workers"
-    same = dataclasses.replace(wish, part=dataclasses.replace(wish.part, data="changed"))
+    same = replace(wish, assign=replace(wish.assign, data="changed"))
     assert kinds(node.after(Assigned(desired=same))) == [SendPlan]
 
 
@@ -111,22 +111,22 @@ def test_an_agent_that_is_told_to_end_goes_on_until_it_is_drained_or_out_of_time
     assert node.after(Leave(grace_s=60.0), at=10.0) == ()
     assert node.after(at=15.0) == ()
     # The plan without it comes to its worker too, which hands over what it alone holds.
-    part = desired(generation=2).part
-    assert part is not None
-    without = dataclasses.replace(part, plan=plan(2, "n2"), leaving=(WorkerId(NodeName("n1"), 0),))
-    wish = dataclasses.replace(desired(), part=without)
+    assign = desired(generation=2).assign
+    assert assign is not None
+    without = replace(assign, plan=plan(2, "n2"), leaving=(WorkerId(NodeName("n1"), 0),))
+    wish = replace(desired(), assign=without)
     assert kinds(node.after(Assigned(desired=wish), at=20.0)) == [SendPlan]
     node.after(PlanSent(incarnation=A, generation=Generation(2), boundary=True))
     assert node.after(at=69.0) == ()
     assert kinds(node.after(at=70.0)) == [End]
-    assert End in kinds(node.after(Assigned(desired=None, drained=True), at=30.0))
+    assert End in kinds(node.after(Assigned(desired=Assignment(version=2, drained=True)), at=30.0))
 
 
 def test_an_idle_agent_that_is_told_to_end_waits_only_for_an_answer() -> None:
     node = Node()
     node.after(WarmStarted(), WarmReady(), Leave(grace_s=60.0), at=1.0)
     assert node.wake_at() == 3.0
-    assert kinds(node.after(Assigned(desired=None, drained=True))) == [End]
+    assert kinds(node.after(Assigned(desired=Assignment(version=2, drained=True)))) == [End]
 
 
 def test_an_agent_without_a_master_ends_once_nobody_can_have_its_work_moved() -> None:
@@ -169,23 +169,23 @@ def test_an_agent_that_has_nothing_to_hand_over_does_not_wait_for_a_master() -> 
     assert End in kinds(unplanned.after(Leave(grace_s=60.0), at=10.0)), "no worker trains"
 
 
-def measuring(attempt: int) -> Desired:
-    return dataclasses.replace(desired(), measure=Measure(attempt=attempt))
+def measuring(attempt: int) -> Assignment:
+    return replace(desired(), measure=Measure(attempt=attempt))
 
 
 def test_a_wish_for_a_checkpoint_goes_once_to_a_worker_that_has_a_plan() -> None:
     node = Node()
-    wish = dataclasses.replace(desired(), save=1)
+    wish = replace(desired(), save=1)
     node.after(WarmStarted(), WarmReady(), Assigned(desired=wish))
     node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
     ready = WorkerSaid(incarnation=A, message=Ready(pid=100, store="127.0.0.1:1"))
     assert node.after(ready) == (), "it does not train"
-    both = dataclasses.replace(desired(generation=1), save=1)
+    both = replace(desired(generation=1), save=1)
     assert kinds(node.after(Assigned(desired=both))) == [SendPlan]
     sent = node.after(PlanSent(incarnation=A, generation=Generation(1), boundary=False))
     assert sent == (SendSave(incarnation=A, number=1),)
     assert node.after(SaveSent(incarnation=A, number=1), Assigned(desired=both)) == ()
-    newer = dataclasses.replace(both, save=2)
+    newer = replace(both, save=2)
     assert node.after(Assigned(desired=newer)) == (SendSave(incarnation=A, number=2),)
 
 
@@ -297,7 +297,7 @@ def test_another_job_stops_the_worker_first_and_forks_when_it_is_gone() -> None:
 
 def test_stop_is_followed_by_kill_after_its_grace() -> None:
     node = Node().with_worker()
-    assert kinds(node.after(Assigned(desired=None), at=5.0)) == [StopWorker]
+    assert kinds(node.after(Assigned(desired=Assignment(version=2)), at=5.0)) == [StopWorker]
     assert node.after(StopSent(incarnation=A)) == ()
     assert node.wake_at() == 5.0 + STOP_GRACE_S
     assert kinds(node.after(at=5.0 + STOP_GRACE_S)) == [KillWorker]

@@ -5,9 +5,9 @@ import pytest
 from oobleck.host.ipc.messages import Failed, LinkMeasured, Measured, PeerLost, Restored, SaveFailed
 from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto import convert
 from oobleck.proto.bounds import check_bounds
 from oobleck.proto.reports import read_report, report_bytes
+from oobleck.proto.status import read_status, status_message
 from oobleck.proto.types import Happening, Hung, NodeStatus, WorkerExited, WorkerReport
 
 #: Some libraries put a whole batch into the text of an exception.
@@ -40,6 +40,6 @@ def test_a_report_of_any_length_gets_through(what: Happening) -> None:
 
 
 def test_so_does_the_trouble_of_a_node() -> None:
-    message = convert.status_message(NodeStatus(trouble=LONG))
+    message = status_message(NodeStatus(trouble=LONG))
     check_bounds(message)
-    assert convert.read_status(message).trouble.endswith("the end")
+    assert read_status(message).trouble.endswith("the end")

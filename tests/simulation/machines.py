@@ -242,10 +242,10 @@ class Agent:
         self.process.on_end.append(self._ended)
         self.process.spawn(self._run())
 
-    def _assigned(self, desired: Any, drained: bool) -> None:
+    def _assigned(self, desired: Any) -> None:
         if self.process.alive:
             self.world.watch.assigned(self, desired)
-            self.supervisor.assigned(desired, drained)
+            self.supervisor.assigned(desired)
 
     async def _run(self) -> None:
         """As `oobleck.agent.__main__` does."""

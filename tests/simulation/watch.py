@@ -224,15 +224,15 @@ class Watch:
 
     def assigned(self, agent: "Agent", desired: Any) -> None:
         """Agents are told only of what is journaled, and of nothing older than before."""
-        part = desired.part if desired is not None else None
-        if part is not None:
+        assign = desired.assign
+        if assign is not None:
             key = agent.incarnation, desired.job_id
             before = self._told.get(key, 0)
-            self._told[key] = part.plan.generation
-            if part.plan.generation < before:
+            self._told[key] = desired.generation
+            if desired.generation < before:
                 self.broken(f"{agent.name} was told of a plan that {before} had come after")
-            made = self.plans.get((desired.job_id, part.plan.generation))
-            if made is None or made.plan != part.plan or made.rendezvous != part.rendezvous:
+            made = self.plans.get((desired.job_id, desired.generation))
+            if made is None or made.assign != assign:
                 self.broken(f"{agent.name} was told of a plan that was not made")
 
     def entering(self, trainer: "Trainer", assign: Assign) -> None:

@@ -1,7 +1,6 @@
 """One agent's state without a process or a clock: events at times, and what it decides then."""
 
 from oobleck.agent.actions import Action, AskWorker
-from oobleck.agent.desired import Desired, PlanPart
 from oobleck.agent.events import (
     Asked,
     Assigned,
@@ -16,8 +15,9 @@ from oobleck.agent.events import (
 )
 from oobleck.agent.reconcile import decide
 from oobleck.agent.state import NodeState
-from oobleck.host.ipc.messages import Alive, FaultRule, Ready, Rendezvous, StepRecord
+from oobleck.host.ipc.messages import Alive, Assign, FaultRule, Ready, Rendezvous, StepRecord
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.proto.types import Assignment
 from support.scripted_master import job, plan
 
 A, B = Incarnation("aaaa"), Incarnation("bbbb")
@@ -32,18 +32,23 @@ def desired(
     slots: int = 1,
     incarnations: str = "aaaa",
     others: int = 0,
-) -> Desired:
+) -> Assignment:
     """`others`: nodes beside n1 with the same layers."""
-    part = None
+    assign = None
     nodes = [f"n{number}" for number in range(1, others + 2)]
     if generation:
-        part = PlanPart(
+        assign = Assign(
             plan=plan(generation, *nodes, slots=slots),
             rendezvous=Rendezvous(store="127.0.0.1:1", prefix="p"),
             boundary=False,
-            worker_incarnations=tuple(Incarnation(i) for i in incarnations.split()),
         )
-    return Desired(job_id=JobId(job_id), job=job("demo"), part=part)
+    return Assignment(
+        version=1,
+        job_id=JobId(job_id),
+        job=job("demo"),
+        assign=assign,
+        worker_incarnations=tuple(Incarnation(i) for i in incarnations.split()),
+    )
 
 
 class Node:

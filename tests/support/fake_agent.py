@@ -20,7 +20,10 @@ from oobleck.host.ipc.messages import Evaluated, PeerLost, PhaseReached, StepRec
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
-from oobleck.proto import convert
+from oobleck.proto.assignments import read_assignment
+from oobleck.proto.records import records_message
+from oobleck.proto.reports import report_bytes
+from oobleck.proto.status import register_message, status_message
 from oobleck.proto.types import (
     PROTOCOL,
     Assignment,
@@ -142,7 +145,7 @@ class FakeAgent:
         registration = Registration(
             protocol=self.protocol, facts=self.facts, status=self.status, running=self.running
         )
-        self.send(register=convert.register_message(registration))
+        self.send(register=register_message(registration))
         self._tasks = [asyncio.create_task(self._write(call))]
         if reading:
             self._tasks.append(asyncio.create_task(self._read(call)))
@@ -185,7 +188,7 @@ class FakeAgent:
             case "refused":
                 self.refused = message.refused
             case "assignment":
-                self.assignments.append(convert.read_assignment(message.assignment))
+                self.assignments.append(read_assignment(message.assignment))
                 self.running = newest_plan(self.running, self.assignments[-1])
             case "ack":
                 self.acks[message.ack.job_id] = message.ack.through_step
@@ -203,7 +206,7 @@ class FakeAgent:
     # ---- what it says
 
     def tell(self) -> None:
-        self.send(status=convert.status_message(self.status))
+        self.send(status=status_message(self.status))
 
     def workers(self, generation: int = 0, *, finished: bool = False) -> None:
         """Its worker is up and has entered the generation."""
@@ -228,17 +231,15 @@ class FakeAgent:
         job_id = self.status.job_id
         assert job_id is not None
         report = WorkerReport(job_id=job_id, slot=0, incarnation=self.worker, what=what)
-        self.send(report=convert.report_bytes(report))
+        self.send(report=report_bytes(report))
 
     def lost_peer(self, generation: int) -> None:
         self.report(PeerLost(generation=Generation(generation), step=1, detail="closed"))
 
     def records(self, job_id: str, *records: StepRecord) -> None:
-        self.send(records=convert.records_message(JobId(job_id), records))
+        self.send(records=records_message(JobId(job_id), records))
 
     @property
     def planned(self) -> int:
         """Generation of the newest plan it was told; 0: none, or no plan for it."""
-        if not self.assignments or self.assignments[-1].plan is None:
-            return 0
-        return self.assignments[-1].plan.generation
+        return self.assignments[-1].generation if self.assignments else 0

@@ -305,7 +305,7 @@ class Player:
         for name, agent in self.agents.items():
             node = self.state.nodes.get(NodeName(name))
             if node is not None and node.connected and node.seen.session == agent.session:
-                assignment = self.state.assignment(node, "")
+                assignment = self.state.assignment(node)
                 agent.running = newest_plan(agent.running, assignment)
 
     def _jobs(self) -> Iterator:

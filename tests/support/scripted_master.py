@@ -9,20 +9,20 @@ from typing import Any
 import grpc
 
 from oobleck.host.detection import Detection
-from oobleck.host.ipc.messages import Measure
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.job.file import format_job
+from oobleck.host.ipc.messages import Assign, Measure, Rendezvous
+from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.programs.plan import Pipeline, Plan, Stage
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto import convert
+from oobleck.proto.assignments import assignment_message
 from oobleck.proto.control_pb2_grpc import (
     ControlServicer,
     add_ControlServicer_to_server,
 )
 from oobleck.proto.detection import welcome_message
 from oobleck.proto.reports import read_report
-from oobleck.proto.types import Happening, WorkerReport
+from oobleck.proto.status import read_register, read_status
+from oobleck.proto.types import Assignment, Happening, WorkerReport
 from support.waiting import PATIENCE_S
 
 EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in grpc-stubs
@@ -70,7 +70,7 @@ class Stream:
 
     def __init__(self, context: Any, first: pb.AgentMessage) -> None:
         self._context = context
-        self.register = convert.read_register(first.register, first.incarnation)
+        self.register = read_register(first.register, first.incarnation)
         self.incarnation = first.incarnation
         self.ended = asyncio.Event()
         #: All messages since the registration.
@@ -97,18 +97,19 @@ class Stream:
         incarnations: tuple[str, ...] = (),
         measure: Measure | None = None,
     ) -> None:
-        message = pb.Assignment(
-            version=version,
-            job_id=job_id,
-            job=format_job(spec) if spec else "",
-            worker_incarnations=list(incarnations),
-        )
+        assign = None
         if placement is not None:
-            message.plan = convert.plan_message(placement).SerializeToString()
-            message.rendezvous.CopyFrom(pb.Rendezvous(store="127.0.0.1:20000", prefix="p"))
-        if measure is not None:
-            message.measure.CopyFrom(convert.measure_message(measure))
-        await self.say(assignment=message)
+            meeting = Rendezvous(store="127.0.0.1:20000", prefix="p")
+            assign = Assign(plan=placement, rendezvous=meeting, boundary=False)
+        told = Assignment(
+            version=version,
+            job_id=JobId(job_id) if job_id else None,
+            job=spec,
+            assign=assign,
+            worker_incarnations=tuple(map(Incarnation, incarnations)),
+            measure=measure,
+        )
+        await self.say(assignment=assignment_message(told))
 
     async def note(self, message: pb.AgentMessage) -> None:
         async with self._news:
@@ -127,9 +128,9 @@ class Stream:
     async def workers(self, what: Callable[[tuple[Any, ...]], bool]) -> tuple[Any, ...]:
         """The workers of the first status that `what` is true for."""
         message = await self.until(
-            lambda m: m.HasField("status") and what(convert.read_status(m.status).workers)
+            lambda m: m.HasField("status") and what(read_status(m.status).workers)
         )
-        return convert.read_status(message.status).workers
+        return read_status(message.status).workers
 
     async def ready(self, count: int = 1) -> tuple[Any, ...]:
         return await self.workers(lambda ws: len(ws) == count and all(w.store for w in ws))

@@ -18,8 +18,8 @@ from oobleck.host.security.credentials import MASTER_NAME, ROLES, Credentials, r
 from oobleck.master.api.access import ALLOWED, JOIN
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto import control_pb2_grpc as rpc
-from oobleck.proto import convert
 from oobleck.proto.secure import open_aio_channel
+from oobleck.proto.status import register_message
 from oobleck.proto.types import PROTOCOL, NodeStatus, Registration
 from support import holders
 from support.commands import run
@@ -188,7 +188,7 @@ def test_an_agent_speaks_for_its_own_node_alone(
         node = facts(name)
         registration = Registration(protocol=PROTOCOL, facts=node, status=NodeStatus())
         return pb.AgentMessage(
-            incarnation=node.incarnation, register=convert.register_message(registration)
+            incarnation=node.incarnation, register=register_message(registration)
         )
 
     path = "/oobleck.Control/Session"

@@ -38,14 +38,12 @@ def test_a_node_is_lost_and_the_master_killed_and_the_job_ends_well(tmp_path: Pa
 
     async def before(agents: list[FakeAgent], control: rpc.OperatorStub) -> str:
         job_id = await started(agents, control)
-        plan = agents[0].assignments[-1].plan
-        assert plan is not None
-        assert plan.nodes == ("n1", "n2", "n3", "n4")
+        assign = agents[0].assignments[-1].assign
+        assert assign is not None
+        assert assign.plan.nodes == ("n1", "n2", "n3", "n4")
+        assert assign.rendezvous.store == "127.0.0.1:4001"
         assert agents[3].assignments[-1].worker_incarnations == (agents[3].worker,)
-        rendezvous = agents[3].assignments[-1].rendezvous
-        assert rendezvous is not None
-        assert rendezvous.store == "127.0.0.1:4001"
-        assert rendezvous == agents[0].assignments[-1].rendezvous
+        assert agents[3].assignments[-1].assign == assign
 
         agents[0].report(evaluated(1, 2, 3.5))
         agents[0].records(job_id, record(1, 1, 1.0), record(2, 1, 2.0))
@@ -59,9 +57,9 @@ def test_a_node_is_lost_and_the_master_killed_and_the_job_ends_well(tmp_path: Pa
         survivors = [agents[0], agents[1], agents[3]]
         await all_of(survivors, lambda a: a.planned == 2)
         newer = survivors[0].assignments[-1]
-        assert newer.plan is not None
-        assert newer.plan.nodes == ("n1", "n2", "n4")
-        assert not newer.boundary
+        assert newer.assign is not None
+        assert newer.assign.plan.nodes == ("n1", "n2", "n4")
+        assert not newer.assign.boundary
         assert newer.version > survivors[0].assignments[-2].version
         status = await state_of(control, job_id, "reconfiguring")
         assert status.generation == 2

@@ -93,7 +93,7 @@ def test_nodes_with_more_slots_than_the_model_has_layers() -> None:
     change = next_plan(context(state), job, nodes[1:], Generation(2))
     assert change.plan.nodes == ("n2", "n3")
     nodes[0].desired = replace(nodes[0].desired, job_id=JOB, generation=Generation(1))
-    counted_on = state.assignment(nodes[0], "").worker_incarnations
+    counted_on = state.assignment(nodes[0]).worker_incarnations
     assert counted_on == tuple(f"n1/{slot}" for slot in range(8))
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from oobleck.agent.connection.assignments import newest_plan
+from oobleck.host.ipc.messages import Assign, Rendezvous
 from oobleck.planner.ids import Generation, JobId, NodeName, WorkerId
 from oobleck.planner.programs.plan import Pipeline, Plan, Stage
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.types import Assignment
 from support.fake_agent import DEADLINE_S, FakeAgent, MasterProcess, operator
-from support.scenario import record
+from support.scenario import job_spec, record
 
 JOB = (
     "name: demo\nmodel: {kind: gpt, layers: 6, hidden: 32, heads: 2, sequence_length: 16}\n"
@@ -103,18 +104,20 @@ def assignment(job: str | None, generation: int = 0) -> Assignment:
         nodes=(NodeName("n1"),), stages=(stage,), first_microbatch=0, microbatches=1
     )
     plan = Plan(generation=Generation(generation), pipelines=(pipeline,), schedule="1f1b")
+    meeting = Rendezvous(store="127.0.0.1:4001", prefix="p")
+    assign = Assign(plan=plan, rendezvous=meeting, boundary=False) if generation else None
     return Assignment(
-        version=1, job_id=JobId(job) if job else None, job="text", plan=plan if generation else None
+        version=1, job_id=JobId(job) if job else None, job=job_spec("demo"), assign=assign
     )
 
 
 def test_an_agent_tells_of_the_newest_plan_that_it_had_of_its_job() -> None:
     def told(known: Assignment | None, newer: Assignment) -> tuple[str | None, int] | None:
         found = newest_plan(known, newer)
-        if found is None or found.plan is None:
+        if found is None or found.assign is None:
             return None
-        assert found.job == ""
-        return found.job_id, found.plan.generation
+        assert found.job is None
+        return found.job_id, found.generation
 
     assert told(None, assignment("a")) is None
     assert told(None, assignment("a", 2)) == ("a", 2)

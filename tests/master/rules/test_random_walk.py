@@ -95,7 +95,7 @@ def test_random_walk(seed: int) -> None:
             for name, node in state.nodes.items():
                 assert node.desired.version >= versions.get(name, 0)
                 versions[name] = node.desired.version
-                state.assignment(node, "text")
+                state.assignment(node)
                 assert node.registered or node.desired.job_id is None
             for records in walk.player.records.values():
                 told = [r["to_generation"] for r in records if r["event"] == "reconfigured"]

@@ -1,0 +1,39 @@
+"""Structs and messages that have fields of the same names: all of those that both have are carried.
+
+What differs in kind (messages in a message, empty for None) is given beside them. Must not know
+what the fields mean.
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import msgspec
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
+
+S = TypeVar("S", bound=msgspec.Struct)
+M = TypeVar("M", bound=Message)
+
+
+@lru_cache(maxsize=64)
+def _shared(kind: type[msgspec.Struct], message: Descriptor) -> Iterable[tuple[str, bool]]:
+    """The names, and whether the message can lack the field."""
+    both = [name for name in kind.__struct_fields__ if name in message.fields_by_name]
+    found = [message.fields_by_name[name] for name in both]
+    return tuple((field.name, field.has_presence) for field in found if field.message_type is None)
+
+
+def message_of(kind: type[M], value: msgspec.Struct, **others: Any) -> M:
+    """`others`: fields that are not simply those of `value`."""
+    names = _shared(type(value), kind.DESCRIPTOR)
+    return kind(**{**{name: getattr(value, name) for name, _ in names}, **others})
+
+
+def struct_of(kind: type[S], message: Message, **others: Any) -> S:
+    """`others`: fields that are not simply those of `message`."""
+    found = {
+        name: None if may_lack and not message.HasField(name) else getattr(message, name)
+        for name, may_lack in _shared(kind, message.DESCRIPTOR)
+    }
+    return kind(**{**found, **others})

@@ -1,0 +1,148 @@
+"""A field of `Assign` reaches whoever is to know of it: from the master's event by the journal, the
+wire and the agent to the worker, and back from an agent to a master whose journal lost its end."""
+
+import json
+import zlib
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from oobleck.agent.actions import SendPlan
+from oobleck.agent.connection.assignments import newest_plan
+from oobleck.agent.events import Assigned, ForkAsked, WarmReady, WarmStarted, WorkerForked
+from oobleck.agent.events import WorkerSaid as Said
+from oobleck.host.ipc.channel import frame
+from oobleck.host.ipc.messages import Assign, Ready, Rendezvous, ToWorker
+from oobleck.master.events.plans import PlanMade
+from oobleck.master.events.unions import Journaled
+from oobleck.master.rules.adoption import adopt
+from oobleck.planner.codec import encode
+from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.proto import control_pb2 as pb
+from oobleck.proto.assignments import assignment_message, read_assignment
+from oobleck.proto.status import read_register, register_message
+from oobleck.proto.types import PROTOCOL, Assignment, NodeStatus, Registration
+from support.agents import A, Node
+from support.fake_agent import facts
+from support.plans import plan_of_cuts
+from support.trained import JOB, context, node, trained_job
+
+#: Every field is unlike its default.
+ASSIGN = Assign(
+    plan=replace(plan_of_cuts(([8], 4), ([8], 4)), generation=Generation(7)),
+    rendezvous=Rendezvous(store="10.0.0.1:4000", prefix="job/7/abc"),
+    boundary=True,
+    restore=True,
+    anew=True,
+    leaving=(WorkerId(NodeName("n0"), 1),),
+    handover=True,
+    data="ab" * 16,
+)
+
+
+def made(assign: Assign) -> PlanMade:
+    return PlanMade(
+        **msgspec.structs.asdict(assign),
+        job_id=JOB,
+        incarnations=tuple(A for _ in assign.plan.workers),
+        leaving_incarnations=tuple(A for _ in assign.leaving),
+        cause="node lost",
+        rule="reinstantiate",
+        reason="a node is lost",
+        nodes_lost=(),
+        workers_lost=(),
+        nodes_joined=(),
+        can_lose=0,
+        worker_slots=1,
+        detect_s=0.0,
+    )
+
+
+def told(assign: Assign, name: str) -> Assignment:
+    """What the agent of a node reads, from an event that was in the journal."""
+    event = msgspec.json.decode(encode(made(assign)), type=Journaled)  # type: ignore[arg-type]
+    state, job = trained_job([node(0), node(1)], 32, min_nodes=1)
+    job.made = event
+    one = state.nodes[NodeName(name)]
+    one.desired = replace(one.desired, version=3, job_id=JOB, generation=assign.plan.generation)
+    message = assignment_message(state.assignment(one)).SerializeToString()
+    return read_assignment(pb.Assignment.FromString(message))
+
+
+def test_the_example_has_every_field() -> None:
+    """So that the tests below fail where one is forgotten on the way."""
+    for field in msgspec.structs.fields(Assign):
+        assert getattr(ASSIGN, field.name) != field.default, field.name
+
+
+def test_a_worker_gets_what_the_master_decided() -> None:
+    agent = Node()
+    agent.state.node = NodeName("n1")
+    agent.after(WarmStarted(), WarmReady(), Assigned(desired=told(ASSIGN, "n1")))
+    agent.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
+    ready = Ready(pid=100, store="127.0.0.1:1", data=ASSIGN.data)
+    (send,) = agent.after(Said(incarnation=A, message=ready))
+    assert isinstance(send, SendPlan)
+    read = msgspec.json.decode(frame(send.assign)[4:], type=ToWorker)  # type: ignore[arg-type]
+    assert read == ASSIGN
+
+
+def test_a_master_without_the_journal_s_end_learns_it_from_the_agents() -> None:
+    state, job = trained_job([node(0), node(1)], 32, min_nodes=1)
+    for name in ("n0", "n1"):
+        running = newest_plan(None, told(ASSIGN, name))
+        registration = Registration(
+            protocol=PROTOCOL, facts=facts(name), status=NodeStatus(), running=running
+        )
+        message = register_message(registration).SerializeToString()
+        again = read_register(pb.Register.FromString(message), facts(name).incarnation)
+        state.nodes[NodeName(name)].seen.running = again.running
+    state.active = job.id
+    decision = adopt(context(state))
+    assert decision is not None
+    (event,) = decision.actions
+    assert isinstance(event, PlanMade)
+    assert event.assign == ASSIGN
+    assert event.incarnations == (A, A)
+
+
+def test_a_journal_has_the_fields_side_by_side() -> None:
+    """As journals always had them: those of an earlier version are read, whatever they lack."""
+    written = json.loads(encode(made(ASSIGN)))
+    assert set(Assign.__struct_fields__) < set(written)
+    for field in msgspec.structs.fields(Assign):
+        if not field.required:
+            del written[field.name]
+    read = msgspec.json.decode(json.dumps(written), type=Journaled)  # type: ignore[arg-type]
+    assert isinstance(read, PlanMade)
+    assert read.assign == Assign(
+        plan=ASSIGN.plan, rendezvous=ASSIGN.rendezvous, boundary=ASSIGN.boundary
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"plan": {**json.loads(encode(ASSIGN.plan)), "generation": 0}}, "generation: 0 is below"),
+        ({"plan": {**json.loads(encode(ASSIGN.plan)), "pipelines": []}}, "at least one pipeline"),
+        ({"rendezvous": {"store": "10.0.0.1:4000", "prefix": ""}}, "prefix: is empty"),
+        ({"rendezvous": {"store": "nowhere", "prefix": "p"}}, "store: 'nowhere' is not HOST:PORT"),
+        ({"leaving": [{"node": "../n", "slot": 0}]}, "node name '../n' is not allowed"),
+        ({"leaving": [{"node": "n1", "slot": 1024}]}, "slot: 1024 is not below 1024"),
+        ({"data": "x" * 70_000}, "data: 70000 characters are more than"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong: dict[str, object], reason: str) -> None:
+    values = {**json.loads(encode(ASSIGN)), **wrong}
+    packed = zlib.compress(json.dumps(values).encode())
+    with pytest.raises(ValueError, match=rf"^assignment: assign: .*{reason}"):
+        read_assignment(pb.Assignment(version=1, assign=packed))
+
+
+def test_only_a_master_tells_of_a_job() -> None:
+    registration = Registration(
+        protocol=PROTOCOL, facts=facts("n1"), status=NodeStatus(), running=told(ASSIGN, "n1")
+    )
+    with pytest.raises(ValueError, match=r"^register: running: job: only a master"):
+        read_register(register_message(registration), facts("n1").incarnation)
