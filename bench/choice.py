@@ -4,11 +4,11 @@
 
 For random models (half of them with equal blocks), clusters, links and batches, four plans are
 made: with templates and instantiation by formula alone (T1 + T2 + T3, the first cut of least T;
-slowest pipeline + sync), with templates chosen among tied cuts by the replay of a lone pipeline,
-with the instantiation chosen by a replay under 1F1B as well, and the first plan as a job gets it.
-All four are then estimated with tied weights, each under the schedule that it would run under,
-which the second and third were not chosen by, so that they may be worse. The spread is that of the
-cuts of equal T among themselves, as a pipeline of 4 micro-batches per stage.
+slowest pipeline + sync), with templates chosen among cuts of equal T by the replay of a lone
+pipeline, with the instantiation chosen by a replay under 1F1B as well, and the first plan as a job
+gets it. All four are then estimated with tied weights, each under the schedule that it would run
+under, which the second and third were not chosen by, so that they may be worse. The spread is that
+of the cuts of equal T among themselves, as a pipeline of 4 micro-batches per stage.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from oobleck.planner.search.catalogue import Catalogue, replay_judge
 from oobleck.planner.search.choose import choose_schedule
 from oobleck.planner.search.firstplan import make_first_plan
 from oobleck.planner.search.instantiate import by_formula, instantiate
+from oobleck.planner.search.shortlist import shortlists
 from oobleck.planner.search.specification import node_specification
 from oobleck.planner.search.templates import least_cuts, template_of
-from oobleck.planner.search.ties import shortlists
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +79,13 @@ def examine(given: Profile, nodes: int, microbatches: int) -> Outcome:
     ]
     first = [group[0] for group in groups]
     chosen = [few.quickest for few in shortlists(groups, given)]
-    tied = [group for group in groups if len(group) > 1]
+    several = [group for group in groups if len(group) > 1]
     return Outcome(
         formula_s=step_s(first, given, nodes, microbatches, judged=False),
         ties_s=step_s(chosen, given, nodes, microbatches, judged=False),
         replay_s=step_s(chosen, given, nodes, microbatches, judged=True),
         first_s=first_step_s(given, sizes, nodes, microbatches),
-        spreads=[spread(group, given) for group in tied],
+        spreads=[spread(group, given) for group in several],
         changed_templates=sum(a != b for a, b in zip(first, chosen, strict=True)),
         templates=len(groups),
     )
@@ -163,7 +163,7 @@ def report(outcomes: Sequence[Outcome]) -> None:
     for name, before, after in (
         ("ties by replay", "formula_s", "ties_s"),
         ("instantiation by replay", "ties_s", "replay_s"),
-        ("schedule and tied cuts", "replay_s", "first_s"),
+        ("schedule and cuts of equal T", "replay_s", "first_s"),
         ("all", "formula_s", "first_s"),
     ):
         gains = [getattr(o, before) / getattr(o, after) - 1 for o in outcomes]

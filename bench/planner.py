@@ -5,7 +5,7 @@
 A case is layers/nodes/GPUs per node; all templates of 1 .. nodes nodes (of n0 .. where memory is
 tight). Each case runs in a process of its own: the median of several runs, and the peak of the
 process's memory beyond what it had before the first run. `first` is the first run, in which numpy
-is cold. `tied` counts the numbers of nodes for which several cuts have the least T.
+is cold. `ties` counts the numbers of nodes for which several cuts have the least T.
 """
 
 import argparse
@@ -38,14 +38,14 @@ def measure(case: str, kind: str, nodes_needed: int, runs: int) -> dict[str, flo
         generate_templates(given, sizes)
         taken.append(time.perf_counter() - begun)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    ties = least_cuts(StageTable(given), sizes)
+    cuts_of = least_cuts(StageTable(given), sizes)
     return {
         "n0": sizes.start,
         "templates": len(sizes),
         "first_s": taken[0],
         "median_s": statistics.median(taken),
         "peak_mib": peak / 1024,
-        "tied": sum(len(cuts) > 1 for cuts in ties.values()),
+        "ties": sum(len(cuts) > 1 for cuts in cuts_of.values()),
     }
 
 
@@ -61,7 +61,7 @@ def main() -> None:
         return
     line = "{:>10} {:>7} {:>3} {:>9} {:>9} {:>9} {:>9} {:>9}\n"
     sys.stdout.write(
-        line.format("case", "kind", "n0", "templates", "tied", "first s", "median s", "peak MiB")
+        line.format("case", "kind", "n0", "templates", "ties", "first s", "median s", "peak MiB")
     )
     for case in CASES + SLOW_CASES * options.slow:
         for kind, needed in VARIANTS:
@@ -80,7 +80,7 @@ def main() -> None:
                     kind,
                     found["n0"],
                     found["templates"],
-                    found["tied"],
+                    found["ties"],
                     f"{found['first_s']:.3f}",
                     f"{found['median_s']:.3f}",
                     f"{found['peak_mib']:.0f}",

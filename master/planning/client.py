@@ -1,6 +1,6 @@
 """Which plan is next: the planner's functions, asked with what the state holds.
 
-Owns the questions to the planner (`oobleck.master.planning.requests`). Pure. Must not know when a
+Owns the requests to the planner (`oobleck.master.planning.requests`). Pure. Must not know when a
 plan is due, nor how one is made.
 """
 
@@ -11,13 +11,13 @@ from typing import TypeVar
 from oobleck.master.events.nodes import NodeLeftOut
 from oobleck.master.planning.machines import Machines, profile_on, template_sizes
 from oobleck.master.planning.requests import (
-    Answer,
-    Changed,
-    FirstPlan,
-    Made,
-    NextPlan,
-    NoPlan,
+    FirstPlanReply,
+    FirstPlanRequest,
+    Infeasible,
+    NextPlanReply,
+    NextPlanRequest,
     Planner,
+    PlanReply,
 )
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
@@ -29,7 +29,7 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.reconfigure import Reconfiguration
 from oobleck.planner.units import count
 
-A = TypeVar("A", Made, Changed)
+A = TypeVar("A", FirstPlanReply, NextPlanReply)
 
 
 def predicted_bytes(job: Job, nodes: Sequence[Node]) -> Mapping[WorkerId, int]:
@@ -66,22 +66,22 @@ def never_fits(job: Job, nodes: Sequence[Node]) -> bool:
 
 def first_plan(planner: Planner, job: Job, nodes: Sequence[Node], generation: Generation) -> Plan:
     """Raises PlanInfeasible, StillPlanning."""
-    question = FirstPlan(
+    request = FirstPlanRequest(
         spec=job.spec,
         machines=Machines.of(job, nodes),
         nodes=tuple(node.facts.node for node in nodes),
         generation=generation,
     )
-    return _expect(Made, planner.answer(question)).plan
+    return _expect(FirstPlanReply, planner.reply(request)).plan
 
 
-def _expect(kind: type[A], answer: Answer) -> A:
+def _expect(kind: type[A], reply: PlanReply) -> A:
     """Raises PlanInfeasible."""
-    if isinstance(answer, NoPlan):
-        raise PlanInfeasible(*answer.causes)
-    if not isinstance(answer, kind):
-        raise RuntimeError(f"{answer} is no {kind.__name__}")
-    return answer
+    if isinstance(reply, Infeasible):
+        raise PlanInfeasible(*reply.causes)
+    if not isinstance(reply, kind):
+        raise RuntimeError(f"{reply} is no {kind.__name__}")
+    return reply
 
 
 def idle_slots(plan: Plan, worker_slots: int) -> str:
@@ -101,7 +101,7 @@ def next_plan(
     """The plan after `job`'s newest one, on `live`. Raises StillPlanning, PlanInfeasible."""
     if job.made is None:
         raise ValueError(f"job {job.id} has no plan to reconfigure")
-    question = NextPlan(
+    request = NextPlanRequest(
         spec=job.spec,
         machines=Machines.of(job, live),
         plan=_base(job, job.made.plan),
@@ -109,7 +109,7 @@ def next_plan(
         most_nodes=max(job.most_nodes, len(live)),
         generation=generation,
     )
-    return _expect(Changed, planner.answer(question)).found
+    return _expect(NextPlanReply, planner.reply(request)).found
 
 
 def _base(job: Job, newest: Plan) -> Plan:

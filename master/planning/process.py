@@ -17,27 +17,27 @@ from contextlib import suppress
 import msgspec
 
 from oobleck.host.ipc.channel import frame, read_frame
-from oobleck.master.planning.requests import Answer, Answers, Broken, Question
+from oobleck.master.planning.requests import Broken, PlanReply, PlanRequest, Replies
 
 log = logging.getLogger(__name__)
 
-#: A question over which so many processes have ended is not asked again.
+#: A request over which so many processes have ended is not asked again.
 _MOST_ENDS = 3
 _RESTART_S = 0.5
 #: The largest first plan takes a slow machine a minute; a process that takes this long hangs.
 _LONGEST_S = 600.0
 
-_answer: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
+_reply: msgspec.json.Decoder[PlanReply] = msgspec.json.Decoder(PlanReply)
 
 
 class PlanningProcess:
     def __init__(self) -> None:
-        #: An answer takes no longer.
+        #: A reply takes no longer.
         self.longest_s = _LONGEST_S
-        self._answers = Answers()
-        self._wanted: Question | None = None
+        self._replies = Replies()
+        self._wanted: PlanRequest | None = None
         #: What the process works at, and how often one has ended over it.
-        self._at_work: Question | None = None
+        self._at_work: PlanRequest | None = None
         self._ends = 0
         self._writer: asyncio.StreamWriter | None = None
         #: To kill it by: asyncio's own way may reap it too, and then its exit code is lost.
@@ -51,35 +51,35 @@ class PlanningProcess:
         """Have a process started."""
         self._needed.set()
 
-    def answer(self, question: Question) -> Answer:
+    def reply(self, request: PlanRequest) -> PlanReply:
         """Raises StillPlanning."""
-        return self._answers.answer(question)
+        return self._replies.reply(request)
 
     def listen(self, tell: Callable[[], None]) -> None:
-        """Call `tell` with each answer that comes."""
+        """Call `tell` with each reply that comes."""
         self._tell = tell
 
-    def want(self, question: Question | None) -> None:
+    def want(self, request: PlanRequest | None) -> None:
         """What the newest decision waits for; None: nothing. What is being worked at is finished
         first."""
-        self._answers.forget_unused()
-        self._wanted = question
-        if question is not None:
+        self._replies.forget_unused()
+        self._wanted = request
+        if request is not None:
             self.prepare()
             self._send()
 
     def _send(self) -> None:
-        question = self._wanted
-        if self._writer is None or self._at_work is not None or question is None:
+        request = self._wanted
+        if self._writer is None or self._at_work is not None or request is None:
             return
-        if question in self._answers:
+        if request in self._replies:
             return
-        self._at_work, self._ends = question, 0
-        self._put(self._writer, question)
+        self._at_work, self._ends = request, 0
+        self._put(self._writer, request)
 
-    def _put(self, writer: asyncio.StreamWriter, question: Question) -> None:
+    def _put(self, writer: asyncio.StreamWriter, request: PlanRequest) -> None:
         try:
-            writer.write(frame(question))
+            writer.write(frame(request))
         except ValueError as error:  # beyond all bounds
             self._take(Broken(error=str(error)))
             return
@@ -100,11 +100,11 @@ class PlanningProcess:
             self._limit.cancel()
             self._limit = None
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, reply: PlanReply) -> None:
         self._stop_limit()
-        question, self._at_work = self._at_work, None
-        if question is not None:
-            self._answers.add(question, answer)
+        request, self._at_work = self._at_work, None
+        if request is not None:
+            self._replies.add(request, reply)
         self._send()
         self._tell()
 
@@ -128,7 +128,7 @@ class PlanningProcess:
             await asyncio.sleep(_RESTART_S)
 
     async def _serve(self) -> str:
-        """Start a process and take its answers; how it has ended. Raises OSError."""
+        """Start a process and take its replies; how it has ended. Raises OSError."""
         own, theirs = socket.socketpair()
         reader, writer = await asyncio.open_unix_connection(sock=own)
         process: asyncio.subprocess.Process | None = None
@@ -151,7 +151,7 @@ class PlanningProcess:
                 self._send()
             with suppress(ConnectionError):
                 while (body := await read_frame(reader)) is not None:
-                    self._take(_answer.decode(body))
+                    self._take(_reply.decode(body))
         finally:
             self._writer = None
             writer.close()

@@ -1,8 +1,8 @@
-"""What plans are asked for, and the answers: data that can go to another process and back.
+"""What plans are asked for, and the replies: data that can go to another process and back.
 
 A first plan of a large cluster takes seconds, and the loop that hears a thousand nodes has none to
-spare. So rules ask a `Planner`, which either has the answer or is told after the decision what is
-wanted; the loop goes on, and the rules ask again when the answer is there. By then the question may
+spare. So rules ask a `Planner`, which either has the reply or is told after the decision what is
+wanted; the loop goes on, and the rules ask again when the reply is there. By then the request may
 be another one. Owns what is asked and what is remembered; must not know how a plan is made, nor
 where.
 """
@@ -18,11 +18,11 @@ from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.reconfigure import Reconfiguration
 
-#: Answers that are kept beside those that the last decision has asked for.
+#: Replies that are kept beside those that the last decision has asked for.
 _KEPT = 8
 
 
-class FirstPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class FirstPlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The first plan of a job on these nodes."""
 
     spec: JobSpec
@@ -31,7 +31,7 @@ class FirstPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     generation: Generation
 
 
-class NextPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class NextPlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What becomes of `plan` on `nodes`. `most_nodes`: so many did any plan of the job have."""
 
     spec: JobSpec
@@ -42,22 +42,22 @@ class NextPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     generation: Generation
 
 
-Question = FirstPlan | NextPlan
+PlanRequest = FirstPlanRequest | NextPlanRequest
 
 
-class Made(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to `FirstPlan`."""
+class FirstPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The reply to `FirstPlanRequest`."""
 
     plan: Plan
 
 
-class Changed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to `NextPlan`."""
+class NextPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The reply to `NextPlanRequest`."""
 
     found: Reconfiguration
 
 
-class NoPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Infeasible(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """There is none; see `PlanInfeasible`."""
 
     causes: tuple[str, ...]
@@ -69,62 +69,62 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     error: str
 
 
-Answer = Made | Changed | NoPlan | Broken
+PlanReply = FirstPlanReply | NextPlanReply | Infeasible | Broken
 
 
 class StillPlanning(Exception):
-    """The answer is not there yet."""
+    """The reply is not there yet."""
 
-    def __init__(self, question: Question) -> None:
-        super().__init__(f"a plan for {len(question.nodes)} nodes is being made")
-        self.question = question
+    def __init__(self, request: PlanRequest) -> None:
+        super().__init__(f"a plan for {len(request.nodes)} nodes is being made")
+        self.request = request
 
 
 class Planner(Protocol):
     """Whom the rules ask, and who is told what they wait for."""
 
-    def answer(self, question: Question) -> Answer:
+    def reply(self, request: PlanRequest) -> PlanReply:
         """Raises StillPlanning."""
 
     def prepare(self) -> None:
         """There is a job: plans will be wanted."""
 
-    def want(self, question: Question | None) -> None:
+    def want(self, request: PlanRequest | None) -> None:
         """What the newest decision waits for; None: nothing."""
 
     def listen(self, tell: Callable[[], None]) -> None:
-        """Call `tell` with each answer that comes."""
+        """Call `tell` with each reply that comes."""
 
 
-class Answers:
+class Replies:
     """Those that are there, as many as the decisions of now need."""
 
     def __init__(self) -> None:
-        #: Those asked for last come last; to compare questions costs milliseconds where plans are
+        #: Those asked for last come last; to compare requests costs milliseconds where plans are
         #: large.
-        self._known: dict[Question, Answer] = {}
+        self._known: dict[PlanRequest, PlanReply] = {}
         #: How many were asked for since the last decision.
         self._used = 0
 
-    def __contains__(self, question: Question) -> bool:
-        return question in self._known
+    def __contains__(self, request: PlanRequest) -> bool:
+        return request in self._known
 
-    def answer(self, question: Question) -> Answer:
+    def reply(self, request: PlanRequest) -> PlanReply:
         """Raises StillPlanning."""
-        answer = self._known.pop(question, None)
-        if answer is None:
-            raise StillPlanning(question)
-        self._known[question] = answer
+        reply = self._known.pop(request, None)
+        if reply is None:
+            raise StillPlanning(request)
+        self._known[request] = reply
         self._used += 1
-        return answer
+        return reply
 
-    def add(self, question: Question, answer: Answer) -> None:
-        self._known[question] = answer
+    def add(self, request: PlanRequest, reply: PlanReply) -> None:
+        self._known[request] = reply
 
     def forget_unused(self) -> None:
         """A decision has been made: what it did not ask for, but for the newest, is let go. One
         that asks for many at once finds all of them again."""
         spare = len(self._known) - self._used - _KEPT
-        for question in list(self._known)[: max(0, spare)]:
-            del self._known[question]
+        for request in list(self._known)[: max(0, spare)]:
+            del self._known[request]
         self._used = 0

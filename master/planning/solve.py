@@ -12,13 +12,13 @@ from functools import lru_cache
 
 from oobleck.master.planning.machines import profile_on, template_sizes
 from oobleck.master.planning.requests import (
-    Answer,
-    Changed,
-    FirstPlan,
-    Made,
-    NextPlan,
-    NoPlan,
-    Question,
+    FirstPlanReply,
+    FirstPlanRequest,
+    Infeasible,
+    NextPlanReply,
+    NextPlanRequest,
+    PlanReply,
+    PlanRequest,
 )
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation
@@ -32,28 +32,28 @@ from oobleck.planner.search.choose import keep_schedule, with_residents
 from oobleck.planner.search.firstplan import make_first_plan
 
 
-def work_out(question: Question) -> Answer:
+def work_out(request: PlanRequest) -> PlanReply:
     try:
-        match question:
-            case FirstPlan():
-                return Made(plan=_first_plan(question))
-            case NextPlan():
-                return _next_plan(question)
+        match request:
+            case FirstPlanRequest():
+                return FirstPlanReply(plan=_first_plan(request))
+            case NextPlanRequest():
+                return _next_plan(request)
     except PlanInfeasible as infeasible:
-        return NoPlan(causes=infeasible.causes)
+        return Infeasible(causes=infeasible.causes)
 
 
 class AtOnce:
-    """Works answers out when they are asked for."""
+    """Works replies out when they are asked for."""
 
-    def answer(self, question: Question) -> Answer:
-        return _remembered(question)
+    def reply(self, request: PlanRequest) -> PlanReply:
+        return _remembered(request)
 
     def prepare(self) -> None:
         """Nothing to prepare."""
 
-    def want(self, question: Question | None) -> None:
-        assert question is None, "nothing is ever waited for"
+    def want(self, request: PlanRequest | None) -> None:
+        assert request is None, "nothing is ever waited for"
 
     def listen(self, tell: Callable[[], None]) -> None:
         """Nothing comes later."""
@@ -71,18 +71,18 @@ def _known(spec: JobSpec, profile: Profile) -> Catalogue:
     return _catalogue(replace(profile, gpu_memory_bytes=1), spec.model.tied)
 
 
-def _first_plan(question: FirstPlan) -> Plan:
+def _first_plan(request: FirstPlanRequest) -> Plan:
     """Raises PlanInfeasible."""
-    spec, machines = question.spec, question.machines
+    spec, machines = request.spec, request.machines
     profile = profile_on(spec, machines)
     plan = make_first_plan(
         _known(spec, profile),
-        template_sizes(spec, machines, len(question.nodes)),
-        question.nodes,
+        template_sizes(spec, machines, len(request.nodes)),
+        request.nodes,
         profile=profile,
         microbatches=spec.training.microbatches,
         min_pipelines=spec.fault_tolerance + 1,
-        generation=question.generation,
+        generation=request.generation,
         tied=spec.model.tied,
         wanted=spec.training.wanted_schedule,
     ).plan
@@ -90,25 +90,25 @@ def _first_plan(question: FirstPlan) -> Plan:
     return plan
 
 
-def _next_plan(question: NextPlan) -> Changed:
+def _next_plan(request: NextPlanRequest) -> NextPlanReply:
     """Raises PlanInfeasible."""
-    spec, machines, plan = question.spec, question.machines, question.plan
+    spec, machines, plan = request.spec, request.machines, request.plan
     profile = profile_on(spec, machines)
-    sizes = template_sizes(spec, machines, question.most_nodes)
+    sizes = template_sizes(spec, machines, request.most_nodes)
     offer = _known(spec, profile).offer(profile, sizes, plan)
     found = reconfigure(
         plan,
-        question.nodes,
+        request.nodes,
         templates=offer.templates,
         profile=profile,
         fault_tolerance=spec.fault_tolerance,
-        generation=question.generation,
+        generation=request.generation,
         judge=offer.judge,
         costs=offer.costs,
     )
     made = with_residents(keep_schedule(found.plan, profile), profile)
     proof.prove(made, tied=spec.model.tied)
-    return Changed(found=replace(found, plan=made))
+    return NextPlanReply(found=replace(found, plan=made))
 
 
 def forget() -> None:
@@ -118,21 +118,21 @@ def forget() -> None:
     proof.forget()
 
 
-def rehearse(question: Question, answer: Answer) -> Iterator[None]:
+def rehearse(request: PlanRequest, reply: PlanReply) -> Iterator[None]:
     """After a first plan, plan for the loss of a node of each size of pipeline, one by one, for
     the judge to have seen what it will be asked about when that happens."""
-    if not isinstance(question, FirstPlan) or not isinstance(answer, Made):
+    if not isinstance(request, FirstPlanRequest) or not isinstance(reply, FirstPlanReply):
         return
-    plan = answer.plan
+    plan = reply.plan
     for pipeline in {len(pipeline.nodes): pipeline for pipeline in plan.pipelines}.values():
         with suppress(PlanInfeasible):
             _next_plan(
-                NextPlan(
-                    spec=question.spec,
-                    machines=question.machines,
+                NextPlanRequest(
+                    spec=request.spec,
+                    machines=request.machines,
                     plan=plan,
                     nodes=tuple(node for node in plan.nodes if node != pipeline.nodes[0]),
-                    most_nodes=len(question.nodes),
+                    most_nodes=len(request.nodes),
                     generation=Generation(plan.generation + 1),
                 )
             )

@@ -1,4 +1,4 @@
-"""The process that makes plans for a master: one question after the other, from standard input.
+"""The process that makes plans for a master: one request after the other, from standard input.
 
     python -m oobleck.master.planning.worker < socket
 
@@ -14,7 +14,7 @@ import sys
 
 from oobleck.host import log as host_log
 from oobleck.host.ipc.channel import Channel
-from oobleck.master.planning.requests import Answer, Broken, Question
+from oobleck.master.planning.requests import Broken, PlanReply, PlanRequest
 from oobleck.master.planning.solve import rehearse, work_out
 
 log = logging.getLogger(__name__)
@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 _IDLE_S = 1.0
 
 
-def answer(question: Question) -> Answer:
+def reply(request: PlanRequest) -> PlanReply:
     try:
-        return work_out(question)
+        return work_out(request)
     except Exception as error:
         log.exception("planning failed")
         return Broken(error=repr(error))
@@ -33,17 +33,17 @@ def answer(question: Question) -> Answer:
 
 def main() -> None:
     host_log.configure()
-    channel: Channel[Question] = Channel(socket.socket(fileno=os.dup(0)), Question)
+    channel: Channel[PlanRequest] = Channel(socket.socket(fileno=os.dup(0)), PlanRequest)
     if not select.select([channel], [], [], _IDLE_S)[0]:
         # For placement: half a second that is not to be spent in the middle of a recovery.
         import scipy.optimize  # noqa: F401
-    while (question := channel.receive()) is not None:
-        answered = answer(question)
+    while (request := channel.receive()) is not None:
+        answered = reply(request)
         try:
             channel.send(answered)
         except OSError:  # the master is gone
             sys.exit(1)
-        for _ in rehearse(question, answered):
+        for _ in rehearse(request, answered):
             if select.select([channel], [], [], 0)[0]:
                 break
 

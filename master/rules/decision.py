@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from oobleck.host.detection import Detection
 from oobleck.master.config import GIVES_WAY_S, Retention
 from oobleck.master.events.unions import Journaled
-from oobleck.master.planning.requests import Planner, Question
+from oobleck.master.planning.requests import Planner, PlanRequest
 from oobleck.master.state.cluster import ClusterState
 
 
@@ -21,7 +21,7 @@ class Decision:
     #: No later rule counts, though there is nothing to record yet.
     hold: bool = False
     #: The plan that it waits for: to be decided anew when it is there.
-    awaits: Question | None = None
+    awaits: PlanRequest | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

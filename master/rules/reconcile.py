@@ -64,7 +64,7 @@ def reconcile(
             decision = rule(context)
         except StillPlanning as still:
             reason = "; ".join([*reasons, str(still)])
-            return Decision(wake_at=wake_at, reason=reason, awaits=still.question)
+            return Decision(wake_at=wake_at, reason=reason, awaits=still.request)
         if decision is None:
             continue
         if decision.actions:

@@ -8,7 +8,7 @@ follows in a step. Must not know plans or profiles.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -114,12 +114,13 @@ def _waves(schedule: Schedule, depth: int, most: int) -> tuple[_Wave, ...]:
     for backward, slot_of in ((False, forward_slot), (True, backward_slot)):
         slots = slot_of(schedule, batch, after, most)
         order = np.lexsort((after, slots))
-        for some in np.split(order, np.flatnonzero(np.diff(slots[order])) + 1):
-            rows = after[some]
-            step = int(rows[1] - rows[0]) if len(rows) > 1 else 1
-            assert (np.diff(rows) == step).all(), "stages of one slot are evenly spaced"
-            stages = slice(int(rows[0]), int(rows[-1]) + 1, step)
-            waves.append(_Wave(int(slots[some[0]]), backward, stages, batch[some]))
+        batches, slot, row = batch[order], slots[order].tolist(), after[order].tolist()
+        edges = [0, *(np.flatnonzero(np.diff(slots[order])) + 1).tolist(), len(row)]
+        for first, stop in pairwise(edges):
+            step = row[first + 1] - row[first] if stop - first > 1 else 1
+            stages = slice(row[first], row[stop - 1] + 1, step)
+            assert len(range(depth)[stages]) == stop - first, "stages are evenly spaced"
+            waves.append(_Wave(slot[first], backward, stages, batches[first:stop]))
     return tuple(sorted(waves, key=lambda wave: wave[:2]))
 
 

@@ -32,7 +32,7 @@ class Value:
     """One value and where it stands, such as `job.yaml:7` or `--set training.steps=5`."""
 
     place: str
-    content: "Scalar | tuple[Value, ...] | Mapping[str, Entry]"
+    content: "Scalar | tuple[Value, ...] | Mapping[str, KeyValue]"
 
     def describe(self) -> str:
         """The value as an error message names it."""
@@ -53,7 +53,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class KeyValue:
     """One `key: value` of a mapping; `place` is the key's."""
 
     place: str
@@ -127,7 +127,7 @@ def override(root: Value, keys: tuple[str, ...], value: Value) -> Value:
     assert isinstance(root.content, Mapping)
     entry = root.content.get(keys[0])
     below = entry.value if entry else Value(place=value.place, content=None)
-    changed = Entry(place=value.place, value=override(below, keys[1:], value))
+    changed = KeyValue(place=value.place, value=override(below, keys[1:], value))
     return replace(root, content={**root.content, keys[0]: changed})
 
 
@@ -137,7 +137,7 @@ def _at_place(value: Value, place: str) -> Value:
             return Value(place=place, content=tuple(_at_place(item, place) for item in items))
         case Mapping():
             entries = {
-                key: Entry(place=place, value=_at_place(entry.value, place))
+                key: KeyValue(place=place, value=_at_place(entry.value, place))
                 for key, entry in value.content.items()
             }
             return Value(place=place, content=entries)
@@ -165,7 +165,7 @@ class _Reader:
         if self._depth >= _MAX_DEPTH:
             raise InvalidJob(f"{place}: nested too deeply for a job")
         self._depth += 1
-        content: Scalar | tuple[Value, ...] | Mapping[str, Entry]
+        content: Scalar | tuple[Value, ...] | Mapping[str, KeyValue]
         if isinstance(node, yaml.SequenceNode):
             content = tuple(self.convert(item) for item in node.value)
         elif isinstance(node, yaml.MappingNode):
@@ -175,8 +175,8 @@ class _Reader:
         self._depth -= 1
         return Value(place=place, content=content)
 
-    def _mapping(self, node: yaml.MappingNode) -> Mapping[str, Entry]:
-        entries: dict[str, Entry] = {}
+    def _mapping(self, node: yaml.MappingNode) -> Mapping[str, KeyValue]:
+        entries: dict[str, KeyValue] = {}
         for key_node, value_node in node.value:
             place = self._place(key_node)
             if not isinstance(key_node, yaml.ScalarNode):
@@ -187,7 +187,7 @@ class _Reader:
                     f"{place}: key {key!r} stands here a second time "
                     f"(first at {entries[key].place}); remove one"
                 )
-            entries[key] = Entry(place=place, value=self.convert(value_node))
+            entries[key] = KeyValue(place=place, value=self.convert(value_node))
         return entries
 
 

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from oobleck.planner.errors import InvalidJob
-from oobleck.planner.job.document import Entry, Value
+from oobleck.planner.job.document import KeyValue, Value
 from oobleck.planner.job.families import (
     FAMILIES,
     Config,
@@ -59,14 +59,16 @@ def expand_model(root: Value, read: ReadText | None) -> Value:
     if not isinstance(model.content, Mapping):
         return root
     expanded = _Model(model, model.content, read).expand()
-    entry = Entry(place=entries["model"].place, value=expanded)
+    entry = KeyValue(place=entries["model"].place, value=expanded)
     return Value(place=root.place, content={**entries, "model": entry})
 
 
 class _Model:
     """One model's keys on their way."""
 
-    def __init__(self, whole: Value, entries: Mapping[str, Entry], read: ReadText | None) -> None:
+    def __init__(
+        self, whole: Value, entries: Mapping[str, KeyValue], read: ReadText | None
+    ) -> None:
         self._whole = whole
         self._entries = entries
         self._read = read
@@ -95,7 +97,7 @@ class _Model:
         }
         place = self._whole.place
         made = {
-            name: Entry(
+            name: KeyValue(
                 place=self._place(name), value=Value(place=self._place(name), content=value)
             )
             for name, value in added.items()

@@ -237,11 +237,11 @@ def _least_cost(
         cost += seats.busiest_bytes / rate / HORIZON_S
         least = min(least, cost)
         ways.append((cost, seats.moved_bytes, number, change, seats))
-    tied = [way for way in ways if way[0] <= least + TIE]
+    close = [way for way in ways if way[0] <= least + TIE]
     if alive.issuperset(plan.nodes):
-        most = max(len(change.slots) for *_, change, _ in tied)
-        tied = [way for way in tied if len(way[3].slots) == most]
-    *_, best, seats = min(tied, key=lambda way: way[1:3])
+        most = max(len(change.slots) for *_, change, _ in close)
+        close = [way for way in close if len(way[3].slots) == most]
+    *_, best, seats = min(close, key=lambda way: way[1:3])
     return best, seats
 
 

@@ -176,7 +176,7 @@ def _losses(
                 costs=offer.costs,
             )
             kept = keep_schedule(change.plan, profile)
-            outcome = _outcome(kept, live, profile, tied=tied, wanted=kept.schedule)
+            outcome = _under_best_schedule(kept, live, profile, tied=tied, wanted=kept.schedule)
         except PlanInfeasible as infeasible:
             yield Loss(node=gone, rule=None, reason=str(infeasible), outcome=None)
             return
@@ -212,7 +212,7 @@ def _idle(outcome: Outcome) -> str:
     )
 
 
-def _outcome(
+def _under_best_schedule(
     plan: Plan,
     live: Sequence[NodeName],
     profile: Profile,

@@ -17,8 +17,8 @@ from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.template import PipelineTemplate
 from oobleck.planner.search.instantiate import Instantiation, Judge, by_formula
-from oobleck.planner.search.templates import tied_templates
-from oobleck.planner.search.ties import TiedTemplates
+from oobleck.planner.search.shortlist import Shortlist
+from oobleck.planner.search.templates import shortlisted_templates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Offer:
     costs: Mapping[int, PipelineCost]
     judge: Judge
     #: By number of nodes: these, and others that are as good by T1 + T2 + T3 and fit as well.
-    tied: Mapping[int, tuple[PipelineTemplate, ...]]
+    equals: Mapping[int, tuple[PipelineTemplate, ...]]
     #: Those that the search for least T has come upon first.
     found: Mapping[int, PipelineTemplate]
 
@@ -39,7 +39,7 @@ class Catalogue:
 
     def __init__(self, *, tied: bool) -> None:
         self._tied = tied
-        self._templates: dict[int, TiedTemplates] = {}
+        self._templates: dict[int, Shortlist] = {}
         self._costs: dict[PipelineTemplate, PipelineCost] = {}
         self._replays: Replays | None = None
         self._offers: dict[tuple[range, int], Offer] = {}
@@ -94,22 +94,22 @@ class Catalogue:
             run = range(missing[0], missing[0] + 1)
             while run.stop in missing:
                 run = range(run.start, run.stop + 1)
-            self._templates.update(tied_templates(profile, run))
+            self._templates.update(shortlisted_templates(profile, run))
             missing = [size for size in missing if size >= run.stop]
         few = {size: self._templates[size] for size in sizes}
         bare = Offer(
             templates={},
             costs={},
             judge=by_formula,
-            tied={
-                size: tuple(t for t in tied.all if _fits(t, stages)) for size, tied in few.items()
+            equals={
+                size: tuple(t for t in each.all if _fits(t, stages)) for size, each in few.items()
             },
             found={
-                size: tied.found if _fits(tied.found, stages) else tied.quickest
-                for size, tied in few.items()
+                size: each.found if _fits(each.found, stages) else each.quickest
+                for size, each in few.items()
             },
         )
-        return self.swapped(bare, (tied.quickest for tied in few.values()), profile)
+        return self.swapped(bare, (each.quickest for each in few.values()), profile)
 
 
 def replay_judge(templates: Mapping[int, PipelineTemplate], replays: Replays) -> Judge:
@@ -133,14 +133,14 @@ def replay_judge(templates: Mapping[int, PipelineTemplate], replays: Replays) ->
 
 
 def _swaps(offer: Offer, plan: Plan) -> tuple[PipelineTemplate, ...]:
-    """What the plan has of the offer's tied templates in place of the first."""
+    """What the plan has of the offer's templates of equal T in place of the first."""
     pipelines = {len(pipeline.nodes): pipeline for pipeline in reversed(plan.pipelines)}
     swaps: list[PipelineTemplate] = []
     for size, pipeline in sorted(pipelines.items()):
         cut = [(stage.first_layer, len(stage.workers)) for stage in pipeline.stages]
         swaps += [
             template
-            for template in offer.tied.get(size, ())[1:]
+            for template in offer.equals.get(size, ())[1:]
             if cut == [(stage.first_layer, stage.gpus) for stage in template.stages]
         ]
     return tuple(swaps)

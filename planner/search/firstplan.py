@@ -115,7 +115,7 @@ class _Maker:
         best_s = self.step_s(plan)
         sizes = [len(pipeline.nodes) for pipeline in plan.pipelines]
         for size in sorted(set(sizes)):
-            for template in offer.tied[size]:
+            for template in offer.equals[size]:
                 if template == offer.templates[size]:
                     continue
                 swapped = self.catalogue.swapped(offer, [template], self.profile)

@@ -18,7 +18,7 @@ from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Pipeline, Plan, place
 from oobleck.planner.programs.template import PipelineTemplate
 from oobleck.planner.search.demand import BAND, Costs, Demand, Sizes, worth_judging
-from oobleck.planner.search.sizesearch import EXACT, Floats, Found, SizeSearch
+from oobleck.planner.search.sizesearch import EXACT, BestSizes, Floats, SizeSearch
 from oobleck.planner.units import are, count
 
 #: How many candidates near the best the search looks for, the best one included.
@@ -187,7 +187,7 @@ def choose(demand: Demand, patience: Patience | None = None) -> tuple[Instantiat
     return tuple(_instantiation(demand, one.sizes, one.step, bound) for one in found)
 
 
-def _best(search: SizeSearch, floors: Mapping[int, Floats], patience: Patience) -> Found | None:
+def _best(search: SizeSearch, floors: Mapping[int, Floats], patience: Patience) -> BestSizes | None:
     """The best of all numbers of pipelines, looked at in the order of `floors`."""
     limit, best = patience.limit, None
     for pipelines, floor in floors.items():

@@ -34,7 +34,7 @@ CLOSE = Fraction(1, 1000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class BestSizes:
     sizes: Sizes
     #: Ticks.
     step: int
@@ -105,12 +105,12 @@ class SizeSearch:
         floors: Floats = (compute + sync) * _ROUNDED_DOWN - 1
         return floors
 
-    def best(self, pipelines: int, floors: Floats, limit: int | None) -> Found | None:
+    def best(self, pipelines: int, floors: Floats, limit: int | None) -> BestSizes | None:
         """The fastest sizes of exactly that many pipelines, if a step takes `limit` ticks at most.
 
         The template with the slowest sync is fixed in turn, the one with the lowest floor first.
         """
-        best: Found | None = None
+        best: BestSizes | None = None
         for index in map(int, np.argsort(floors, kind="stable")):
             if not np.isfinite(floors[index]):
                 break
@@ -126,7 +126,7 @@ class SizeSearch:
             if found is not None:
                 time, sizes = found
                 step = time + max(self._sync(size, pipelines) for size in set(sizes))
-                best = Found(sizes=sizes, step=step)
+                best = BestSizes(sizes=sizes, step=step)
                 limit = step - max(1, int(step * self.slack))
         return best
 

@@ -7,7 +7,7 @@ and the cut that belongs to the bound has a true T. Only intervals that may stil
 for some n are divided, down to single times, for which the sweep is exact.
 
 Owns the search. T does not tell all cuts apart: which of least T become templates is for
-`oobleck.planner.search.ties`.
+`oobleck.planner.search.shortlist`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.template import PipelineTemplate, StageTemplate
 from oobleck.planner.search.partition import Bounds, Sweep, swept_together
-from oobleck.planner.search.ties import TiedTemplates, shortlists, tied_cuts
+from oobleck.planner.search.shortlist import Shortlist, equal_cuts, shortlists
 from oobleck.planner.search.trace import Cuts, Stages, trace
 
 #: Intervals of a level are no wider than this, so that the first bounds mean something.
@@ -33,17 +33,17 @@ _PARTS = 8
 
 def generate_templates(profile: Profile, sizes: Sequence[int]) -> Mapping[int, PipelineTemplate]:
     """The best template for each number of nodes in `sizes`; raises PlanInfeasible."""
-    return {nodes: tied.quickest for nodes, tied in tied_templates(profile, sizes).items()}
+    return {nodes: few.quickest for nodes, few in shortlisted_templates(profile, sizes).items()}
 
 
-def tied_templates(profile: Profile, sizes: Sequence[int]) -> Mapping[int, TiedTemplates]:
+def shortlisted_templates(profile: Profile, sizes: Sequence[int]) -> Mapping[int, Shortlist]:
     """A few templates of least T for each number of nodes. Raises PlanInfeasible."""
     costs, table = StageCosts(profile), StageTable(profile)
     candidates = [
         [template_of(costs, table, nodes, cut) for cut in cuts]
         for nodes, cuts in least_cuts(table, sizes).items()
     ]
-    return {tied.quickest.nodes: tied for tied in shortlists(candidates, profile)}
+    return {few.quickest.nodes: few for few in shortlists(candidates, profile)}
 
 
 def feasible_sizes(profile: Profile, most: int) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ class _Intervals:
 
 
 def least_cuts(table: StageTable, sizes: Sequence[int]) -> Mapping[int, tuple[Stages, ...]]:
-    """Cuts of least T for every number of nodes; several where they are tied.
+    """Cuts of least T for every number of nodes; several where they are equal.
 
     Raises PlanInfeasible.
     """
@@ -90,7 +90,7 @@ def least_cuts(table: StageTable, sizes: Sequence[int]) -> Mapping[int, tuple[St
         if nodes not in fitting:
             raise PlanInfeasible(f"no template of {nodes} nodes fits the memory")
     found = _Search(table, fewest, sizes).run()
-    return tied_cuts(table, fewest, found) if found else {}
+    return equal_cuts(table, fewest, found) if found else {}
 
 
 class _Search:

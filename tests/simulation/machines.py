@@ -27,7 +27,7 @@ from oobleck.host.ipc.messages import Fork, FromWorker, Launch, ToWorker
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.unions import Journaled
 from oobleck.master.loop import Master
-from oobleck.master.planning.requests import Answer, Answers, Question
+from oobleck.master.planning.requests import PlanReply, PlanRequest, Replies
 from oobleck.master.planning.solve import AtOnce
 from oobleck.master.statelock import locked
 from oobleck.master.storage.disk import StorageFailed
@@ -356,41 +356,41 @@ class WatchedJournal(Journal):
 
 
 class SlowPlanner:
-    """The planning process: the real answers, some time after they were wanted."""
+    """The planning process: the real replies, some time after they were wanted."""
 
     def __init__(self, world: "World", process: Process) -> None:
         self._world = world
         self._process = process
-        self._answers = Answers()
-        self._wanted: Question | None = None
+        self._replies = Replies()
+        self._wanted: PlanRequest | None = None
         self._at_work = False
         self._tell: Callable[[], None] = lambda: None
 
     def prepare(self) -> None:
         pass
 
-    def answer(self, question: Question) -> Answer:
-        return self._answers.answer(question)
+    def reply(self, request: PlanRequest) -> PlanReply:
+        return self._replies.reply(request)
 
     def listen(self, tell: Callable[[], None]) -> None:
         self._tell = tell
 
-    def want(self, question: Question | None) -> None:
-        self._answers.forget_unused()
-        self._wanted = question
+    def want(self, request: PlanRequest | None) -> None:
+        self._replies.forget_unused()
+        self._wanted = request
         self._begin()
 
     def _begin(self) -> None:
-        question = self._wanted
-        if question is not None and question not in self._answers and not self._at_work:
+        request = self._wanted
+        if request is not None and request not in self._replies and not self._at_work:
             self._at_work = True
-            answer = AtOnce().answer(question)
-            self._process.later(self._world.planning_s(), self._answered, question, answer)
+            reply = AtOnce().reply(request)
+            self._process.later(self._world.planning_s(), self._answered, request, reply)
 
-    def _answered(self, question: Question, answer: Answer) -> None:
+    def _answered(self, request: PlanRequest, reply: PlanReply) -> None:
         self._at_work = False
         if self._process.alive:
-            self._answers.add(question, answer)
+            self._replies.add(request, reply)
             self._begin()
             self._tell()
 

@@ -12,7 +12,7 @@ from oobleck.planner.ids import Generation
 from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.profile.profile import LayerProfile, Links, Profile
 from oobleck.planner.search import catalogue
-from oobleck.planner.search.templates import tied_templates
+from oobleck.planner.search.templates import shortlisted_templates
 from oobleck.proto.types import NodeStatus, WorkerStatus
 from support.trained import JOB, context, node, trained_job
 
@@ -22,9 +22,9 @@ def test_templates_outlive_the_weakest_node(monkeypatch: pytest.MonkeyPatch) -> 
 
     def generate(profile, sizes):
         made.append(sizes)
-        return tied_templates(profile, sizes)
+        return shortlisted_templates(profile, sizes)
 
-    monkeypatch.setattr(catalogue, "tied_templates", generate)
+    monkeypatch.setattr(catalogue, "shortlisted_templates", generate)
     solve.forget()  # other tests may have asked the same
     nodes = [node(1, memory=1 << 29), *(node(number) for number in range(2, 7))]
     state, job = trained_job(nodes, hidden=34)

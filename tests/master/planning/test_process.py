@@ -15,12 +15,12 @@ from oobleck.master.planning import client
 from oobleck.master.planning.machines import Machines
 from oobleck.master.planning.process import PlanningProcess
 from oobleck.master.planning.requests import (
-    Answer,
     Broken,
-    Changed,
-    FirstPlan,
-    NextPlan,
-    NoPlan,
+    FirstPlanRequest,
+    Infeasible,
+    NextPlanReply,
+    NextPlanRequest,
+    PlanReply,
     StillPlanning,
 )
 from oobleck.master.planning.solve import AtOnce, work_out
@@ -41,16 +41,16 @@ async def planner() -> AsyncIterator[PlanningProcess]:
         await asyncio.wait((running,))
 
 
-async def answer(process: PlanningProcess, question: FirstPlan | NextPlan) -> Answer:
+async def reply(process: PlanningProcess, request: FirstPlanRequest | NextPlanRequest) -> PlanReply:
     """As the loop asks: want it, wait to be told, ask again."""
     told = asyncio.Event()
     process.listen(told.set)
     async with asyncio.timeout(LIMIT_S):
         while True:
             try:
-                return process.answer(question)
+                return process.reply(request)
             except StillPlanning as still:
-                process.want(still.question)
+                process.want(still.request)
             await told.wait()
             told.clear()
 
@@ -59,8 +59,8 @@ NODES = [node(number) for number in range(1, 7)]
 STATE, THE_JOB = trained_job(NODES, hidden=34)
 
 
-def first(nodes: int) -> FirstPlan:
-    return FirstPlan(
+def first(nodes: int) -> FirstPlanRequest:
+    return FirstPlanRequest(
         spec=THE_JOB.spec,
         machines=Machines.of(THE_JOB, NODES),
         nodes=tuple(one.facts.node for one in NODES[:nodes]),
@@ -88,13 +88,13 @@ def test_answers_are_those_of_the_planner_and_a_killed_process_is_replaced() -> 
     async def play() -> None:
         async with planner() as process:
             for nodes in (6, 1):
-                assert await answer(process, first(nodes)) == work_out(first(nodes))
-            assert isinstance(process.answer(first(1)), NoPlan)
+                assert await reply(process, first(nodes)) == work_out(first(nodes))
+            assert isinstance(process.reply(first(1)), Infeasible)
             before = children()
             assert len(before) == 1
             os.kill(before.pop(), signal.SIGKILL)
             assert THE_JOB.made is not None
-            question = NextPlan(
+            request = NextPlanRequest(
                 spec=THE_JOB.spec,
                 machines=first(6).machines,
                 plan=THE_JOB.made.plan,
@@ -103,7 +103,7 @@ def test_answers_are_those_of_the_planner_and_a_killed_process_is_replaced() -> 
                 generation=Generation(2),
             )
             expected = client.next_plan(AtOnce(), THE_JOB, NODES[1:], Generation(2))
-            assert await answer(process, question) == Changed(found=expected)
+            assert await reply(process, request) == NextPlanReply(found=expected)
         await until(lambda: not children())
 
     asyncio.run(play())
@@ -112,13 +112,13 @@ def test_answers_are_those_of_the_planner_and_a_killed_process_is_replaced() -> 
 def test_a_process_that_does_not_answer_is_replaced() -> None:
     async def play() -> None:
         async with planner() as process:
-            assert await answer(process, first(1)) == work_out(first(1))
+            assert await reply(process, first(1)) == work_out(first(1))
             (stuck,) = children()
             os.kill(stuck, signal.SIGSTOP)
             process.longest_s = 0.1
             process.want(first(6))
             process.longest_s = LIMIT_S  # of the next one, which has to start first
-            assert await answer(process, first(6)) == work_out(first(6))
+            assert await reply(process, first(6)) == work_out(first(6))
             assert stuck not in children()
 
     asyncio.run(play())
@@ -131,7 +131,7 @@ def test_a_question_that_no_process_survives_is_answered_as_broken(
 
     async def play() -> None:
         async with planner() as process:
-            found = await answer(process, first(6))
+            found = await reply(process, first(6))
             assert found == Broken(error="the planning process ended with exit code 1")
 
     asyncio.run(play())

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from oobleck.master.planning import client, solve, worker
-from oobleck.master.planning.requests import Answer, Question
+from oobleck.master.planning.requests import PlanReply, PlanRequest
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation
 from oobleck.planner.programs import compile as compiler
@@ -15,10 +15,10 @@ from support.trained import node, trained_job
 
 
 class InOneProcess(solve.AtOnce):
-    """Answers as the planning process does."""
+    """Replies as the planning process does."""
 
-    def answer(self, question: Question) -> Answer:
-        return worker.answer(question)
+    def reply(self, request: PlanRequest) -> PlanReply:
+        return worker.reply(request)
 
 
 def last_stage_goes_backwards(schedule: Schedule, **places: int) -> Iterator[Work]:

@@ -16,7 +16,7 @@ from oobleck.master.api.view import node_info
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.nodes import NodeDrainRequested
 from oobleck.master.loop import Master
-from oobleck.master.planning.requests import Answer, NextPlan, Question, StillPlanning
+from oobleck.master.planning.requests import NextPlanRequest, PlanReply, PlanRequest, StillPlanning
 from oobleck.master.planning.solve import work_out
 from oobleck.master.rules.draining import is_undecided
 from oobleck.master.storage.journal import Journal
@@ -45,16 +45,16 @@ class Slow:
         self.done = False
         self._tell: Callable[[], None] = lambda: None
 
-    def answer(self, question: Question) -> Answer:
-        if isinstance(question, NextPlan) and not self.done:
-            raise StillPlanning(question)
-        return work_out(question)
+    def reply(self, request: PlanRequest) -> PlanReply:
+        if isinstance(request, NextPlanRequest) and not self.done:
+            raise StillPlanning(request)
+        return work_out(request)
 
     def prepare(self) -> None:
         """Nothing to prepare."""
 
-    def want(self, question: Question | None) -> None:
-        if question is not None:
+    def want(self, request: PlanRequest | None) -> None:
+        if request is not None:
             self.asked.set()
 
     def listen(self, tell: Callable[[], None]) -> None:

@@ -8,7 +8,7 @@ from oobleck.planner.cost.formula import pipeline_cost
 from oobleck.planner.search import catalogue
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.instantiate import Instantiation
-from oobleck.planner.search.templates import generate_templates, tied_templates
+from oobleck.planner.search.templates import generate_templates, shortlisted_templates
 from support.profiles import profile_of
 
 
@@ -19,9 +19,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[range]:
 
     def generate(profile, sizes):
         asked.append(sizes)
-        return tied_templates(profile, sizes)
+        return shortlisted_templates(profile, sizes)
 
-    monkeypatch.setattr(catalogue, "tied_templates", generate)
+    monkeypatch.setattr(catalogue, "shortlisted_templates", generate)
     return asked
 
 

@@ -100,7 +100,7 @@ def test_another_process_knows_the_cuts_from_the_plan() -> None:
         sizes = node_specification(profile, nodes=len(nodes), fault_tolerance=1)
         plain = Catalogue(tied=True).offer(profile, sizes)
         for size in sizes:
-            for template in plain.tied[size]:
+            for template in plain.equals[size]:
                 pipeline = place(template, tuple(nodes[:size]), first_microbatch=0, microbatches=4)
                 plan = Plan(generation=Generation(1), pipelines=(pipeline,))
                 offer = Catalogue(tied=True).offer(profile, sizes, plan)

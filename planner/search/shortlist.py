@@ -26,7 +26,7 @@ _MICROBATCHES = 2
 _SHORTLISTED = 3
 
 
-def tied_cuts(
+def equal_cuts(
     table: StageTable, fewest: Integers, found: Mapping[int, tuple[float, Stages]]
 ) -> Mapping[int, tuple[Stages, ...]]:
     """By number of nodes: the cut found for it, first, and others of the same T and the same
@@ -63,7 +63,7 @@ def _drawn(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TiedTemplates:
+class Shortlist:
     """A few templates of one size and of least T, one of them twice where it is best and first."""
 
     #: Its pipeline is done first with micro-batches for all its stages.
@@ -80,8 +80,8 @@ class TiedTemplates:
 
 def shortlists(
     candidates: Sequence[Sequence[PipelineTemplate]], profile: Profile
-) -> list[TiedTemplates]:
-    """Of each group of templates, tied and of one size, those that are worth a closer look.
+) -> list[Shortlist]:
+    """Of each group of templates, of one size and of equal T, those that are worth a closer look.
 
     Which one suits a plan hangs on its shares of the batch and on the other pipelines, too.
     """
@@ -98,7 +98,7 @@ def shortlists(
         order = [at for _, at in sorted(zip(done, range(len(group)), strict=True))]
         few = list(dict.fromkeys((order[0], 0, *order[1:])))[:_SHORTLISTED]
         chosen.append(
-            TiedTemplates(
+            Shortlist(
                 quickest=group[order[0]],
                 found=group[0],
                 others=tuple(group[at] for at in few if at not in (order[0], 0)),

@@ -12,14 +12,14 @@ from oobleck.planner.cost.replay import computed_s
 from oobleck.planner.cost.stagetable import StageTable
 from oobleck.planner.profile.profile import Links, Profile
 from oobleck.planner.programs.template import PipelineTemplate
+from oobleck.planner.search.shortlist import shortlists
 from oobleck.planner.search.templates import (
     feasible_sizes,
     generate_templates,
     least_cuts,
+    shortlisted_templates,
     template_of,
-    tied_templates,
 )
-from oobleck.planner.search.ties import shortlists
 from support.profiles import profile_of
 
 SLOW = Links(intra_node_bytes_per_s=500.0, inter_node_bytes_per_s=100.0, latency_s=0.01)
@@ -92,4 +92,4 @@ def test_the_quickest_comes_first_and_the_search_s_own_is_kept(seed: int) -> Non
 def test_the_same_profile_gives_the_same_templates() -> None:
     for seed in range(5):
         profile, sizes = question(seed)
-        assert tied_templates(profile, sizes) == tied_templates(profile, sizes)
+        assert shortlisted_templates(profile, sizes) == shortlisted_templates(profile, sizes)
