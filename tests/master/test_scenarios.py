@@ -4,6 +4,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,10 +20,17 @@ from support.scenario import TIMING, Player
 SCENARIOS = sorted(Path(__file__).with_name("scenarios").glob("*.txt"))
 
 
+@cache
+def played(path: Path) -> tuple[Player, str]:
+    """A scenario's end and its transcript, for all tests that only look at them."""
+    player = Player()
+    return player, player.play(path.read_text())
+
+
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_scenario(path: Path) -> None:
-    text = path.read_text()
-    assert Player().play(text) == text, f"to accept: python {Player.__module__}.py {path}"
+    _, told = played(path)
+    assert told == path.read_text(), f"to accept: python {Player.__module__}.py {path}"
 
 
 def test_a_node_that_is_cut_off_is_not_in_the_next_plan_where_none_is_put_aside() -> None:
@@ -55,8 +63,7 @@ def test_versions_that_differ_in_a_plan_are_told_once() -> None:
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_every_reconfiguration_is_recorded_once_and_its_phases_add_up(path: Path) -> None:
-    player = Player()
-    player.play(path.read_text())
+    player, _ = played(path)
     for job_id, records in player.records.items():
         told = [r for r in records if r["event"] == "reconfigured"]
         generations = [r["to_generation"] for r in told]
@@ -74,8 +81,7 @@ def test_every_reconfiguration_is_recorded_once_and_its_phases_add_up(path: Path
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_every_incident_is_recorded_once_and_blames_nobody_for_a_closed_socket(path: Path) -> None:
-    player = Player()
-    player.play(path.read_text())
+    player, _ = played(path)
     for job_id, records in player.records.items():
         job = player.state.jobs[job_id]
         found = [r for r in records if r["event"] == "incident"]

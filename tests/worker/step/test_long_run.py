@@ -111,9 +111,9 @@ class Story:
 @pytest.mark.parametrize(
     ("steps", "precision", "model", "rtol"),
     [
-        pytest.param(120, "fp32", gpt(tied=True), 1e-6, id="tied"),
-        pytest.param(90, "fp64", gpt(tied=False), 1e-12, id="untied, float64"),
-        pytest.param(120, "fp32", llama(), 1e-6, id="llama"),
+        pytest.param(60, "fp32", gpt(tied=True), 1e-6, id="tied"),
+        pytest.param(50, "fp64", gpt(tied=False), 1e-12, id="untied, float64"),
+        pytest.param(60, "fp32", llama(), 1e-6, id="llama"),
     ],
 )
 def test_ten_failures_and_joins(
