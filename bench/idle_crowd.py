@@ -18,7 +18,7 @@ from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 
 from bench.master_scale import Master
 from bench.support.scratch import run_folder
-from oobleck.cli.client import Master as Operator
+from oobleck.cli.client import MasterClient as Operator
 from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.security.credentials import read_credentials

@@ -54,7 +54,7 @@ def _new_id() -> str:
     return secrets.token_hex(16)
 
 
-class StillFresh(CommandFailed):
+class NothingToRenew(CommandFailed):
     """There is nothing to renew yet."""
 
 
@@ -69,7 +69,7 @@ class Unreachable(CommandFailed):
         )
 
 
-class Master:
+class MasterClient:
     """A connection to the master; use it as a context."""
 
     def __init__(self, endpoint: Endpoint | str) -> None:
@@ -84,7 +84,7 @@ class Master:
         self._stub: Any = OperatorStub(self._channel)  # type: ignore[no-untyped-call]  # generated
         self._pki: Any = PkiStub(self._channel)  # type: ignore[no-untyped-call]  # generated
 
-    def __enter__(self) -> "Master":
+    def __enter__(self) -> "MasterClient":
         return self
 
     def __exit__(
@@ -247,7 +247,7 @@ class Master:
             case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.FAILED_PRECONDITION:
                 return CommandFailed(details, options.USAGE)
             case grpc.StatusCode.ALREADY_EXISTS:
-                return StillFresh(details)
+                return NothingToRenew(details)
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
                 return CommandFailed(details)
             case code:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from oobleck.cli.client import Master, Unreachable
+from oobleck.cli.client import MasterClient, Unreachable
 from oobleck.cli.output import text
 from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
@@ -99,7 +99,7 @@ class Client:
     def save(self, job_id: str) -> int:
         """Have a checkpoint taken, without waiting for it; the number of the wish."""
         try:
-            with Master(self.endpoint) as master:
+            with MasterClient(self.endpoint) as master:
                 return master.save_checkpoint(job_id)
         except CommandFailed as failed:
             raise ClusterError(str(failed)) from failed
@@ -128,12 +128,12 @@ class Client:
     def endpoint(self) -> Endpoint:
         return choose_endpoint(self.address, self.credentials, insecure=self.credentials is None)
 
-    def _read(self, question: Callable[[Master], T]) -> T:
+    def _read(self, question: Callable[[MasterClient], T]) -> T:
         """The answer; asked again where a stalled machine has broken the connection."""
         failed: CommandFailed | None = None
         for _ in range(_TRIES):
             try:
-                with Master(self.endpoint) as master:
+                with MasterClient(self.endpoint) as master:
                     return question(master)
             except CommandFailed as again:
                 failed = again

@@ -14,7 +14,7 @@ from oobleck.cli.chaos.drill import Drill, Orders
 from oobleck.cli.chaos.striker import Striker
 from oobleck.cli.chaos.strikes import DEFAULT_KINDS, KINDS, OUT_OF_REACH, TO_THE_MASTER, schedule
 from oobleck.cli.chaos.victims import check_here, check_master_here
-from oobleck.cli.client import Master
+from oobleck.cli.client import MasterClient
 from oobleck.cli.output import text
 from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
@@ -97,7 +97,7 @@ def chaos(
     """
     wanted = check_kinds(kinds, restart_command, restart_master)
     seed = seed if seed is not None else time.time_ns() % 1_000_000
-    with Master(master) as connection:
+    with MasterClient(master) as connection:
         connection.job(job_id)  # an unknown one is told of first
         live = chosen(connection.nodes(), nodes)
         if not set(wanted) <= set(TO_THE_MASTER):

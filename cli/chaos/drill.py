@@ -14,7 +14,7 @@ import click
 from oobleck.cli import options
 from oobleck.cli.chaos.striker import Striker
 from oobleck.cli.chaos.strikes import Strike, Tally
-from oobleck.cli.client import Master, Unreachable
+from oobleck.cli.client import MasterClient, Unreachable
 from oobleck.cli.output import text
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
@@ -45,7 +45,7 @@ class _JobEnded(Exception):
 class Drill:
     """One drill from its first look at the job to the summary."""
 
-    def __init__(self, master: Master, orders: Orders, striker: Striker) -> None:
+    def __init__(self, master: MasterClient, orders: Orders, striker: Striker) -> None:
         self._master = master
         self._orders = orders
         self._striker = striker

@@ -340,11 +340,11 @@ class Cluster:
 
     def wait_until_ready(self) -> None:
         """Until every agent that lives has registered."""
-        from oobleck.cli.client import Master, Unreachable
+        from oobleck.cli.client import MasterClient, Unreachable
 
         live: set[str] = set()
         deadline = time.monotonic() + READY_TIMEOUT_S
-        with Master(self.endpoint) as connection:
+        with MasterClient(self.endpoint) as connection:
             while True:
                 self._tell_deaths()
                 if self.master is None or not self.master.alive:

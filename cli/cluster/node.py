@@ -13,7 +13,7 @@ from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.planner.units import parse_seconds
 
 if TYPE_CHECKING:
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
     from oobleck.proto import control_pb2 as pb
 
 _POLL_S = 0.2
@@ -52,7 +52,7 @@ def drain(
 
     Exit codes: 0 the node is drained, or without --wait asked to be; 1 it is not within --timeout.
     """
-    from oobleck.cli.client import Master, Unreachable
+    from oobleck.cli.client import MasterClient, Unreachable
     from oobleck.cli.jobs.away import Away
 
     if len(reason) > MOST_REASON:
@@ -60,7 +60,7 @@ def drain(
     if not reason.isprintable():
         raise CommandFailed("--reason: is one line, of characters that can be printed", USAGE)
     until = _deadline(timeout, wait)
-    with Master(master) as connection:
+    with MasterClient(master) as connection:
         told = _tell(connection.drain(name, reason, force=force))
         away = Away()
         away.answered()
@@ -87,9 +87,9 @@ def drain(
 def undrain(name: str, master: Endpoint) -> None:
     """Let NODE take part again: one that was drained, is in quarantine, or is left out of the
     job."""
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
 
-    with Master(master) as connection:
+    with MasterClient(master) as connection:
         _tell(connection.undrain(name))
 
 
@@ -105,7 +105,7 @@ def _deadline(timeout: str | None, wait: bool) -> float:
         raise CommandFailed(f"--timeout: {error}", USAGE) from error
 
 
-def _find(connection: "Master", name: str) -> "pb.NodeInfo":
+def _find(connection: "MasterClient", name: str) -> "pb.NodeInfo":
     found = next((info for info in connection.nodes() if info.node == name), None)
     if found is None:
         raise CommandFailed(f"node {name} was lost, and is forgotten by now", NO_SUCH_THING)

@@ -134,12 +134,12 @@ def token(role: "Role", name: str, ttl: str, out: Path | None, master: Endpoint)
         _check_name(name, role)
     if out is not None:
         _check_out(out)  # before there is a token
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
     from oobleck.host.security import pki as certificates
     from oobleck.host.security.join_token import format_token
 
     key = certificates.new_key()
-    with Master(master) as connection:
+    with MasterClient(master) as connection:
         reply = connection.create_token(
             certificates.new_request(key), role=role, name=name, ttl_s=ttl_s
         )
@@ -189,7 +189,7 @@ def token(role: "Role", name: str, ttl: str, out: Path | None, master: Endpoint)
 )
 def join(name: str, master: str, token_file: Path | None, folder: Path) -> None:
     """Get credentials for NAME, an operator or viewer, by a join token. Agents do it themselves."""
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
     from oobleck.host.security import pki as certificates
     from oobleck.host.security.credential_folder import check_free, keep, own_key
 
@@ -201,7 +201,7 @@ def join(name: str, master: str, token_file: Path | None, folder: Path) -> None:
         check_free(folder, role, name, shown.authority)
         # Kept before the token is used up: the same key may ask again.
         request = certificates.new_request(own_key(folder))
-        with Master(Endpoint(address=master, credentials=shown)) as connection:
+        with MasterClient(Endpoint(address=master, credentials=shown)) as connection:
             reply = connection.join(request, name)
         keep(folder, shown.authority, reply.certificate.encode())
     except ValueError as error:
@@ -231,17 +231,17 @@ def renew(folder: Path, master: str) -> None:
 
     One of the last minute stays as it is.
     """
-    from oobleck.cli.client import Master, StillFresh
+    from oobleck.cli.client import MasterClient, NothingToRenew
     from oobleck.host.security import pki as certificates
     from oobleck.host.security.credential_folder import keep
 
     try:
         old = read_credentials(folder)
         request = certificates.new_request(certificates.read_key(old.key))
-        with Master(Endpoint(address=master, credentials=old)) as connection:
+        with MasterClient(Endpoint(address=master, credentials=old)) as connection:
             try:
                 certificate = connection.renew(request).certificate.encode()
-            except StillFresh as fresh:
+            except NothingToRenew as fresh:
                 click.echo(f"nothing to do: {inline(fresh.message)}", err=True)
                 certificate = old.certificate
         keep(folder, old.authority, certificate)
@@ -260,11 +260,11 @@ def list_(master: Endpoint, as_json: bool) -> None:
 
     The last column says who made the token, or the one that the holder joined by.
     """
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
     from oobleck.cli.output import text
     from oobleck.cli.output.table import terminal_width
 
-    with Master(master) as connection:
+    with MasterClient(master) as connection:
         found = connection.credentials()
     if as_json:
         click.echo(text.dump(text.plain(found)))
@@ -289,10 +289,10 @@ def revoke(name: str | None, role: "Role | None", token_id: str | None, master: 
     """
     if (name is None) == (token_id is None):
         raise CommandFailed("give a NAME, or --token ID", USAGE)
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
     from oobleck.proto import control_pb2 as pb
 
-    with Master(master) as connection:
+    with MasterClient(master) as connection:
         if name is None:
             connection.revoke(pb.RevokeRequest(token_id=token_id))
             click.echo(f"revoked token {token_id}")

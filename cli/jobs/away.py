@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import click
 
-from oobleck.cli.client import Master, Unreachable
+from oobleck.cli.client import MasterClient, Unreachable
 from oobleck.proto import control_pb2 as pb
 
 #: How long a master may be away before what follows it ends.
@@ -45,7 +45,7 @@ class Away:
 
 
 def follow_events(
-    master: Master, job_id: str, *, answered: bool = False
+    master: MasterClient, job_id: str, *, answered: bool = False
 ) -> Iterator[pb.EventRecord]:
     """All records of the job until it ends. `answered`: this master was heard before. Raises
     CommandFailed."""
@@ -66,7 +66,7 @@ def follow_events(
 
 
 def follow_logs(
-    master: Master, job_id: str, *, node: str | None, rank: int | None
+    master: MasterClient, job_id: str, *, node: str | None, rank: int | None
 ) -> Iterator[pb.LogLine]:
     """What the job's workers have printed and print until it ends. Raises CommandFailed."""
     away = Away()

@@ -19,8 +19,8 @@ from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.planner.redact import HIDDEN
 
 if TYPE_CHECKING:
-    from oobleck.cli.client import Master
-    from oobleck.host.storage.checkpoints import Found
+    from oobleck.cli.client import MasterClient
+    from oobleck.host.storage.checkpoints import StoredCheckpoint
     from oobleck.host.storage.folder import Folder
     from oobleck.planner.recovery.checkpoint import InvalidCheckpoint
 
@@ -62,9 +62,9 @@ def checkpoint() -> None:
 @master_option
 def save(job_id: str, no_wait: bool, master: Endpoint) -> None:
     """Take a checkpoint of JOB as soon as a step ends; print its step and path."""
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
 
-    with Master(master) as connection:
+    with MasterClient(master) as connection:
         if no_wait:
             connection.save_checkpoint(job_id)
             click.echo(f"{job_id} will take a checkpoint after the next step")
@@ -73,7 +73,7 @@ def save(job_id: str, no_wait: bool, master: Endpoint) -> None:
     click.echo(inline(f"step {record['step']}  {record['path']}"))
 
 
-def take(connection: "Master", job_id: str) -> dict[str, Any]:
+def take(connection: "MasterClient", job_id: str) -> dict[str, Any]:
     """The record of a checkpoint that is taken now. Raises CommandFailed."""
     record = _await_answer(connection, job_id, connection.save_checkpoint(job_id))
     if record["event"] == "checkpoint_failed":
@@ -81,7 +81,7 @@ def take(connection: "Master", job_id: str) -> dict[str, Any]:
     return record
 
 
-def _await_answer(connection: "Master", job_id: str, number: int) -> dict[str, Any]:
+def _await_answer(connection: "MasterClient", job_id: str, number: int) -> dict[str, Any]:
     from oobleck.cli.jobs.away import follow_events
 
     for line in follow_events(connection, job_id, answered=True):
@@ -229,9 +229,9 @@ def _path(target: str, master: Endpoint) -> str:
     """The place that `target` names: a path, or the job that writes there."""
     if "/" in target or Path(target).exists():
         return target
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
 
-    with Master(master) as connection:
+    with MasterClient(master) as connection:
         job = connection.job(target)
     if not job.checkpoint_path:
         raise CommandFailed(f"job {target} takes no checkpoints", NO_SUCH_THING)
@@ -257,7 +257,7 @@ def _open(path: str) -> "Folder":
 
 def _checkpoints(
     path: str, *, set_aside: bool = False
-) -> "tuple[list[tuple[Folder, Found]], dict[str, str]]":
+) -> "tuple[list[tuple[Folder, StoredCheckpoint]], dict[str, str]]":
     """The one checkpoint that `path` is, or all that are in it, newest first, with their folders;
     and by name what is wrong with the others. Ends the command where there is neither.
 
@@ -290,7 +290,9 @@ def _checkpoints(
     return [(folder.below(one.name), one) for one in found], damaged
 
 
-def _newest(path: str, output: Path) -> "tuple[Folder, Found, list[tuple[Folder, Found]]]":
+def _newest(
+    path: str, output: Path
+) -> "tuple[Folder, StoredCheckpoint, list[tuple[Folder, StoredCheckpoint]]]":
     """And those before it. Ends the command where there is none, or where a damaged one may be
     newer."""
     whole, damaged = _checkpoints(path)
@@ -300,7 +302,7 @@ def _newest(path: str, output: Path) -> "tuple[Folder, Found, list[tuple[Folder,
     return *whole[0], whole[1:]
 
 
-def _instead(candidates: "list[tuple[Folder, Found]]", output: Path) -> str:
+def _instead(candidates: "list[tuple[Folder, StoredCheckpoint]]", output: Path) -> str:
     """How to export the first of `candidates` that is whole."""
     from oobleck.host.storage.checkpoints import verify as verify_files
 
@@ -315,7 +317,7 @@ def _unreadable(path: str, error: OSError) -> CommandFailed:
     return CommandFailed(f"cannot read {path}: {error.strerror or error}", NO_SUCH_THING)
 
 
-def _plain(found: "Found", folder: "Folder") -> dict[str, object]:
+def _plain(found: "StoredCheckpoint", folder: "Folder") -> dict[str, object]:
     manifest = found.manifest
     return {
         "name": found.name,
@@ -330,7 +332,7 @@ def _plain(found: "Found", folder: "Folder") -> dict[str, object]:
     }
 
 
-def _size(found: "Found") -> str:
+def _size(found: "StoredCheckpoint") -> str:
     from oobleck.planner.units import format_bytes
 
     return format_bytes(found.manifest.bytes)

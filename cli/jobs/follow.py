@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from oobleck.cli.client import Master, Unreachable
+from oobleck.cli.client import MasterClient, Unreachable
 from oobleck.cli.jobs.away import AWAY_S
 from oobleck.cli.output import text
 from oobleck.cli.output.table import cut
@@ -43,7 +43,7 @@ class _Closed:
     error: CommandFailed | None
 
 
-class Progress:
+class LiveLine:
     """Draws: rewrites one line on a terminal, else prints a line per second or change of state."""
 
     def __init__(self, out: TextIO) -> None:
@@ -136,9 +136,9 @@ def _line(parts: Iterable[tuple[int, str]]) -> str:
     return "  ".join(part for _, part in parts)
 
 
-def follow(master: Master, job_id: str, out: TextIO = sys.stdout) -> pb.JobStatus:
+def follow(master: MasterClient, job_id: str, out: TextIO = sys.stdout) -> pb.JobStatus:
     """Draw until the job has ended; its last status."""
-    progress = Progress(out)
+    progress = LiveLine(out)
     shown = 0
     last: pb.JobStatus | None = None
     away_since: float | None = None
@@ -176,7 +176,7 @@ def follow(master: Master, job_id: str, out: TextIO = sys.stdout) -> pb.JobStatu
         progress.finish()
 
 
-def _both_streams(master: Master, job_id: str) -> Iterator[_Status | _Event | _Closed]:
+def _both_streams(master: MasterClient, job_id: str) -> Iterator[_Status | _Event | _Closed]:
     """What comes on both, until both have closed."""
     items: queue.Queue[_Status | _Event | _Closed] = queue.Queue(maxsize=1000)
     watch = master.watch(job_id)

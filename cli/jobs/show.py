@@ -14,7 +14,7 @@ from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
 
 if TYPE_CHECKING:
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
 
 #: What the protocol's field holds.
 MOST_RANK = 2**32 - 1
@@ -28,10 +28,10 @@ MOST_RANK = 2**32 - 1
 def status(job_id: str | None, master: Endpoint, wide: bool, as_json: bool) -> None:
     """Show one job in full (state and reason, step, loss, pipelines, how many nodes it can still
     lose), or without JOB all nodes and jobs."""
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
     from oobleck.cli.output import text
 
-    with Master(master) as connection:
+    with MasterClient(master) as connection:
         if job_id is not None:
             job = connection.job(job_id)
             _warn(connection)
@@ -56,10 +56,10 @@ def status(job_id: str | None, master: Endpoint, wide: bool, as_json: bool) -> N
 @json_option("A JSON array of nodes.")
 def nodes(master: Endpoint, wide: bool, as_json: bool) -> None:
     """List the nodes that the master knows: live, disconnected or lost."""
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
     from oobleck.cli.output import text
 
-    with Master(master) as connection:
+    with MasterClient(master) as connection:
         found = connection.nodes()
         _warn(connection)
     if as_json:
@@ -76,10 +76,10 @@ def nodes(master: Endpoint, wide: bool, as_json: bool) -> None:
 @json_option("A JSON array of jobs.")
 def jobs(master: Endpoint, wide: bool, as_json: bool) -> None:
     """List all jobs, oldest first."""
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
     from oobleck.cli.output import text
 
-    with Master(master) as connection:
+    with MasterClient(master) as connection:
         found = connection.jobs()
         _warn(connection)
     if as_json:
@@ -97,13 +97,13 @@ def jobs(master: Endpoint, wide: bool, as_json: bool) -> None:
 def events(job_id: str, follow: bool, incidents: bool, master: Endpoint, as_json: bool) -> None:
     """Show what happened to a job, oldest first: losses, reconfigurations, the end. A failure that
     is over is told in full: root cause, who saw it first, seconds per phase, what it cost."""
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
     from oobleck.cli.jobs.away import follow_events
     from oobleck.cli.output import incident, text
 
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     told = 0
-    with Master(master) as connection:
+    with MasterClient(master) as connection:
         records = (
             follow_events(connection, job_id) if follow else connection.events(job_id, follow=False)
         )
@@ -156,11 +156,11 @@ def logs(
 
     What a terminal would obey, such as an escape, is shown as text.
     """
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
     from oobleck.cli.jobs.away import follow_logs
     from oobleck.cli.output import text
 
-    with Master(master) as connection:
+    with MasterClient(master) as connection:
         if node is not None and node not in (known := _nodes_of(connection, job_id)):
             names = ", ".join(known) or "none yet"
             raise CommandFailed(f"no such node in this job: {node}; it has {names}", NO_SUCH_THING)
@@ -177,13 +177,13 @@ def logs(
             click.echo(line if raw else inline(line), color=raw or None)
 
 
-def _warn(master: "Master") -> None:
+def _warn(master: "MasterClient") -> None:
     """Of what ails the master itself; beside the answer, which programs may read."""
     if master.problem:
         click.echo(f"warning: {inline(master.problem)}", err=True)
 
 
-def _nodes_of(master: "Master", job_id: str) -> list[str]:
+def _nodes_of(master: "MasterClient", job_id: str) -> list[str]:
     """All nodes that the job has or had, in order."""
     plan = master.job(job_id).plan
     found = {node for pipeline in plan.pipelines for node in pipeline.nodes}

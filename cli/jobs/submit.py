@@ -15,7 +15,7 @@ from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
 
 if TYPE_CHECKING:
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
 
 #: States of a job whose workers take steps, and checkpoints between them.
 _TRAINS = ("running", "reconfiguring")
@@ -38,10 +38,10 @@ def submit(job_file: Path, overrides: tuple[str, ...], following: bool, master: 
     job = read_job(job_file, overrides)
     profile = read_profile(job)
     from oobleck.cli.chaos.victims import all_here
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
     from oobleck.planner.job.file import format_job
 
-    with Master(master) as connection:
+    with MasterClient(master) as connection:
         if all_here(connection.nodes()):
             check_inputs(job)
             check_checkpoints(job)
@@ -61,10 +61,10 @@ def _tell_id(job_id: str) -> None:
 
 
 def _follow(connection: object, job_id: str) -> int:
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
     from oobleck.cli.jobs import follow
 
-    assert isinstance(connection, Master)
+    assert isinstance(connection, MasterClient)
     try:
         last = follow.follow(connection, job_id, sys.stdout)
     except KeyboardInterrupt:
@@ -92,9 +92,9 @@ def cancel(job_id: str, save_first: bool, master: Endpoint) -> None:
 
     With --checkpoint a job that cannot take one now goes on.
     """
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
 
-    with Master(master) as connection:
+    with MasterClient(master) as connection:
         if save_first:
             _save(connection, job_id)
         job = connection.cancel(job_id)
@@ -105,7 +105,7 @@ def cancel(job_id: str, save_first: bool, master: Endpoint) -> None:
         click.echo("no checkpoint was taken")
 
 
-def _save(connection: "Master", job_id: str) -> None:
+def _save(connection: "MasterClient", job_id: str) -> None:
     from oobleck.cli.jobs.checkpoint import take
 
     state = connection.job(job_id).state

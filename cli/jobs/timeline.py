@@ -15,9 +15,9 @@ from oobleck.host.ipc.endpoint import Endpoint
 def record(master: Endpoint, job_id: str, steps: int, output: Path) -> str:
     """Write the Chrome trace of `steps` steps to come to `output`; returns what is in it, as
     lines for a person. Raises CommandFailed."""
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
 
-    with Master(master) as connection:
+    with MasterClient(master) as connection:
         text = connection.timeline(job_id, steps)
     try:
         output.write_text(text)

@@ -21,7 +21,7 @@ PIPE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class TextFile:
     """What is to be read."""
 
     #: For messages, after "give".
@@ -32,22 +32,22 @@ class Wanted:
 
 
 #: A job file has a few hundred bytes, the profile of the largest model a megabyte.
-JOB_FILE = Wanted(what="a YAML job file", most_mib=1)
-PROFILE_FILE = Wanted(
+JOB_FILE = TextFile(what="a YAML job file", most_mib=1)
+PROFILE_FILE = TextFile(
     what="a profile file, as 'oobleck profile JOB.yaml --output P.json' writes it",
     most_mib=16,
     field="--profile ",
 )
-PROFILE_OF_JOB = Wanted(
+PROFILE_OF_JOB = TextFile(
     what="measure, estimate or the path of a profile file", most_mib=16, field="profile: "
 )
 
-CONFIG_OF_MODEL = Wanted(
+CONFIG_OF_MODEL = TextFile(
     what="the config.json of a Hugging Face model", most_mib=1, field="model: "
 )
 
 
-def read_text(path: Path, wanted: Wanted) -> str:
+def read_text(path: Path, wanted: TextFile) -> str:
     """The text of a regular file, a pipe, or standard input for `-`. Raises CommandFailed."""
     most = wanted.most_mib << 20
     try:
@@ -67,12 +67,12 @@ def read_text(path: Path, wanted: Wanted) -> str:
         raise _refused(path, wanted, "not a text file") from error
 
 
-def _refused(path: Path, wanted: Wanted, problem: str) -> CommandFailed:
+def _refused(path: Path, wanted: TextFile, problem: str) -> CommandFailed:
     text = f"{wanted.field}{path}: {problem}; give {wanted.what}"
     return CommandFailed(text, options.USAGE)
 
 
-def _read_file(path: Path, wanted: Wanted, most: int) -> bytes:
+def _read_file(path: Path, wanted: TextFile, most: int) -> bytes:
     descriptor = open_at_once(path)
     with open(descriptor, "rb", buffering=0) as file:
         mode = os.fstat(descriptor).st_mode

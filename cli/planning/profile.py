@@ -37,7 +37,7 @@ from oobleck.host.display import inline, printable
 from oobleck.host.ipc.endpoint import Endpoint
 
 if TYPE_CHECKING:
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
     from oobleck.planner.job.spec import JobSpec
     from oobleck.planner.profile.profile import LayerProfile, Profile
 
@@ -137,10 +137,10 @@ def profile(
     with interrupts(), _measuring_master(master) as found:
         # gRPC comes after the daemons have been started: a fork beside its threads is not safe.
         from oobleck.cli.chaos.victims import all_here
-        from oobleck.cli.client import Master
+        from oobleck.cli.client import MasterClient
         from oobleck.cli.jobs.away import AWAY_S
 
-        with Master(found) as connection:
+        with MasterClient(found) as connection:
             if master is not None and all_here(connection.nodes()):
                 check_inputs(job)
             # One that this command has started does not come back.
@@ -198,7 +198,7 @@ def _write(output: Path, text: str) -> None:
     _say(f"written to {output}")
 
 
-def _measure(connection: "Master", job: "JobSpec", *, patience_s: float) -> str:
+def _measure(connection: "MasterClient", job: "JobSpec", *, patience_s: float) -> str:
     """The profile's text. Whatever ends this before the measurement has ended calls it off."""
     from oobleck.planner.job.file import format_job
 
@@ -214,7 +214,7 @@ def _measure(connection: "Master", job: "JobSpec", *, patience_s: float) -> str:
     return text
 
 
-def _await_profile(connection: "Master", job_id: str, patience_s: float) -> str:
+def _await_profile(connection: "MasterClient", job_id: str, patience_s: float) -> str:
     """Tell what becomes of the job until it has ended. A master that is away is waited for."""
     from oobleck.cli.client import Unreachable
     from oobleck.cli.output.text import ENDED

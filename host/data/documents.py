@@ -18,8 +18,8 @@ from oobleck.host.system.files import open_regular
 
 #: A long document comes in pieces of about so many bytes.
 PIECE_BYTES = 1 << 18
-#: Without a line end or a blank in so many bytes, a piece ends in the middle of a word.
-_LONGEST_WORD_BYTES = 1 << 20
+#: Without a line end or a blank in so many pieces, one ends in the middle of a word.
+_LONGEST_WORD_PIECES = 4
 #: A document of JSON lines is in memory as a whole.
 _MOST_LINE_BYTES = 64 << 20
 
@@ -56,7 +56,7 @@ def is_plain(path: str) -> bool:
     return not path.endswith((".gz", ".jsonl"))
 
 
-def read_documents(path: str, field: str) -> Iterator[Piece]:
+def read_documents(path: str, field: str, *, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
     """The documents of file `path`; `field` is where the text stands in JSON lines.
 
     Raises DataError where it cannot be read as what its name says.
@@ -68,7 +68,7 @@ def read_documents(path: str, field: str) -> Iterator[Piece]:
             if path.removesuffix(".gz").endswith(".jsonl"):
                 yield from _lines(path, raw, stream, field)
             else:
-                yield from _pieces(path, raw, stream)
+                yield from _pieces(path, raw, stream, piece_bytes)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path} is not a whole gzip file ({error}); get it anew") from error
     except OSError as error:
@@ -100,18 +100,18 @@ def _lines(path: str, raw: BinaryIO, stream: BinaryIO, field: str) -> Iterator[P
         yield Piece(text.encode(errors="surrogatepass"), where, None, True, raw.tell())
 
 
-def _pieces(path: str, raw: BinaryIO, stream: BinaryIO) -> Iterator[Piece]:
+def _pieces(path: str, raw: BinaryIO, stream: BinaryIO, piece_bytes: int) -> Iterator[Piece]:
     rest, offset = b"", 0
-    while block := stream.read(PIECE_BYTES):
+    while block := stream.read(piece_bytes):
         rest += block
-        if len(rest) > PIECE_BYTES and (end := _cut(rest)):
+        if len(rest) > piece_bytes and (end := _cut(rest, piece_bytes)):
             yield Piece(rest[:end], path, offset, False, raw.tell())
             rest, offset = rest[end:], offset + end
     if rest or offset:
         yield Piece(rest, path, offset, True, raw.tell())
 
 
-def _cut(content: bytes) -> int:
+def _cut(content: bytes, piece_bytes: int) -> int:
     """Where a piece may end: before a word, best of all after a line end; 0: nowhere yet.
 
     Tokenizers split there anyway, so that pieces have the tokens of the whole.
@@ -122,7 +122,7 @@ def _cut(content: bytes) -> int:
             if content[at + 1] not in _SPACE:
                 return at + 1 if end_of == b"\n" else at
             at = content.rfind(end_of, 0, at)
-    if len(content) < _LONGEST_WORD_BYTES:
+    if len(content) < _LONGEST_WORD_PIECES * piece_bytes:
         return 0
     end = len(content)
     while end and content[end - 1] & 0xC0 == 0x80:  # inside a character

@@ -22,7 +22,7 @@ from oobleck.planner.recovery.checkpoint import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class StoredCheckpoint:
     """A checkpoint, by its folder's name."""
 
     name: str
@@ -39,11 +39,11 @@ class Found:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
     #: Newest first.
-    checkpoints: tuple[Found, ...]
+    checkpoints: tuple[StoredCheckpoint, ...]
     #: Folders whose manifest cannot be read, or that are set aside, and why.
     damaged: dict[str, str]
     #: Of these, the ones that are set aside: what was found damaged in them is beside the manifest.
-    set_aside: tuple[Found, ...]
+    set_aside: tuple[StoredCheckpoint, ...]
     #: Folders without a manifest: of saves under way, or that came to nothing.
     torn: tuple[str, ...]
 
@@ -85,7 +85,7 @@ def list_checkpoints(folder: Folder) -> Listing:
     )
 
 
-def read_checkpoint(folder: Folder, name: str) -> Found | None:
+def read_checkpoint(folder: Folder, name: str) -> StoredCheckpoint | None:
     """What `folder`'s manifest says; None: none is there. Raises InvalidCheckpoint, OSError."""
     if not folder.exists(MANIFEST):
         return None
@@ -93,7 +93,7 @@ def read_checkpoint(folder: Folder, name: str) -> Found | None:
     manifest = read_manifest(text, name)
     digest = hashlib.sha256(text).digest()
     identity = int.from_bytes(digest[:8], "little", signed=True)
-    return Found(name=name, manifest=manifest, identity=identity)
+    return StoredCheckpoint(name=name, manifest=manifest, identity=identity)
 
 
 def read_layer(folder: Folder, file: LayerFile) -> bytes:

@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from oobleck.host.storage.checkpoints import Found, read_layer
+from oobleck.host.storage.checkpoints import StoredCheckpoint, read_layer
 from oobleck.host.storage.folder import Folder, LocalFolder
 from oobleck.host.storage.weight_files import WeightsError, check_content
 from oobleck.planner.job.spec import ModelSpec
@@ -30,7 +30,7 @@ _INDEX = "model.safetensors.index.json"
 
 def export(
     folder: Folder,
-    found: Found,
+    found: StoredCheckpoint,
     output: Path,
     *,
     file_bytes: int = FILE_BYTES,
@@ -56,7 +56,9 @@ def export(
 
 
 class _Export:
-    def __init__(self, folder: Folder, found: Found, output: Path, file_bytes: int) -> None:
+    def __init__(
+        self, folder: Folder, found: StoredCheckpoint, output: Path, file_bytes: int
+    ) -> None:
         self._folder = folder
         self._manifest = found.manifest
         self._output = LocalFolder(output)

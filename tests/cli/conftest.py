@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.cli.client import Master
+from oobleck.cli.client import MasterClient
 from support.commands import end, start_agent, start_master
 from support.waiting import until
 
@@ -30,7 +30,7 @@ def cluster(tmp_path: Path) -> Iterator[str]:
     """The address of a master with two agents, whose workers only pretend to train."""
     process, address = start_master(tmp_path / "state")
     agents = [start_agent(address, name) for name in ("n1", "n2")]
-    with Master(address) as asked:
+    with MasterClient(address) as asked:
         until(lambda: len(asked.nodes()) == len(agents), "the agents register")
     yield address
     for child in [*agents, process]:

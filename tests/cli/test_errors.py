@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.cli.client import Master, Unreachable
+from oobleck.cli.client import MasterClient, Unreachable
 from oobleck.cli.jobs.job_file import read_job
 from oobleck.host.command import CommandFailed
 from support.commands import refused, run
@@ -121,7 +121,7 @@ def test_a_request_that_never_left_is_not_repeated() -> None:
     """It is where its reply was lost, which takes seconds."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
-        connection = Master(f"127.0.0.1:{nobody.getsockname()[1]}")
+        connection = MasterClient(f"127.0.0.1:{nobody.getsockname()[1]}")
         with connection, pytest.raises(Unreachable) as caught:
             connection.cancel("x-1")
     assert not caught.value.reached

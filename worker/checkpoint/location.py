@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from oobleck.host.ipc.messages import Assign
-from oobleck.host.storage.checkpoints import Found, list_checkpoints
+from oobleck.host.storage.checkpoints import StoredCheckpoint, list_checkpoints
 from oobleck.host.storage.folder import Folder, open_folder
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.job.spec import CheckpointSpec, JobSpec
@@ -62,7 +62,7 @@ class CheckpointLocation:
         """`data`: fingerprint of the data that this worker reads, hexadecimal."""
         self.folder: Folder = open_folder(spec.path)
         #: By identity.
-        self.known: dict[int, Found] = {}
+        self.known: dict[int, StoredCheckpoint] = {}
         #: Why, by folder.
         self._damaged: dict[str, str] = {}
         self._job = job
@@ -86,7 +86,7 @@ class CheckpointLocation:
         probes = [f".shared.{meeting}.{rank}" for rank in range(self._transport.size)]
         own = Finding(worker=self._worker)
         first = self._plan.workers[0]
-        found: Sequence[Found] = ()
+        found: Sequence[StoredCheckpoint] = ()
         try:
             if self._worker == first:
                 if trouble := self._trouble(probes[0]):
@@ -200,11 +200,11 @@ class CheckpointLocation:
         self.known = {found.identity: found for found in listing.checkpoints}
         self._damaged = listing.damaged
 
-    def _fitting(self) -> list[Found]:
+    def _fitting(self) -> list[StoredCheckpoint]:
         known = self.known.values()
         return [item for item in known if not misfit(item.manifest, self._job, self._data)]
 
-    def _allowed(self) -> list[Found]:
+    def _allowed(self) -> list[StoredCheckpoint]:
         """What the job may begin with; raises CheckpointError where it may not begin."""
         newest = next(((found.name, found.manifest) for found in self.known.values()), None)
         damaged = tuple(self._damaged.values())
@@ -213,7 +213,7 @@ class CheckpointLocation:
             raise CheckpointError(refusal)
         return self._fitting()
 
-    def _agree(self, own: Sequence[Found]) -> tuple[Candidates, bool]:
+    def _agree(self, own: Sequence[StoredCheckpoint]) -> tuple[Candidates, bool]:
         """What the first worker has that has any; and whether anybody knows of damaged ones."""
         table = torch.zeros(1 + _MOST_TRIED, 2, dtype=torch.int64)
         some = own[:_MOST_TRIED]

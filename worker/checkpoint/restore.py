@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from oobleck.host.ipc.messages import Assign
 from oobleck.host.storage.checkpoints import (
     Damaged,
-    Found,
+    StoredCheckpoint,
     Unreadable,
     problem_of,
     read_layer,
@@ -121,7 +121,7 @@ class Restorer:
         return found
 
     def _loaded(
-        self, folder: Folder, found: Found | None, step: int, shards: Iterable[Shard]
+        self, folder: Folder, found: StoredCheckpoint | None, step: int, shards: Iterable[Shard]
     ) -> Finding:
         if found is None:
             return Finding(worker=self._worker, kind="unseen", reason=f"step {step}: is not seen")
@@ -139,7 +139,7 @@ class Restorer:
                 kind = "unreadable"
         return Finding(worker=self._worker, kind=kind, reason=reason, layer=layer)
 
-    def _confirm(self, folder: Folder, found: Found, layer: int) -> None:
+    def _confirm(self, folder: Folder, found: StoredCheckpoint, layer: int) -> None:
         """Set aside what another node finds damaged and this one too, so that it does not count as
         one that is kept, and is not tried again."""
         here, file = folder.below(found.name), found.manifest.files[layer]
@@ -153,7 +153,9 @@ class Restorer:
             fields = {"checkpoint": found.name, "reason": reason}
             log.warning("checkpoint not set aside", extra=fields)
 
-    def _load(self, folder: Folder, found: Found, step: int, shards: Iterable[Shard]) -> None:
+    def _load(
+        self, folder: Folder, found: StoredCheckpoint, step: int, shards: Iterable[Shard]
+    ) -> None:
         here = folder.below(found.name)
         training = self._job.training
         moments = moment_names(training.optimizer)

@@ -179,12 +179,12 @@ def test_agents_that_all_refuse_end_it_at_once(tmp_path: Path) -> None:
 
 def wait_for_nodes(address: str, pids: dict[str, int]) -> None:
     """The master knows exactly these nodes as live, with these pids."""
-    from oobleck.cli.client import Master
+    from oobleck.cli.client import MasterClient
     from oobleck.host.command import CommandFailed
 
     def live() -> dict[str, int]:
         try:
-            with Master(address) as connection:
+            with MasterClient(address) as connection:
                 nodes = connection.nodes()
         except CommandFailed:
             return {}  # not up yet

@@ -8,14 +8,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-from click.testing import CliRunner
-
-from oobleck.cli import client, options
-from oobleck.cli.cluster import node
-from oobleck.host.command import CommandFailed
 from oobleck.proto import control_pb2 as pb
 from support.commands import refused, run
+from support.operators_master import answering
 from support.waiting import until
 
 
@@ -139,37 +134,18 @@ def test_a_job_that_is_too_large_is_taken_with_a_warning(
 
 
 def test_a_node_that_is_forgotten_while_its_drain_is_waited_for_is_told_of() -> None:
-    class Cluster:
-        def nodes(self) -> list[object]:
-            return []
+    draining = pb.NodeInfo(node="n1", state="draining")
+    with answering(
+        DrainNode=lambda request: draining, ListNodes=lambda request: pb.ListNodesReply()
+    ) as address:
+        done = run("node", "drain", "n1", "--wait", "--master", address)
+    assert done.returncode == 3
+    assert done.stderr == "oobleck: node n1 was lost, and is forgotten by now\n"
 
-    with pytest.raises(CommandFailed, match="n1 was lost, and is forgotten") as told:
-        node._find(Cluster(), "n1")  # type: ignore[arg-type]
-    assert told.value.exit_code == options.NO_SUCH_THING
 
-
-def test_a_drain_is_not_waited_for_beyond_its_time_while_the_master_is_away(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Away:
-        def __init__(self, endpoint: object) -> None:
-            self._address = str(endpoint)
-
-        def __enter__(self) -> "Away":
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            """Nothing is open."""
-
-        def drain(self, name: str, reason: str, *, force: bool) -> pb.NodeInfo:
-            return pb.NodeInfo(node=name, state="draining")
-
-        def nodes(self) -> list[pb.NodeInfo]:
-            raise client.Unreachable(self._address, "nobody is there")
-
-    monkeypatch.setattr(client, "Master", Away)
-    asked = ["n1", "--wait", "--timeout", "1ms"]
-    done = CliRunner().invoke(node.drain, asked, standalone_mode=False)
-    assert isinstance(done.exception, CommandFailed)
-    assert done.exception.exit_code == options.FAILED
-    assert str(done.exception) == "--timeout 1ms: n1 draining"
+def test_a_drain_is_not_waited_for_beyond_its_time_while_the_master_is_away() -> None:
+    draining = pb.NodeInfo(node="n1", state="draining")
+    with answering(DrainNode=lambda request: draining) as address:
+        done = run("node", "drain", "n1", "--wait", "--timeout", "1ms", "--master", address)
+    assert (done.returncode, done.stdout) == (1, "n1 draining\n")
+    assert done.stderr == "oobleck: --timeout 1ms: n1 draining\n"

@@ -37,7 +37,7 @@ def test_a_master_that_dies_with_the_answer_has_one_job(
     starting = threading.Thread(target=start_again)
     starting.start()
     try:
-        with client.Master(address) as master:
+        with client.MasterClient(address) as master:
             assert master.submit(_JOB, "the-request").job_id == "demo-1"
             starting.join()
             assert len(second) == 1, "the first master has answered"
@@ -96,7 +96,7 @@ def test_followers_go_on_with_a_master_that_is_started_anew(
         until(lambda: drain.has_said("kept so far"), "why the node is kept")
         journal = state / "journal.log"
         until(lambda: "CheckpointRequested" in journal.read_text(), "a checkpoint is asked for")
-        with client.Master(address) as asking:
+        with client.MasterClient(address) as asking:
             assert asking.jobs()  # by now that it was asked for is answered
         master.kill()
         master.wait()

@@ -19,6 +19,7 @@ from oobleck.host.log import FieldFormatter
 from oobleck.planner.job.spec import ModelSpec, TrainingSpec
 from oobleck.planner.recovery.checkpoint import LayerFile, Manifest, format_manifest, layer_file
 from oobleck.proto import control_pb2 as pb
+from support.operators_master import answering
 
 #: Title, colour by one byte, overwriting, right to left, two sorts of line end, delete.
 HOSTILE = "\x1b]0;owned\x07\x9b31m\r\x08\u202e\u2028\x85\nforged\x7f\u2066"
@@ -96,33 +97,19 @@ def test_an_incident() -> None:
     assert is_shown(incident.block(record, width=60))
 
 
-class OneLine:
-    """A master whose job has printed one line."""
+def test_logs_are_raw_for_who_asks() -> None:
+    line = pb.LogLine(node="n1", slot=0, line=HOSTILE, time="t")
+    with answering(Logs=lambda request: iter([line])) as address:
 
-    def __init__(self, endpoint: object) -> None:
-        pass
+        def logs(*flags: str) -> str:
+            asked = ["demo-1", "--master", address, *flags]
+            return CliRunner().invoke(show.logs, asked).output
 
-    def __enter__(self) -> "OneLine":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def logs(self, job_id: str, **chosen: object) -> list[pb.LogLine]:
-        return [pb.LogLine(node="n1", slot=0, line=HOSTILE, time="t")]
-
-
-def test_logs_are_raw_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oobleck.cli.client.Master", OneLine)
-
-    def logs(*flags: str) -> str:
-        return CliRunner().invoke(show.logs, ["demo-1", *flags]).output
-
-    assert is_shown(logs())
-    assert r"\x1b]0;owned\x07\x9b31m" in logs()
-    assert logs("--raw") == f"n1/0  {HOSTILE}\n"
-    assert is_shown(logs("--json"))
-    assert json.loads(logs("--json"))["line"] == HOSTILE
+        assert is_shown(logs())
+        assert r"\x1b]0;owned\x07\x9b31m" in logs()
+        assert logs("--raw") == f"n1/0  {HOSTILE}\n"
+        assert is_shown(logs("--json"))
+        assert json.loads(logs("--json"))["line"] == HOSTILE
 
 
 def test_a_checkpoint_whose_manifest_names_escapes(tmp_path: Path) -> None:

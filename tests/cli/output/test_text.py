@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from oobleck.cli.jobs.follow import Progress, progress_line
+from oobleck.cli.jobs.follow import LiveLine, progress_line
 from oobleck.cli.output import text
 from oobleck.proto import control_pb2 as pb
 
@@ -184,7 +184,7 @@ class Terminal(io.StringIO):
 
 def test_on_a_terminal_one_line_is_rewritten_below_the_events() -> None:
     out = Terminal()
-    progress = Progress(out)
+    progress = LiveLine(out)
     progress.status(job(state="one"), 0.0)
     progress.above("an event")
     progress.status(job(state="two"), 0.1)
@@ -196,7 +196,7 @@ def test_on_a_terminal_one_line_is_rewritten_below_the_events() -> None:
 
 def test_elsewhere_a_line_comes_each_second_or_with_a_change_of_state() -> None:
     out = io.StringIO()
-    progress = Progress(out)
+    progress = LiveLine(out)
     for now, step in ((0.0, 1), (0.5, 2), (1.0, 3), (1.1, 4)):
         progress.status(job(committed_step=step), now)
     progress.status(job(committed_step=5, generation=4), 1.2)

@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from oobleck.host.data import documents
-from oobleck.host.data.documents import read_documents
+from oobleck.host.data.documents import PIECE_BYTES, read_documents
 from oobleck.host.data.token_file import DataError, TokenWriter, info_path, read_info
 from oobleck.host.data.tokenise import tokenise
 from oobleck.host.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
@@ -49,12 +48,10 @@ def make(folder: Path, *paths: Path, tokenizer: str | None = None, **options: st
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(text=st.text(alphabet="ab \n\té水\U0001f30a", max_size=400), piece=st.integers(1, 40))
-def test_pieces_join_to_the_document_and_each_is_text(tmp_path, monkeypatch, text, piece):
-    monkeypatch.setattr(documents, "PIECE_BYTES", piece)
-    monkeypatch.setattr(documents, "_LONGEST_WORD_BYTES", 3 * piece)
+def test_pieces_join_to_the_document_and_each_is_text(tmp_path, text, piece):
     path = tmp_path / "a.txt"
     path.write_text(text, newline="")
-    pieces = list(read_documents(str(path), ""))
+    pieces = list(read_documents(str(path), "", piece_bytes=piece))
     assert "".join(piece.text() for piece in pieces) == text
     assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True] * (
         text != ""
@@ -62,11 +59,11 @@ def test_pieces_join_to_the_document_and_each_is_text(tmp_path, monkeypatch, tex
     assert not pieces or pieces[-1].read_bytes == path.stat().st_size
 
 
-def test_a_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, monkeypatch, tokenizer):
-    monkeypatch.setattr(documents, "PIECE_BYTES", 100)
-    (tmp_path / "a.txt").write_text(TEXT)
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(tmp_path, tokenizer):
+    text = TEXT * (2 * PIECE_BYTES // len(TEXT) + 1)
+    (tmp_path / "a.txt").write_text(text)
     path, library = tokenizer
-    expected = library.encode(TEXT, add_special_tokens=False).ids
+    expected = library.encode(text, add_special_tokens=False).ids
     assert make(tmp_path, tmp_path / "a.txt", tokenizer=path, separator="") == expected
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oobleck.cli.client import Master
+from oobleck.cli.client import MasterClient
 from oobleck.cli.cluster.authority import make_authority
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.ipc.port import Port, packed
@@ -168,7 +168,7 @@ def test_a_crowd_that_makes_no_call_shuts_its_own_door_alone(tmp_path: Path) -> 
         port = int(secured.address.rpartition(":")[2])
         operator = read_credentials(tmp_path / "pki" / "operator")
         endpoint = Endpoint(address=secured.address, credentials=operator)
-        with Master(endpoint) as before:
+        with MasterClient(endpoint) as before:
             assert before.nodes() == []
             for source, said in ((THERE, b""), ("127.0.0.3", BEGUN)):
                 with contextlib.ExitStack() as crowd:
@@ -180,5 +180,5 @@ def test_a_crowd_that_makes_no_call_shuts_its_own_door_alone(tmp_path: Path) -> 
                             one.sendall(said)
                     assert refuses(source, port)
                     assert before.nodes() == []
-                    with Master(endpoint) as after:
+                    with MasterClient(endpoint) as after:
                         assert after.nodes() == []
