@@ -66,11 +66,11 @@ class Cluster:
         )
         self.nodes = [self.add(number) for number in range(count)]
         self.job = Job(id=JobId("replan-1"), request_id="", spec=self.spec, submitted_at=0.0)
-        self.job.most_nodes = count
+        self.job.lineage.most_nodes = count
         self.state.jobs[self.job.id] = self.job
         plan = client.first_plan(self.context.planner, self.job, self.nodes, Generation(1))
-        self.job.plans[Generation(1)] = plan
-        self.job.seen.committed_step = 5
+        self.job.lineage.plans[Generation(1)] = plan
+        self.job.seen.steps.committed_step = 5
         self.job.made = self.job.trained = PlanMade(
             job_id=self.job.id,
             plan=plan,

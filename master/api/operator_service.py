@@ -116,7 +116,7 @@ class OperatorService(rpc.OperatorServicer):
         job = await self._job(request.job_id, context)
         await _check_request_id(request.request_id, context)
         why = ""
-        if request.request_id in job.save_numbers:
+        if request.request_id in job.saves.numbers:
             pass  # what was answered once is answered again, whatever has come since
         elif job.spec.checkpoint is None:
             why = "takes no checkpoints: submit it with checkpoint.path in its job file"
@@ -131,7 +131,7 @@ class OperatorService(rpc.OperatorServicer):
 
     async def GetProfile(self, request: pb.JobRequest, context: Context) -> pb.ProfileReply:
         job = await self._job(request.job_id, context)
-        chosen = job.profile
+        chosen = job.profiling.chosen
         if chosen is None or chosen.profile is None:
             why = chosen.reason if chosen is not None else "nothing is measured so far"
             text = f"job {job.id} has no profile: {why}"

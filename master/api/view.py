@@ -36,7 +36,7 @@ _WAY_BACK = "; put that right, then 'oobleck node undrain' it or start its agent
 def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) -> pb.JobStatus:
     seen = job.seen
     training = job.spec.training
-    rate = tokens_per_s(tuple(seen.recent))
+    rate = tokens_per_s(tuple(seen.steps.recent))
     moving = job.state in ("running", "reconfiguring") and _is_moving(job, now)
     message = pb.JobStatus(
         job_id=job.id,
@@ -44,34 +44,34 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         state=job.state,
         reason=_reason(state, job, config, now),
         generation=job.generation,
-        committed_step=seen.committed_step,
+        committed_step=seen.steps.committed_step,
         steps=training.steps,
         tokens_per_s=rate if moving or job.state == "succeeded" else 0.0,
         submitted_at=job.submitted_at,
         started_at=job.started_at,
         finished_at=job.finished_at,
-        reconfigurations=job.reconfigurations,
+        reconfigurations=job.lineage.reconfigurations,
         directory=str(config.job_directory(job.id)),
     )
     if job.spec.checkpoint is not None:
         message.checkpoint_path = redact(job.spec.checkpoint.path)
-    if job.checkpoint is not None:
-        message.checkpoint = redact(job.checkpoint.path)
-        message.checkpoint_step = job.checkpoint.step
-    message.save_failure = job.save_failure
+    if job.saves.checkpoint is not None:
+        message.checkpoint = redact(job.saves.checkpoint.path)
+        message.checkpoint_step = job.saves.checkpoint.step
+    message.save_failure = job.saves.failure
     message.journal_cut_at = job.journal_cut_at
     _tell_incident(message, job)
     _tell_redo(message, job)
-    if job.profile is not None:
-        message.profile = job.profile.source
+    if job.profiling.chosen is not None:
+        message.profile = job.profiling.chosen.source
     elif job.spec.profile == "estimate":
         message.profile = "estimate"
-    if seen.recent and (loss := seen.recent[-1].loss) is not None:
+    if seen.steps.recent and (loss := seen.steps.recent[-1].loss) is not None:
         message.loss = loss
-    if seen.recent:
-        message.skipped_steps = seen.recent[-1].skipped_steps
-    if seen.evaluation is not None:
-        message.evaluation.CopyFrom(message_of(pb.Evaluation, seen.evaluation))
+    if seen.steps.recent:
+        message.skipped_steps = seen.steps.recent[-1].skipped_steps
+    if seen.steps.evaluation is not None:
+        message.evaluation.CopyFrom(message_of(pb.Evaluation, seen.steps.evaluation))
     if job.made is not None and not job.put_back:
         message.plan.CopyFrom(plan_message(job.made.plan))
         if job.state not in ENDED and not job.losses:
@@ -81,8 +81,8 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
     if (age_s := _step_age_s(seen, now)) is not None and job.state not in ENDED:
         message.last_step_age_s = age_s
     if rate > 0 and moving:
-        step_tokens = seen.recent[-1].tokens
-        message.eta_s = (training.steps - seen.committed_step) * step_tokens / rate
+        step_tokens = seen.steps.recent[-1].tokens
+        message.eta_s = (training.steps - seen.steps.committed_step) * step_tokens / rate
     return message
 
 
@@ -97,12 +97,12 @@ def _tell_incident(message: pb.JobStatus, job: Job) -> None:
 
 
 def _tell_redo(message: pb.JobStatus, job: Job) -> None:
-    restored = job.restored
-    if restored is None or not job.redo_until or job.state in ENDED:
+    restored = job.rollback.restored
+    if restored is None or not job.rollback.redo_until or job.state in ENDED:
         return
     message.redo.first_step = restored.step + 1
     message.redo.last_step = job.redone_until
-    message.redo.committed_step = max(restored.step, job.seen.furthest_step)
+    message.redo.committed_step = max(restored.step, job.seen.steps.furthest_step)
 
 
 def _memory(state: ClusterState, job: Job) -> Iterator[pb.WorkerMemory]:
@@ -123,7 +123,7 @@ def _memory(state: ClusterState, job: Job) -> Iterator[pb.WorkerMemory]:
 
 def _is_moving(job: Job, now: float) -> bool:
     """Whether the last step is so recent that the next one is not overdue."""
-    recent, age_s = job.seen.recent, _step_age_s(job.seen, now)
+    recent, age_s = job.seen.steps.recent, _step_age_s(job.seen, now)
     if age_s is None or not recent:
         return False
     usual_s = median(record.step_seconds for record in recent)
@@ -133,11 +133,11 @@ def _is_moving(job: Job, now: float) -> bool:
 def _step_age_s(seen: JobSeen, now: float) -> float | None:
     """Of the last recorded step, by the calendar where a master before this one recorded it; None:
     there is none."""
-    if seen.recorded_at is None:
+    if seen.steps.recorded_at is None:
         return None
-    if seen.recent and seen.recent[-1].time < seen.since_unix:
-        return max(0.0, seen.since_unix + (now - seen.since) - seen.recent[-1].time)
-    return max(0.0, now - seen.recorded_at)
+    if seen.steps.recent and seen.steps.recent[-1].time < seen.since_unix:
+        return max(0.0, seen.since_unix + (now - seen.since) - seen.steps.recent[-1].time)
+    return max(0.0, now - seen.steps.recorded_at)
 
 
 def tokens_per_s(recent: Sequence[StepRecord]) -> float:
@@ -165,8 +165,8 @@ def _reason(state: ClusterState, job: Job, config: MasterConfig, now: float) -> 
 def _passing_reason(state: ClusterState, job: Job) -> str:
     if job.state == "queued" and state.active is not None:
         return f"job {state.active} has its turn"
-    if job.state == "profiling" and job.measuring is not None:
-        left = len(job.measuring.workers) - len(job.seen.measured)
+    if job.state == "profiling" and job.profiling.under_way is not None:
+        left = len(job.profiling.under_way.workers) - len(job.seen.profiling.measured)
         return (
             f"the model is measured, {count(left, 'worker')} to go"
             if left

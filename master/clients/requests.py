@@ -110,9 +110,9 @@ class Requests:
             job = self._ledger.state.jobs.get(job_id)
             if job is None:
                 return 0
-            if (known := job.save_numbers.get(request_id)) is not None:
+            if (known := job.saves.numbers.get(request_id)) is not None:
                 return known
-            number = job.save_request + 1
+            number = job.saves.requested + 1
             self._ledger.record(
                 CheckpointRequested(job_id=job_id, request_id=request_id, number=number)
             )

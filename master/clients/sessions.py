@@ -187,7 +187,7 @@ class Sessions:
         if (job := self._ledger.state.job) is None:
             return
         waiting = self._ledger.archive.has_waiting(job.id)
-        if waiting != job.seen.records_wait:
+        if waiting != job.seen.steps.records_wait:
             self._ledger.observe(RecordsWait(job_id=job.id, waiting=waiting), now)
 
     # ---- what agents are told

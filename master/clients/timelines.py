@@ -179,7 +179,7 @@ def _training(job: Job) -> Plan:
 
 def _step_in(job: Job, ahead_s: float) -> int:
     """The step that begins no sooner than in `ahead_s`."""
-    recent = job.seen.recent
+    recent = job.seen.steps.recent
     shortest_s = min((record.step_seconds for record in recent), default=ahead_s)
     committed = recent[-1].step if recent else 0
     return committed + 2 + math.ceil(ahead_s / max(shortest_s, 1e-6))

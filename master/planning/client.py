@@ -106,7 +106,7 @@ def next_plan(
         machines=Machines.of(job, live),
         plan=_base(job, job.made.plan),
         nodes=tuple(node.facts.node for node in live),
-        most_nodes=max(job.most_nodes, len(live)),
+        most_nodes=max(job.lineage.most_nodes, len(live)),
         generation=generation,
     )
     return _expect(NextPlanReply, planner.reply(request)).found
@@ -115,6 +115,6 @@ def next_plan(
 def _base(job: Job, newest: Plan) -> Plan:
     """The plan to change: with a newcomer that is left out, what it was to change is undone."""
     if job.astray:
-        return job.plans[job.newest_known]
+        return job.lineage.plans[job.newest_known]
     undone = any(isinstance(loss, NodeLeftOut) for loss in job.losses)
     return job.trained.plan if undone and job.trained is not None else newest

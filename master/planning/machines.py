@@ -35,7 +35,7 @@ class Machines:
         return cls(
             worker_slots=nodes[0].facts.worker_slots,
             memory_bytes=limit or min(node.facts.memory_per_worker_bytes for node in nodes),
-            profile=job.profile.profile if job.profile is not None else None,
+            profile=job.profiling.chosen.profile if job.profiling.chosen is not None else None,
         )
 
 

@@ -62,7 +62,8 @@ def _holds_state(job: Job, registration: Registration) -> bool:
     """Whether workers of the node may hold layers by a plan that no committed step has outdated."""
     node, status = registration.facts.node, registration.status
     return status.job_id == job.id and any(
-        worker.generation in job.plans and node in job.plans[worker.generation].nodes
+        worker.generation in job.lineage.plans
+        and node in job.lineage.plans[worker.generation].nodes
         for worker in status.workers
     )
 

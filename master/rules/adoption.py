@@ -57,7 +57,7 @@ def adopt(context: Context) -> Decision | None:
     due = job.seen.since + context.timing.return_s
     if context.now < due:
         reason = f"{what}; {', '.join(missing)} may still come back"
-        return Decision(wake_at=due, reason=reason, hold=True)
+        return Decision(wake_at=due, reason=reason, holds_plans=True)
     return Decision(actions=(PlanFound(job_id=job.id, plan=plan),), reason=what)
 
 

@@ -34,5 +34,5 @@ def _event(job: Job, report: SaveReport) -> _Event:
                 job_id=job.id,
                 restored=report,
                 resumed=job.trained is None,
-                lost_steps=max(0, job.seen.furthest_step - step),
+                lost_steps=max(0, job.seen.steps.furthest_step - step),
             )

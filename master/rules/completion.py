@@ -18,7 +18,7 @@ def transition(context: Context, job: Job) -> Transition | None:
         return way.transition(end, job.unanswered())
     # Another master process made the plan, and only the calendar spans both.
     unix = job.seen.since_unix + (context.now - job.seen.since)
-    first = next((r.time for r in job.seen.recent if r.generation >= job.generation), unix)
+    first = next((r.time for r in job.seen.steps.recent if r.generation >= job.generation), unix)
     phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     phases["detect"], phases["waiting"] = job.made.detect_s, job.waited_s
     phases["first_step"] = max(0.0, first - job.made_at)
@@ -36,15 +36,15 @@ def first_step(context: Context) -> Decision | None:
     job = context.state.job
     if job is None or not job.on_the_way:
         return None
-    step = next((r.step for r in job.seen.recent if r.generation >= job.generation), None)
-    if step is None and job.seen.redone is not None:
-        generation, first, last = job.seen.redone
+    step = next((r.step for r in job.seen.steps.recent if r.generation >= job.generation), None)
+    if step is None and job.seen.steps.redone is not None:
+        generation, first, last = job.seen.steps.redone
         step = last if generation == job.generation and last > first else None
     way = transition(context, job)
     if step is None or way is None:
         return None
-    older = (r for r in reversed(job.seen.recent) if r.generation < job.generation)
-    before = next(older, job.seen.last_before)
+    older = (r for r in reversed(job.seen.steps.recent) if r.generation < job.generation)
+    before = next(older, job.seen.steps.last_before)
     event = FirstStepCommitted(
         job_id=job.id,
         generation=job.generation,
@@ -59,9 +59,13 @@ def first_step(context: Context) -> Decision | None:
 def caught_up(context: Context) -> Decision | None:
     """The steps that were lost with the way back to a checkpoint are committed again."""
     job = context.state.job
-    if job is None or not job.redo_until or job.seen.furthest_step < job.redone_until:
+    if (
+        job is None
+        or not job.rollback.redo_until
+        or job.seen.steps.furthest_step < job.redone_until
+    ):
         return None
-    event = JobCaughtUp(job_id=job.id, step=job.seen.furthest_step)
+    event = JobCaughtUp(job_id=job.id, step=job.seen.steps.furthest_step)
     return Decision(actions=(event,), reason=f"step {event.step} is committed again")
 
 
@@ -91,15 +95,15 @@ def fail(context: Context, job: Job, reason: str, node: NodeName | None = None) 
 def _succeed(context: Context, job: Job) -> Decision | None:
     if not job.all_finished():
         return None
-    steps, through = job.spec.training.steps, job.seen.committed_step
+    steps, through = job.spec.training.steps, job.seen.steps.committed_step
     if through < steps:
         missing = f"all workers have finished; the records of steps {through + 1} to {steps} lack"
         if not all(context.state.nodes[name].connected for name in job.members):
             return Decision(reason=missing)
-        if job.seen.records_wait:
+        if job.seen.steps.records_wait:
             return Decision(reason=missing)
         # The agents send what they have as soon as they are connected.
-        last = max(job.seen.progressed_at or context.now, job.seen.recorded_at or 0.0)
+        last = max(job.seen.progressed_at or context.now, job.seen.steps.recorded_at or 0.0)
         if context.now < (due := last + context.timing.meeting_s):
             return Decision(wake_at=due, reason=missing)
     event = JobSucceeded(

@@ -18,8 +18,8 @@ class Decision:
     wake_at: float | None = None
     #: Why this, or why nothing.
     reason: str = ""
-    #: No later rule counts, though there is nothing to record yet.
-    hold: bool = False
+    #: It waits for something that the rules after it must not act before.
+    holds_plans: bool = False
     #: The plan that it waits for: to be decided anew when it is there.
     awaits: PlanRequest | None = None
 

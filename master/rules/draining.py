@@ -138,7 +138,7 @@ def move_off(context: Context) -> Decision | None:
         return None
     if job.state != "running" or job.seen.peers_lost:
         return None
-    if job.seen.furthest_step >= job.spec.training.steps:
+    if job.seen.steps.furthest_step >= job.spec.training.steps:
         return Decision(reason="the job ends before work could move")
     found, events = _find(context, job, moving)
     if found is None or job.made.plan.nodes == found.plan.nodes:
@@ -199,11 +199,11 @@ def _find(
 
 def _by_force(job: Job, node: Node, drain: Drain) -> list[Journaled]:
     """The job must do without the node, but not without what a last checkpoint can save."""
-    if job.spec.checkpoint is None or 0 < drain.save <= job.save_answered:
+    if job.spec.checkpoint is None or 0 < drain.save <= job.saves.answered:
         return [_without(job, node)]
     if drain.save:
         return []
-    number, name = job.save_request + 1, node.facts.node
+    number, name = job.saves.requested + 1, node.facts.node
     reason = f"job {job.id} cannot go on without it, and takes a checkpoint first"
     return [
         CheckpointRequested(job_id=job.id, request_id=f"drain-{name}-{number}", number=number),

@@ -67,7 +67,7 @@ def _held_away(context: Context, job: Job) -> dict[WorkerId, frozenset[Shard]]:
     """What workers on nodes that are away may hold, by any plan since the last step."""
     held: dict[WorkerId, frozenset[Shard]] = {}
     dead = job.lost_workers  # and no plan counts on others in their places yet
-    for plan in job.plans.values():
+    for plan in job.lineage.plans.values():
         for worker, shards in plan_shards(plan).items():
             if worker not in dead and context.now < _may_return_until(context, job, worker.node):
                 held[worker] = held.get(worker, frozenset()) | shards
@@ -76,7 +76,7 @@ def _held_away(context: Context, job: Job) -> dict[WorkerId, frozenset[Shard]]:
 
 def given_up_at(context: Context, job: Job) -> float | None:
     """When the next node that is away is not expected back any more; None: none of them."""
-    names = {name for plan in job.plans.values() for name in plan.nodes}
+    names = {name for plan in job.lineage.plans.values() for name in plan.nodes}
     ends = (_may_return_until(context, job, name) for name in names)
     return min((end for end in ends if context.now < end < math.inf), default=None)
 
@@ -85,7 +85,7 @@ def _may_return_until(context: Context, job: Job, name: NodeName) -> float:
     """Until when the node, which is away, may come back with the workers that it had. It cannot
     while the master is away, so that time does not count. One that the journal has lost may."""
     node = context.state.nodes.get(name)
-    if name in job.emptied or (node is not None and node.connected):
+    if name in job.lineage.emptied or (node is not None and node.connected):
         return -math.inf
     if node is not None and node.registered:
         return math.inf
@@ -125,7 +125,7 @@ def committed_step(state: ClusterState, job: Job) -> int:
     )
     way = job.seen.way
     agreed = 0 if way is None else way.committed_step or 0
-    return max(job.seen.committed_step, agreed, *told, 0)
+    return max(job.seen.steps.committed_step, agreed, *told, 0)
 
 
 def _is_behind(worker: WorkerId, generation: Generation, stepped: Plan) -> bool:
@@ -143,10 +143,10 @@ def _held_layers(
     shards: dict[Generation, ShardTable] = {}
 
     def planned(generation: Generation, worker: WorkerId) -> frozenset[Shard]:
-        if generation not in job.plans:
+        if generation not in job.lineage.plans:
             return frozenset()
         if generation not in shards:
-            shards[generation] = plan_shards(job.plans[generation])
+            shards[generation] = plan_shards(job.lineage.plans[generation])
         return shards[generation].get(worker, frozenset())
 
     held = {}
@@ -156,9 +156,9 @@ def _held_layers(
         if (process := state.nodes[worker.node].seen.status.worker(worker.slot)) is not None
     }
     newest = max((process.stepped for process in processes.values()), default=NO_GENERATION)
-    stepped = job.plans.get(newest)
+    stepped = job.lineage.plans.get(newest)
     for worker, process in processes.items():
-        reported = job.seen.entered.get(process.incarnation, frozenset())
+        reported = job.seen.processes.entered.get(process.incarnation, frozenset())
         entered = {process.generation, process.stepped, *reported}
         last = max(entered)
         if stepped is not None and _is_behind(worker, last, stepped):

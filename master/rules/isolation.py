@@ -51,7 +51,7 @@ def give_up_at_once(context: Context, job: Job) -> Decision | None:
     if nodes is None or not clear(nodes):
         return None
     silent_at = min(at for at, _ in job.seen.peers_lost.values()) - context.timing.silence_s
-    detect_s = context.now - max(silent_at, job.seen.recorded_at or 0.0)
+    detect_s = context.now - max(silent_at, job.seen.steps.recorded_at or 0.0)
     return _go_on_without(context, job, nodes, pairs, detect_s=detect_s)
 
 
@@ -72,7 +72,7 @@ def give_up(context: Context, job: Job) -> Decision | None:
     """Have the others go on without nodes that are cut off; None: it is not known, or they are
     needed."""
     host = meeting_host(context.state, job)
-    no_way = job.seen.no_way
+    no_way = job.seen.since_step.no_way
     if host is None or host not in no_way:
         return None
     known = {pair for pairs in no_way.values() for pair in pairs}
@@ -81,7 +81,7 @@ def give_up(context: Context, job: Job) -> Decision | None:
     def agreed(nodes: Nodes) -> bool:
         if nodes <= set(job.newcomers):
             # They have trained nothing, and cost the others every meeting.
-            return bool(job.seen.regroups and context.timing.quarantine_s)
+            return bool(job.seen.since_step.regroups and context.timing.quarantine_s)
         return nodes in _ways(job, before)
 
     nodes = _cheapest(context, job, filter(agreed, _ways(job, known)), with_state=True)

@@ -29,8 +29,8 @@ def fail_jobs(context: Context) -> Decision | None:
 
 def _jobs_fault(context: Context, job: Job) -> str | None:
     """Why the job has failed; None: it has not."""
-    if job.seen.failure is not None:
-        return job.seen.failure
+    if job.seen.faults.failure is not None:
+        return job.seen.faults.failure
     dying = _dying(job)
     given_up = _given_up(job)
     nodes = {*given_up, *(worker.node for worker in dying)}
@@ -48,9 +48,9 @@ def _jobs_fault(context: Context, job: Job) -> str | None:
 
 def _lone_node(job: Job) -> NodeName | None:
     """The only node that there is, where it alone is at fault; None: others could do no better."""
-    if job.seen.failure is not None or job.left_out or len(job.seen.ailing) != 1:
+    if job.seen.faults.failure is not None or job.left_out or len(job.seen.faults.ailing) != 1:
         return None
-    return next(iter(job.seen.ailing))
+    return next(iter(job.seen.faults.ailing))
 
 
 def leave_out(context: Context) -> Decision | None:
@@ -71,17 +71,19 @@ def leave_out(context: Context) -> Decision | None:
 
 def _ailing(job: Job) -> dict[NodeName, str]:
     """What is wrong with nodes by their own workers' word, the first one first."""
-    found = sorted((at, name, words) for name, (at, words) in job.seen.ailing.items())
+    found = sorted((at, name, words) for name, (at, words) in job.seen.faults.ailing.items())
     return {name: words for _, name, words in found}
 
 
 def _dying(job: Job) -> dict[WorkerId, str]:
     """Workers that keep ending without a committed step between."""
     found = {}
-    for worker, deaths in sorted(job.seen.deaths.items()):
+    for worker, deaths in sorted(job.seen.since_step.deaths.items()):
         if len(deaths) >= _MOST_ENDS:
             last = deaths[-1]
-            words = job.seen.complaints.get(worker) or last.log_tail.strip() or "no output"
+            words = (
+                job.seen.since_step.complaints.get(worker) or last.log_tail.strip() or "no output"
+            )
             found[worker] = (
                 f"worker {worker} has ended {len(deaths)} times without a committed step between; "
                 f"the last time {describe_exit(last)}: {words}"
@@ -93,7 +95,7 @@ def _given_up(job: Job) -> dict[NodeName, str]:
     """Nodes that have trained, whose new processes end before they have a part in a step."""
     trained = job.trained.plan.nodes if job.trained is not None else ()
     now = {node: node_faults.ends_early(job, node) for node in trained}
-    return job.seen.given_up | {node: why for node, why in now.items() if why}
+    return job.seen.since_step.given_up | {node: why for node, why in now.items() if why}
 
 
 def _news(job: Job, suspects: dict[NodeName, str]) -> dict[NodeName, str]:
@@ -108,7 +110,7 @@ def _others(context: Context, job: Job, suspects: dict[NodeName, str]) -> list[N
 
 def _wait_until(context: Context, job: Job, suspects: dict[NodeName, str]) -> float | None:
     """Until when others may still say the same; None: no longer."""
-    since = [at for name, (at, _) in job.seen.ailing.items() if name not in job.left_out]
+    since = [at for name, (at, _) in job.seen.faults.ailing.items() if name not in job.left_out]
     if job.made is not None:
         due = max(since, default=context.now) + context.timing.join_settle_s
         return due if since and context.now < due else None

@@ -62,9 +62,9 @@ def last_sign(state: ClusterState, node: Node) -> float:
     job, seen = state.job, node.seen
     if seen.heard_at is not None or job is None or not job.has_member(node.facts.node):
         return seen.last_heard
-    if not job.seen.recent or job.state == "waiting for nodes":
+    if not job.seen.steps.recent or job.state == "waiting for nodes":
         return seen.last_heard
-    there = max(job.seen.recent[-1].time, job.made_at)
+    there = max(job.seen.steps.recent[-1].time, job.made_at)
     return min(seen.last_heard, job.seen.since - (job.seen.since_unix - there))
 
 
@@ -254,12 +254,15 @@ def lost_workers(state: ClusterState, job: Job, now: float) -> tuple[WorkerLost,
 def _lost_workers(state: ClusterState, job: Job, now: float) -> Iterator[WorkerLost]:
     known, lost = job.lost_workers, job.lost_nodes
     first_report = min((at for at, _ in job.seen.peers_lost.values()), default=now)
-    all_committed = job.seen.committed_step >= job.spec.training.steps
+    all_committed = job.seen.steps.committed_step >= job.spec.training.steps
     for worker, incarnation in {**job.processes(), **job.leaving_processes()}.items():
         node = state.nodes[worker.node]
         if worker in known or worker.node in lost or not node.connected:
             continue
-        exited, hung = job.seen.exits.get(incarnation), job.seen.hung.get(incarnation)
+        exited, hung = (
+            job.seen.processes.exits.get(incarnation),
+            job.seen.processes.hung.get(incarnation),
+        )
         status = node.seen.status
         process = status.worker(worker.slot) if status.job_id == job.id else None
         here = process is not None and process.incarnation == incarnation
@@ -275,7 +278,7 @@ def _lost_workers(state: ClusterState, job: Job, now: float) -> Iterator[WorkerL
             detect_s=hung.seconds if hung else max(0.0, now - first_report),
             sighting=_sighting(job, worker, now, exited, hung),
             hung=hung is not None,
-            words=job.seen.complaints.get(worker, ""),
+            words=job.seen.since_step.complaints.get(worker, ""),
             lost_peer=worker in job.seen.peers_lost,
         )
 

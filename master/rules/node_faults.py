@@ -38,8 +38,8 @@ def leave_out(context: Context) -> Decision | None:
 def _reason(state: ClusterState, job: Job, node: Node) -> str:
     """Why the node cannot take part; empty: nothing is known against it."""
     name = node.facts.node
-    if name in job.seen.unfit:
-        return job.seen.unfit[name]
+    if name in job.seen.faults.unfit:
+        return job.seen.faults.unfit[name]
     if why := ends_early(job, name):
         return why
     made = job.made
@@ -50,7 +50,7 @@ def _reason(state: ClusterState, job: Job, node: Node) -> str:
 
 def ends_early(job: Job, node: NodeName) -> str:
     """How the node's processes end that plans count on; empty: not often enough to say."""
-    ends = job.seen.stillborn.get(node, [])
+    ends = job.seen.faults.stillborn.get(node, [])
     if len(ends) < _MOST_STILLBORN:
         return ""
     words = ends[-1].log_tail.strip() or "no output"

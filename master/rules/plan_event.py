@@ -39,9 +39,8 @@ def plan_made(
     """`restore`: workers shall go back to the newest checkpoint. So they shall, too, where they
     were to and have not come to a step since: who of them has is not known."""
     if detect_s is None:
-        evidence_at, declared_at = job.seen.evidence_at, job.seen.declared_at
-        known = evidence_at is not None and declared_at is not None
-        detect_s = (declared_at or 0.0) - (evidence_at or 0.0) if known else 0.0
+        loss = job.seen.loss
+        detect_s = loss.declared_at - loss.evidence_at if loss is not None else 0.0
     go_back = restore or (job.on_the_way and job.made is not None and job.made.restore)
     before = set(job.members)
     handover = not restore and _needs_handover(context.state, job, plan)
@@ -130,7 +129,7 @@ def _rendezvous(context: Context, job: Job, plan: Plan) -> Rendezvous:
     old = job.processes()
     up = [worker for worker in plan.workers if is_up(context.state, worker)]
     proven = [worker for worker in up if old.get(worker) == _process(context.state, worker)] or up
-    host = proven[job.seen.regroups % len(proven)]
+    host = proven[job.seen.since_step.regroups % len(proven)]
     status = context.state.nodes[host.node].seen.status.worker(host.slot)
     store = status.store if status is not None else ""
     return Rendezvous(store=store, prefix=f"{job.id}/{plan.generation}/{context.nonce}")

@@ -29,12 +29,12 @@ _MOST_NAMES = 8
 
 def before_plan(context: Context, job: Job, ready: Sequence[Node]) -> Decision | None:
     """What stands between the `ready` nodes and the first plan; None: nothing."""
-    if job.profile is None and job.spec.profile == "measure":
+    if job.profiling.chosen is None and job.spec.profile == "measure":
         return _choose(context, job, ready)
     if not job.profile_only:
         return None
-    if job.profile is not None and job.profile.profile is None:
-        reason = f"the model could not be measured: {job.profile.reason}"
+    if job.profiling.chosen is not None and job.profiling.chosen.profile is None:
+        reason = f"the model could not be measured: {job.profiling.chosen.reason}"
         return Decision(actions=(JobFailed(job_id=job.id, reason=reason),), reason=reason)
     return Decision(actions=(JobSucceeded(job_id=job.id),), reason="the profile was all it wanted")
 
@@ -54,7 +54,11 @@ def key_of(job: Job, nodes: Sequence[Node]) -> str:
 
 
 def _choose(context: Context, job: Job, ready: Sequence[Node]) -> Decision:
-    asked = {worker.node for worker, _ in job.measuring.workers} if job.measuring else set()
+    asked = (
+        {worker.node for worker, _ in job.profiling.under_way.workers}
+        if job.profiling.under_way
+        else set()
+    )
     # A node that has come meanwhile is not part of the load that was measured under.
     key = key_of(job, [node for node in ready if node.facts.node in asked] or ready)
     stored = context.state.profiles.get(key)
@@ -64,12 +68,12 @@ def _choose(context: Context, job: Job, ready: Sequence[Node]) -> Decision:
             job_id=job.id, source="stored", profile=stored, key=key, reason=f"profile {key}"
         )
         return Decision(actions=(chosen,), reason="a stored profile fits")
-    measuring = job.measuring
+    measuring = job.profiling.under_way
     if measuring is None:
         return _begin(context, job, ready, "" if job.profile_only else passed_over)
     gone = _gone(context.state, measuring, ready)
     pending = {meeting.scope: meeting for meeting in measuring.wish.meetings}
-    for scope in job.seen.links_measured:
+    for scope in job.seen.profiling.links_measured:
         pending.pop(scope, None)
     broken = {
         scope: meeting
@@ -81,10 +85,10 @@ def _choose(context: Context, job: Job, ready: Sequence[Node]) -> Decision:
     silent = [
         worker
         for worker, process in measuring.workers
-        if worker not in gone and process not in job.seen.measured
+        if worker not in gone and process not in job.seen.profiling.measured
     ]
     waiting = bool(silent) or len(pending) > len(broken)
-    due = (job.seen.measuring_since or context.now) + context.timing.profile_timeout_s
+    due = (job.seen.profiling.measuring_since or context.now) + context.timing.profile_timeout_s
     if waiting and context.now < due:
         return Decision(wake_at=due, reason=f"{job.id}: the model is measured")
     return _conclude(context, job, ready, key, timed_out=waiting)
@@ -117,7 +121,7 @@ def _gone(
 
 
 def _begin(context: Context, job: Job, ready: Sequence[Node], passed_over: str = "") -> Decision:
-    attempt = job.attempts + 1
+    attempt = job.profiling.attempts + 1
     workers = [
         (WorkerId(node.facts.node, status.slot), status.incarnation)
         for node in ready
@@ -169,9 +173,11 @@ def _conclude(
     context: Context, job: Job, ready: Sequence[Node], key: str, *, timed_out: bool
 ) -> Decision:
     """Make what was measured the job's profile, or say why the estimate takes its place."""
-    answers = list(job.seen.measured.values())
+    answers = list(job.seen.profiling.measured.values())
     found = [answer.measurement for answer in answers if answer.measurement is not None]
-    links = [link.link for link in job.seen.links_measured.values() if link.link is not None]
+    links = [
+        link.link for link in job.seen.profiling.links_measured.values() if link.link is not None
+    ]
     physical = min(node.facts.memory_per_worker_bytes for node in ready)
     missing = _unmeasured(job, ready)
     if timed_out:
@@ -207,11 +213,11 @@ def _conclude(
 
 def _unmeasured(job: Job, ready: Sequence[Node]) -> list[str]:
     """Which workers of `ready` nodes were asked and have not measured, and why."""
-    assert job.measuring is not None, "this is asked at the end of a measurement"
+    assert job.profiling.under_way is not None, "this is asked at the end of a measurement"
     names = {node.facts.node for node in ready}
     found: dict[str, list[str]] = {}
-    for worker, process in job.measuring.workers:
-        answer = job.seen.measured.get(process)
+    for worker, process in job.profiling.under_way.workers:
+        answer = job.seen.profiling.measured.get(process)
         if worker.node in names and (answer is None or answer.measurement is None):
             why = answer.problem if answer is not None else "no answer"
             found.setdefault(why, []).append(str(worker))
@@ -220,10 +226,10 @@ def _unmeasured(job: Job, ready: Sequence[Node]) -> list[str]:
 
 def _unlinked(job: Job) -> list[str]:
     """Which links were to be measured and have not been."""
-    assert job.measuring is not None, "this is asked at the end of a measurement"
+    assert job.profiling.under_way is not None, "this is asked at the end of a measurement"
     found = []
-    for meeting in job.measuring.wish.meetings:
-        answer = job.seen.links_measured.get(meeting.scope)
+    for meeting in job.profiling.under_way.wish.meetings:
+        answer = job.seen.profiling.links_measured.get(meeting.scope)
         if answer is None or answer.link is None:
             why = f": {answer.problem}" if answer is not None and answer.problem else ""
             pair = " and ".join(map(str, meeting.workers))

@@ -59,7 +59,10 @@ def reconcile(
     )
     wake_at: float | None = None
     reasons: list[str] = []
-    for rule in _RULES:
+    held = False
+    for rule in (*_RULES, *_AT_LAST):
+        if held and rule not in _AT_LAST:
+            continue
         try:
             decision = rule(context)
         except StillPlanning as still:
@@ -73,8 +76,7 @@ def reconcile(
             wake_at = decision.wake_at if wake_at is None else min(wake_at, decision.wake_at)
         if decision.reason:
             reasons.append(decision.reason)
-        if decision.hold:
-            break
+        held = held or decision.holds_plans
     return Decision(wake_at=wake_at, reason="; ".join(reasons))
 
 
@@ -94,32 +96,58 @@ def _clear_nodes(context: Context) -> Decision | None:
     return Decision(actions=cleared, reason="stale workers are gone") if cleared else None
 
 
+#: In this order; the comment of each rule says why it stands before those that follow.
 _RULES: tuple[Rule, ...] = (
+    # Everything else counts on nodes: who is gone must be known before anything is planned.
     _lose_nodes,
+    # A node becomes a candidate by this, and the plans below shall have it.
     _clear_nodes,
+    # A node that is to be drained is no candidate, so wishes come before plans too.
     draining.take_wishes,
+    # All rules below are about the active job: there must be one.
     job_queue.next_job,
+    # What runs already is taken over before anyone declares a part of it lost, or plans anew.
     adoption.adopt,
+    # An agent that says goodbye is no failure: its node goes before failures are counted.
     draining.farewell,
+    # Failures are counted before plans are made, so that a node that is put aside is in none.
     quarantine.put_aside,
+    # A node comes back only after the same look at its failures, and in time for the plans.
     quarantine.release,
+    # A node that nobody needs is told so before a plan could need it again.
     draining.finish,
+    # How far the job is decides all that follows; checkpoints may set it back.
     checkpoints.note,
+    # A step ends an incident: what is found below belongs to the next one.
     completion.first_step,
+    # The same of a step that only repeats known ones.
     completion.caught_up,
+    # A job that has failed by its own fault blames no node, and is not planned again.
     job_faults.fail_jobs,
+    # A job that is over, or cancelled, gets no more losses nor plans.
     completion.end_jobs,
+    # A node at fault is left out as a whole before its workers are declared lost one by one.
     job_faults.leave_out,
+    # So is one that cannot take part; both before a first plan or the next has it.
     node_faults.leave_out,
+    # Losses of workers are declared before they are answered, all of one moment together.
     replan.lose_workers,
+    # A replacement that does not get up is one more loss for the same answer.
     replacing.give_up_late,
+    # With no plan yet there is nothing to answer: the rules below have nothing to do.
     first_plan.start,
+    # Declared losses are answered first: they say more than want of progress does.
     replan.replan,
+    # Only where nobody is missing, a lost peer means that all meet again.
     replan.meet_after_peer_loss,
+    # Only a job that no plan was found for by now lets another one train.
     job_queue.give_way,
+    # Want of progress says least about who is at fault, so it comes after all other evidence.
     stalls.rouse,
+    # What can wait for a step boundary comes after what cannot; leaving nodes before new ones, so
+    # that one plan does both.
     draining.move_off,
     replan.join,
-    retention.forget_nodes,
-    retention.forget_jobs,
 )
+#: Nothing above depends on what is long over, and nothing holds these up.
+_AT_LAST: tuple[Rule, ...] = (retention.forget_nodes, retention.forget_jobs)

@@ -33,7 +33,7 @@ def interval_s(job: Job, timing: Detection) -> float:
     if job.newcomers:  # which are left out where a meeting with them has failed
         return timing.regroup_s
     longest = max(timing.regroup_s, timing.longest_regroup_s)
-    doublings = min(_MOST_DOUBLINGS, max(0, job.seen.regroups - 1))
+    doublings = min(_MOST_DOUBLINGS, max(0, job.seen.since_step.regroups - 1))
     return min(longest, timing.regroup_s * float(2**doublings))
 
 
@@ -43,7 +43,11 @@ def told_in(job: Job, timing: Detection, now: float) -> str:
         return ""
     at, worker, detail = first
     left_s = max(0.0, at + interval_s(job, timing) - now)
-    before = f", meeting {job.seen.regroups + 1} since the last step" if job.seen.regroups else ""
+    before = (
+        f", meeting {job.seen.since_step.regroups + 1} since the last step"
+        if job.seen.since_step.regroups
+        else ""
+    )
     return f"{worker} lost a peer: {detail}; the workers meet again in {left_s:.0f} s{before}"
 
 
@@ -70,7 +74,7 @@ def enough(context: Context, job: Job, reason: str) -> Decision | None:
 
     `reason`: why they would have to.
     """
-    since, regroups = job.seen.fruitless_since, job.seen.regroups
+    since, regroups = job.seen.since_step.fruitless_since, job.seen.since_step.regroups
     if since is None or regroups < _ENOUGH or context.now < since + context.timing.fruitless_s:
         return None
     return fail(

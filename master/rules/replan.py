@@ -54,7 +54,7 @@ def replan(context: Context) -> Decision | None:
     if away:
         # Until that is known the job gives its turn to nobody.
         reason = f"{names(away)}: back, or lost after the lease, before planning"
-        return Decision(reason=reason, hold=True)
+        return Decision(reason=reason, holds_plans=True)
     unready = [node for node in members if not state.is_ready(node, job)]
     if job.put_back and (start := first_plan.get_ready(context, job)) is not None:
         return start
@@ -77,7 +77,9 @@ def replan(context: Context) -> Decision | None:
         due = max(node.seen.ready_at or context.now for node in live) + context.timing.join_settle_s
         if context.now < due:
             # It goes on in a moment: it gives its turn to nobody.
-            return Decision(wake_at=due, reason="enough nodes are here; more may follow", hold=True)
+            return Decision(
+                wake_at=due, reason="enough nodes are here; more may follow", holds_plans=True
+            )
     reason = found.reason
     lost = holders.lost_layers(state, job, found.plan)
     if lost is not None and patience:
@@ -106,12 +108,12 @@ def replan(context: Context) -> Decision | None:
 
 def _for_replacements(context: Context, job: Job, missing: list[Node]) -> Decision | None:
     """For as long as processes may still come up on nodes that lack them."""
-    if not missing or job.seen.declared_at is None:
+    if not missing or job.seen.loss is None:
         return None
-    due = job.seen.declared_at + context.timing.replacement_grace_s
+    due = job.seen.loss.declared_at + context.timing.replacement_grace_s
     if context.now >= due:
         return None
-    return Decision(wake_at=due, reason=f"{names(missing)}: replacement to come", hold=True)
+    return Decision(wake_at=due, reason=f"{names(missing)}: replacement to come", holds_plans=True)
 
 
 def _way_back(job: Job) -> str:
@@ -171,7 +173,7 @@ def meet_after_peer_loss(context: Context) -> Decision | None:
         return Decision(wake_at=due, reason=f"{worker} lost a peer and nobody is missing so far")
     if (without := isolation.give_up(context, job)) is not None:
         return without
-    if job.newcomers and job.seen.regroups:
+    if job.newcomers and job.seen.since_step.regroups:
         why = f"the workers do not come together with it: {worker} lost a peer: {detail}"
         out = tuple(node_faults.left_out(job, state.nodes[node], why) for node in job.newcomers)
         return Decision(actions=out, reason=why)
@@ -186,7 +188,7 @@ def join(context: Context) -> Decision | None:
     state, job = context.state, context.state.job
     if job is None or job.made is None or job.state != "running" or job.seen.peers_lost:
         return None
-    if job.seen.furthest_step >= job.spec.training.steps:
+    if job.seen.steps.furthest_step >= job.spec.training.steps:
         return None
     ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
     since = [n.seen.ready_at or context.now for n in ready if not job.has_member(n.facts.node)]

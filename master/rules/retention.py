@@ -41,7 +41,7 @@ def _needed(job: Job) -> Iterator[NodeName]:
         if made is not None:
             yield from made.plan.nodes
             yield from (worker.node for worker in made.leaving)
-    for plan in (job.before, *job.plans.values()):
+    for plan in (job.lineage.before, *job.lineage.plans.values()):
         if plan is not None:
             yield from plan.nodes
     yield from job.lost_nodes

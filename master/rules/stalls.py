@@ -51,7 +51,7 @@ def rouse(context: Context) -> Decision | None:
     if context.now < due:
         return Decision(wake_at=due)
     idle_s = context.now - since
-    absent = _absent(job) if job.seen.stalls else ()
+    absent = _absent(job) if job.seen.since_step.stalls else ()
     if (out := _give_up(context, job, absent, idle_s)) is not None:
         return out
     names = ", ".join(map(str, absent))
@@ -64,13 +64,13 @@ def rouse(context: Context) -> Decision | None:
 def _patience_s(context: Context, job: Job) -> float:
     """For how long the newest generation may stay where it is."""
     timing, seen = context.timing, job.seen
-    known = len(seen.recent) >= _KNOWN_STEPS
-    usual_s = max(record.step_seconds for record in seen.recent) if known else 0.0
+    known = len(seen.steps.recent) >= _KNOWN_STEPS
+    usual_s = max(record.step_seconds for record in seen.steps.recent) if known else 0.0
     usual_s *= 1 + _evaluation_steps(job)
     made, way = job.made, seen.way
     assert made is not None, "only asked of a job with a plan"
     met = way is None or len(way.entered) == len(made.plan.workers)
-    if not met or seen.furthest_step >= job.spec.training.steps:
+    if not met or seen.steps.furthest_step >= job.spec.training.steps:
         moving_s = _moving_s(job.spec, made.plan, made.worker_slots)
         limit_s = patience_s(timing.meeting_s, usual_s) + moving_s
     elif not known:
@@ -80,7 +80,7 @@ def _patience_s(context: Context, job: Job) -> float:
     if _busy(context, job):
         # Whom the others wait for: its agent says whether it hangs, sooner than this.
         limit_s = max(limit_s, timing.storage_s + timing.stall_s)
-    return limit_s * float(2 ** max(0, seen.stalls - 1))
+    return limit_s * float(2 ** max(0, seen.since_step.stalls - 1))
 
 
 def _busy(context: Context, job: Job) -> bool:
@@ -95,10 +95,10 @@ def _busy(context: Context, job: Job) -> bool:
 def _evaluation_steps(job: Job) -> float:
     """At most so many steps' time goes into an evaluation that may be under way."""
     evaluation, training = job.spec.evaluation, job.spec.training
-    if evaluation is None or not evaluation.due(job.seen.furthest_step, training.steps):
+    if evaluation is None or not evaluation.due(job.seen.steps.furthest_step, training.steps):
         return 0.0
-    done = job.seen.evaluation
-    if done is not None and done.step >= job.seen.furthest_step:
+    done = job.seen.steps.evaluation
+    if done is not None and done.step >= job.seen.steps.furthest_step:
         return 0.0
     return evaluation.samples / training.global_batch
 

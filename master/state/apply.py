@@ -70,11 +70,12 @@ def _observe_anew(state: ClusterState, now: float, unix: float) -> None:
     for node in state.nodes.values():
         apply_nodes.restarted(node, now, unix)
     for job in state.jobs.values():
-        job.seen = JobSeen(since=now, since_unix=unix, committed_step=job.resumed_step)
-        if job.redo_until and job.restored is not None:
-            job.seen.furthest_step = job.restored.step
-        if job.measuring is not None:
-            job.seen.measuring_since = now
+        job.seen = JobSeen(since=now, since_unix=unix)
+        job.seen.steps.committed_step = job.rollback.resumed_step
+        if job.rollback.redo_until and job.rollback.restored is not None:
+            job.seen.steps.furthest_step = job.rollback.restored.step
+        if job.profiling.under_way is not None:
+            job.seen.profiling.measuring_since = now
         if job.losses:
             opened_at = job.incident.opened_at if job.incident is not None else unix
             note_loss(job, now, detect_s=max(0.0, unix - opened_at))

@@ -25,7 +25,8 @@ from oobleck.master.events.jobs import (
 )
 from oobleck.master.events.nodes import NodeYielded
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.job import KNOWN_REQUESTS, Job
+from oobleck.master.state.job import KNOWN_REPORTS, KNOWN_REQUESTS, Job
+from oobleck.master.state.job_observed import ProfilingSeen
 from oobleck.master.state.job_states import move
 
 
@@ -42,7 +43,7 @@ def apply(state: ClusterState, event: JobEvent, now: float, unix: float) -> None
         case CheckpointPublished() | SaveProblem() | JobRestored():
             _note_save(state.jobs[event.job_id], event, now)
         case JobCaughtUp():
-            state.jobs[event.job_id].redo_until = 0
+            state.jobs[event.job_id].rollback.redo_until = 0
         case JobStarted() | JobPutBack() | JobWaiting():
             _take_turn(state, state.jobs[event.job_id], event, now, unix)
         case MeasuringStarted() | ProfileChosen():
@@ -62,7 +63,7 @@ def _submitted(event: JobSubmitted, unix: float) -> Job:
         profile_only=event.profile_only,
     )
     if event.profile is not None:
-        job.profile = ProfileChosen(
+        job.profiling.chosen = ProfileChosen(
             job_id=job.id,
             source="file",
             profile=event.profile,
@@ -73,10 +74,10 @@ def _submitted(event: JobSubmitted, unix: float) -> Job:
 
 
 def _ask_for_checkpoint(job: Job, event: CheckpointRequested) -> None:
-    job.save_request = event.number
-    job.save_numbers[event.request_id] = event.number
-    while len(job.save_numbers) > KNOWN_REQUESTS:
-        del job.save_numbers[next(iter(job.save_numbers))]
+    job.saves.requested = event.number
+    job.saves.numbers[event.request_id] = event.number
+    while len(job.saves.numbers) > KNOWN_REQUESTS:
+        del job.saves.numbers[next(iter(job.saves.numbers))]
 
 
 def _note_save(
@@ -86,22 +87,22 @@ def _note_save(
         case CheckpointPublished():
             # One that was saved before may be told of later, by an agent that was away.
             if _is_newest(job, event.saved.step):
-                job.checkpoint, job.save_failure = event.saved, ""
-            job.known_reports.append(event.saved)
-            job.save_answered = max(job.save_answered, event.saved.request)
+                job.saves.checkpoint, job.saves.failure = event.saved, ""
+            job.saves.known = (*job.saves.known, event.saved)[-KNOWN_REPORTS:]
+            job.saves.answered = max(job.saves.answered, event.saved.request)
         case SaveProblem():
-            job.save_failure = event.failed.reason
-            job.known_reports.append(event.failed)
-            job.save_answered = max(job.save_answered, event.failed.request)
+            job.saves.failure = event.failed.reason
+            job.saves.known = (*job.saves.known, event.failed)[-KNOWN_REPORTS:]
+            job.saves.answered = max(job.saves.answered, event.failed.request)
         case JobRestored():
-            job.restored = event.restored
+            job.rollback.restored = event.restored
             step = event.restored.step
             if event.resumed:
-                job.resumed_step = step
-                job.seen.committed_step = max(job.seen.committed_step, step)
+                job.rollback.resumed_step = step
+                job.seen.steps.committed_step = max(job.seen.steps.committed_step, step)
             elif event.lost_steps:
-                job.redo_until = max(job.redo_until, step + event.lost_steps)
-            job.seen.furthest_step = step
+                job.rollback.redo_until = max(job.rollback.redo_until, step + event.lost_steps)
+            job.seen.steps.furthest_step = step
             job.seen.progressed_at = now
     job.seen.save_reports = tuple(r for r in job.seen.save_reports if not job.knows(r))
 
@@ -109,7 +110,7 @@ def _note_save(
 def _is_newest(job: Job, step: int) -> bool:
     """Whether a checkpoint after `step` takes the place of the newest one, which does not count
     where the job has gone back behind it."""
-    newest, restored = job.checkpoint, job.restored
+    newest, restored = job.saves.checkpoint, job.rollback.restored
     if newest is None or step >= newest.step:
         return True
     return restored is not None and restored.step < newest.step
@@ -138,7 +139,7 @@ def _take_turn(
                 nodes = {worker.node for worker in (*job.made.plan.workers, *job.made.leaving)}
                 job.losses = tuple(NodeYielded(job_id=job.id, node=name) for name in sorted(nodes))
         case JobWaiting():
-            job.measuring = None
+            job.profiling.under_way = None
             job.waiting_since = job.waiting_since or unix
             if before != "waiting for nodes":
                 job.seen.waiting_since = now
@@ -149,24 +150,22 @@ def _measure(job: Job, event: MeasuringStarted | ProfileChosen, now: float) -> N
     move(job, event)
     match event:
         case MeasuringStarted():
-            job.measuring, job.attempts = event, event.wish.attempt
-            job.seen.measuring_since = now
-            job.seen.measured.clear()
-            job.seen.links_measured.clear()
+            job.profiling.under_way, job.profiling.attempts = event, event.wish.attempt
+            job.seen.profiling = ProfilingSeen(measuring_since=now)
         case ProfileChosen():
-            job.profile, job.measuring = event, None
-            job.seen.measuring_since = None
+            job.profiling.chosen, job.profiling.under_way = event, None
+            job.seen.profiling.measuring_since = None
 
 
 def _forget_what_led_there(job: Job) -> None:
     """Only the last plan and what came of the job is asked for later; of a thousand nodes all else
     would take more than a megabyte for each job that is known."""
-    job.before, job.plans = None, {}
+    job.lineage.before, job.lineage.plans = None, {}
     seen = job.seen
     seen.way = None
-    seen.entered.clear()
-    seen.finished.clear()
-    seen.measured.clear()
+    seen.processes.entered.clear()
+    seen.processes.finished.clear()
+    seen.profiling.measured.clear()
     seen.peers_lost.clear()
 
 
@@ -176,7 +175,7 @@ def _end(
     move(job, event)
     job.reason = event.reason if isinstance(event, JobFailed) else ""
     job.finished_at = unix
-    job.measuring = None
+    job.profiling.under_way = None
     job.losses = ()
     job.waiting_since = 0.0
     _forget_what_led_there(job)

@@ -91,7 +91,7 @@ def _register(state: ClusterState, event: NodeRegistered, now: float) -> None:
 def _note_emptied(state: ClusterState, name: NodeName) -> None:
     """Workers end with their agent."""
     if state.job is not None:
-        state.job.emptied.add(name)
+        state.job.lineage.emptied.add(name)
 
 
 def _take_back_loss(job: Job, event: NodeRegistered) -> None:
@@ -102,7 +102,7 @@ def _take_back_loss(job: Job, event: NodeRegistered) -> None:
         if not (isinstance(loss, NodeLost) and loss.node == event.facts.node)
     )
     if not job.losses:
-        job.seen.evidence_at = job.seen.declared_at = None
+        job.seen.loss = None
 
 
 def _lose_node(state: ClusterState, event: NodeLost, now: float, unix: float) -> None:
@@ -128,14 +128,18 @@ def _leave_out(job: Job, event: NodeLeftOut, now: float) -> None:
     else:
         evidence.forget_node(job, event.node)
     job.left_out[event.node] = event.reason
-    if event.node in job.seen.stillborn and job.trained and event.node in job.trained.plan.nodes:
-        job.seen.given_up[event.node] = event.reason
-    job.seen.unfit.pop(event.node, None)
-    job.seen.stillborn.pop(event.node, None)
+    if (
+        event.node in job.seen.faults.stillborn
+        and job.trained
+        and event.node in job.trained.plan.nodes
+    ):
+        job.seen.since_step.given_up[event.node] = event.reason
+    job.seen.faults.unfit.pop(event.node, None)
+    job.seen.faults.stillborn.pop(event.node, None)
 
 
 def _reset(node: Node, job: Job, event: NodeReset, now: float) -> None:
     """Give its work to the others, and it comes back as any node that was given up does."""
     lose(job, event, now, detect_s=event.detect_s)
-    job.seen.stalls += 1
+    job.seen.since_step.stalls += 1
     node.stale_workers |= not event.keeps_workers

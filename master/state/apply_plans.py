@@ -7,7 +7,7 @@ from oobleck.master.events.plans import FirstStepCommitted, PlanEvent, PlanFound
 from oobleck.master.state import versions
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import KNOWN_PROCESSES, Job
-from oobleck.master.state.job_observed import Way
+from oobleck.master.state.job_observed import LossSeen, Way
 from oobleck.master.state.job_states import move
 
 
@@ -15,12 +15,12 @@ def apply(state: ClusterState, event: PlanEvent, now: float, unix: float) -> Non
     job = state.jobs[event.job_id]
     match event:
         case PlanFound():
-            job.plans[event.plan.generation] = event.plan
-            job.emptied.difference_update(event.plan.nodes)
+            job.lineage.plans[event.plan.generation] = event.plan
+            job.lineage.emptied.difference_update(event.plan.nodes)
         case PlanMade():
             move(job, event)
             told = versions.pairs(versions.among(state, event.plan.nodes))
-            job.mixed = tuple(sorted({*job.mixed, *told}))
+            job.lineage.mixed = tuple(sorted({*job.lineage.mixed, *told}))
             _make_plan(job, event, now, unix)
         case FirstStepCommitted():
             move(job, event)
@@ -29,62 +29,64 @@ def apply(state: ClusterState, event: PlanEvent, now: float, unix: float) -> Non
 
 def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
     seen = job.seen
-    declared_at = now if seen.declared_at is None else seen.declared_at
-    evidence_at = now - event.detect_s if seen.evidence_at is None else seen.evidence_at
+    loss = seen.loss or LossSeen(now - event.detect_s, now)
     job.waited_s = max(0.0, unix - job.waiting_since) if job.waiting_since else 0.0
     job.waiting_since = 0.0
     seen.way = None  # of one that is adopted, others have seen the way
     if event.rule != "adopt":
         seen.way = Way(
-            evidence_at=evidence_at, declared_at=declared_at, pushed_at=now, waited_s=job.waited_s
+            evidence_at=loss.evidence_at,
+            declared_at=loss.declared_at,
+            pushed_at=now,
+            waited_s=job.waited_s,
         )
-    seen.evidence_at = seen.declared_at = None
+    seen.loss = None
     if job.made is not None:
-        job.before = job.made.plan
-        job.reconfigurations += 1
+        job.lineage.before = job.made.plan
+        job.lineage.reconfigurations += 1
     if not event.boundary:
         job.abrupt = event.plan.generation
         seen.peers_lost.clear()
     if event.cause in ("worker lost", "peers lost", "no progress"):
-        seen.regroups += 1
-        if seen.fruitless_since is None:
-            seen.fruitless_since = now
+        seen.since_step.regroups += 1
+        if seen.since_step.fruitless_since is None:
+            seen.since_step.fruitless_since = now
     if event.cause == "no progress" and event.rule == "regroup":
-        seen.stalls += 1
+        seen.since_step.stalls += 1
     seen.progressed_at = seen.planned_at = now
     _note_replaced(job, event)
     job.made, job.made_at = event, unix
     job.reason = event.reason
     job.losses = ()
-    job.most_nodes = max(job.most_nodes, len(event.plan.nodes))
-    job.plans[event.plan.generation] = event.plan
-    job.emptied.difference_update(event.plan.nodes)
+    job.lineage.most_nodes = max(job.lineage.most_nodes, len(event.plan.nodes))
+    job.lineage.plans[event.plan.generation] = event.plan
+    job.lineage.emptied.difference_update(event.plan.nodes)
 
 
 def _note_replaced(job: Job, event: PlanMade) -> None:
     """`event` is the plan that follows `job.made`."""
     before = job.made.incarnations if job.made is not None else ()
-    job.replaced |= dict.fromkeys(before)
+    job.lineage.replaced |= dict.fromkeys(before)
     for process in event.incarnations:
-        job.replaced.pop(process, None)
-    while len(job.replaced) > KNOWN_PROCESSES:
-        del job.replaced[next(iter(job.replaced))]
+        job.lineage.replaced.pop(process, None)
+    while len(job.lineage.replaced) > KNOWN_PROCESSES:
+        del job.lineage.replaced[next(iter(job.lineage.replaced))]
 
 
 def _step(state: ClusterState, job: Job, event: FirstStepCommitted, unix: float) -> None:
     job.stepped, job.trained = event.generation, job.made
     for node in job.members:
-        job.seen.stillborn.pop(node, None)
-    job.plans = {g: plan for g, plan in job.plans.items() if g >= event.generation}
+        job.seen.faults.stillborn.pop(node, None)
+    job.lineage.plans = {g: plan for g, plan in job.lineage.plans.items() if g >= event.generation}
     # Whatever they have reported by now: a step is committed by all or by none.
     entered = dict.fromkeys(job.processes().values(), frozenset({event.generation}))
-    for process, before in job.seen.entered.items():
-        entered[process] = entered.get(process, frozenset()) | (before & job.plans.keys())
-    job.seen.entered = entered
+    for process, before in job.seen.processes.entered.items():
+        entered[process] = entered.get(process, frozenset()) | (before & job.lineage.plans.keys())
+    job.seen.processes.entered = entered
     if job.state == "running":
         job.reason = ""
-    if event.step >= job.redo_until:
-        job.redo_until = 0
+    if event.step >= job.rollback.redo_until:
+        job.rollback.redo_until = 0
     job.seen.way = None
     _forget_processes(state, job)
     if job.started_at == 0.0:
@@ -96,7 +98,15 @@ def _forget_processes(state: ClusterState, job: Job) -> None:
     known = set(job.processes().values())
     known |= {w.incarnation for node in state.nodes.values() for w in node.seen.status.workers}
     seen = job.seen
-    seen.exits = {process: end for process, end in seen.exits.items() if process in known}
-    seen.hung = {process: word for process, word in seen.hung.items() if process in known}
-    seen.entered = {process: at for process, at in seen.entered.items() if process in known}
-    seen.finished = {process: at for process, at in seen.finished.items() if process in known}
+    seen.processes.exits = {
+        process: end for process, end in seen.processes.exits.items() if process in known
+    }
+    seen.processes.hung = {
+        process: word for process, word in seen.processes.hung.items() if process in known
+    }
+    seen.processes.entered = {
+        process: at for process, at in seen.processes.entered.items() if process in known
+    }
+    seen.processes.finished = {
+        process: at for process, at in seen.processes.finished.items() if process in known
+    }

@@ -15,7 +15,7 @@ from oobleck.master.events.reports import (
 )
 from oobleck.master.state import evidence, progress, worker_reports
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.job_observed import JobSeen
+from oobleck.master.state.job_observed import JobSeen, LossSeen
 
 #: A tick that is less late than this is not lateness.
 _LATE_S = 1e-3
@@ -39,10 +39,10 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
         case RecordsReceived():
             progress.take_records(state.jobs[event.job_id], event.records, now)
         case RecordsWait():
-            state.jobs[event.job_id].seen.records_wait = event.waiting
+            state.jobs[event.job_id].seen.steps.records_wait = event.waiting
         case EvaluationReceived():
             job = state.jobs[event.job_id]
-            job.seen.evaluation = event.record
+            job.seen.steps.evaluation = event.record
             progress.note_progress(job, event.record.generation, now)
         case Tick():
             if event.late_s > _LATE_S:
@@ -91,11 +91,11 @@ def _postpone(state: ClusterState, event: Tick, now: float) -> None:
 
 
 def _postpone_job(seen: JobSeen, late_s: float, now: float) -> None:
-    if seen.declared_at is not None:
-        seen.declared_at = min(seen.declared_at + late_s, now)
+    if (loss := seen.loss) is not None:
+        seen.loss = LossSeen(loss.evidence_at, min(loss.declared_at + late_s, now))
     if seen.planned_at is not None:
         seen.planned_at = min(seen.planned_at + late_s, now)
     if seen.progressed_at is not None:
         seen.progressed_at = min(seen.progressed_at + late_s, now)
-    if seen.measuring_since is not None:
-        seen.measuring_since = min(seen.measuring_since + late_s, now)
+    if seen.profiling.measuring_since is not None:
+        seen.profiling.measuring_since = min(seen.profiling.measuring_since + late_s, now)

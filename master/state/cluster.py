@@ -154,7 +154,9 @@ class ClusterState:
                 version=desired.version,
                 job_id=job.id,
                 job=job.spec,
-                measure=job.measuring.wish if job.measuring is not None else None,
+                measure=job.profiling.under_way.wish
+                if job.profiling.under_way is not None
+                else None,
             )
         processes, leaving = job.processes(), job.leaving_processes()
         workers = [WorkerId(node.facts.node, slot) for slot in range(job.made.worker_slots)]

@@ -58,8 +58,8 @@ def _wanted(state: ClusterState, job: Job) -> Wanted:
         made=job.made,
         losses=job.losses,
         on_the_way=job.on_the_way,
-        measuring=job.measuring,
-        save=job.save_request if job.save_answered < job.save_request else 0,
+        measuring=job.profiling.under_way,
+        save=job.saves.requested if job.saves.answered < job.saves.requested else 0,
     )
 
 
@@ -96,8 +96,8 @@ def _set(
             job_id = job.id
             if member:
                 generation, save = job.generation, wanted.save
-            elif job.measuring is not None:
-                attempt = job.measuring.wish.attempt
+            elif job.profiling.under_way is not None:
+                attempt = job.profiling.under_way.wish.attempt
         elif _keeps_state(node, job):
             job_id = job.id
     drained = node.drain is not None and node.drain.done
@@ -136,7 +136,7 @@ def _keeps_state(node: Node, job: Job) -> bool:
         and (name in job.lost_nodes or job.on_the_way)
         and job.trained is not None
         and name in job.trained.plan.nodes
-        and name not in job.emptied
+        and name not in job.lineage.emptied
         and name not in job.left_out
     )
 

@@ -59,10 +59,12 @@ def apply(state: ClusterState, event: CordonEvent, now: float, unix: float) -> N
 def forgive(job: Job, node: NodeName) -> None:
     """What the job holds against the node counts no more."""
     job.left_out.pop(node, None)
-    job.seen.unfit.pop(node, None)
-    job.seen.stillborn.pop(node, None)
-    job.seen.ailing.pop(node, None)
-    job.seen.deaths = {w: ends for w, ends in job.seen.deaths.items() if w.node != node}
+    job.seen.faults.unfit.pop(node, None)
+    job.seen.faults.stillborn.pop(node, None)
+    job.seen.faults.ailing.pop(node, None)
+    job.seen.since_step.deaths = {
+        w: ends for w, ends in job.seen.since_step.deaths.items() if w.node != node
+    }
 
 
 def _quarantine(node: Node, event: NodeQuarantined, now: float, unix: float) -> None:

@@ -96,7 +96,7 @@ def incident_after(
 def closes(job: Job, event: Journaled) -> bool:
     """Whether an incident of `job`, as the event finds it, is over with the event."""
     if isinstance(event, FirstStepCommitted):
-        return not job.losses and event.step >= job.redo_until
+        return not job.losses and event.step >= job.rollback.redo_until
     if isinstance(event, JobCaughtUp):
         return not job.losses and (not job.on_the_way or job.made is None or job.made.boundary)
     return isinstance(event, JobSucceeded | JobFailed | JobCancelled)

@@ -28,7 +28,7 @@ from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.plan import Plan
 
 #: So many of the workers' last words on checkpoints are known again when they are repeated.
-_KNOWN_REPORTS = 64
+KNOWN_REPORTS = 64
 #: Processes of earlier plans that are known again when something old is told of them.
 KNOWN_PROCESSES = 10_000
 #: Operators ask again within seconds: so many of their last requests are known again.
@@ -57,82 +57,114 @@ def nodes_of(losses: Iterable[Loss]) -> frozenset[NodeName]:
 
 
 @dataclass(slots=True, kw_only=True)
+class Saves:
+    """Checkpoints: what operators asked for, and what came of it."""
+
+    #: Number of the newest request, and of the newest that was answered.
+    requested: int = 0
+    answered: int = 0
+    #: By the id of a request, its number; the last requests alone, none above `requested`.
+    numbers: dict[str, int] = field(default_factory=dict)
+    #: The newest checkpoint; None: none.
+    checkpoint: CheckpointSaved | None = None
+    #: Why the last save came to nothing; empty as soon as there is a newer checkpoint.
+    failure: str = ""
+    #: The last reports that an event was made of, so that a repeated one is known.
+    known: tuple[SaveReport, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Rollback:
+    """The way back to a checkpoint, and the steps that are done again after it."""
+
+    #: The checkpoint that the workers' state went back to; without a path: the job began anew.
+    restored: Restored | None = None
+    #: The step that the job began at: not 0 where `restored` was there before its first step.
+    resumed_step: int = 0
+    #: The last step committed before all went back, until it is committed again; 0: none. Only
+    #: after a restore, and above its step.
+    redo_until: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Profiling:
+    """How the job's profile is found."""
+
+    #: The attempt at measuring; of all and only jobs that are `profiling`.
+    under_way: MeasuringStarted | None = None
+    #: How many there have been; the number of the one under way.
+    attempts: int = 0
+    #: What plans are made by; None: not chosen yet, or the job wants the estimate.
+    chosen: ProfileChosen | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Lineage:
+    """The plans up to the newest one, and what they leave behind."""
+
+    #: Plan of the generation before the newest one.
+    before: Plan | None = None
+    #: Plans of the generations whose layers live workers may hold: the newest with a committed
+    #: step and all since; the newest of all is among them until the job ends.
+    plans: dict[Generation, Plan] = field(default_factory=dict)
+    #: Nodes whose workers of `plans` are known to be gone: their agent was started anew or has
+    #: ended as told, or the job must do without them though they were drained.
+    emptied: set[NodeName] = field(default_factory=set)
+    #: Processes that an earlier plan counted on and the newest does not, oldest first.
+    replaced: dict[Incarnation, None] = field(default_factory=dict)
+    #: Most nodes that any plan was made for: the templates cover them.
+    most_nodes: int = 0
+    #: Plans after the first.
+    reconfigurations: int = 0
+    #: The versions that differ among nodes of any plan, as far as that was told.
+    mixed: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
 class Job:
     id: JobId
     request_id: str
     spec: JobSpec
+    #: It ends as soon as its profile is measured.
+    profile_only: bool = False
     state: JobState = "queued"
     #: Why it is in that state, where that is not plain.
     reason: str = ""
-    #: Unix time since when it waits for nodes; 0: it does not. How long the newest plan was waited
-    #: for.
-    waiting_since: float = 0.0
-    waited_s: float = 0.0
-    #: Unix times; 0: not yet.
-    submitted_at: float
-    started_at: float = 0.0
-    finished_at: float = 0.0
     cancel_requested: bool = False
     #: It could not start, and waits until a job after it has ended.
     passed_over: bool = False
-    #: It ends as soon as its profile is measured.
-    profile_only: bool = False
-    #: The attempt at measuring that is under way, and how many there have been.
-    measuring: MeasuringStarted | None = None
-    attempts: int = 0
-    #: What its plans are made by; None: not chosen yet, or the job wants the estimate.
-    profile: ProfileChosen | None = None
-    #: Newest plan; None: none yet.
+    #: Unix times; 0: not yet. All and only ended jobs have the last one.
+    submitted_at: float
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    #: Unix time since when it waits for nodes; 0: it does not.
+    waiting_since: float = 0.0
+    #: How long the newest plan was waited for.
+    waited_s: float = 0.0
+    #: Newest plan and its Unix time; None: none yet.
     made: PlanMade | None = None
     made_at: float = 0.0
-    #: Plan of the generation before.
-    before: Plan | None = None
-    #: Newest plan that a step was committed in; None: none yet.
+    #: Newest plan that a step was committed in, and its generation, at most the newest plan's.
     trained: PlanMade | None = None
-    #: Nodes that cannot take part, and why.
-    left_out: dict[NodeName, str] = field(default_factory=dict)
-    #: Plans of the generations whose layers live workers may hold.
-    plans: dict[Generation, Plan] = field(default_factory=dict)
-    #: Newest generation that has committed a step.
     stepped: Generation = NO_GENERATION
     #: Newest generation that was not to be entered at a step boundary.
     abrupt: Generation = NO_GENERATION
-    #: Nodes whose workers of `plans` are known to be gone: an agent was started anew, or has ended
-    #: as it was told to, or the job must do without a node that was drained.
-    emptied: set[NodeName] = field(default_factory=set)
-    #: Most nodes that any plan was made for; the templates cover them.
-    most_nodes: int = 0
     #: Losses of the newest plan's nodes and workers that no plan has answered yet.
     losses: tuple[Loss, ...] = ()
-    reconfigurations: int = 0
-    #: Processes that an earlier plan counted on and the newest one does not, oldest first.
-    replaced: dict[Incarnation, None] = field(default_factory=dict)
-    #: Number of the newest request for a checkpoint, and of the newest that was answered.
-    save_request: int = 0
-    save_answered: int = 0
-    #: The numbers that the last requests got, by the id of the request.
-    save_numbers: dict[str, int] = field(default_factory=dict)
-    #: The newest checkpoint.
-    checkpoint: CheckpointSaved | None = None
-    #: Why the last save came to nothing; empty: it did not.
-    save_failure: str = ""
-    #: The checkpoint that the workers' state goes back to (without a path: the job began anew), and
-    #: the step that the job began at.
-    restored: Restored | None = None
-    resumed_step: int = 0
-    #: The last step that was committed before all went back to a checkpoint, until it is committed
-    #: again; 0: none.
-    redo_until: int = 0
-    #: The failure that is being answered; None: none. How many there were, and the last one.
+    #: Nodes that cannot take part, and why; none is a member as long as the job goes on.
+    left_out: dict[NodeName, str] = field(default_factory=dict)
+    #: The failure that is being answered; None: none. How many there were, this one among them.
     incident: Incident | None = None
     incidents: int = 0
+    #: The last one that is over.
     last_incident: LastIncident | None = None
-    #: The versions that differ among its nodes, as far as that was told.
-    mixed: tuple[str, ...] = ()
     #: Unix time at which the journal was last found without its end; 0: never in the job's life.
     journal_cut_at: float = 0.0
-    known_reports: deque[SaveReport] = field(default_factory=lambda: deque(maxlen=_KNOWN_REPORTS))
-    #: The last transitions, for the report of one that is not allowed.
+    profiling: Profiling = field(default_factory=Profiling)
+    lineage: Lineage = field(default_factory=Lineage)
+    saves: Saves = field(default_factory=Saves)
+    rollback: Rollback = field(default_factory=Rollback)
+    #: The last changes of `state`, for the report of one that is not allowed.
     history: deque[str] = field(default_factory=lambda: deque(maxlen=20))
     seen: JobSeen = field(default_factory=JobSeen)
     #: `processes`, and the plan that they were gathered from: every report asks for them.
@@ -151,7 +183,7 @@ class Job:
     @property
     def newest_known(self) -> Generation:
         """Also of plans that were found with agents, and that nobody counts on."""
-        return max(self.generation, *self.plans, NO_GENERATION)
+        return max(self.generation, *self.lineage.plans, NO_GENERATION)
 
     @property
     def astray(self) -> bool:
@@ -206,27 +238,35 @@ class Job:
     @property
     def has_checkpoint(self) -> bool:
         """Whether there is a checkpoint, as far as is known, that the job can go back to."""
-        begun_with = self.restored is not None and self.restored.path != ""
-        return self.checkpoint is not None or begun_with
+        begun_with = self.rollback.restored is not None and self.rollback.restored.path != ""
+        return self.saves.checkpoint is not None or begun_with
 
     def is_replaced(self, worker: WorkerId, process: Incarnation) -> bool:
         """Whether the newest plan counts on another process in the place of this one. What waits in
         an agent for its next session may be of a process that has ended, and comes after the news
         of the one in its place."""
-        return process in self.replaced and worker in self.processes()
+        return process in self.lineage.replaced and worker in self.processes()
 
     @property
     def redone_until(self) -> int:
         """`redo_until`, or the newest recorded step where agents told of it later."""
-        return max(self.redo_until, self.seen.committed_step) if self.redo_until else 0
+        return (
+            max(self.rollback.redo_until, self.seen.steps.committed_step)
+            if self.rollback.redo_until
+            else 0
+        )
 
     def knows(self, report: SaveReport) -> bool:
         """Whether it was told before, by this or, of a restore, by another worker; or it is of a
         restore that steps of a later generation have followed."""
         if isinstance(report, Restored):
-            newest = self.restored.generation if self.restored is not None else NO_GENERATION
+            newest = (
+                self.rollback.restored.generation
+                if self.rollback.restored is not None
+                else NO_GENERATION
+            )
             return report.generation <= newest or report.generation < self.stepped
-        return report in self.known_reports
+        return report in self.saves.known
 
     def unanswered(self) -> tuple[WorkerId, ...]:
         """Workers that shall enter the newest generation at once, and have not left the one
@@ -239,7 +279,7 @@ class Job:
 
     def has_finished(self, process: Incarnation) -> bool:
         """All steps are done and the process's share of the newest plan's output is saved."""
-        return self.seen.finished.get(process) == self.generation
+        return self.seen.processes.finished.get(process) == self.generation
 
     def all_finished(self) -> bool:
         processes = self.processes()

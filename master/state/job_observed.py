@@ -99,6 +99,93 @@ class Way:
         return "abort" if self.aborted_at is None else "rendezvous"
 
 
+@dataclass(frozen=True, slots=True)
+class LossSeen:
+    """Of the losses that no plan has answered yet."""
+
+    #: First evidence and last declaration.
+    evidence_at: float
+    declared_at: float
+
+
+@dataclass(slots=True, kw_only=True)
+class StepsSeen:
+    """How far training is, as records and statuses tell."""
+
+    #: The newest recorded step.
+    committed_step: int = 0
+    #: The last records, the newest of them that of `committed_step`.
+    recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=RECENT_RECORDS))
+    #: The last record of a generation before the newest one's; None: not known.
+    last_before: StepRecord | None = None
+    #: When the last record came.
+    recorded_at: float | None = None
+    #: Others have come and wait for those of steps before.
+    records_wait: bool = False
+    #: The newest evaluation.
+    evaluation: EvaluationRecord | None = None
+    #: The last committed step that a record or an agent's status has told of.
+    furthest_step: int = 0
+    #: Of steps that are done again: their generation, the first and the last committed one that a
+    #: status told of.
+    redone: tuple[Generation, int, int] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class SinceStep:
+    """What has kept the job from the next step; all of it is forgotten with a step's record."""
+
+    #: How often a generation was given up on because it did not get on.
+    stalls: int = 0
+    #: Plans without a loss of a node, and when the first of them was made.
+    regroups: int = 0
+    fruitless_since: float | None = None
+    #: How processes of each worker of the plan ended.
+    deaths: dict[WorkerId, list[WorkerExited]] = field(default_factory=dict)
+    #: Each worker's word that something else than the job is at fault.
+    complaints: dict[WorkerId, str] = field(default_factory=dict)
+    #: Nodes that have trained, and why they were given up.
+    given_up: dict[NodeName, str] = field(default_factory=dict)
+    #: By the node whose store they met at: pairs of nodes, in the order of their names, of which
+    #: one has reported that there is no way to the other.
+    no_way: dict[NodeName, set[tuple[NodeName, NodeName]]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class ProcessesSeen:
+    #: How they ended; and those that their agents have given up on, since they hang.
+    exits: dict[Incarnation, WorkerExited] = field(default_factory=dict)
+    hung: dict[Incarnation, Hung] = field(default_factory=dict)
+    #: Generations that each has entered, of those whose plans are kept (`Lineage.plans`).
+    entered: dict[Incarnation, frozenset[Generation]] = field(default_factory=dict)
+    #: Generation that each has finished in.
+    finished: dict[Incarnation, Generation] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class ProfilingSeen:
+    """Of the newest attempt at measuring."""
+
+    #: Since when it is under way.
+    measuring_since: float | None = None
+    measured: dict[Incarnation, Measured] = field(default_factory=dict)
+    links_measured: dict[Scope, LinkMeasured] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class FaultsSeen:
+    """Who or what is at fault, by the word of workers."""
+
+    #: The job itself.
+    failure: str | None = None
+    #: Nodes of workers that count, and when that was told; kept when the node is left out.
+    ailing: dict[NodeName, tuple[float, str]] = field(default_factory=dict)
+    #: Nodes of processes that have had no part in a step while others have: why they cannot have
+    #: one, and the ends of those that a plan counted on.
+    unfit: dict[NodeName, str] = field(default_factory=dict)
+    stillborn: dict[NodeName, list[WorkerExited]] = field(default_factory=dict)
+
+
 @dataclass(slots=True, kw_only=True)
 class JobSeen:
     """Observed of a job in this master's life."""
@@ -106,71 +193,27 @@ class JobSeen:
     #: When that began, or the job; and the Unix time of the former.
     since: float = 0.0
     since_unix: float = 0.0
-    committed_step: int = 0
-    recent: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=RECENT_RECORDS))
-    #: The last one of a generation before the newest of them; None: not known.
-    last_before: StepRecord | None = None
-    #: When the last of them came.
-    recorded_at: float | None = None
-    #: Others have come and wait for those of steps before.
-    records_wait: bool = False
-    #: The newest one.
-    evaluation: EvaluationRecord | None = None
-    #: The last committed step that a record or an agent's status has told of.
-    furthest_step: int = 0
-    #: Since when the newest plan's processes have had the time to get up.
-    planned_at: float | None = None
     #: Since when it waits for nodes, where it does.
     waiting_since: float | None = None
+    #: Since when the newest plan's processes have had the time to get up.
+    planned_at: float | None = None
     #: When the newest generation last came any further on its way, in its steps or to its end.
     progressed_at: float | None = None
-    #: How often it was given up on because it did not, since the last step.
-    stalls: int = 0
-    #: First report of a lost peer by each worker since the last plan that was not at a boundary.
-    peers_lost: dict[WorkerId, tuple[float, PeerLost]] = field(default_factory=dict)
-    #: First evidence and last declaration of the losses that no plan has answered yet.
-    evidence_at: float | None = None
-    declared_at: float | None = None
     #: None: no plan of this master's life is on its way to its first step.
     way: Way | None = None
-    #: How worker processes ended, and those of each worker of the plan since the last step.
-    exits: dict[Incarnation, WorkerExited] = field(default_factory=dict)
-    #: Processes that their agents have given up on, since they hang.
-    hung: dict[Incarnation, Hung] = field(default_factory=dict)
-    deaths: dict[WorkerId, list[WorkerExited]] = field(default_factory=dict)
-    #: Plans without a loss of a node since the last step, and when the first of them was made.
-    regroups: int = 0
-    fruitless_since: float | None = None
-    #: Since the last step, by the node whose store they met at: pairs of nodes, in the order of
-    #: their names, of which one has reported that there is no way to the other.
-    no_way: dict[NodeName, set[tuple[NodeName, NodeName]]] = field(default_factory=dict)
-    #: Generations that each process has entered, as far as their plans are kept (`Job.plans`).
-    entered: dict[Incarnation, frozenset[Generation]] = field(default_factory=dict)
-    #: Generation that each process has finished in.
-    finished: dict[Incarnation, Generation] = field(default_factory=dict)
-    #: A worker's word that the job is at fault; and each one's that something else is, since the
-    #: last step.
-    failure: str | None = None
-    complaints: dict[WorkerId, str] = field(default_factory=dict)
-    #: Since when the newest attempt at measuring is under way, and what has come of it.
-    measuring_since: float | None = None
-    measured: dict[Incarnation, Measured] = field(default_factory=dict)
-    links_measured: dict[Scope, LinkMeasured] = field(default_factory=dict)
-    #: What workers said of checkpoints and nothing was made of yet.
+    #: None: all losses but those of a job that was put back are answered.
+    loss: LossSeen | None = None
+    #: First report of a lost peer by each worker since the last plan that was not at a boundary.
+    peers_lost: dict[WorkerId, tuple[float, PeerLost]] = field(default_factory=dict)
+    #: What workers said of checkpoints and no event was made of yet.
     save_reports: tuple[SaveReport, ...] = ()
-    #: Of steps that are done again: the first and the last committed one that a status told of in
-    #: this generation.
-    redone: tuple[Generation, int, int] | None = None
-    #: Of nodes that have trained: why they were given up since the last step.
-    given_up: dict[NodeName, str] = field(default_factory=dict)
-    #: What workers that count found wrong with their node, and when; kept when it is left out.
-    ailing: dict[NodeName, tuple[float, str]] = field(default_factory=dict)
-    #: Of processes that have had no part in a step, while others have: why they cannot have one,
-    #: and the ends of those that a plan counted on.
-    unfit: dict[NodeName, str] = field(default_factory=dict)
-    stillborn: dict[NodeName, list[WorkerExited]] = field(default_factory=dict)
     #: What was seen of failures, and when, that no event has carried yet.
     sightings: list[tuple[float, Sighting]] = field(default_factory=list)
+    steps: StepsSeen = field(default_factory=StepsSeen)
+    since_step: SinceStep = field(default_factory=SinceStep)
+    processes: ProcessesSeen = field(default_factory=ProcessesSeen)
+    profiling: ProfilingSeen = field(default_factory=ProfilingSeen)
+    faults: FaultsSeen = field(default_factory=FaultsSeen)
 
     @property
     def waits_since(self) -> float:
@@ -179,4 +222,4 @@ class JobSeen:
 
     def is_gone(self, process: Incarnation) -> bool:
         """Whether it has ended, or is about to."""
-        return process in self.exits or process in self.hung
+        return process in self.processes.exits or process in self.processes.hung

@@ -38,6 +38,7 @@ from oobleck.master.events.nodes import (
 from oobleck.master.events.plans import FirstStepCommitted, PlanMade
 from oobleck.master.events.unions import Journaled
 from oobleck.master.state.job import DeclaredLoss, Job, JobState
+from oobleck.master.state.job_observed import LossSeen
 
 TRANSITIONS: Mapping[tuple[JobState, type[Journaled]], JobState] = {
     ("queued", JobStarted): "starting",
@@ -128,6 +129,5 @@ def lose(job: Job, loss: DeclaredLoss, now: float, *, detect_s: float = 0.0) -> 
 def note_loss(job: Job, now: float, *, detect_s: float = 0.0) -> None:
     """A loss is declared now; the first evidence came `detect_s` before."""
     first = now - detect_s
-    seen = job.seen
-    seen.evidence_at = first if seen.evidence_at is None else min(seen.evidence_at, first)
-    seen.declared_at = now
+    known = job.seen.loss
+    job.seen.loss = LossSeen(first if known is None else min(known.evidence_at, first), now)

@@ -7,6 +7,7 @@ Writes to what is `seen` alone. Must not know what want of progress leads to
 from oobleck.host.ipc.messages import PhaseReached, StepRecord
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
+from oobleck.master.state.job_observed import SinceStep
 from oobleck.master.state.node import Node
 from oobleck.planner.ids import Generation, Incarnation, WorkerId
 from oobleck.proto.types import NodeStatus, WorkerStatus
@@ -44,10 +45,10 @@ def _without_progress(status: NodeStatus) -> tuple[object, ...]:
 def _take_progress(job: Job, worker: WorkerStatus, now: float) -> bool:
     """Returns whether it shows the first step of a generation that does known steps again."""
     seen = job.seen
-    if job.restored is not None and worker.generation < job.restored.generation:
+    if job.rollback.restored is not None and worker.generation < job.rollback.restored.generation:
         return False  # how far it came before the others went back says nothing any more
-    if worker.finished and seen.finished.get(worker.incarnation) != worker.generation:
-        seen.finished[worker.incarnation] = worker.generation
+    if worker.finished and seen.processes.finished.get(worker.incarnation) != worker.generation:
+        seen.processes.finished[worker.incarnation] = worker.generation
         note_progress(job, worker.generation, now)
     _note_step(job, worker.committed_step, worker.generation, now)
     return job.on_the_way and worker.generation == job.generation and _redoes(job, worker)
@@ -62,22 +63,22 @@ def _take_beats(job: Job, before: WorkerStatus, worker: WorkerStatus, now: float
 def _redoes(job: Job, worker: WorkerStatus) -> bool:
     """Records of steps that were recorded before do not come again: statuses must tell of them."""
     step, seen = worker.committed_step, job.seen
-    if not 0 <= step <= seen.committed_step:
+    if not 0 <= step <= seen.steps.committed_step:
         return False
     first = step
-    if seen.redone is not None and seen.redone[0] == worker.generation:
-        first = seen.redone[1]
-    seen.redone = worker.generation, first, step
+    if seen.steps.redone is not None and seen.steps.redone[0] == worker.generation:
+        first = seen.steps.redone[1]
+    seen.steps.redone = worker.generation, first, step
     return step > first
 
 
 def _note_entered(job: Job, process: Incarnation, generation: Generation) -> None:
     """What the process has entered, by its report or by its node's status: a master that has just
     started did not get the report."""
-    before = job.seen.entered.get(process, frozenset())
+    before = job.seen.processes.entered.get(process, frozenset())
     # Where a plan is not known any more a step has been committed in a newer one.
-    if generation in job.plans and generation not in before:
-        job.seen.entered[process] = before | {generation}
+    if generation in job.lineage.plans and generation not in before:
+        job.seen.processes.entered[process] = before | {generation}
 
 
 def take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -> None:
@@ -110,29 +111,24 @@ def take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None:
     """`records` follow on those before."""
     seen = job.seen
     for record in records:
-        seen.committed_step = record.step
-        if seen.recent and seen.recent[-1].generation < record.generation:
-            seen.last_before = seen.recent[-1]
-        seen.recent.append(record)
+        seen.steps.committed_step = record.step
+        if seen.steps.recent and seen.steps.recent[-1].generation < record.generation:
+            seen.steps.last_before = seen.steps.recent[-1]
+        seen.steps.recent.append(record)
         _note_step(job, record.step, record.generation, now)
         way = seen.way
         if way is not None and way.first_step_at is None and record.generation >= job.generation:
             way.first_step_at = now
     if records:
-        seen.recorded_at = now
-        seen.deaths.clear()
-        seen.given_up.clear()
-        seen.complaints.clear()
-        seen.regroups = seen.stalls = 0
-        seen.fruitless_since = None
-        seen.no_way.clear()
+        seen.steps.recorded_at = now
+        seen.since_step = SinceStep()
 
 
 def _note_step(job: Job, step: int, generation: Generation, now: float) -> None:
-    if job.restored is not None and generation < job.restored.generation:
+    if job.rollback.restored is not None and generation < job.rollback.restored.generation:
         return  # the state of then counts no more
-    if step > job.seen.furthest_step:
-        job.seen.furthest_step = step
+    if step > job.seen.steps.furthest_step:
+        job.seen.steps.furthest_step = step
         note_progress(job, generation, now)
 
 

@@ -21,7 +21,7 @@ def note(state: ClusterState, job: Job, worker: WorkerId, lost: PeerLost) -> Non
     others = {peer.node for peer in lost.unreached} | ({host} if lost.store_unreached else set())
     pairs = {ordered(worker.node, other) for other in others - {worker.node}}
     if pairs:
-        job.seen.no_way.setdefault(host, set()).update(pairs)
+        job.seen.since_step.no_way.setdefault(host, set()).update(pairs)
 
 
 def ordered(a: NodeName, b: NodeName) -> Pair:

@@ -75,15 +75,15 @@ def _lists_match(job: Job) -> bool:
 
 
 def _generations_grow(job: Job) -> bool:
-    before = 0 if job.before is None else job.before.generation
+    before = 0 if job.lineage.before is None else job.lineage.before.generation
     return max(before, job.stepped, job.abrupt) <= job.generation and (
-        job.before is None or before < job.generation
+        job.lineage.before is None or before < job.generation
     )
 
 
 def _counts_progress(job: Job) -> bool:
-    recent = [record.step for record in job.seen.recent]
-    return recent == sorted(set(recent)) and job.seen.committed_step >= max(recent, default=0)
+    recent = [record.step for record in job.seen.steps.recent]
+    return recent == sorted(set(recent)) and job.seen.steps.committed_step >= max(recent, default=0)
 
 
 def _desires(state: ClusterState, node: Node) -> bool:
@@ -97,7 +97,7 @@ def _desires(state: ClusterState, node: Node) -> bool:
     if desired.generation is not None:
         here = job.has_member(name) or name in job.leaving
         return desired.generation == job.generation and here and not desired.attempt
-    measuring = job.measuring.wish.attempt if job.measuring is not None else 0
+    measuring = job.profiling.under_way.wish.attempt if job.profiling.under_way is not None else 0
     return not desired.save and desired.attempt in (0, measuring)
 
 
@@ -152,16 +152,25 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
         "an ended job has no open loss, incident or wait, and keeps its newest plan alone",
         lambda _, job: (
             job.state not in ENDED
-            or not (job.losses or job.incident or job.waiting_since or job.plans or job.before)
+            or not (
+                job.losses
+                or job.incident
+                or job.waiting_since
+                or job.lineage.plans
+                or job.lineage.before
+            )
         ),
     ),
     (
         "all and only jobs that are profiling have an attempt at measuring",
-        lambda _, job: (job.state == "profiling") == (job.measuring is not None),
+        lambda _, job: (job.state == "profiling") == (job.profiling.under_way is not None),
     ),
     (
         "the attempt under way is the newest",
-        lambda _, job: job.measuring is None or job.measuring.wish.attempt == job.attempts,
+        lambda _, job: (
+            job.profiling.under_way is None
+            or job.profiling.under_way.wish.attempt == job.profiling.attempts
+        ),
     ),
     (
         "a job that waits for nodes knows since when",
@@ -194,8 +203,8 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
     (
         "plans are kept by their generation, the newest one among them until the job ends",
         lambda _, job: (
-            all(generation == plan.generation for generation, plan in job.plans.items())
-            and (job.made is None or job.state in ENDED or job.generation in job.plans)
+            all(generation == plan.generation for generation, plan in job.lineage.plans.items())
+            and (job.made is None or job.state in ENDED or job.generation in job.lineage.plans)
         ),
     ),
     (
@@ -204,7 +213,9 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
     ),
     (
         "the newest plan counts on no process that was replaced",
-        lambda _, job: job.made is None or job.replaced.keys().isdisjoint(job.made.incarnations),
+        lambda _, job: (
+            job.made is None or job.lineage.replaced.keys().isdisjoint(job.made.incarnations)
+        ),
     ),
     (
         "every open loss is one of the newest plan's nodes or workers",
@@ -229,7 +240,7 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
     ),
     (
         "the templates cover every plan",
-        lambda _, job: job.made is None or len(job.made.plan.nodes) <= job.most_nodes,
+        lambda _, job: job.made is None or len(job.made.plan.nodes) <= job.lineage.most_nodes,
     ),
     (
         "the open incident is the newest, and has a setback",
@@ -248,29 +259,31 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
     (
         "steps are done again only after a way back to a checkpoint",
         lambda _, job: (
-            not job.redo_until or (job.restored is not None and job.redo_until > job.restored.step)
+            not job.rollback.redo_until
+            or (
+                job.rollback.restored is not None
+                and job.rollback.redo_until > job.rollback.restored.step
+            )
         ),
     ),
     (
         "the last requests for checkpoints have numbers up to the newest",
-        lambda _, job: max(job.save_numbers.values(), default=0) <= job.save_request,
+        lambda _, job: max(job.saves.numbers.values(), default=0) <= job.saves.requested,
     ),
     (
         "a way is watched only into a generation that has committed no step",
         lambda _, job: job.seen.way is None or job.on_the_way,
     ),
     (
-        "a loss has its first evidence before its declaration, and both or neither are known",
+        "a loss has its first evidence before its declaration",
         lambda _, job: (
-            (job.seen.evidence_at is None) == (job.seen.declared_at is None)
-            and (job.seen.evidence_at or 0.0) <= (job.seen.declared_at or 0.0)
+            job.seen.loss is None or job.seen.loss.evidence_at <= job.seen.loss.declared_at
         ),
     ),
     (
         "a loss that no plan has answered has been declared",
         lambda _, job: (
-            job.seen.declared_at is not None
-            or all(isinstance(loss, NodeYielded) for loss in job.losses)
+            job.seen.loss is not None or all(isinstance(loss, NodeYielded) for loss in job.losses)
         ),
     ),
     (
@@ -279,7 +292,9 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
     ),
     (
         "processes have entered generations whose plans are kept alone",
-        lambda _, job: all(entered <= job.plans.keys() for entered in job.seen.entered.values()),
+        lambda _, job: all(
+            entered <= job.lineage.plans.keys() for entered in job.seen.processes.entered.values()
+        ),
     ),
 )
 

@@ -55,18 +55,18 @@ def hear(state: ClusterState, event: WorkerReported, now: float) -> bool:
 def _hear_exit(
     state: ClusterState, job: Job, event: WorkerReported, exited: WorkerExited, now: float
 ) -> bool:
-    if event.incarnation in job.seen.exits:
+    if event.incarnation in job.seen.processes.exits:
         return False
     if _is_stale(job, event):
         if job.on_the_way:  # it may be what the way is the answer to
             evidence.note(state, event, now)
         return False
-    job.seen.exits[event.incarnation] = exited
+    job.seen.processes.exits[event.incarnation] = exited
     evidence.note(state, event, now)
     if job.counts_on(event.incarnation):
-        job.seen.deaths.setdefault(event.worker, []).append(exited)
+        job.seen.since_step.deaths.setdefault(event.worker, []).append(exited)
     elif event.incarnation in job.processes().values():
-        job.seen.stillborn.setdefault(event.worker.node, []).append(exited)
+        job.seen.faults.stillborn.setdefault(event.worker.node, []).append(exited)
     return True
 
 
@@ -75,7 +75,7 @@ def _hear_hang(
 ) -> bool:
     if job.seen.is_gone(event.incarnation) or _is_stale(job, event):
         return False
-    job.seen.hung[event.incarnation] = hung
+    job.seen.processes.hung[event.incarnation] = hung
     evidence.note(state, event, now)
     return True
 
@@ -88,13 +88,13 @@ def _hear_failure(
     evidence.note(state, event, now)
     counts = job.counts_on(event.incarnation)
     if not counts and not job.goes_back(event.incarnation):
-        job.seen.unfit.setdefault(event.worker.node, failed.message)
+        job.seen.faults.unfit.setdefault(event.worker.node, failed.message)
     elif failed.kind == "internal":
-        job.seen.complaints[event.worker] = failed.message
+        job.seen.since_step.complaints[event.worker] = failed.message
     elif failed.kind == "node" or not counts:
-        job.seen.ailing.setdefault(event.worker.node, (now, failed.message))
-    elif job.seen.failure is None:
-        job.seen.failure = failed.message
+        job.seen.faults.ailing.setdefault(event.worker.node, (now, failed.message))
+    elif job.seen.faults.failure is None:
+        job.seen.faults.failure = failed.message
     return True
 
 
@@ -133,15 +133,15 @@ def _with_more(first: PeerLost, then: PeerLost) -> PeerLost:
 
 def _take_measurement(job: Job, event: WorkerReported, found: Measured | LinkMeasured) -> None:
     """Only what the newest attempt asked for counts."""
-    measuring = job.measuring
+    measuring = job.profiling.under_way
     if measuring is None or found.attempt != measuring.wish.attempt:
         return
     if (event.worker, event.incarnation) not in measuring.workers:
         return
     if isinstance(found, Measured):
-        job.seen.measured[event.incarnation] = found
+        job.seen.profiling.measured[event.incarnation] = found
     else:
-        job.seen.links_measured[found.scope] = found
+        job.seen.profiling.links_measured[found.scope] = found
 
 
 def _is_stale(job: Job, event: WorkerReported) -> bool:
@@ -151,8 +151,8 @@ def _is_stale(job: Job, event: WorkerReported) -> bool:
     if not job.is_replaced(event.worker, event.incarnation):
         return False
     if isinstance(event.what, CheckpointSaved | SaveFailed):
-        due = event.what.request > job.save_answered
-        newest = 0 if job.checkpoint is None else job.checkpoint.step
+        due = event.what.request > job.saves.answered
+        newest = 0 if job.saves.checkpoint is None else job.saves.checkpoint.step
         newer = isinstance(event.what, CheckpointSaved) and event.what.step > newest
         return not (due or newer)
     return True

@@ -109,7 +109,7 @@ class Ledger:
         self._validates = validates
         self.record(MasterStarted())
         for job in self.state.jobs.values():
-            archive.metrics(job.id).start_after(job.resumed_step)
+            archive.metrics(job.id).start_after(job.rollback.resumed_step)
             records = archive.metrics(job.id).recent
             self.observe(RecordsReceived(job_id=job.id, records=records), now)
             if (last := archive.evaluations(job.id).last) is not None:

@@ -35,7 +35,7 @@ def plan_records(state: ClusterState, event: PlanMade) -> list[Record]:
 def _versions(state: ClusterState, job: Job, event: PlanMade) -> list[Record]:
     """How the versions on the plan's nodes differ, where that was not told."""
     found = versions.among(state, event.plan.nodes)
-    if set(versions.pairs(found)) <= {*job.mixed}:
+    if set(versions.pairs(found)) <= {*job.lineage.mixed}:
         return []
     return [{"event": "versions_differ", "versions": found}]
 
@@ -65,7 +65,7 @@ def _reconfigured(
     job: Job, transition: Transition | None, superseded_by: Generation | None = None
 ) -> list[Record]:
     """How the newest generation of `job` came about; nothing for the first one."""
-    made, before = job.made, job.before
+    made, before = job.made, job.lineage.before
     if transition is None or made is None or before is None:
         return []
     record: dict[str, object] = {

@@ -24,6 +24,28 @@ _OBSERVED = ("seen", "profiles", "unusable_profiles")
 #: Fast; what repeats is most of a state.
 _LEVEL = 1
 _MADE_OF_PARTS = ("nodes", "jobs")
+#: Fields of a job that snapshots may have beside it, and where they belong.
+_GROUPED = {
+    "save_request": ("saves", "requested"),
+    "save_answered": ("saves", "answered"),
+    "save_numbers": ("saves", "numbers"),
+    "checkpoint": ("saves", "checkpoint"),
+    "save_failure": ("saves", "failure"),
+    "known_reports": ("saves", "known"),
+    "restored": ("rollback", "restored"),
+    "resumed_step": ("rollback", "resumed_step"),
+    "redo_until": ("rollback", "redo_until"),
+    "measuring": ("profiling", "under_way"),
+    "attempts": ("profiling", "attempts"),
+    "profile": ("profiling", "chosen"),
+    "before": ("lineage", "before"),
+    "plans": ("lineage", "plans"),
+    "emptied": ("lineage", "emptied"),
+    "replaced": ("lineage", "replaced"),
+    "most_nodes": ("lineage", "most_nodes"),
+    "reconfigurations": ("lineage", "reconfigurations"),
+    "mixed": ("lineage", "mixed"),
+}
 
 
 class _Text(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +78,7 @@ def restore(content: str, now: float) -> tuple[ClusterState, dict[JobId, int]]:
             node = _whole(Node, parts, seen=NodeSeen(last_heard=now))
             state.nodes[NodeName(name)] = node
         for job_id, parts in text.jobs.items():
-            state.jobs[JobId(job_id)] = _whole(Job, parts, seen=JobSeen())
+            state.jobs[JobId(job_id)] = _whole(Job, _grouped(parts), seen=JobSeen())
         return state, text.records
     except (msgspec.DecodeError, TypeError, ValueError, zlib.error) as error:
         raise ValueError(f"the snapshot is of another version of Oobleck: {error}") from error
@@ -68,6 +90,16 @@ def _parts(value: Any) -> dict[str, msgspec.Raw]:
         name: msgspec.Raw(msgspec.msgpack.encode(_listed(getattr(value, name))))
         for name in _names(type(value))
     }
+
+
+def _grouped(parts: Mapping[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
+    """The same with each field of a job in its group."""
+    whole = {name: text for name, text in parts.items() if name not in _GROUPED}
+    groups: dict[str, dict[str, msgspec.Raw]] = {}
+    for name in parts.keys() & _GROUPED.keys():
+        group, field = _GROUPED[name]
+        groups.setdefault(group, {})[field] = parts[name]
+    return whole | {g: msgspec.Raw(msgspec.msgpack.encode(own)) for g, own in groups.items()}
 
 
 def _whole(kind: type[Any], parts: Mapping[str, msgspec.Raw], **observed: object) -> Any:

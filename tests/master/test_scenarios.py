@@ -69,9 +69,9 @@ def test_every_reconfiguration_is_recorded_once_and_its_phases_add_up(path: Path
         generations = [r["to_generation"] for r in told]
         assert generations == sorted(set(generations))
         job = player.state.jobs[job_id]
-        under_way = job.on_the_way and job.before is not None and job.finished_at == 0.0
+        under_way = job.on_the_way and job.lineage.before is not None and job.finished_at == 0.0
         pending = 1 if under_way else 0
-        assert len(told) == job.reconfigurations - pending
+        assert len(told) == job.lineage.reconfigurations - pending
         for record in told:
             assert record["from_generation"] < record["to_generation"]
             assert math.isclose(sum(record["phases"].values()), record["total_s"], abs_tol=1e-9)
@@ -204,7 +204,7 @@ def test_a_long_life_of_losses_and_returns_leaves_nothing_behind() -> None:
     assert player.state.job is not None
     assert player.state.job.generation == 41
     assert all(size <= most[name] for name, size in sizes().items())
-    assert len(player.state.job.plans) == 1
+    assert len(player.state.job.lineage.plans) == 1
 
 
 def test_an_event_that_a_state_does_not_allow_is_an_error_with_the_history() -> None:

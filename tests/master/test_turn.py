@@ -139,7 +139,7 @@ def test_a_job_is_known_to_have_records_that_wait_for_others(tmp_path: Path) -> 
                 found = Records(job_id=job_id, records=(record(step, 1, float(step)),))
                 await master.sessions.receive(session, found)
                 await turned(master)
-                assert master.state.jobs[job_id].seen.records_wait == waits
+                assert master.state.jobs[job_id].seen.steps.records_wait == waits
 
     asyncio.run(play())
 
@@ -157,6 +157,6 @@ def test_records_behind_lost_ones_count_and_are_acknowledged(
             await master.sessions.receive(session, Records(job_id=job_id, records=found))
             while master.archive.metrics(job_id).stored_step < 5:
                 await turned(master)
-            assert master.state.jobs[job_id].seen.committed_step == 5
+            assert master.state.jobs[job_id].seen.steps.committed_step == 5
 
     asyncio.run(play())

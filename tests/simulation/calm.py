@@ -116,7 +116,7 @@ class Calm:
         number = min(len(self._nodes), made.can_lose + 1)
         if saves := self._job.spec.checkpoint is not None:
             self._operator.save_later(0.0, NUMBER)
-            await self._until("a checkpoint", lambda: self._job.checkpoint)
+            await self._until("a checkpoint", lambda: self._job.saves.checkpoint)
         self._lose(number)
         await asyncio.sleep(self._draw.uniform(BOOT_S, 15.0))
         if saves:

@@ -186,7 +186,7 @@ class Operator:
         path = self._world.config.job_directory(job.id) / "metrics.jsonl"
         lines = path.read_bytes().splitlines() if path.exists() else []
         found = [msgspec.json.decode(line)["step"] for line in lines]
-        first, ledger = job.resumed_step + 1, self._world.ledger(job.id)
+        first, ledger = job.rollback.resumed_step + 1, self._world.ledger(job.id)
         last = job.spec.training.steps if job.state == "succeeded" else max(found, default=0)
         restored = self._world.watch.restored.get(job.id, 0)
         whole = [

@@ -52,7 +52,7 @@ def _trains(state: ClusterState, job: Job) -> bool:
         and not job.on_the_way
         and not job.losses
         and not job.seen.peers_lost
-        and job.seen.furthest_step < job.spec.training.steps
+        and job.seen.steps.furthest_step < job.spec.training.steps
         and all(state.nodes[name].connected for name in job.members)
     )
 
@@ -62,7 +62,7 @@ def _usable(job: Job, fit: list[Node]) -> int:
     alone, no pipeline has more workers than layers."""
     least = job.spec.resources.min_nodes_per_pipeline or 1
     most = job.spec.model.layer_count
-    profile = job.profile.profile if job.profile is not None else None
+    profile = job.profiling.chosen.profile if job.profiling.chosen is not None else None
     if profile is not None and all(set(layer.forward_s) == {1} for layer in profile.layers):
         most //= max(node.facts.worker_slots for node in fit)
     sizes = {0}

@@ -117,7 +117,7 @@ class Cluster:
         world.end_worker(trainer, signal=9)
         await self.until(lambda: self.job.generation == 2 and self.job.state == "running")
         # ... and has got on, so that what is sent below is behind it.
-        await self.until(lambda: self.job.seen.committed_step >= 20)
+        await self.until(lambda: self.job.seen.steps.committed_step >= 20)
 
     @property
     def core(self) -> Any:

@@ -116,7 +116,7 @@ class Ledger:
         master = world.master
         assert master is not None
         job = master.core.state.jobs[self.job_id]
-        told = [job.seen.committed_step, job.seen.furthest_step]
+        told = [job.seen.steps.committed_step, job.seen.steps.furthest_step]
         trainers = [t for t in world.trainers() if t.job_id == self.job_id and world.counts(t)]
         own = [t.progress.committed for t in trainers]
         return max(*told, *own) >= step
@@ -309,7 +309,7 @@ class Watch:
         if job is None or job.made is None or job.state != "running" or job.losses:
             return
         plan, made = job.made.plan, job.made
-        key = job.id, plan.generation, job.seen.furthest_step
+        key = job.id, plan.generation, job.seen.steps.furthest_step
         if key in self._counted or job.stepped != plan.generation:
             return
         live = {t.incarnation: t for t in self._world.trainers()}

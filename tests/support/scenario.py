@@ -470,8 +470,8 @@ class Player:
             reached = PhaseReached(
                 generation=Generation(int(generation)),
                 phase=phase,  # type: ignore[arg-type]
-                committed_step=job.seen.committed_step if phase == "joined" else None,
-                redo=phase == "joined" and job.seen.committed_step > 0,
+                committed_step=job.seen.steps.committed_step if phase == "joined" else None,
+                redo=phase == "joined" and job.seen.steps.committed_step > 0,
                 received_bytes=100 if phase == "transferred" else 0,
             )
             worker = WorkerId(NodeName(name), 0)
@@ -490,7 +490,7 @@ class Player:
         job = self.state.job
         assert job is not None
         # Records of steps that were recorded before do not come again.
-        since = max(int(first), job.seen.committed_step + 1)
+        since = max(int(first), job.seen.steps.committed_step + 1)
         records = tuple(
             record(step, int(generation), UNIX + self.now, float(seconds))
             for step in range(since, int(last) + 1)
@@ -665,7 +665,7 @@ class Player:
         assert job is not None
         agent = self.agents[at.node]
         status = agent.status
-        agent.worker(at.slot, incarnation=next(reversed(job.replaced)))
+        agent.worker(at.slot, incarnation=next(reversed(job.lineage.replaced)))
         getattr(self, f"do_{what}")(*words)
         agent.status = status
 
@@ -701,7 +701,7 @@ class Player:
         """The chosen profile of the first job is stored, under its key; without a word: nothing."""
         self.profiles = {}
         for job_id in keys:
-            chosen = self.state.jobs[JobId(job_id)].profile
+            chosen = self.state.jobs[JobId(job_id)].profiling.chosen
             assert chosen is not None
             assert chosen.profile is not None
             self.profiles[chosen.key] = chosen.profile
@@ -709,7 +709,7 @@ class Player:
 
     def do_stored_of(self, job_id: str, *changes: str) -> None:
         """JOB layers=3 microbatch=4 gpus_per_node=2 several=1: its stored profile with changes."""
-        chosen = self.state.jobs[JobId(job_id)].profile
+        chosen = self.state.jobs[JobId(job_id)].profiling.chosen
         assert chosen is not None
         profile = chosen.profile
         assert profile is not None
@@ -725,7 +725,7 @@ class Player:
 
     def do_unreadable(self, job_id: str) -> None:
         """The file of JOB's stored profile cannot be read."""
-        chosen = self.state.jobs[JobId(job_id)].profile
+        chosen = self.state.jobs[JobId(job_id)].profiling.chosen
         assert chosen is not None
         self.profiles = {}
         self._observe(ProfilesFound(profiles={}, unusable={chosen.key: "it is not JSON text"}))
@@ -734,7 +734,7 @@ class Player:
         """An operator wants one of the active job."""
         job = self.state.job
         assert job is not None
-        number = job.save_request + 1
+        number = job.saves.requested + 1
         request_id = f"save {number}"
         self._record(CheckpointRequested(job_id=job.id, request_id=request_id, number=number))
 
@@ -805,7 +805,7 @@ class Player:
 
     def do_restart(self) -> None:
         """A new master process replays the journal; every stream is gone."""
-        steps = {job.id: tuple(job.seen.recent) for job in self.state.jobs.values()}
+        steps = {job.id: tuple(job.seen.steps.recent) for job in self.state.jobs.values()}
         self.state = self._replayed()
         self._record(MasterStarted())
         self._observe(ProfilesFound(profiles=self.profiles))

@@ -73,11 +73,14 @@ def trained_job(
         fault_tolerance=1,
         resources=ResourceSpec(min_nodes_per_pipeline=min_nodes),
     )
-    job = Job(id=JOB, request_id="", spec=spec, submitted_at=0.0, most_nodes=len(nodes))
+    job = Job(id=JOB, request_id="", spec=spec, submitted_at=0.0)
+    job.lineage.most_nodes = len(nodes)
     if profile is not None:
-        job.profile = ProfileChosen(job_id=JOB, source="file", profile=profile, key="", reason="")
+        job.profiling.chosen = ProfileChosen(
+            job_id=JOB, source="file", profile=profile, key="", reason=""
+        )
     plan = client.first_plan(AtOnce(), job, nodes, Generation(1))
-    job.plans[Generation(1)] = plan
+    job.lineage.plans[Generation(1)] = plan
     job.made = PlanMade(
         job_id=JOB,
         plan=plan,

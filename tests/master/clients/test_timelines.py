@@ -46,7 +46,7 @@ def running_job() -> Job:
         worker_slots=2,
         detect_s=0.0,
     )
-    job.seen.recent.append(record(7, 1, 0.0))
+    job.seen.steps.recent.append(record(7, 1, 0.0))
     return job
 
 

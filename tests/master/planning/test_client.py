@@ -46,7 +46,7 @@ def test_a_layer_that_nobody_holds_is_a_cause() -> None:
     live = [one for one in nodes if one.facts.node not in (first.nodes[0], second.nodes[0])]
     with pytest.raises(PlanInfeasible, match="no live worker holds the state of layer 0"):
         next_plan(context(state), job, live, Generation(2))
-    job.seen.committed_step = 0
+    job.seen.steps.committed_step = 0
     for one in nodes:  # before the first step, layers are made anew
         worker = one.seen.status.workers[0]
         fresh = WorkerStatus(

@@ -37,9 +37,9 @@ class Walk:
         choices += [f"cancel {job.id}" for job in state.jobs.values() if job.finished_at == 0.0]
         for name in NODES:
             choices += self._about_node(name)
-        if (job := state.job) is not None and job.measuring is not None:
-            attempt = job.measuring.wish.attempt
-            for worker, _ in job.measuring.workers:
+        if (job := state.job) is not None and job.profiling.under_way is not None:
+            attempt = job.profiling.under_way.wish.attempt
+            for worker, _ in job.profiling.under_way.workers:
                 agent = self.player.agents[worker.node]
                 if self._connected(worker.node) and agent.status.worker(worker.slot) is not None:
                     choices += [f"measured {worker} {attempt}"] * 2
@@ -48,7 +48,7 @@ class Walk:
             generation = job.generation
             members = " ".join(name for name in job.members if self._connected(name))
             choices += [f"enter {generation} {members}"] * 4 if members else []
-            step = job.seen.committed_step + 1
+            step = job.seen.steps.committed_step + 1
             choices += [f"steps {step} {step} {generation}"] * 4
         return choices
 

@@ -14,6 +14,7 @@ from oobleck.master.events.plans import PlanMade
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.incident import LastIncident
 from oobleck.master.state.job import Job
+from oobleck.master.state.job_observed import LossSeen
 from oobleck.master.state.node import Desired, Drain
 from oobleck.master.state.validate import InvariantViolation, validate
 from oobleck.master.storage.journal import Journal
@@ -83,23 +84,31 @@ CORRUPTIONS: tuple[tuple[str, str, Callable[[ClusterState], None]], ...] = (
     ("demo-1", "running job", _set(_job, stepped=Generation(0), trained=None, started_at=0.0)),
     ("demo-1", "started as soon", _set(_job, started_at=0.0)),
     ("demo-1", "generations only grow", _set(_job, abrupt=Generation(7))),
-    ("demo-1", "plans are kept", lambda s: _job(s).plans.clear()),
+    ("demo-1", "plans are kept", lambda s: _job(s).lineage.plans.clear()),
     ("demo-1", "process of its own", lambda s: _made(s, incarnations=(WRONG,) * 4)),
     (
         "demo-1",
         "process of its own",
         lambda s: _made(s, starting=(WorkerId(NodeName("n9"), 0),)),
     ),
-    ("demo-1", "that was replaced", lambda s: _job(s).replaced.update(dict.fromkeys(_held(s)))),
+    (
+        "demo-1",
+        "that was replaced",
+        lambda s: _job(s).lineage.replaced.update(dict.fromkeys(_held(s))),
+    ),
     ("demo-1", "left out", lambda s: _job(s).left_out.update(n1="odd")),
     ("demo-1", "known and registered", lambda s: s.nodes.pop(N1)),
-    ("demo-1", "templates cover", _set(_job, most_nodes=3)),
+    ("demo-1", "templates cover", lambda s: setattr(_job(s).lineage, "most_nodes", 3)),
     ("demo-1", "order in which they began", _set(_job, last_incident=LATER)),
-    ("demo-1", "done again", _set(_job, redo_until=9)),
-    ("demo-1", "up to the newest", lambda s: _job(s).save_numbers.update(r=1)),
-    ("demo-1", "first evidence", _set(_job_seen, declared_at=1.0)),
-    ("demo-1", "newest committed step", _set(_job_seen, committed_step=2)),
-    ("demo-1", "entered generations", lambda s: _job(s).seen.entered.update(x=frozenset({9}))),
+    ("demo-1", "done again", lambda s: setattr(_job(s).rollback, "redo_until", 9)),
+    ("demo-1", "up to the newest", lambda s: _job(s).saves.numbers.update(r=1)),
+    ("demo-1", "first evidence", _set(_job_seen, loss=LossSeen(2.0, 1.0))),
+    ("demo-1", "newest committed step", lambda s: setattr(_job(s).seen.steps, "committed_step", 2)),
+    (
+        "demo-1",
+        "entered generations",
+        lambda s: _job(s).seen.processes.entered.update(x=frozenset({9})),
+    ),
     ("n5", "lost node", lambda s: setattr(s.nodes[NodeName("n5")], "registered", False)),
     ("n1", "stale workers", _set(_node, stale_workers=True)),
     (

@@ -1,5 +1,6 @@
 """What the journal has taken is there after any end, and what is damaged is told or refused."""
 
+import base64
 import contextlib
 import errno
 import random
@@ -8,6 +9,7 @@ import shutil
 import zlib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from oobleck.master.events.jobs import JobCancelRequested, JobWaiting
@@ -272,3 +274,24 @@ def test_a_state_comes_back_from_its_snapshot_with_all_who_are_trusted() -> None
     assert given == {"demo-1": 7}
     with pytest.raises(ValueError, match="of another version"):
         snapshots.restore("bm90aGluZw==", 0.0)
+
+
+def test_a_snapshot_with_each_field_of_a_job_by_itself_is_read_too() -> None:
+    player = Player()
+    player.play(SCENARIO.read_text())
+    job = player.state.jobs[JobId("demo-1")]
+    job.saves.requested, job.rollback.resumed_step = 3, 2
+    text = msgspec.msgpack.decode(
+        zlib.decompress(base64.b64decode(snapshots.take(player.state, {})))
+    )
+    apart = {"saves": {"requested": "save_request"}, "lineage": {}, "rollback": {}, "profiling": {}}
+    names = {"under_way": "measuring", "chosen": "profile", "answered": "save_answered"}
+    names |= {"numbers": "save_numbers", "failure": "save_failure", "known": "known_reports"}
+    for parts in text["jobs"].values():
+        for group, own in apart.items():
+            for name, value in parts.pop(group).items():
+                parts[own.get(name, names.get(name, name))] = value
+    content = base64.b64encode(zlib.compress(msgspec.msgpack.encode(text))).decode()
+    restored, _ = snapshots.restore(content, 0.0)
+    assert restored.jobs[job.id].lineage.plans
+    assert durable(restored) == durable(player.state)
