@@ -1,105 +1,180 @@
 """A worker's part in one generation: the groups it talks in and the lifeline it is watched by.
 
-Owns joining (meet at the store, build the groups, close the ring) and the two ways of leaving:
-on purpose, and because a peer is gone.
+Owns joining (arrive at the store, close the ring, build the groups), the two ways of leaving (on
+purpose, and because a peer is gone), and the report of a loss. Must not know what members do.
 """
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
-from oobleck.host.ipc.messages import Assign
-from oobleck.planner.ids import WorkerId
-from oobleck.worker.runtime.control import Control
-from oobleck.worker.runtime.errors import TransportError
+from oobleck.host.ipc.messages import Assign, PeerLost
+from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.programs.instructions import Program
+from oobleck.worker.context import WorkerContext
+from oobleck.worker.runtime.errors import TransportError, Unreached
 from oobleck.worker.runtime.waiting import Waits
-from oobleck.worker.transport.connect import Connector
+from oobleck.worker.transport.connect import links_of, owner_groups
 from oobleck.worker.transport.lifeline import Lifeline
 from oobleck.worker.transport.nccl import Link
-from oobleck.worker.transport.rendezvous import RendezvousStore, StoreServer, await_arrival
-from oobleck.worker.transport.transport import Group
+from oobleck.worker.transport.rendezvous import RendezvousStore, await_arrival
+from oobleck.worker.transport.transport import Group, Transport
+
+log = logging.getLogger(__name__)
+
+
+def handover_members(assign: Assign) -> tuple[WorkerId, ...]:
+    """The plan's workers and those that leave and hand over what they alone hold, by rank."""
+    return tuple(sorted({*assign.plan.workers, *assign.leaving}))
+
+
+def join_handover(context: WorkerContext, assign: Assign) -> "Membership":
+    """Join those of `handover_members`. Raises as `join` does."""
+    return _join(context, assign, handover_members(assign), suffix="/handover")
+
+
+def join(
+    context: WorkerContext, assign: Assign, programs: Mapping[WorkerId, Program]
+) -> "Membership":
+    """Join the plan's workers, to run `programs`.
+
+    Raises TransportError when one is lost or not to be reached, Superseded when a newer generation
+    is wanted.
+    """
+    plan = assign.plan
+    _probe(context, "before:rendezvous", assign)
+    groups, links = owner_groups(programs.values(), plan), links_of(programs, plan)
+    return _join(context, assign, plan.workers, groups=groups, links=links)
+
+
+def _join(
+    context: WorkerContext,
+    assign: Assign,
+    members: Sequence[WorkerId],
+    *,
+    groups: Sequence[Group] = (),
+    links: Sequence[Link] = (),
+    suffix: str = "",
+) -> "Membership":
+    try:
+        return Membership(context, assign, members, groups, links, suffix)
+    except Unreached as error:
+        raise error.of(members) from None
+
+
+def _probe(context: WorkerContext, point: str, assign: Assign) -> None:
+    step = context.progress.begun
+    context.faults.reached(point, generation=assign.plan.generation, step=step)
+
+
+def report_lost(
+    context: WorkerContext,
+    generation: Generation,
+    error: TransportError,
+    silent: Sequence[WorkerId] = (),
+) -> None:
+    """Tell the agent that a peer is gone; from any thread, more than once if need be. `silent`:
+    those whose hosts do not answer."""
+    log.warning("peer lost", extra={"generation": generation, "detail": str(error)})
+    way_gone = error if isinstance(error, Unreached) else None
+    unreached = set(silent)
+    if way_gone and way_gone.worker:
+        unreached.add(way_gone.worker)
+    context.control.report(
+        PeerLost(
+            generation=generation,
+            step=context.progress.begun,
+            detail=str(error),
+            unreached=tuple(sorted(unreached)),
+            store_unreached=way_gone is not None and way_gone.worker is None,
+        )
+    )
 
 
 class Membership:
-    """Holds what connects this worker to the others of a generation, until it leaves."""
+    """What connects this worker to the others of a generation, until it leaves."""
 
     def __init__(
         self,
+        context: WorkerContext,
         assign: Assign,
-        worker: WorkerId,
-        *,
         members: Sequence[WorkerId],
-        own_store: StoreServer,
-        connector: Connector,
         groups: Sequence[Group],
         links: Sequence[Link],
-        control: Control,
-        on_lost: Callable[[str, Sequence[WorkerId]], None],
-        on_arrival: Callable[[], None],
-        meeting: str = "",
+        suffix: str,
     ) -> None:
-        """Join; returns when all `members` have. `meeting`: which one it is, of several in a
-        generation.
+        """Returns when all `members` have joined. `suffix`: tells apart the several rendezvous of
+        one generation.
 
-        Raises TransportError when one is lost on the way, Superseded when a newer generation is
-        wanted; nothing is left open then. `on_lost` is told, from another thread and at any time
-        once all have arrived, that a peer is gone, and which ones' hosts do not answer;
-        whatever waits for others is released then.
-        `on_arrival` is called in between.
+        Raises TransportError when a member is lost on the way, Superseded when a newer generation
+        is wanted; nothing is left open then. Once all have arrived, the loss of a peer is reported
+        at any time, from another thread, and releases whatever waits for others.
         """
-        generation = assign.plan.generation
-        self._control = control
-        self._on_lost = on_lost
+        generation, control = assign.plan.generation, context.control
+        self._context = context
+        self._generation = generation
         self._members = members
-        rank, size = members.index(worker), len(members)
-        store, prefix = assign.rendezvous.store, assign.rendezvous.prefix + meeting
-        waits = Waits()
         self._lost = False
-        # What a push of an abrupt change and a neighbour's death release: first whatever waits for
-        # the store and for connections ...
+        waits = Waits()
+        #: An abrupt change and a neighbour's death call it: at first it releases whatever waits for
+        #: the store and for connections, later whatever waits in a group.
         self._release = waits.release
-        control.on_abrupt(self._release)
-        try:
+        with ExitStack() as undo:
+            undo.callback(waits.close)
+            control.on_abrupt(self._release)
+            undo.callback(control.on_abrupt, None)
             control.check_newest(generation)
-            rendezvous = RendezvousStore(store, prefix, own=own_store, waits=waits)
-            self._lifeline = Lifeline(
-                rendezvous, rank, size, connector.address, silence_s=connector.silence_s
+            where = assign.rendezvous
+            rendezvous = RendezvousStore(
+                where.store, where.prefix + suffix, own=context.store, waits=waits
             )
-            try:
-                connector.announce(rendezvous)
-                await_arrival(
-                    rendezvous, size, lambda: control.check_newest(generation), generation
-                )
-                on_arrival()
-                # Before the groups, in which a death is not noticed while they are built.
-                self._lifeline.connect(self._peer_lost, lambda: control.check_wanted(generation))
-                self.transport = connector.connect(
-                    rendezvous,
-                    rank,
-                    size,
-                    groups=groups,
-                    links=links,
-                    waits=waits,
-                    watch=self._lifeline.show,
-                )
-            except BaseException:
-                self._lifeline.close(goodbye=False)
-                raise
-        except BaseException:
-            control.on_abrupt(None)
-            waits.close()
-            raise
-        # ... and from here on in a group.
+            self._lifeline = Lifeline(
+                rendezvous,
+                members.index(context.worker),
+                len(members),
+                context.connector.address,
+                silence_s=context.connector.silence_s,
+            )
+            undo.callback(self._lifeline.close, goodbye=False)
+            self.transport = self._connect(assign, rendezvous, groups, links, waits)
+            undo.pop_all()
         self._release = self.transport.abort
         control.on_abrupt(self._release)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.leave, orderly=False)
             control.check_wanted(generation)
             if self._lost:
                 raise TransportError("a peer was lost while groups were built")
-        except BaseException:
-            self.leave(orderly=False)
-            raise
+            undo.pop_all()
+
+    def _connect(
+        self,
+        assign: Assign,
+        rendezvous: RendezvousStore,
+        groups: Sequence[Group],
+        links: Sequence[Link],
+        waits: Waits,
+    ) -> Transport:
+        """Wait for all members, watch the neighbours from then on, and build the groups."""
+        control, connector = self._context.control, self._context.connector
+        generation, size = self._generation, len(self._members)
+        connector.announce(rendezvous)
+        await_arrival(rendezvous, size, lambda: control.check_newest(generation), generation)
+        _probe(self._context, "before:connect", assign)
+        # Before the groups, in which a death is not noticed while they are built.
+        self._lifeline.connect(self._peer_lost, lambda: control.check_wanted(generation))
+        return connector.connect(
+            rendezvous,
+            self._members.index(self._context.worker),
+            size,
+            groups=groups,
+            links=links,
+            waits=waits,
+            watch=self._lifeline.show,
+        )
 
     def _peer_lost(self, detail: str) -> None:
-        self._on_lost(detail, self.silent())
+        report_lost(self._context, self._generation, TransportError(detail), self.silent())
         self._lost = True
         self._release()
 
@@ -113,7 +188,7 @@ class Membership:
 
     def leave(self, *, orderly: bool) -> None:
         """Leave the generation; a disorderly end releases the peers that wait for this worker."""
-        self._control.on_abrupt(None)
+        self._context.control.on_abrupt(None)
         if not orderly:
             self.transport.abort()
         self._lifeline.close(goodbye=orderly)

@@ -142,7 +142,6 @@ def verify(path: str, as_json: bool) -> int:
     goes on from it and none counts it as kept; one that is whole again is taken back.
     """
     from oobleck.cli.output import text
-    from oobleck.host.storage.checkpoints import problem_of
     from oobleck.host.storage.checkpoints import verify as verify_files
     from oobleck.planner.recovery.checkpoint import MANIFEST
 
@@ -154,7 +153,7 @@ def verify(path: str, as_json: bool) -> int:
         problems = verify_files(folder, found.manifest)
         note = _mark(folder, problems)
         for file, error in problems.items():
-            bad.append({"checkpoint": found.name, "file": file, "problem": problem_of(error)})
+            bad.append({"checkpoint": found.name, "file": file, "problem": error.what})
         if not as_json:
             files = len(found.manifest.files)
             state = f"{len(problems)} of {files} files damaged" if problems else "ok"
@@ -169,10 +168,10 @@ def verify(path: str, as_json: bool) -> int:
 
 def _mark(folder: "Folder", problems: "Mapping[str, InvalidCheckpoint]") -> str:
     """Set the checkpoint in `folder` aside, or take that back, by what was found; what to say."""
-    from oobleck.host.storage.checkpoints import Damaged, problem_of
+    from oobleck.host.storage.checkpoints import Damaged
     from oobleck.host.storage.set_aside import read_mark, set_aside, take_back
 
-    lasting = {f: problem_of(error) for f, error in problems.items() if isinstance(error, Damaged)}
+    lasting = {f: error.what for f, error in problems.items() if isinstance(error, Damaged)}
     try:
         marked = read_mark(folder) is not None
         if lasting and not marked:

@@ -48,11 +48,21 @@ class Listing:
     torn: tuple[str, ...]
 
 
-class Damaged(InvalidCheckpoint):
+class LayerProblem(InvalidCheckpoint):
+    """Something is wrong with the file of one layer."""
+
+    def __init__(self, file: LayerFile, what: str) -> None:
+        """`what`: is wrong, without the file's name."""
+        super().__init__(f"{file.name}: {what}")
+        self.layer = file.layer
+        self.what = what
+
+
+class Damaged(LayerProblem):
     """A file is not what was written, as far as whoever reads it here can tell."""
 
 
-class Unreadable(InvalidCheckpoint):
+class Unreadable(LayerProblem):
     """A file cannot be read here; on another node, or at another time, it may be whole."""
 
 
@@ -106,13 +116,13 @@ def read_layer(folder: Folder, file: LayerFile) -> bytes:
     return content
 
 
-def verify(folder: Folder, manifest: Manifest) -> dict[str, InvalidCheckpoint]:
+def verify(folder: Folder, manifest: Manifest) -> dict[str, LayerProblem]:
     """Which files of a checkpoint are damaged or cannot be read, and how."""
     found = {file.name: verify_layer(folder, file) for file in manifest.files}
     return {name: problem for name, problem in found.items() if problem is not None}
 
 
-def verify_layer(folder: Folder, file: LayerFile) -> InvalidCheckpoint | None:
+def verify_layer(folder: Folder, file: LayerFile) -> LayerProblem | None:
     """None: the file is what was written. Keeps no more than a part of it in memory."""
     digest, size = hashlib.sha256(), 0
     try:
@@ -120,7 +130,7 @@ def verify_layer(folder: Folder, file: LayerFile) -> InvalidCheckpoint | None:
             digest.update(chunk)
             size += len(chunk)
             if size > file.bytes:
-                raise Damaged(f"{file.name}: has more than {file.bytes} bytes")
+                raise Damaged(file, f"has more than {file.bytes} bytes")
         _check(file, size, digest.hexdigest())
     except OSError as error:
         return _unreadable(file, error)
@@ -129,23 +139,18 @@ def verify_layer(folder: Folder, file: LayerFile) -> InvalidCheckpoint | None:
     return None
 
 
-def problem_of(error: InvalidCheckpoint) -> str:
-    """What is wrong with a file, without its name."""
-    return str(error).partition(": ")[2]
-
-
-def _unreadable(file: LayerFile, error: OSError) -> InvalidCheckpoint:
+def _unreadable(file: LayerFile, error: OSError) -> LayerProblem:
     """A storage may fail for a moment; a file that is not there, or is none, stays so."""
     lasts = isinstance(error, FileNotFoundError | WrongFile)
     kind = Damaged if lasts else Unreadable
-    return kind(f"{file.name}: {error.strerror or error}")
+    return kind(file, error.strerror or str(error))
 
 
 def _check(file: LayerFile, size: int, sha256: str) -> None:
     if size != file.bytes:
-        raise Damaged(f"{file.name}: has {size} bytes, not {file.bytes}")
+        raise Damaged(file, f"has {size} bytes, not {file.bytes}")
     if sha256 != file.sha256:
-        raise Damaged(f"{file.name}: its content is not what was written (SHA-256)")
+        raise Damaged(file, "its content is not what was written (SHA-256)")
 
 
 def prune(

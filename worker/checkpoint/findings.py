@@ -45,7 +45,7 @@ class Finding:
         )
 
 
-def told_once(found: Iterable[Finding]) -> list[str]:
+def distinct_reasons(found: Iterable[Finding]) -> list[str]:
     """Each reason with the nodes that gave it."""
     nodes: dict[str, set[NodeName]] = {}
     for finding in found:

@@ -1,7 +1,7 @@
-"""The checkpoints' place: whether it is there for all workers of a generation, and what is in it.
+"""The place of a job's checkpoints: whether all workers of a generation can use it, what is in it.
 
-The first worker that sees any says which checkpoints there are. Where the place is not there for
-all, the nodes without it are at fault (`findings`), or the job. Must not know what is in a
+The first worker that sees any checkpoint says which ones there are. Where some workers cannot use
+the place, either their nodes or the job are at fault (`findings`). Must not know what is in a
 checkpoint.
 """
 
@@ -15,11 +15,11 @@ import torch
 from oobleck.host.ipc.messages import Assign
 from oobleck.host.storage.checkpoints import StoredCheckpoint, list_checkpoints
 from oobleck.host.storage.folder import Folder, open_folder
-from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.job.spec import CheckpointSpec, JobSpec
+from oobleck.planner.ids import NodeName
+from oobleck.planner.job.spec import CheckpointSpec
 from oobleck.planner.recovery.checkpoint import misfit, step_of, why_not_begin
-from oobleck.worker.checkpoint.findings import Finding, at_fault, told_once
-from oobleck.worker.runtime.control import Control
+from oobleck.worker.checkpoint.findings import Finding, at_fault, distinct_reasons
+from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime.errors import CheckpointError, LocationUnreachable, TransportError
 from oobleck.worker.transport.transport import Transport
 
@@ -46,70 +46,60 @@ def check_protocol(spec: CheckpointSpec) -> None:
 
 
 class CheckpointLocation:
-    """As the workers of one generation find it."""
+    """What the workers of one generation see at the job's `checkpoint.path`."""
 
     def __init__(
-        self,
-        *,
-        job: JobSpec,
-        spec: CheckpointSpec,
-        worker: WorkerId,
-        data: str,
-        control: Control,
-        assign: Assign,
-        transport: Transport,
+        self, context: WorkerContext, spec: CheckpointSpec, assign: Assign, transport: Transport
     ) -> None:
-        """`data`: fingerprint of the data that this worker reads, hexadecimal."""
         self.folder: Folder = open_folder(spec.path)
-        #: By identity.
+        #: The checkpoints that this worker sees, by identity.
         self.known: dict[int, StoredCheckpoint] = {}
-        #: Why, by folder.
+        #: Folders of checkpoints that are damaged, each with the reason.
         self._damaged: dict[str, str] = {}
-        self._job = job
+        self._job = context.job
         self._spec = spec
-        self._worker = worker
-        self._data = data
-        self._control = control
+        self._worker = context.worker
+        self._data = context.data.hex()
+        self._control = context.control
         self._plan = assign.plan
-        self._meeting = assign.rendezvous.prefix
+        self._prefix = assign.rendezvous.prefix
         self._transport = transport
 
-    def begin(self) -> Candidates:
-        """For a job that has not trained yet, by its `checkpoint.resume`. All must be able to
-        write, rather than fail at the first checkpoint; later that must not keep training from
-        going on.
+    def candidates_to_begin(self) -> Candidates:
+        """What a job that has not trained yet may begin with, by its `checkpoint.resume`.
 
-        Raises CheckpointError where the job must not begin so, or with this place; of nodes
-        without it as `failure` does.
+        All workers must be able to write, rather than fail at the first checkpoint. (In a job that
+        has trained, that must not keep training from going on.) Raises CheckpointError where the
+        job must not begin so, or with this place; where nodes cannot use it as `error_for` says.
         """
-        meeting = hashlib.sha256(self._meeting.encode()).hexdigest()[:8]
-        probes = [f".shared.{meeting}.{rank}" for rank in range(self._transport.size)]
+        attempt = hashlib.sha256(self._prefix.encode()).hexdigest()[:8]
+        probes = [f".shared.{attempt}.{rank}" for rank in range(self._transport.size)]
         own = Finding(worker=self._worker)
         first = self._plan.workers[0]
         found: Sequence[StoredCheckpoint] = ()
         try:
             if self._worker == first:
-                if trouble := self._trouble(probes[0]):
+                if problem := self._why_unusable(probes[0]):
                     raise CheckpointError(
-                        f"checkpoint.path: {trouble}; make it a writable directory with room on "
+                        f"checkpoint.path: {problem}; make it a writable directory with room on "
                         f"{first.node}, or name another place"
                     )
-                found = self._allowed()
-            candidates, _ = self._agree(found)
+                found = self._usable_to_begin()
+            candidates, _ = self._agree_on_candidates(found)
             if self._worker != first:  # what is refused is not written to by many
-                own = self._share(probes[0], probes[self._transport.rank])
-            self._meet(own)
+                own = self._check_shared(probes[0], probes[self._transport.rank])
+            self._require_all(own)
         finally:
             with contextlib.suppress(OSError):  # what stays is no checkpoint
                 self.folder.remove(probes[self._transport.rank])
         return candidates
 
-    def look(self, *, needed: bool) -> Candidates:
-        """For a job that has trained. Raises CheckpointError where there is none of this training
-        though one is `needed`, or only damaged ones; of nodes without the place as `failure`
-        does."""
-        self._meet(self._listed())
-        candidates, damaged = self._agree(self._fitting())
+    def candidates_to_go_on(self, *, needed: bool) -> Candidates:
+        """What a job that has trained may go on from. Raises CheckpointError where there is none of
+        this training though one is `needed`, or only damaged ones; where nodes cannot use the place
+        as `error_for` says."""
+        self._require_all(self._list_patiently())
+        candidates, damaged = self._agree_on_candidates(self._usable())
         if not candidates and (needed or damaged):
             what = "; ".join(self._damaged.values())
             raise CheckpointError(
@@ -123,17 +113,17 @@ class CheckpointLocation:
         """What was known to be damaged and would have come before the checkpoint of `step`."""
         return [why for name, why in self._damaged.items() if (step_of(name) or 0) > step]
 
-    def tell(self, own: Finding) -> list[Finding]:
+    def share_findings(self, own: Finding) -> list[Finding]:
         """What all workers find, in rank order."""
         rows = self._transport.all_gather(torch.tensor(own.to_row()))
         pairs = zip(self._plan.workers, rows, strict=True)
         return [Finding.from_row(worker, row.tolist()) for worker, row in pairs]
 
-    def failure(
+    def error_for(
         self, fault: frozenset[NodeName], what: str, fix: str
     ) -> CheckpointError | LocationUnreachable | TransportError:
-        """To be raised. `fault`: nodes without which the others go on, in the next generation;
-        none: it is the job's."""
+        """What this worker raises. `fault`: the nodes without which the others go on, in the next
+        generation; empty: the job is at fault."""
         if not fault:
             return CheckpointError(f"checkpoint.path: {what}; {fix}")
         if self._worker.node not in fault:
@@ -143,14 +133,14 @@ class CheckpointLocation:
             "room, and make it writable"
         )
 
-    def _meet(self, own: Finding) -> None:
-        """Return where the place is there for all."""
-        found = self.tell(own)
-        if reasons := told_once(found):
+    def _require_all(self, own: Finding) -> None:
+        """Raise unless every worker finds the place fine."""
+        found = self.share_findings(own)
+        if reasons := distinct_reasons(found):
             fix = "name a place that all nodes share and can write to"
-            raise self.failure(at_fault(found), "; ".join(reasons), fix)
+            raise self.error_for(at_fault(found), "; ".join(reasons), fix)
 
-    def _trouble(self, probe: str) -> str:
+    def _why_unusable(self, probe: str) -> str:
         """Why this node cannot use the place; empty: it can, has left a file there, and knows which
         checkpoints there are."""
         what = "write to"
@@ -162,15 +152,15 @@ class CheckpointLocation:
             return f"cannot {what} {self.folder.url}: {error.strerror or error}"
         return ""
 
-    def _share(self, theirs: str, own: str) -> Finding:
+    def _check_shared(self, theirs: str, own: str) -> Finding:
         """Whether what the first worker has written appears here, and this node can write too."""
         url = self.folder.url
         try:
             seen = self.folder.exists(theirs)
         except OSError as error:
             return self._unreadable(f"cannot read {url}: {error.strerror or error}")
-        if trouble := self._trouble(own):
-            return self._unreadable(trouble)
+        if problem := self._why_unusable(own):
+            return self._unreadable(problem)
         if not seen:
             reason = f"what {self._plan.workers[0].node} writes to {url} does not appear"
             return Finding(worker=self._worker, kind="unseen", reason=reason)
@@ -179,7 +169,7 @@ class CheckpointLocation:
     def _unreadable(self, reason: str) -> Finding:
         return Finding(worker=self._worker, kind="unreadable", reason=reason)
 
-    def _listed(self) -> Finding:
+    def _list_patiently(self) -> Finding:
         """After some attempts, because a storage that fails for a moment must not end a
         training."""
         reason = ""
@@ -200,20 +190,20 @@ class CheckpointLocation:
         self.known = {found.identity: found for found in listing.checkpoints}
         self._damaged = listing.damaged
 
-    def _fitting(self) -> list[StoredCheckpoint]:
+    def _usable(self) -> list[StoredCheckpoint]:
         known = self.known.values()
         return [item for item in known if not misfit(item.manifest, self._job, self._data)]
 
-    def _allowed(self) -> list[StoredCheckpoint]:
+    def _usable_to_begin(self) -> list[StoredCheckpoint]:
         """What the job may begin with; raises CheckpointError where it may not begin."""
         newest = next(((found.name, found.manifest) for found in self.known.values()), None)
         damaged = tuple(self._damaged.values())
         refusal = why_not_begin(self._job, self._spec, newest, damaged=damaged, data=self._data)
         if refusal:
             raise CheckpointError(refusal)
-        return self._fitting()
+        return self._usable()
 
-    def _agree(self, own: Sequence[StoredCheckpoint]) -> tuple[Candidates, bool]:
+    def _agree_on_candidates(self, own: Sequence[StoredCheckpoint]) -> tuple[Candidates, bool]:
         """What the first worker has that has any; and whether anybody knows of damaged ones."""
         table = torch.zeros(1 + _MOST_TRIED, 2, dtype=torch.int64)
         some = own[:_MOST_TRIED]

@@ -1,28 +1,43 @@
 """Final weights on disk: one safetensors file per layer, and a manifest that names them.
 
-A file appears under its name only when it is whole. Each layer is written by one of its holders
-and the manifest by one worker after that, so a manifest stands for a complete set. `read_output`
-is for users and tests; it needs no torch.
+Each layer is written by one of its holders and the manifest by one worker after that, so a manifest
+stands for a complete set. A file appears under its name only when it is whole. A write that failed
+is tried until it works: the result is here and nowhere else. `read_output` is for users and tests.
 """
 
 import contextlib
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save
 
+from oobleck.host.ipc.messages import SaveFailed
 from oobleck.host.system.files import read_regular
 from oobleck.planner.codec import decode, encode
+from oobleck.planner.ids import Generation
 from oobleck.planner.job.spec import JobSpec, ModelSpec
+from oobleck.planner.programs.plan import Plan
+from oobleck.worker.context import WorkerContext
+from oobleck.worker.runtime import pulse
+from oobleck.worker.runtime.control import Control
 from oobleck.worker.state.model_state import ModelState
+from oobleck.worker.transport.collect import collect
+from oobleck.worker.transport.transport import Transport
+
+log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _PROBE_BYTES = 65_536
 _MOST_MANIFEST_BYTES = 1 << 20
+#: Between two attempts to write to a disk that did not take it.
+_RETRY_S = 5.0
 
 
 class OutputError(ValueError):
@@ -84,6 +99,40 @@ def write_manifest(directory: str | Path, job: JobSpec, job_id: str, step: int) 
     files = tuple(layer_file(layer) for layer in range(job.model.layer_count))
     manifest = Manifest(job=job_id, step=step, model=job.model, files=files)
     _write(Path(directory) / MANIFEST, msgspec.json.format(encode(manifest), indent=2) + b"\n")
+
+
+def write_result(context: WorkerContext, output: str, plan: Plan, transport: Transport) -> None:
+    """Write the committed state to the directory `output`: each layer by its first owner, then the
+    manifest.
+
+    Every worker of `plan` calls it. Raises TransportError when one is lost, Superseded when a newer
+    generation is wanted.
+    """
+    job, worker, step = context.job, context.worker, context.progress.committed
+    insist = partial(_insist, context.control, plan.generation, step)
+    # One layer after the other, so that there is no more than one whole in host memory.
+    for layer in range(plan.layer_count):
+        writer = plan.owners(layer)[0]
+        whole = collect(context.state, layer, transport, plan, worker=worker, writer=writer)
+        if whole is not None:
+            state = ModelState(job, torch.device("cpu"))
+            state.load(layer, whole, version=step)
+            insist(partial(write_layers, output, state, [layer]))
+    transport.all_gather(torch.zeros(1))  # the manifest vouches for all layers
+    if plan.workers[0] == worker:
+        insist(partial(write_manifest, output, job, context.job_id, step))
+
+
+def _insist(control: Control, generation: Generation, step: int, write: Callable[[], None]) -> None:
+    """Write until it has worked."""
+    while True:
+        try:
+            with pulse.FILES:
+                return write()
+        except OutputError as error:
+            log.warning("the output cannot be written", extra={"reason": error})
+            control.report(SaveFailed(what="output", step=step, reason=str(error)))
+            control.pause(generation, _RETRY_S)
 
 
 def read_manifest(directory: str | Path) -> Manifest:

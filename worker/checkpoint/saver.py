@@ -15,18 +15,14 @@ import torch
 from oobleck.host.ipc.messages import Assign
 from oobleck.host.storage.folder import open_folder
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.recovery.checkpoint import folder_name, writers
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.worker.checkpoint.writer import CheckpointWriter, Order
+from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime import pulse
-from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.errors import TransportError
-from oobleck.worker.runtime.faults import FaultInjector
 from oobleck.worker.state.layout import layer_sizes
-from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step import vote
-from oobleck.worker.step.commit import TrainingProgress
 from oobleck.worker.transport.collect import collect
 from oobleck.worker.transport.transport import Transport
 
@@ -40,27 +36,13 @@ _RETRY_S = 10.0
 class Saver:
     """One worker's part in the checkpoints of its job."""
 
-    def __init__(
-        self,
-        *,
-        job: JobSpec,
-        job_id: str,
-        worker: WorkerId,
-        state: ModelState,
-        fingerprint: bytes,
-        control: Control,
-        faults: FaultInjector,
-    ) -> None:
-        """`fingerprint`: of the data that this worker reads."""
-        self._job = job
-        self._job_id = job_id
-        self._spec = job.checkpoint
-        self._worker = worker
-        self._state = state
-        self._data = fingerprint.hex()
-        self._control = control
-        self._faults = faults
-        self._sizes = layer_sizes(job.model)
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._job = context.job
+        self._spec = context.job.checkpoint
+        self._worker = context.worker
+        self._control = context.control
+        self._sizes = layer_sizes(context.job.model)
         self._assign: Assign | None = None
         self._transport: Transport | None = None
         #: The last one that was begun; and whether its end has not been agreed yet.
@@ -73,7 +55,7 @@ class Saver:
         self._served = 0
         self._saved_step = 0
 
-    def enter(self, assign: Assign, transport: Transport, progress: TrainingProgress) -> None:
+    def enter(self, assign: Assign, transport: Transport) -> None:
         """Training goes on in another generation. Without a loss a save goes on as well; with one
         its writers may be gone, so it is given up, and the next step's is taken instead."""
         if self._spec is None:
@@ -83,6 +65,7 @@ class Saver:
             self._last.abandon(disturbed=True)
             self._open, self._overdue = False, True
         self._assign, self._transport = assign, transport
+        progress = self._context.progress
         if progress.lineage == assign.plan.generation:  # the checkpoint that it begins with
             self._saved_step = progress.committed
         at_risk = can_lose(assign.plan) < self._job.fault_tolerance
@@ -142,10 +125,10 @@ class Saver:
         chosen = writers(plan, self._sizes)
         order = Order(
             job=self._job,
-            job_id=self._job_id,
+            job_id=self._context.job_id,
             step=step,
             name=folder_name(step, assign.rendezvous.prefix),
-            data=self._data,
+            data=self._context.data.hex(),
             wish=wish,
             writers=tuple((worker, chosen[worker]) for worker in plan.workers),
             rank=plan.workers.index(self._worker),
@@ -159,7 +142,7 @@ class Saver:
             self._overdue = True
             return
         reached = partial(
-            self._faults.reached, "before:LayerFile", generation=plan.generation, step=step
+            self._context.faults.reached, "before:LayerFile", generation=plan.generation, step=step
         )
         self._last = CheckpointWriter(
             order, open_folder(spec.path), snapshots, report=self._control.report, reached=reached
@@ -173,7 +156,7 @@ class Saver:
         writer_of = {layer: writer for writer, layers in chosen.items() for layer in layers}
         found = {
             layer: collect(
-                self._state,
+                self._context.state,
                 layer,
                 self._transport,
                 self._assign.plan,

@@ -22,7 +22,7 @@ from oobleck.worker.profiling.footprint import peak_bytes
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.mailbox import AHEAD
-from oobleck.worker.step.stage import StageRunner
+from oobleck.worker.step.stage import StageRunner, complete
 
 #: Repeats of one kind of layer: until this time is over, and within these bounds.
 BUDGET_S = 0.4
@@ -214,7 +214,7 @@ class _Bench:
 
         def run() -> None:
             runner.forward(0, self._input, self._rows, self._targets)
-            runner.backward(0, self._gradient)
+            complete(runner.backward(0, self._gradient))
 
         made = peak_bytes(run, self._device)
         self.state.zero_gradients()
@@ -253,7 +253,7 @@ class _Bench:
 
     def _backward_s(self, runner: StageRunner) -> float:
         started = self._now()
-        runner.backward(0, self._gradient)
+        complete(runner.backward(0, self._gradient))
         return self._now() - started
 
     def _backward_input_s(self, runner: StageRunner) -> float:
@@ -262,7 +262,7 @@ class _Bench:
         started = self._now()
         runner.backward_input(0, self._gradient)
         taken_s = self._now() - started
-        runner.backward_weight(0)
+        complete(runner.backward_weight(0))
         return taken_s
 
     def _update(self) -> None:

@@ -6,22 +6,18 @@ and so does a newer wish, such as the one that follows the death of a peer.
 """
 
 import logging
-
-import torch
+from contextlib import ExitStack
 
 from oobleck.host.ipc.messages import LinkMeasured, Measure, Measured, Meeting
-from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.ids import Generation
 from oobleck.planner.profile.measurement import LinkMeasurement
 from oobleck.planner.profile.sharing import sharing_sizes
+from oobleck.worker.context import WorkerContext
 from oobleck.worker.profiling.measure_layers import measure_layers
 from oobleck.worker.profiling.measure_link import measure_link
-from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.errors import Superseded, TransportError
-from oobleck.worker.runtime.faults import FaultInjector
 from oobleck.worker.runtime.waiting import Waits
-from oobleck.worker.transport.connect import Connector
-from oobleck.worker.transport.rendezvous import RendezvousStore, StoreServer, await_arrival
+from oobleck.worker.transport.rendezvous import RendezvousStore, await_arrival
 
 log = logging.getLogger(__name__)
 
@@ -34,34 +30,19 @@ _BOTH_WAYS = ((0, 1), (1, 0))
 class Measuring:
     """One worker's part in measuring the job's model and the links."""
 
-    def __init__(
-        self,
-        *,
-        worker: WorkerId,
-        job: JobSpec,
-        device: torch.device,
-        device_kind: str,
-        connector: Connector,
-        own_store: StoreServer,
-        control: Control,
-        faults: FaultInjector,
-    ) -> None:
-        self._worker = worker
-        self._job = job
-        self._device = device
+    def __init__(self, context: WorkerContext, device_kind: str) -> None:
+        """`device_kind`: what the measurement calls the device."""
+        self._context = context
         self._device_kind = device_kind
-        self._connector = connector
-        self._own_store = own_store
-        self._control = control
-        self._faults = faults
+        self._control = context.control
 
     def run(self, wish: Measure) -> None:
         """Returns when all is reported, or called off by an assignment or a newer wish."""
-        self._faults.reached("before:measure", generation=_BEFORE, step=0)
+        self._context.faults.reached("before:measure", generation=_BEFORE, step=0)
         try:
             self._control.report(self._measure_layers(wish))
             for meeting in wish.meetings:
-                if self._worker in meeting.workers:
+                if self._context.worker in meeting.workers:
                     self._measure_link(wish, meeting)
         except Superseded:
             log.info("measuring was called off")
@@ -71,9 +52,13 @@ class Measuring:
 
     def _measure_layers(self, wish: Measure) -> Measured:
         try:
-            sizes = sharing_sizes(self._job.training.microbatch, wish.gpus)
+            sizes = sharing_sizes(self._context.job.training.microbatch, wish.gpus)
             found = measure_layers(
-                self._job, self._device, self._device_kind, self._check, sizes=sizes
+                self._context.job,
+                self._context.connector.device,
+                self._device_kind,
+                self._check,
+                sizes=sizes,
             )
         except (RuntimeError, MemoryError) as error:  # of torch; mostly for want of memory
             log.warning("layers were not measured", extra={"reason": str(error)})
@@ -90,34 +75,32 @@ class Measuring:
             self._check()  # it was aborted because it is no longer wanted
             log.warning("link was not measured", extra={"reason": str(error)})
             problem = str(error)
-        if meeting.workers[0] == self._worker:
+        if meeting.workers[0] == self._context.worker:
             report = LinkMeasured(
                 attempt=wish.attempt, scope=meeting.scope, link=link, problem=problem
             )
             self._control.report(report)
 
     def _meet(self, meeting: Meeting) -> LinkMeasurement | None:
-        where, rank = meeting.rendezvous, meeting.workers.index(self._worker)
+        where, rank = meeting.rendezvous, meeting.workers.index(self._context.worker)
+        connector, store = self._context.connector, self._context.store
         waits = Waits()
-        self._control.on_abrupt(waits.release)
-        try:
+        with ExitStack() as undo:
+            undo.callback(waits.close)
+            self._control.on_abrupt(waits.release)
+            undo.callback(self._control.on_abrupt, None)
             self._check()
-            rendezvous = RendezvousStore(
-                where.store, where.prefix, own=self._own_store, waits=waits
-            )
-            self._connector.announce(rendezvous)
+            rendezvous = RendezvousStore(where.store, where.prefix, own=store, waits=waits)
+            connector.announce(rendezvous)
             await_arrival(rendezvous, _MEMBERS, self._check, _BEFORE)
-            transport = self._connector.connect(
+            transport = connector.connect(
                 rendezvous, rank, _MEMBERS, groups=(), links=_BOTH_WAYS, waits=waits
             )
-        except BaseException:
-            self._control.on_abrupt(None)
-            waits.close()
-            raise
+            undo.pop_all()
         self._control.on_abrupt(transport.abort)
         try:
             self._check()
-            return measure_link(transport, meeting.scope, self._device, self._check)
+            return measure_link(transport, meeting.scope, connector.device, self._check)
         except BaseException:
             transport.abort()  # release the other one
             raise

@@ -1,8 +1,8 @@
-"""The way into a generation, once its members can talk: agreement, roll-forward, transfer.
+"""How a worker comes to the agreed state once the members of a generation can talk.
 
-Owns the order of what each worker does by the agreement that follows from all recovery states
-(`rejoin`): apply a step that others have committed, find out what counts of the one that was cut
-off, come to hold the plan's layers (`transfer`); or, where a layer is with nobody, go back to a
+All tell each other their recovery states and draw the same agreement (`rejoin`). By it a worker
+applies a step that others have committed, finds out what counts of the step that was cut off, and
+fetches the plan's layers that it lacks (`transfer`). Where a layer is with nobody, all go back to a
 checkpoint (`restore`). Must not know how training goes on after.
 """
 
@@ -16,19 +16,16 @@ from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.messages import Assign, Committed, PhaseReached, Restored
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.transfer import ShardTable, plan_shards, require_holders
-from oobleck.worker.checkpoint.restore import Checkpoint, Restorer
+from oobleck.worker.checkpoint.restore import Checkpoint, restore
+from oobleck.worker.context import WorkerContext
+from oobleck.worker.membership import handover_members
 from oobleck.worker.recovery.rejoin import Agreement, Held, RecoveryState, agree
-from oobleck.worker.recovery.transfer import Mover
+from oobleck.worker.recovery.transfer import fetch_layers
 from oobleck.worker.runtime import pulse
-from oobleck.worker.runtime.control import Control
-from oobleck.worker.runtime.faults import FaultInjector
-from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.layer_state import LayerState
-from oobleck.worker.state.model_state import ModelState
-from oobleck.worker.step.commit import TrainingProgress, commit, count_votes, make_record
+from oobleck.worker.step.commit import commit, count_votes, make_record
 from oobleck.worker.step.salvage import Contribution, Salvage, plan_salvage
 from oobleck.worker.step.vote import ballot_length
 from oobleck.worker.transport.transport import Transport
@@ -39,50 +36,16 @@ log = logging.getLogger(__name__)
 _FINGERPRINT_WORDS = 4
 
 
-def members_of(assign: Assign) -> tuple[WorkerId, ...]:
-    """Who meets for a handover, in rank order."""
-    return tuple(sorted({*assign.plan.workers, *assign.leaving}))
-
-
 class Recovery:
-    """What a worker brings along into every generation that it enters."""
+    """One worker's part in every agreement on where training goes on."""
 
-    def __init__(
-        self,
-        *,
-        worker: WorkerId,
-        job: JobSpec,
-        state: ModelState,
-        progress: TrainingProgress,
-        fingerprint: bytes,
-        inputs: bytes,
-        control: Control,
-        faults: FaultInjector,
-        timeline: Timeline,
-    ) -> None:
-        """`fingerprint`: of the data that this worker reads; `inputs`: of all that must be the same
-        on every node; 32 bytes each."""
-        self._worker = worker
-        self._job = job
-        self._state = state
-        self._progress = progress
-        self._inputs = inputs
-        self._control = control
-        self._faults = faults
-        self._timeline = timeline
-        self._restorer = (
-            None
-            if job.checkpoint is None
-            else Restorer(
-                job=job,
-                spec=job.checkpoint,
-                worker=worker,
-                state=state,
-                data=fingerprint.hex(),
-                control=control,
-            )
-        )
-        self._mover = Mover(worker=worker, job=job, state=state, faults=faults)
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._worker = context.worker
+        self._job = context.job
+        self._state = context.state
+        self._progress = context.progress
+        self._control = context.control
 
     def run(self, assign: Assign, transport: Transport, *, received: int = 0) -> Salvage | None:
         """Agree where training stands, roll forward or back to it, and fetch missing layers.
@@ -95,18 +58,18 @@ class Recovery:
         """
         plan, progress = assign.plan, self._progress
         self._state.drop_partial()
-        self._faults.reached(
+        self._context.faults.reached(
             "before:standings", generation=plan.generation, step=progress.committed
         )
-        with self._timeline.phase("agree"):
+        with self._context.timeline.phase("agree"):
             agreement = self._agree(plan, plan.workers, transport)
         if self._restore(assign, agreement, transport):
             return None
         rolled_forward = self._worker in agreement.roll_forward
         if agreement.vote_holder is not None:
-            with self._timeline.phase("roll forward"):
+            with self._context.timeline.phase("roll forward"):
                 self._learn_vote(plan.workers, agreement, transport)
-        with self._timeline.phase("salvage"):
+        with self._context.timeline.phase("salvage"):
             salvage = self._salvage(plan, agreement, transport)
         self._control.report(
             PhaseReached(
@@ -118,8 +81,8 @@ class Recovery:
                 salvaged_microbatches=0 if salvage is None else salvage.microbatches,
             )
         )
-        with self._timeline.phase("transfer"):
-            received += self._mover.run(plan, plan.workers, agreement, transport)
+        with self._context.timeline.phase("transfer"):
+            received += fetch_layers(self._context, plan, plan.workers, agreement, transport)
         progress.join(agreement.step, agreement.lineage, agreement.skipped, plan.generation)
         self._control.report(
             PhaseReached(generation=plan.generation, phase="transferred", received_bytes=received)
@@ -131,14 +94,14 @@ class Recovery:
 
         What nobody in this meeting holds either is left for the plan's own. Raises as `run` does.
         """
-        plan, members, progress = assign.plan, members_of(assign), self._progress
+        plan, members, progress = assign.plan, handover_members(assign), self._progress
         self._state.drop_partial()
         agreement = self._agree(plan, members, transport)
         if _is_lost(agreement.held, plan.layer_count):
             return 0
         if agreement.vote_holder is not None:
             self._learn_vote(members, agreement, transport)
-        received = self._mover.run(plan, members, agreement, transport)
+        received = fetch_layers(self._context, plan, members, agreement, transport)
         progress.join(agreement.step, agreement.lineage, agreement.skipped, plan.generation)
         transport.all_gather(torch.zeros(1))  # whoever leaves may end: all has arrived
         return received
@@ -146,16 +109,19 @@ class Recovery:
     def _restore(self, assign: Assign, agreement: Agreement, transport: Transport) -> bool:
         """Go on from a checkpoint where nobody has what is needed, or begin anew where there is
         none and the master knows of none; whether either was done."""
-        if self._restorer is None and not assign.anew:
+        spec = self._job.checkpoint
+        if spec is None and not assign.anew:
             return False
         fresh = agreement.step == 0 and not any(agreement.held.values())
         lost = agreement.step > 0 and _is_lost(agreement.held, assign.plan.layer_count)
         if not (assign.restore or fresh or lost):
             return False
         found: Checkpoint | None = None
-        if self._restorer is not None:
-            with self._timeline.phase("restore"), pulse.FILES:
-                found = self._restorer.run(
+        if spec is not None:
+            with self._context.timeline.phase("restore"), pulse.FILES:
+                found = restore(
+                    self._context,
+                    spec,
                     assign,
                     transport,
                     resume=fresh and not assign.restore,
@@ -194,7 +160,7 @@ class Recovery:
         Raises DataError where they read different inputs.
         """
         own = self._recovery_state(plan.layer_count)
-        inputs = torch.frombuffer(bytearray(self._inputs), dtype=torch.int64)
+        inputs = torch.frombuffer(bytearray(self._context.inputs), dtype=torch.int64)
         row = torch.cat([torch.tensor(own.to_row(), dtype=torch.int64), inputs])
         rows = transport.all_gather(row)
         others = [other[-_FINGERPRINT_WORDS:] for other in rows]

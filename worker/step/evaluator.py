@@ -1,10 +1,10 @@
 """Evaluation of the state after a step on held-out samples, by all workers of a generation.
 
 A forward pass without dropout over the same samples each time, in shares over all pipelines, and
-one sum over all workers. It reads the state and changes nothing, so a loss in the middle costs
-nothing but another evaluation: whoever comes to the same step in a later generation does it again,
-unless one worker has the result, which the others take over then. So every worker that goes on
-from a step has told of its evaluation before.
+one sum over all workers. It changes no state, so a loss in the middle costs only another
+evaluation: a later generation that comes to the same step does it again, unless one worker has the
+result, which the others then take over. So every worker that goes on from a step has reported its
+evaluation before.
 """
 
 import logging
@@ -15,18 +15,21 @@ import torch
 
 from oobleck.host.ipc.messages import Evaluated, EvaluationRecord
 from oobleck.planner.ids import Generation
-from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.compile import compile_evaluation
-from oobleck.planner.programs.instructions import Action, Instruction, LoadTokens
-from oobleck.worker.data.dataset import Tokens
+from oobleck.planner.programs.instructions import (
+    Action,
+    Forward,
+    Instruction,
+    LoadTokens,
+    ReceiveActivation,
+    SendActivation,
+)
+from oobleck.planner.programs.plan import Plan
+from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.held_out import HeldOut
 from oobleck.worker.runtime import pulse
-from oobleck.worker.runtime.control import Control
-from oobleck.worker.runtime.faults import FaultInjector
 from oobleck.worker.runtime.random import RowKeys
-from oobleck.worker.runtime.timeline import Timeline
-from oobleck.worker.step.interpreter import Interpreter, Purpose, StepEnd
-from oobleck.worker.step.stage import StageRunner
+from oobleck.worker.step.pipeline_stage import SPANS, PipelineStage
 from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -38,38 +41,26 @@ _NO_STEP = 0
 class Evaluator:
     """One worker's part in the evaluations of a job, over all generations."""
 
-    def __init__(
-        self,
-        *,
-        job: JobSpec,
-        held_out: HeldOut,
-        control: Control,
-        faults: FaultInjector,
-        timeline: Timeline,
-    ) -> None:
-        self._job = job
+    def __init__(self, context: WorkerContext, held_out: HeldOut) -> None:
+        self._context = context
         self._held_out = held_out
-        self._control = control
-        self._faults = faults
-        self._timeline = timeline
         self._newest: EvaluationRecord | None = None
 
-    def run(self, step: int, interpreter: Interpreter) -> None:
+    def run(self, step: int, plan: Plan, stage: PipelineStage, transport: Transport) -> None:
         """Evaluate the state after `step`, if that is due and not done, and report the result.
 
-        `interpreter`: of the generation, which is between two steps. Every worker of the plan calls
-        it at the same step. Raises TransportError when a peer is lost, Superseded when a newer
-        generation is wanted, DataError.
+        Every worker of `plan` calls it at the same step, between two steps. Raises TransportError
+        when a peer is lost, Superseded when a newer generation is wanted, DataError.
         """
         if not self._held_out.due(step):
             return
-        with self._timeline.span("evaluate", step):
-            known = self._known(step, interpreter.transport)
+        with self._context.timeline.span("evaluate", step):
+            known = self._known(step, transport)
             if known is None:
-                known = self._evaluate(step, interpreter)
+                known = self._evaluate(step, plan, stage, transport)
         if self._newest is None or self._newest.step != step:
             self._newest = known
-            self._control.report(Evaluated(record=known))
+            self._context.control.report(Evaluated(record=known))
 
     def _known(self, step: int, transport: Transport) -> EvaluationRecord | None:
         """The evaluation of `step` that some worker has from an earlier generation."""
@@ -93,24 +84,25 @@ class Evaluator:
                 )
         return None
 
-    def _evaluate(self, step: int, interpreter: Interpreter) -> EvaluationRecord:
+    def _evaluate(
+        self, step: int, plan: Plan, stage: PipelineStage, transport: Transport
+    ) -> EvaluationRecord:
         began = time.monotonic()
-        plan, worker = interpreter.plan, interpreter.worker
-        evaluation = _Evaluation(self._job, self._held_out, self._faults, plan.generation, step)
-        interpreter.exchange.begin({})
+        own_loss = 0.0
+        stage.exchange.begin({})
         rounds = compile_evaluation(plan, self._held_out.microbatches)
-        for number, program in enumerate(rounds[worker]):
+        for number, program in enumerate(rounds[self._context.worker]):
             programs = {
                 member: programs[number] if number < len(programs) else ()
                 for member, programs in rounds.items()
             }
-            mailbox = interpreter.mailbox(programs)
-            mailbox.begin()
-            interpreter.run(program, mailbox, evaluation)
+            mailbox = stage.mailbox(programs)
+            stage.begin(mailbox)
+            for instruction in program:
+                own_loss += self._execute(instruction, step, plan.generation, stage)
             mailbox.finish()
-        interpreter.exchange.end()
-        losses = torch.tensor([evaluation.loss], dtype=torch.float64)
-        transport = interpreter.transport
+        stage.exchange.end()
+        losses = torch.tensor([own_loss], dtype=torch.float64)
         transport.all_reduce(losses, tuple(range(transport.size))).wait()
         loss = losses.item() / self._held_out.microbatches
         return EvaluationRecord(
@@ -122,62 +114,39 @@ class Evaluator:
             time=time.time(),
         )
 
-
-class _Evaluation(Purpose):
-    """One evaluation of the state after a step on one worker."""
-
-    def __init__(
-        self,
-        job: JobSpec,
-        held_out: HeldOut,
-        faults: FaultInjector,
-        generation: Generation,
-        step: int,
-    ) -> None:
-        #: Sum over the micro-batches whose loss this worker computed.
-        self.loss = 0.0
-        self._job = job
-        self._held_out = held_out
-        self._faults = faults
-        self._generation = generation
-        self._step = step
-
-    def reached(self, when: str, instruction: Instruction) -> None:
+    def _execute(
+        self, instruction: Instruction, step: int, generation: Generation, stage: PipelineStage
+    ) -> float:
+        """Carry out one instruction; the loss where it yields one, else 0."""
+        context = self._context
+        context.control.check_wanted(generation)
         assert isinstance(instruction, Action), "an evaluation has no vote"
-        if when == "before":
-            self._faults.reached(
-                "evaluating",
-                generation=self._generation,
-                step=self._step,
-                microbatch=instruction.microbatch,
-            )
+        m = instruction.microbatch
+        context.faults.reached("evaluating", generation=generation, step=step, microbatch=m)
+        with context.timeline.span(SPANS[type(instruction)], m):
+            match instruction:
+                case LoadTokens():
+                    with pulse.FILES:
+                        rows = self._held_out.rows(m)[stage.rows.start : stage.rows.stop]
+                    stage.load(instruction, rows, self._keys(m, stage.rows))
+                case ReceiveActivation():
+                    stage.receive(instruction)
+                case Forward():
+                    x, targets = stage.take_input(instruction)
+                    # No layer wants a backward, so nothing is kept for one.
+                    lowest = context.job.model.layer_count
+                    keys = self._keys(m, stage.rows)
+                    output = stage.runner.forward(m, x, keys, targets, lowest=lowest)
+                    if stage.is_last(instruction):
+                        return output.item()
+                    stage.keep_output(m, output)
+                case SendActivation():
+                    stage.send(instruction)
+                case _:
+                    raise AssertionError(f"{instruction} in an evaluation")
+        return 0.0
 
-    def keys(self, microbatch: int, rows: range) -> RowKeys:
+    def _keys(self, microbatch: int, rows: range) -> RowKeys:
         positions = self._held_out.positions(microbatch)[rows.start : rows.stop]
-        return RowKeys(
-            seed=self._job.training.seed,
-            step=_NO_STEP,
-            positions=tuple(positions),
-            training=False,
-        )
-
-    def load(self, instruction: LoadTokens, rows: range) -> Tokens:
-        with pulse.FILES:
-            return self._held_out.rows(instruction.microbatch)[rows.start : rows.stop]
-
-    def forward(
-        self,
-        stage: StageRunner,
-        microbatch: int,
-        x: torch.Tensor,
-        keys: RowKeys,
-        targets: torch.Tensor | None,
-    ) -> torch.Tensor:
-        # No layer wants a backward, so nothing is kept for one.
-        return stage.forward(microbatch, x, keys, targets, lowest=self._job.model.layer_count)
-
-    def take_loss(self, microbatch: int, loss: float, rows: range) -> None:
-        self.loss += loss
-
-    def end(self, instruction: StepEnd) -> None:
-        raise AssertionError(f"{instruction} in an evaluation")
+        seed = self._context.job.training.seed
+        return RowKeys(seed=seed, step=_NO_STEP, positions=tuple(positions), training=False)

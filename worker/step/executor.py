@@ -1,111 +1,94 @@
-"""Training steps of one generation on one worker.
+"""One training step on one worker, top to bottom (docs/architecture.md, "A step").
 
-Owns the order of effects from the begin of a step to its commit: which plan it follows, what
-it loads, where losses and digests go, the sums, the vote and the update. How a program is run is
-the interpreter's.
+`run_step` begins the step, carries out the worker's program instruction by instruction (load,
+compute, messages, sums of gradients), votes and updates the weights. Owns the order of these
+effects and what each leaves in the worker's progress. How a layer computes, a tensor travels or a
+ballot is counted is below.
 """
 
-from collections.abc import Iterable, Mapping
-
-import torch
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from oobleck.host.ipc.messages import StepRecord
 from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.instructions import (
     Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
     Instruction,
     LayerPart,
     LoadTokens,
     OptimizerStep,
     Program,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
     SyncGradient,
     Vote,
 )
 from oobleck.planner.programs.plan import Plan
-from oobleck.worker.data.dataset import Tokens
+from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.prefetch import Prefetcher
-from oobleck.worker.runtime.control import Control
-from oobleck.worker.runtime.faults import FaultInjector
 from oobleck.worker.runtime.random import RowKeys
-from oobleck.worker.runtime.timeline import Timeline
-from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step import vote
-from oobleck.worker.step.commit import TrainingProgress, commit, count_votes, make_record
+from oobleck.worker.step.commit import commit, count_votes, make_record
 from oobleck.worker.step.gradient_sums import GradientSums
-from oobleck.worker.step.interpreter import Interpreter, Purpose, StepEnd
+from oobleck.worker.step.pipeline_stage import SPANS, PipelineStage
 from oobleck.worker.step.salvage import Salvage
-from oobleck.worker.step.stage import StageRunner
-from oobleck.worker.step.step_plan import Redo, StepPlan
-from oobleck.worker.transport.transport import Group, Transport
+from oobleck.worker.step.step_plan import StepPlan
+from oobleck.worker.transport.transport import Transport
 
 
-def owner_groups(programs: Iterable[Program], plan: Plan) -> list[Group]:
-    """The distinct owner sets of all programs, as ranks, in an order that is the same for all."""
-    rank = {worker: index for index, worker in enumerate(plan.workers)}
-    return sorted(
-        {
-            tuple(sorted(rank[owner] for owner in instruction.owners))
-            for program in programs
-            for instruction in program
-            if isinstance(instruction, SyncGradient)
-        }
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redo:
+    """A step that is done again in part: what counts of the earlier attempt, and the programs of
+    all workers for the rest."""
+
+    salvage: Salvage
+    programs: Mapping[WorkerId, Program]
 
 
-class Executor(Purpose):
-    """Runs the steps of one generation on one worker; the purpose of its programs."""
+class Executor:
+    """The training steps of one generation on one worker."""
 
     def __init__(
         self,
-        *,
-        job: JobSpec,
+        context: WorkerContext,
         plan: Plan,
-        worker: WorkerId,
         programs: Mapping[WorkerId, Program],
         transport: Transport,
-        state: ModelState,
         prefetcher: Prefetcher,
-        progress: TrainingProgress,
-        control: Control,
         saver: vote.Checkpoints,
-        faults: FaultInjector,
-        device: torch.device,
-        timeline: Timeline,
     ) -> None:
         """`programs`: of all workers of `plan`, for whole steps."""
-        self._job = job
-        self._saver = saver
-        self._plan = plan
-        self._worker = worker
+        self._context = context
+        self._training = context.job.training
+        self._progress = context.progress
+        self._timeline = context.timeline
+        self._generation = plan.generation
+        self._layers = plan.holdings()[context.worker]
         self._transport = transport
-        self._state = state
         self._prefetcher = prefetcher
-        self._progress = progress
-        self._control = control
-        self._faults = faults
-        self._timeline = timeline
-        self._layers = plan.holdings()[worker]
+        self._saver = saver
         rank = {member: index for index, member in enumerate(plan.workers)}
-        self._sums = GradientSums(programs[worker], rank, state, transport, timeline)
-        self.interpreter = Interpreter(
-            job=job,
-            plan=plan,
-            worker=worker,
-            transport=transport,
-            state=state,
-            control=control,
-            device=device,
-            timeline=timeline,
-            on_added=self._sums.added,
-        )
-        self._whole = self._plan_of(programs)
+        own = programs[context.worker]
+        self._sums = GradientSums(own, rank, context.state, transport, context.timeline)
+        self.stage = PipelineStage(context, plan, transport)
+        #: For a whole step, and for the one under way.
+        self._whole = self._step_plan = self._make_step_plan(programs)
+        #: The step under way, and what its vote said, once it did.
+        self._step = 0
+        self._result: vote.Result | None = None
 
-    def _plan_of(
+    def _make_step_plan(
         self, programs: Mapping[WorkerId, Program], salvage: Salvage | None = None
     ) -> StepPlan:
-        mailbox = self.interpreter.mailbox(programs)
-        return StepPlan(self._worker, self._layers, programs[self._worker], mailbox, salvage)
+        worker = self._context.worker
+        mailbox = self.stage.mailbox(programs)
+        return StepPlan(worker, self._layers, programs[worker], mailbox, salvage)
 
     def run_step(self, step: int, redo: Redo | None = None) -> tuple[StepRecord, Generation | None]:
         """Train step `step` to its commit, or what `redo` has left of it to do.
@@ -114,122 +97,144 @@ class Executor(Purpose):
         TransportError when a peer is lost, Superseded when a newer generation is wanted; in both
         cases `TrainingProgress` says how far the step came.
         """
-        timeline, wanted = self._timeline, self._control.record
+        control, timeline = self._context.control, self._timeline
+        wanted = control.record
         timeline.begin_step(step, wanted)
         with timeline.span("step", step):
             self._begin(step, redo)
-            self.interpreter.run(self._step_plan.program, self._step_plan.mailbox, self)
+            for instruction in self._step_plan.program:
+                control.check_wanted(self._generation)
+                microbatch = instruction.microbatch if isinstance(instruction, Action) else None
+                name = type(instruction).__name__
+                self._reached(f"before:{name}", microbatch)
+                with timeline.span(SPANS[type(instruction)], microbatch):
+                    self._execute(instruction)
+                self._reached(f"after:{name}", microbatch)
         if (recorded := timeline.end_step(step, wanted)) is not None:
-            self._control.report_recorded(recorded)
+            control.report_recorded(recorded)
         assert self._result is not None, "a program ends with a vote"
-        record = make_record(self._job, self._plan.generation, self._progress, self._result)
+        record = make_record(self._context.job, self._generation, self._progress, self._result)
         return record, self._result.switch_to
 
     def _begin(self, step: int, redo: Redo | None) -> None:
+        """Take up the whole step, or what is left of it; keep what counts of an earlier attempt."""
         step_plan = self._whole
         if redo is not None:
-            step_plan = self._plan_of(redo.programs, redo.salvage)
-        self._step_plan = step_plan
-        size = self._job.training.microbatch
+            step_plan = self._make_step_plan(redo.programs, redo.salvage)
+        self._step_plan, self._step, self._result = step_plan, step, None
+        size = self._training.microbatch
         self._progress.begin(
             step,
             losses=step_plan.losses,
             positions={m * size + row for m in step_plan.digests for row in range(size)},
         )
         self._prefetcher.begin(step, step_plan.loads, self._whole.loads)
-        self._state.zero_gradients(keeping=step_plan.counted)
-        self._step = step
-        self._result: vote.Result | None = None
-        self.interpreter.exchange.begin(step_plan.due)
-        step_plan.mailbox.begin()
+        self._context.state.zero_gradients(keeping=step_plan.counted)
+        self.stage.exchange.begin(step_plan.due)
+        self.stage.begin(step_plan.mailbox)
         self._sums.begin(step_plan.due)
 
-    def reached(self, when: str, instruction: Instruction) -> None:
-        microbatch = instruction.microbatch if isinstance(instruction, Action) else None
-        self._faults.reached(
-            f"{when}:{type(instruction).__name__}",
-            generation=self._plan.generation,
-            step=self._step,
-            microbatch=microbatch,
-        )
-
-    def keys(self, microbatch: int, rows: range) -> RowKeys:
-        first = microbatch * self._job.training.microbatch
-        positions = tuple(range(first + rows.start, first + rows.stop))
-        return RowKeys(seed=self._job.training.seed, step=self._step, positions=positions)
-
-    def load(self, instruction: LoadTokens, rows: range) -> Tokens:
-        loaded = self._prefetcher.take(self._step, instruction.microbatch)
-        own = slice(rows.start, rows.stop)
-        if instruction.stage == 0:
-            digests = zip(loaded.positions[own], loaded.digests[own], strict=True)
-            self._progress.row_digests.update(digests)
-        return loaded.rows[own]
-
-    def forward(
-        self,
-        stage: StageRunner,
-        microbatch: int,
-        x: torch.Tensor,
-        keys: RowKeys,
-        targets: torch.Tensor | None,
-    ) -> torch.Tensor:
-        step_plan = self._step_plan
-        return stage.forward(
-            microbatch,
-            x,
-            keys,
-            targets,
-            split=microbatch in step_plan.split,
-            adding=step_plan.adding(microbatch),
-            lowest=step_plan.lowest(microbatch),
-            by_layer=microbatch == step_plan.last and self._sums.several,
-        )
-
-    def take_loss(self, microbatch: int, loss: float, rows: range) -> None:
-        if len(rows) == self._job.training.microbatch:
-            self._progress.losses[microbatch] = loss
-        else:
-            self._progress.loss_parts += loss
-
-    def end(self, instruction: StepEnd) -> None:
+    def _execute(self, instruction: Instruction) -> None:
         match instruction:
+            case LoadTokens():
+                self._load(instruction)
+            case ReceiveActivation() | ReceiveGradient():
+                self.stage.receive(instruction)
+            case Forward():
+                self._forward(instruction)
+            case Backward() | BackwardInput() | BackwardWeight():
+                for layer in self.stage.backward(instruction):
+                    self._sums.added(layer)  # its sum may start now, beside the rest
+            case SendActivation() | SendGradient():
+                self.stage.send(instruction)
             case SyncGradient():
                 self._sums.check_started(instruction)
             case Vote():
-                self._vote(instruction.norm_parts)
+                self._result = self._vote(instruction.norm_parts)
             case OptimizerStep():
-                assert self._result is not None, "the vote comes before the optimizer"
-                commit(self._state, self._job, self._progress, self._result, self._step)
-                self._saver.committed(self._step, self._result.saving)
+                self._update()
 
-    def _vote(self, norm_parts: tuple[LayerPart, ...]) -> None:
-        with self._timeline.span("wait for sends"):
+    def _load(self, instruction: LoadTokens) -> None:
+        """Take the micro-batch's token rows; the first stage answers for their digests."""
+        loaded = self._prefetcher.take(self._step, instruction.microbatch)
+        own = slice(self.stage.rows.start, self.stage.rows.stop)
+        if instruction.stage == 0:
+            digests = zip(loaded.positions[own], loaded.digests[own], strict=True)
+            self._progress.row_digests.update(digests)
+        self.stage.load(instruction, loaded.rows[own], self._keys(instruction.microbatch))
+
+    def _keys(self, microbatch: int) -> RowKeys:
+        """Which samples this worker's rows of the micro-batch are: by step and position, never by
+        rank."""
+        first, rows = microbatch * self._training.microbatch, self.stage.rows
+        positions = tuple(range(first + rows.start, first + rows.stop))
+        return RowKeys(seed=self._training.seed, step=self._step, positions=positions)
+
+    def _forward(self, instruction: Forward) -> None:
+        m, step_plan, progress = instruction.microbatch, self._step_plan, self._progress
+        x, targets = self.stage.take_input(instruction)
+        output = self.stage.runner.forward(
+            m,
+            x,
+            self._keys(m),
+            targets,
+            split=m in step_plan.split,
+            adding=step_plan.adding(m),
+            lowest=step_plan.lowest(m),
+            by_layer=m == step_plan.last and self._sums.several,
+        )
+        if not self.stage.is_last(instruction):
+            self.stage.keep_output(m, output)
+        elif len(self.stage.rows) == self._training.microbatch:
+            progress.losses[m] = output.item()
+        else:
+            progress.loss_parts += output.item()
+
+    def _vote(self, norm_parts: tuple[LayerPart, ...]) -> vote.Result:
+        """Have every reduced gradient in hand, say so, and learn that everybody has: from then on
+        the step is committed."""
+        timeline, progress, state = self._timeline, self._progress, self._context.state
+        with timeline.span("wait for sends"):
             self._step_plan.mailbox.finish()
-        self.interpreter.exchange.end()
-        with self._timeline.span("wait for sums"):
+        self.stage.exchange.end()
+        with timeline.span("wait for sums"):
             self._sums.wait()
             self._transport.complete()
-        progress, generation = self._progress, self._plan.generation
-        progress.reduced, progress.reduced_generation = self._step, generation
+        progress.reduced, progress.reduced_generation = self._step, self._generation
         progress.reduced_layers = self._layers
-        self._faults.reached("reduced", generation=generation, step=self._step)
+        self._reached("reduced")
 
-        training = self._job.training
-        with self._timeline.span("ballot"):
+        with timeline.span("ballot"):
             vector = vote.ballot(
-                global_batch=training.global_batch,
+                global_batch=self._training.global_batch,
                 loss_sum=sum(progress.losses.values(), progress.loss_parts),
-                squared_norm=self._state.squared_norm(norm_parts),
-                pending=self._control.pending_boundary(generation),
+                squared_norm=state.squared_norm(norm_parts),
+                pending=self._context.control.pending_boundary(self._generation),
                 row_digests=progress.row_digests,
                 saving=self._saver.intent(self._step),
             )
-        with self._timeline.span("wait for votes"):
-            outcome = self._transport.all_reduce(vector, tuple(range(self._transport.size)))
-            self._faults.reached("voting", generation=generation, step=self._step)
+        workers = self._transport.size
+        with timeline.span("wait for votes"):
+            outcome = self._transport.all_reduce(vector, tuple(range(workers)))
+            self._reached("voting")
             outcome.wait()
-        progress.voted, progress.voted_generation = self._step, generation
+        progress.voted, progress.voted_generation = self._step, self._generation
         progress.ballot = vector
-        with self._timeline.span("count"):
-            self._result = count_votes(self._job, vector, workers=self._transport.size)
+        with timeline.span("count"):
+            return count_votes(self._context.job, vector, workers=workers)
+
+    def _update(self) -> None:
+        """Apply the step. Local: no peer is needed, so it cannot fail half-way between workers."""
+        assert self._result is not None, "the vote comes before the optimizer"
+        context = self._context
+        commit(context.state, context.job, self._progress, self._result, self._step)
+        self._saver.committed(self._step, self._result.saving)
+
+    def _reached(self, point: str, microbatch: int | None = None) -> None:
+        self._context.faults.reached(
+            point, generation=self._generation, step=self._step, microbatch=microbatch
+        )
+
+    def settle(self) -> None:
+        """Leave a step in the middle: see `StageRunner.settle`."""
+        self.stage.runner.settle()

@@ -1,17 +1,15 @@
 """Running a stage: forward and backward of contiguous layers, micro-batch by micro-batch.
 
-Where a layer's gradient is wanted before those of the layers below it, every layer is a piece of
-its own for autograd; otherwise layers in a row are one piece. With recomputation a layer keeps its
-input alone, and is computed again, with the graph this time, when its backward comes. Owns the
-micro-batches under way, of which `segment` has what each keeps, and notes in the state which ones a
-layer's gradient has. Knows nothing of peers, orders or steps: the interpreter says which and hands
-tensors in and out. Any order of forwards and backwards is right, as long as a
-micro-batch's forward comes first and, where its backward is split, the input's gradient before the
-weights'.
+Where a layer's gradient is wanted before those of the layers below it, every layer is a segment of
+its own for autograd; otherwise layers in a row are one segment. With recomputation a layer keeps
+its input alone, and is computed again, with the graph this time, when its backward comes. Owns the
+micro-batches under way, and notes in the state which ones a layer's gradient has. Knows nothing of
+peers, orders or steps. Any order of forwards and backwards is right, as long as a micro-batch's
+forward comes first and, where its backward is split, the input's gradient before the weights'.
 """
 
 from collections import deque
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Generator
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -25,7 +23,51 @@ from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.model_state import ModelState, state_dtype
 from oobleck.worker.step.exchange import Exchange, NoExchange
-from oobleck.worker.step.segment import Segment
+
+#: A backward under way: the layers whose gradients have the micro-batch now, one after the other;
+#: at the end the gradient of the stage's input.
+BackwardRun = Generator[int, None, Tensor | None]
+
+
+class _Segment:
+    """A layer of a micro-batch, or several in a row, between forward and backward."""
+
+    def __init__(self, *, leaf: Tensor | None, adds: bool, idle: bool) -> None:
+        """`leaf`: what the gradient is wanted of, the input; None where nobody wants it. `adds`:
+        whether the layers' gradients are to get the micro-batch's. `idle`: this worker has no row
+        of it."""
+        self._leaf = leaf
+        self._idle = idle
+        self.adds = adds
+        self.layers: list[int] = []
+        #: Where its backward is split: what collects each layer's weight gradients for later.
+        self.deferred: list[DeferredGradients] = []
+        #: With its graph, or what makes it with its graph.
+        self._output: Tensor | Callable[[], Tensor] | None = None
+
+    def append(
+        self,
+        layer: int,
+        output: Tensor | Callable[[], Tensor],
+        deferred: DeferredGradients | None,
+    ) -> None:
+        self.layers.append(layer)
+        self._output = output
+        if deferred is not None:
+            self.deferred.append(deferred)
+
+    def backward(self, gradient: Tensor | None) -> Tensor | None:
+        """From the gradient of the output to that of the input, adding the weights' or not."""
+        leaf, output = self._leaf, self._output
+        if self._idle or (leaf is None and not self.adds):
+            return None
+        assert output is not None, "a segment has a layer"
+        if not isinstance(output, Tensor):
+            output = output()
+        if self.adds or leaf is None:
+            torch.autograd.backward(output, gradient)
+            return None if leaf is None else leaf.grad
+        return torch.autograd.grad(output, leaf, gradient)[0]
 
 
 class _Every:
@@ -38,6 +80,16 @@ class _Every:
 EVERY_LAYER: Container[int] = _Every()
 
 
+def complete(backward: BackwardRun) -> Tensor | None:
+    """Run a backward to its end where nobody needs to know which layers have it."""
+    while True:
+        try:
+            next(backward)
+        except StopIteration as end:
+            gradient: Tensor | None = end.value
+            return gradient
+
+
 class StageRunner:
     """One stage of one pipeline on this worker."""
 
@@ -47,23 +99,18 @@ class StageRunner:
         layers: range,
         job: JobSpec,
         device: torch.device,
-        on_added: Callable[[int], None] = lambda layer: None,
         timeline: Timeline | None = None,
         exchange: Exchange | None = None,
     ) -> None:
-        """`on_added` is told each time that a layer's gradient has got a micro-batch, wholly.
-
-        `exchange`: with the other workers of the stage, if there are any.
-        """
+        """`exchange`: with the other workers of the stage, if there are any."""
         self._timeline = timeline or Timeline()
         self._exchange = exchange or NoExchange()
         self._state = state
         self._layers = layers
         self._job = job
         self.device = device
-        self._on_added = on_added
         #: By micro-batch, lowest layer first.
-        self._in_flight: dict[int, list[Segment]] = {}
+        self._in_flight: dict[int, list[_Segment]] = {}
         #: Micro-batches between the two parts of their backward: layers, highest first.
         self._deferred: dict[int, deque[tuple[int, DeferredGradients]]] = {}
 
@@ -116,7 +163,7 @@ class StageRunner:
             raise ValueError("the last stage needs targets")
         x = x.to(self.device)
         targets = None if targets is None else targets.to(self.device)
-        segments: list[Segment] = []
+        segments: list[_Segment] = []
         recompute = self._job.training.recompute == "layer"
         idle = not rows.positions
         by_layer = by_layer or recompute or not isinstance(self._exchange, NoExchange)
@@ -140,7 +187,7 @@ class StageRunner:
             if not wanted:
                 continue
             if before is None or not joins:
-                segments.append(Segment(leaf=leaf, adds=adds, idle=idle))
+                segments.append(_Segment(leaf=leaf, adds=adds, idle=idle))
             segments[-1].append(layer, run if recompute else x, deferred)
         if segments:
             self._in_flight[microbatch] = segments
@@ -176,8 +223,9 @@ class StageRunner:
         shape = () if final else (0, *self.activation_shape[1:])
         return torch.zeros(shape, dtype=self.activation_dtype, device=x.device)
 
-    def backward(self, microbatch: int, gradient: Tensor | None = None) -> Tensor | None:
-        """Add the micro-batch's gradients to the layers' and return that of the stage's input.
+    def backward(self, microbatch: int, gradient: Tensor | None = None) -> BackwardRun:
+        """Add the micro-batch's gradients to the layers', yielding each layer that has them, and
+        return that of the stage's input.
 
         `gradient` is that of the output, None on the last stage: the loss itself. None is returned
         where nobody wants it, as on the first stage.
@@ -194,17 +242,17 @@ class StageRunner:
             added = segment.layers[::-1] if segment.adds else []
             for layer in added:
                 self._add(layer, microbatch)
-            for layer in added:
-                self._on_added(layer)
+            yield from added
         return gradient
 
-    def _span(self, segment: Segment) -> AbstractContextManager[None]:
+    def _span(self, segment: _Segment) -> AbstractContextManager[None]:
         first, last = segment.layers[0], segment.layers[-1]
         name = "layer" if first == last else f"layers {first} to"
         return self._timeline.span(name, last)
 
     def backward_input(self, microbatch: int, gradient: Tensor | None = None) -> Tensor | None:
-        """As `backward`, but most of the weights' gradients are left to `backward_weight`.
+        """As `backward`, in one go, but most of the weights' gradients are left to
+        `backward_weight`.
 
         Until then the inputs of the linear layers and the gradients of their outputs are kept.
         """
@@ -222,7 +270,7 @@ class StageRunner:
                 self._deferred[microbatch].extend(reversed(list(pairs)))
         return gradient
 
-    def _computing(self, segment: Segment) -> AbstractContextManager[None]:
+    def _computing(self, segment: _Segment) -> AbstractContextManager[None]:
         # Where there is an exchange, a segment is one layer.
         return self._exchange.computing(segment.layers[0], gradients=segment.adds)
 
@@ -230,24 +278,19 @@ class StageRunner:
         for complete in self._exchange.add(layer, microbatch):
             self._state.note_added(layer, complete)
 
-    def backward_weight(self, microbatch: int) -> None:
-        """Add what `backward_input` left out, and keep nothing of the micro-batch any more."""
-        for layer in self._add_deferred(microbatch):
-            self._on_added(layer)
-
     def settle(self) -> None:
-        """Drop what is in flight, and add what was left for later: no layer's gradient has a part
-        of a micro-batch then. Nobody is told. Where several workers share the stage, it is dropped
-        too: it would have to be added by all."""
+        """Leave a step in the middle: drop what is in flight, and add what was left for later, so
+        that no layer's gradient has a part of a micro-batch. Where several workers share the stage,
+        it is dropped too: all of them would have to add it."""
         self._in_flight.clear()
         if not isinstance(self._exchange, NoExchange):
             self._deferred.clear()
         for microbatch in list(self._deferred):
-            for _ in self._add_deferred(microbatch):
-                pass
+            complete(self.backward_weight(microbatch))
 
-    def _add_deferred(self, microbatch: int) -> Iterator[int]:
-        """Yields each layer once its gradient has the micro-batch; may be left after any."""
+    def backward_weight(self, microbatch: int) -> BackwardRun:
+        """Add what `backward_input` left out, yielding each layer that has it, and keep nothing of
+        the micro-batch any more. May be left after any layer."""
         due = self._deferred[microbatch]
         while due:
             layer, deferred = due.popleft()
@@ -256,3 +299,4 @@ class StageRunner:
             self._add(layer, microbatch)
             yield layer
         del self._deferred[microbatch]
+        return None

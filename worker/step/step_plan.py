@@ -1,10 +1,9 @@
-"""What one step follows on this worker: its program, and what of the step is there already.
+"""What one worker does in a step: its program, and what of the step is there already.
 
-A whole step, or the rest of one that was cut off. Must not know how anything is computed or sent.
+The step is a whole one, or the rest of one that was cut off. Computes and sends nothing itself.
 """
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
 
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.instructions import (
@@ -17,15 +16,6 @@ from oobleck.planner.programs.instructions import (
 from oobleck.worker.step.mailbox import Mailbox
 from oobleck.worker.step.salvage import Salvage
 from oobleck.worker.step.stage import EVERY_LAYER
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Redo:
-    """A step that is done again in part: what counts of the earlier attempt, and the programs of
-    all workers for the rest."""
-
-    salvage: Salvage
-    programs: Mapping[WorkerId, Program]
 
 
 class StepPlan:

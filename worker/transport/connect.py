@@ -4,7 +4,7 @@ Owns the choice, which must be the same on all of them: it follows from the job 
 say of their devices in the store where they meet. Must not know how messages travel.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import permutations
 from typing import Literal
@@ -14,14 +14,18 @@ import torch
 from oobleck.host.ipc.messages import Launch
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.job.spec import TransportName
-from oobleck.planner.programs.instructions import Program, SendActivation, SendGradient
+from oobleck.planner.programs.instructions import (
+    Program,
+    SendActivation,
+    SendGradient,
+    SyncGradient,
+)
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.runtime.device import open_device
 from oobleck.worker.runtime.waiting import Waits
 from oobleck.worker.transport.gloo import GlooTransport
-from oobleck.worker.transport.mesh import MOST_WORKERS
 from oobleck.worker.transport.nccl import Link, NcclTransport
-from oobleck.worker.transport.peer_connections import Watch, nobody_watches
+from oobleck.worker.transport.peer_connections import MOST_MESHED, Watch, nobody_watches
 from oobleck.worker.transport.rendezvous import RendezvousStore
 from oobleck.worker.transport.staged import StagedTransport
 from oobleck.worker.transport.transport import Group, Transport
@@ -62,6 +66,19 @@ def links_of(programs: Mapping[WorkerId, Program], plan: Plan) -> list[Link]:
     return sorted(messages | exchanges)
 
 
+def owner_groups(programs: Iterable[Program], plan: Plan) -> list[Group]:
+    """The distinct owner sets of all programs, as ranks, in an order that is the same for all."""
+    rank = {worker: index for index, worker in enumerate(plan.workers)}
+    return sorted(
+        {
+            tuple(sorted(rank[owner] for owner in instruction.owners))
+            for program in programs
+            for instruction in program
+            if isinstance(instruction, SyncGradient)
+        }
+    )
+
+
 class Connector:
     """What one worker brings to every meeting: its address and its device."""
 
@@ -98,7 +115,7 @@ class Connector:
         choice = choose(self.device, self._wanted, gpus_for_all=gpus)
         # Sums over owners go over NCCL then; only the vote and the like are the host's.
         over_host = () if choice == "nccl" else groups
-        meshed = size <= MOST_WORKERS
+        meshed = size <= MOST_MESHED
         peers = set(range(size)) if meshed else {p for link in links if rank in link for p in link}
         host: Transport = GlooTransport(
             rendezvous,

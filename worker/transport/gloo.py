@@ -26,11 +26,11 @@ from torch._C._distributed_c10d import (
 
 from oobleck.worker.runtime.errors import TransportError, peers_may_fail
 from oobleck.worker.runtime.waiting import Waits
-from oobleck.worker.transport import mesh
 from oobleck.worker.transport.gloo_work import end_wait
-from oobleck.worker.transport.mesh import MeshSum
 from oobleck.worker.transport.peer_connections import (
     MOST_BYTES,
+    MOST_SUM_BYTES,
+    MeshSum,
     PeerConnections,
     Watch,
     nobody_watches,
@@ -210,7 +210,7 @@ class GlooTransport:
         return connections
 
     def _mesh_for(self, tensor: torch.Tensor, group: Group) -> PeerConnections | None:
-        small = tensor.nbytes <= mesh.MOST_BYTES
+        small = tensor.nbytes <= MOST_SUM_BYTES
         return self._connections if self._meshed and small and group == self._everyone else None
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:

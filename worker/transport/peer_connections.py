@@ -30,6 +30,14 @@ from oobleck.worker.transport.rendezvous import PROOF_BYTES, RendezvousStore
 #: The largest message: a few of them fit into the kernel's buffers.
 MOST_BYTES = 512 << 10
 
+#: At most so many workers are all connected with each other; the messages of a sum over them grow
+#: with the square of their number.
+MOST_MESHED = 16
+#: The largest share of such a sum.
+MOST_SUM_BYTES = 64 << 10
+#: No message of a program or a transfer has it.
+_SUM_TAG = -1
+
 #: More than ever wait in the pipe: each call that is waited for wakes once.
 _WAKES = 4096
 
@@ -264,3 +272,34 @@ class PeerConnections:
                 connection.socket.close()
             os.close(self._wake_read)
             os.close(self._wake_write)
+
+
+class MeshSum:
+    """A small sum over all workers, where all are connected with each other; in place of `tensor`.
+
+    Everyone sends its share to everyone and adds up what comes, in the order of the ranks, so the
+    result is the same to the last bit on all. It takes one message's time, where a ring or a tree
+    takes several; and once a worker's share is out, the others need nothing more of it.
+    """
+
+    def __init__(
+        self, connections: PeerConnections, tensor: torch.Tensor, rank: int, size: int
+    ) -> None:
+        """All of `size` ranks begin their sums in the same order. Raises TransportError."""
+        self._tensor = tensor
+        share = tensor.clone()
+        self._shares = [share if peer == rank else torch.empty_like(share) for peer in range(size)]
+        others = [peer for peer in range(size) if peer != rank]
+        self._sends = [connections.send(share, peer, _SUM_TAG) for peer in others]
+        self._receives = [
+            connections.receive(self._shares[peer], peer, _SUM_TAG) for peer in others
+        ]
+
+    def wait(self) -> None:
+        for receive in self._receives:
+            receive.wait()
+        for send in self._sends:
+            send.wait()
+        self._tensor.copy_(self._shares[0])
+        for share in self._shares[1:]:
+            self._tensor.add_(share)

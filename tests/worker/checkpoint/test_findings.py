@@ -3,7 +3,13 @@
 import pytest
 
 from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.worker.checkpoint.findings import Finding, Kind, at_fault, second_readers, told_once
+from oobleck.worker.checkpoint.findings import (
+    Finding,
+    Kind,
+    at_fault,
+    distinct_reasons,
+    second_readers,
+)
 
 
 def found(*kinds: str) -> list[Finding]:
@@ -68,4 +74,4 @@ def test_who_reads_a_damaged_file_too_is_on_another_node() -> None:
 
 def test_why_a_checkpoint_is_passed_over_is_said_once_for_all_who_say_so() -> None:
     told = found("damaged", "fine", "unseen", "damaged")
-    assert told_once(told) == ["damaged (on a, d)", "unseen (on c)"]
+    assert distinct_reasons(told) == ["damaged (on a, d)", "unseen (on c)"]

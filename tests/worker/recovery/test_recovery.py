@@ -382,7 +382,7 @@ def test_layers_that_nobody_has_any_more_are_told_of_and_come_back_with_who_has_
     with Director(warm, replace(job(), checkpoint=saved, fault_tolerance=0), [held]) as cluster:
         cluster.start("a", "b", "d")
         cluster.assign(alone)
-        cluster.wait(lambda: 2 in cluster.records, "step 2")
+        cluster.wait(lambda: len(cluster.records.get(2, ())) == 2, "step 2 of both")
         cluster.assign(without)
         cluster.wait(
             lambda: survivors_interrupted(cluster, without, lost=[]), "both to say what is missing"

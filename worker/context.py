@@ -1,0 +1,37 @@
+"""What a worker process has from its launch to its end; all of its parts share it."""
+
+from dataclasses import dataclass
+
+from oobleck.planner.ids import JobId, WorkerId
+from oobleck.planner.job.spec import JobSpec
+from oobleck.worker.runtime.control import Control
+from oobleck.worker.runtime.faults import FaultInjector
+from oobleck.worker.runtime.timeline import Timeline
+from oobleck.worker.state.model_state import ModelState
+from oobleck.worker.state.progress import TrainingProgress
+from oobleck.worker.transport.connect import Connector
+from oobleck.worker.transport.rendezvous import StoreServer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContext:
+    """One worker of one job, in all generations."""
+
+    worker: WorkerId
+    job: JobSpec
+    job_id: JobId
+    #: What the agent wants, and where reports to it go.
+    control: Control
+    faults: FaultInjector
+    timeline: Timeline
+    #: The worker's device and address.
+    connector: Connector
+    #: The store that this worker serves, in which any generation may meet.
+    store: StoreServer
+    #: The layers that it holds, and how far they are trained.
+    state: ModelState
+    progress: TrainingProgress
+    #: SHA-256 of the training data that it reads.
+    data: bytes
+    #: SHA-256 of all inputs that must be the same on every node: data, initial weights.
+    inputs: bytes

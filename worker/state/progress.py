@@ -1,0 +1,69 @@
+"""How far one worker's training is. Knows no layers, peers or programs."""
+
+import time
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+import torch
+
+from oobleck.planner.ids import Generation
+
+_NO_GENERATION = Generation(0)
+
+
+@dataclass(slots=True)
+class TrainingProgress:
+    """How far this worker is; outlives generations. The facts behind its `RecoveryState`."""
+
+    #: Newest step applied to all layers held.
+    committed: int = 0
+    #: Step that has been begun, and when (monotonic seconds).
+    begun: int = 0
+    begun_at: float = 0.0
+    #: What this worker has of that step: losses by micro-batch, what it has of losses that it knows
+    #: in part, and digests of token rows by position.
+    losses: dict[int, float] = field(default_factory=dict)
+    loss_parts: float = 0.0
+    row_digests: dict[int, bytes] = field(default_factory=dict)
+    #: Step whose reduced gradients are complete in `reduced_layers`; 0: none.
+    reduced: int = 0
+    reduced_generation: Generation = _NO_GENERATION
+    reduced_layers: range = range(0)
+    #: Newest vote seen, with the vector that everyone needs who has not seen it.
+    voted: int = 0
+    voted_generation: Generation = _NO_GENERATION
+    ballot: torch.Tensor | None = None
+    #: Steps in a row up to `committed` that were skipped: their gradients were not finite.
+    skipped: int = 0
+    #: Newest generation in which this state's ancestors went back to a checkpoint.
+    lineage: int = 0
+    #: Newest generation in which it agreed with others on a step.
+    joined: int = 0
+
+    def restart(self, step: int, lineage: int) -> None:
+        """All layers held are those of a checkpoint: what is known of other steps is void."""
+        self.committed, self.begun, self.reduced, self.voted = step, 0, 0, 0
+        self.reduced_generation = self.voted_generation = _NO_GENERATION
+        self.ballot = None
+        self.losses.clear()
+        self.row_digests.clear()
+        self.skipped, self.lineage, self.joined = 0, lineage, lineage
+
+    def join(self, step: int, lineage: int, skipped: int, generation: int) -> None:
+        """Go on from the agreed `step`, the last of `skipped` ones as far as others know."""
+        stands_there = (self.committed, self.lineage) == (step, lineage)
+        self.skipped = max(skipped, self.skipped if stands_there else 0)
+        self.committed, self.lineage, self.joined = step, lineage, generation
+        if self.voted > step:  # the others did not know of that vote, and hold another one
+            self.voted, self.voted_generation, self.ballot = 0, _NO_GENERATION, None
+
+    def begin(
+        self, step: int, *, losses: Container[int] = (), positions: Container[int] = ()
+    ) -> None:
+        """Begin `step`. Of what is known of an earlier attempt at it, this worker answers for the
+        losses of the micro-batches `losses` and the digests of the rows at `positions`."""
+        self.begun, self.begun_at = step, time.monotonic()
+        self.reduced = 0
+        self.loss_parts = 0.0
+        self.losses = {m: loss for m, loss in self.losses.items() if m in losses}
+        self.row_digests = {p: digest for p, digest in self.row_digests.items() if p in positions}
