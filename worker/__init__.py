@@ -1,1 +1,1 @@
-"""The training process: an interpreter of programs and the state they act on."""
+"""The training process: runs programs on the state that it holds."""

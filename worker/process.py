@@ -1,6 +1,6 @@
-"""The main thread of a worker process: a session, and whose fault it is when that ends.
+"""The main thread of a worker process: runs the session, and sorts errors by whose fault they are.
 
-Owns the sorting of errors into those of the node, of the user and our own. Must not know training.
+An error is the node's, the user's or our own. Must not know training.
 """
 
 import logging

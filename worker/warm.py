@@ -1,4 +1,4 @@
-"""The warm process: has the libraries loaded and forks workers from that, in milliseconds.
+"""The warm process: loads the libraries once and forks workers from that, in milliseconds.
 
 It stays single-threaded, opens no CUDA context and uses no gRPC, since none of these survive a
 fork. Its standard input is its socket to the agent. It ends with the agent, and the workers with

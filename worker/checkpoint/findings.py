@@ -1,4 +1,5 @@
-"""What workers find of checkpoints and their place, as they tell each other, and whose fault it is.
+"""What workers find wrong with a checkpoint or its place, as they tell each other, and whose fault
+it is.
 
 Pure. Must not know how anything is read or written.
 """

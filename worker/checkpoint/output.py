@@ -154,7 +154,7 @@ def read_output(directory: str | Path) -> dict[str, NDArray[np.floating]]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Replace `path` in one go: content, fsync, rename, fsync of the directory."""
+    """Replace `path` atomically: content, fsync, rename, fsync of the directory."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""When a checkpoint is taken, and by whom: what the workers agree on in the votes of their steps.
+"""When a checkpoint is taken, and by whom: the workers agree in the votes of their steps.
 
-A checkpoint is due every so many steps, where the plan has come to hold too few copies of a layer,
-and on an operator's wish. All workers begin one after the same step, none before the last one has
-come to its end everywhere. What stalls training is the copy of the layers that this worker writes;
-`saving` writes it meanwhile. Lives through all generations of a worker.
+A checkpoint is due every so many steps, when the plan holds too few copies of a layer, and when an
+operator wishes it. All workers begin one after the same step, and none before the last one has
+ended everywhere. Training stalls only while the layers that this worker writes are copied; `writer`
+then writes the copy. Lives through all generations of a worker.
 """
 
 import logging

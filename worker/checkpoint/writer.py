@@ -1,10 +1,9 @@
-"""One checkpoint on its way to disk: a thread that writes this worker's layers, and on one worker
-what makes them a checkpoint.
+"""Writes one checkpoint in a thread: this worker's layers and, on one worker, the manifest.
 
 Each writer puts its layers' files into the checkpoint's folder and then a list of them with their
 hashes. The publisher waits until all lists are there and writes the manifest. So the workers need
-nothing but the folder to agree that a checkpoint is complete, the death of any of them leaves a
-folder without a manifest, which is no checkpoint, and a folder that they do not share is found out.
+only the folder to agree that a checkpoint is complete, a writer's death leaves a folder without a
+manifest, which is no checkpoint, and a folder that they do not share is found out.
 """
 
 import hashlib
@@ -42,7 +41,7 @@ log = logging.getLogger(__name__)
 _FIRST_POLL_S = 0.01
 _LONGEST_POLL_S = 0.5
 #: How much later than its writer another worker may come to see a file.
-_SEEN_AFTER_S = 10.0
+SEEN_AFTER_S = 10.0
 #: How long a checkpoint that came to nothing stays for writers that still work in it.
 _LINGER_S = 60.0
 
@@ -67,6 +66,7 @@ class Order:
 
     @property
     def publishes(self) -> bool:
+        """Whether this worker writes the manifest."""
         return self.rank == 0
 
 
@@ -85,6 +85,7 @@ class CheckpointWriter:
         *,
         report: Callable[[CheckpointSaved | SaveFailed], None],
         reached: Callable[[], None],
+        seen_after_s: float = SEEN_AFTER_S,
     ) -> None:
         """`folder`: of all checkpoints; `snapshots`: of the layers that this worker writes, which
         nobody changes any more, freed as they are written; `reached`: called before each."""
@@ -98,6 +99,7 @@ class CheckpointWriter:
         self._snapshots = dict(snapshots)
         self._report = report
         self._reached = reached
+        self._seen_after_s = seen_after_s
         self._begun_at = time.monotonic()
         self._changed = threading.Event()
         self._abandoned = False
@@ -108,6 +110,7 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
+        """Whether the thread has something to do still."""
         return self._thread.is_alive()
 
     def others_are_done(self) -> None:
@@ -264,7 +267,7 @@ class CheckpointWriter:
     def _is_late(self) -> bool:
         """Whether what all have written would have come to be seen here by now."""
         done_at = self._others_done_at
-        return done_at is not None and time.monotonic() > done_at + _SEEN_AFTER_S
+        return done_at is not None and time.monotonic() > done_at + self._seen_after_s
 
     def _report_unseen(self, missing: str) -> None:
         here = self.order.writers[self.order.rank][0].node

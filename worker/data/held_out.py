@@ -1,6 +1,6 @@
-"""The samples that are evaluated: always the same ones, never trained on.
+"""The held-out samples of a job: always the same ones, never trained on.
 
-Owns which they are and how many; must not know plans, programs or the model.
+Must not know plans, programs or the model.
 """
 
 import hashlib

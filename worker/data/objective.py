@@ -1,8 +1,8 @@
 """What is learned from token rows: inputs and targets as a function of (seed, step, position).
 
 Causal: each token from those before it. Masked (BERT, Devlin et al. 2019 §3.1): 15% of a row's
-tokens from all the others. Owns the choice of tokens and the loss; knows no plan: a row gives the
-same on whatever worker it is computed.
+tokens from all the others. Owns the choice of tokens and the loss; a row gives the same on any
+worker.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """The models: each a row of layers, the units of placement and state.
 
-Layer 0 is the embedding, the last one the head, between them the blocks. Owns what a layer
-computes and how it begins, one module per family; knows nothing of stages, flat state, devices of
-others or plans.
+Layer 0 is the embedding, the last one the head, between them the blocks. Owns what a layer computes
+and its initial weights, one module per family; knows nothing of stages, flat state or plans.
 """
 
 from oobleck.planner.job.spec import ModelSpec

@@ -75,14 +75,10 @@ class Head(Layer):
         return logits
 
 
-def _initialise(module: Layer, spec: ModelSpec, seed: int, tied: str | None) -> None:
-    draw(module, spec, seed, tied=tied)
-
-
 FAMILY = Family(
     embedding=Embedding,
     block=Block,
     head=Head,
     tied=("word_embeddings.weight", "decoder.weight"),
-    initialise=_initialise,
+    initialise=draw,
 )

@@ -88,8 +88,8 @@ def draw(
     module: Layer,
     spec: ModelSpec,
     seed: int,
-    *,
     tied: str | None,
+    *,
     scaled: tuple[str, ...] = (),
     scale: float = 1.0,
 ) -> None:

@@ -77,7 +77,7 @@ class Head(Layer):
 def _initialise(module: Layer, spec: ModelSpec, seed: int, tied: str | None) -> None:
     """What a block adds to the residual stream is scaled down by the number of such additions."""
     scale = 1.0 / math.sqrt(2 * spec.layers)
-    draw(module, spec, seed, tied=tied, scaled=("c_proj.weight",), scale=scale)
+    draw(module, spec, seed, tied, scaled=("c_proj.weight",), scale=scale)
 
 
 FAMILY = Family(

@@ -1,7 +1,7 @@
 """Initial weights from a directory of safetensors: each layer takes its own tensors, memory-mapped.
 
-Owns under which names a checkpoint may have a parameter; what files are there is
-`oobleck.host.storage.weight_files`' to say.
+Owns under which names a file may have a parameter; `oobleck.host.storage.weight_files` says what
+files there are.
 """
 
 from collections.abc import Iterator

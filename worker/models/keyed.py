@@ -1,4 +1,4 @@
-"""Dropout and attention for modules of others, whose forwards do not know the samples.
+"""Dropout and attention for modules of transformers, whose forwards do not know the samples.
 
 The layer says whose rows it computes; dropout modules inside of it, and the attention function,
 take their masks from that, never from the process's generator.

@@ -90,14 +90,10 @@ class Head(Layer):
         return logits
 
 
-def _initialise(module: Layer, spec: ModelSpec, seed: int, tied: str | None) -> None:
-    draw(module, spec, seed, tied=tied)
-
-
 FAMILY = Family(
     embedding=Embedding,
     block=Block,
     head=Head,
     tied=("embed_tokens.weight", "lm_head.weight"),
-    initialise=_initialise,
+    initialise=draw,
 )

@@ -1,8 +1,7 @@
-"""What the layers of a job's model cost on this device: seconds, and bytes that are really kept.
+"""Measures what the layers of a job's model cost on this device: seconds, and bytes that are kept.
 
 Each kind of layer (embedding, block, head) is run as a stage of its own through the code that
-trains. Owns the repeats and the clock; knows nothing of peers or plans, and leaves nothing behind
-that training could notice.
+trains. Knows nothing of peers or plans, and leaves nothing behind that training could notice.
 """
 
 import time

@@ -1,8 +1,9 @@
-"""What the wire between two workers does, measured through the transport that training uses.
+"""Measures the link between two workers, through the transport that training uses.
 
-Round trips, so that no clocks are compared: of a small message for the latency, of a large one
-for the rate. The lower quartile counts: what else runs on the hosts delays some of them, by far
-more than they take. The first of the two decides the sizes and reports; the other answers.
+It times round trips, so that no clocks are compared: of a small message for the latency, of a large
+one for the rate. The lower quartile counts, since what else runs on the hosts delays some of them
+by far more than they take. The first of the two workers decides the sizes and reports; the other
+answers.
 """
 
 import time

@@ -1,8 +1,8 @@
-"""Before the first generation: carry out the agent's wish to measure, and report what came of it.
+"""Before the first generation: carries out the agent's wish to measure, and reports the results.
 
-Owns the meetings of two workers that measure the link between them, and what becomes of failures:
-a measurement that fails is reported and costs nothing else. An assignment calls it off at once,
-and so does a newer wish, such as the one that follows the death of a peer.
+Owns how two workers come to measure the link between them, and what becomes of failures: a
+measurement that fails is reported and costs nothing else. An assignment calls it off at once, and
+so does a newer wish, such as the one that follows the death of a peer.
 """
 
 import logging

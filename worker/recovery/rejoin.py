@@ -15,6 +15,7 @@ others agreed on without it holds, unless all of them can still roll forward.
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.transfer import Shard, ShardTable
@@ -30,7 +31,18 @@ class Held:
     parts: int = 1
 
 
-_NUMBERS = 3
+#: Those of a `RecoveryState` that are one number each.
+_NUMBERS = (
+    "lineage",
+    "committed",
+    "reduced",
+    "reduced_generation",
+    "voted",
+    "voted_generation",
+    "begun",
+    "skipped",
+    "joined",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,43 +73,26 @@ class RecoveryState:
     former: tuple[Held, ...]
 
     def to_row(self) -> list[int]:
+        """Numbers, as many for every worker of a job."""
+        held = ((h.version, h.part, h.parts) for h in (*self.layers, *self.former))
         return [
-            self.lineage,
-            self.committed,
-            self.reduced,
-            self.reduced_generation,
+            *(getattr(self, name) for name in _NUMBERS),
             self.reduced_layers.start,
             self.reduced_layers.stop,
-            self.voted,
-            self.voted_generation,
-            self.begun,
-            self.skipped,
-            self.joined,
-            *(
-                number
-                for held in (*self.layers, *self.former)
-                for number in (held.version, held.part, held.parts)
-            ),
+            *chain.from_iterable(held),
         ]
 
     @classmethod
     def from_row(cls, row: Sequence[int]) -> "RecoveryState":
-        lineage, committed, reduced, reduced_generation, first, end, *rest = row
-        voted, voted_generation, begun, skipped, joined, *rest = rest
-        held = [Held(*rest[i : i + _NUMBERS]) for i in range(0, len(rest), _NUMBERS)]
+        numbers = dict(zip(_NUMBERS, row, strict=False))
+        first, stop, *rest = row[len(_NUMBERS) :]
+        held = [Held(*rest[i : i + 3]) for i in range(0, len(rest), 3)]
+        half = len(held) // 2
         return cls(
-            lineage=lineage,
-            committed=committed,
-            reduced=reduced,
-            reduced_generation=reduced_generation,
-            reduced_layers=range(first, end),
-            voted=voted,
-            voted_generation=voted_generation,
-            begun=begun,
-            skipped=skipped,
-            joined=joined,
-            layers=tuple(held[: len(held) // 2]),
-            former=tuple(held[len(held) // 2 :]),
+            **numbers,
+            reduced_layers=range(first, stop),
+            layers=tuple(held[:half]),
+            former=tuple(held[half:]),
         )
 
 

@@ -1,8 +1,8 @@
-"""Coming to hold the layers of a plan at an agreed step: what is fetched, sent and dropped.
+"""Fetches, sends and drops layers, until a worker holds those of its plan at an agreed step.
 
 Every worker plans the same transfers from the same table of who holds what, and carries out its own
-part of them. Owns the messages of layer state, and that nothing of a transfer that broke off is
-taken for a layer. Must not know how the agreement came about.
+part of them. Nothing of a transfer that broke off is taken for a layer. Must not know how the
+agreement came about.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,8 +1,8 @@
-"""The worker's ear: what its agent wants, kept up to date by a thread of its own.
+"""What the agent wants of this worker, kept up to date by a thread of its own.
 
-Owns the reading of the agent's channel and the rule which of several assignments counts. The
-main thread asks; what must not wait for it (releasing a blocked transport, ending the process)
-happens in the reading thread.
+Owns the reading of the agent's channel, and which of several assignments counts. The main thread
+asks. The reading thread itself does what must not wait for the main thread: it releases a blocked
+transport and ends the process.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
-"""What a worker computes on: opening it, and asking a host which GPUs torch sees there.
+"""Opens a worker's device, and lists the GPUs that torch sees on this host.
 
-Run as a program, `python -m oobleck.worker.runtime.device` prints the host's GPUs (or why there are
-none) as one line of JSON: an agent asks this way, without loading torch or a CUDA driver itself. A
-worker opens its device after it was forked: a process that uses CUDA cannot be forked.
+`python -m oobleck.worker.runtime.device` prints the host's GPUs (or why there are none) as one line
+of JSON; agents ask this way, since they load neither torch nor a CUDA driver. A worker opens its
+device after it was forked: a process that uses CUDA cannot be forked.
 """
 
 import sys

@@ -15,22 +15,23 @@ class TransportError(Exception):
 
 
 class Unreached(TransportError):
-    """There is no way to a member of a meeting, who has said or is known to be there."""
+    """There is no way to a member of a rendezvous that is known to be there."""
 
     def __init__(self, text: str, rank: int | None = None, worker: WorkerId | None = None) -> None:
-        """`rank`: the member's; None: whoever hosts the meeting. `worker`: who that is."""
+        """`rank`: the member's; None: that of the store's host. `worker`: who that is."""
         super().__init__(text)
         self.rank = rank
         self.worker = worker
 
     def of(self, members: Sequence[WorkerId]) -> "Unreached":
+        """The same with the worker's name; `members` are in rank order."""
         worker = members[self.rank] if self.rank is not None else None
         return Unreached(str(self), self.rank, worker)
 
 
 class LayersGone(TransportError):
-    """Nobody in the generation has some layer at the step that they have agreed on. When it was
-    planned, the master did not know of that step; now it waits, or finds who has them."""
+    """Nobody in the generation has some layer at the agreed step, of which the master did not know
+    when it planned. It now waits, or finds who has the layer."""
 
 
 class Superseded(Exception):

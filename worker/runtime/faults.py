@@ -1,6 +1,6 @@
 """Scripted faults of a drill: real signals to real processes at exact points of a step.
 
-The executor and the entry into a generation tell where they are; a rule that matches acts, once.
+The executor and the recovery tell where they are; a rule that matches acts, once.
 """
 
 import logging

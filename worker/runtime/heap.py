@@ -1,13 +1,11 @@
-"""The C library's heap, set to keep what is freed.
+"""Makes the C library's heap keep what is freed.
 
-A training step takes and frees the same memory again and again. By default glibc gives freed
-memory back to the kernel as soon as the top of the heap, or a single large block, is free, and the
-next micro-batch pays for every page of it again: tens of thousands of page faults in a step of a
-small model. What a worker has needed once, it needs in the next step.
+A training step takes and frees the same memory again and again. By default glibc gives freed memory
+back to the kernel as soon as the top of the heap, or a single large block, is free, and the next
+micro-batch pays for every page again: tens of thousands of page faults in a step of a small model.
 
-Blocks of some megabytes are mapped and given back one by one all the same: operations on them take
-far longer than their pages, and kept, with what lies between them, they took 15% more memory than
-what is in use.
+Blocks of some megabytes are still mapped and given back one by one: operations on them take far
+longer than their pages do, and keeping them took 15% more memory than was in use.
 """
 
 import ctypes

@@ -1,9 +1,8 @@
-"""What the training thread is at, so that another thread can tell that it hangs.
+"""What the training thread is doing, so that another thread can tell that it hangs.
 
 The training thread says what it begins (`beat`), and when it waits for another process (`WAITING`)
-or for files (`FILES`); the thread that listens to the agent reads it (`read`). A process has one
-training thread, so this is one for the process. Must not know what is a hang: that is the agent's
-to say.
+or for files (`FILES`). The thread that listens to the agent reads it (`read`). A process has one
+training thread, so there is one pulse per process. The agent decides what is a hang.
 """
 
 from types import TracebackType
@@ -12,10 +11,10 @@ from oobleck.host.ipc.messages import Alive
 
 
 class _Section:
-    """For `with`, again inside too: what is done meanwhile is of one kind."""
+    """A `with` block, which may be nested, of one kind of activity."""
 
     def __init__(self, beats: int) -> None:
-        """`beats`: what its end counts."""
+        """`beats`: how many beats its end counts as."""
         self.depth = 0
         self._beats = beats
 
@@ -35,7 +34,7 @@ class _Section:
 
 #: Another process is waited for.
 WAITING = _Section(beats=1)
-#: The same where nothing has come of it when it ends: time passes.
+#: The same, but its end is no progress: time passes.
 PAUSED = _Section(beats=0)
 #: Files are read or written, or the state is copied for them.
 FILES = _Section(beats=1)
@@ -44,8 +43,8 @@ _doing: tuple[str, int | None] = ("start", None)
 
 
 def beat(name: str, detail: int | None = None) -> None:
-    """Something begins, which is called `name`, with `detail` behind. The text is made where it is
-    read, every second: layers begin thousands of times in one."""
+    """Something begins, called `name` and `detail`. The reader makes the text, once a second, since
+    layers begin thousands of times in a second."""
     global _beats, _doing
     _beats += 1
     _doing = (name, detail)

@@ -1,7 +1,7 @@
-"""Says where a worker hangs: the stacks of all its threads, in its log.
+"""Writes the stacks of all threads to the log when a worker hangs, and on SIGUSR1.
 
-Written by a thread of the interpreter's own, so that neither a lock nor a native call that never
-returns keeps it from being told. Also on SIGUSR1, for whoever looks on.
+A thread of the interpreter's own writes them, so neither a lock nor a native call that never
+returns prevents it.
 """
 
 import faulthandler
@@ -12,6 +12,7 @@ ANSWER_S = 5.0
 
 
 def tell_on_signal() -> None:
+    """Write the stacks on every SIGUSR1."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
@@ -21,4 +22,5 @@ def expect_answer() -> None:
 
 
 def answered() -> None:
+    """The worker has left its old generation."""
     faulthandler.cancel_dump_traceback_later()

@@ -1,10 +1,9 @@
 """Where a worker's time goes: spans of the steps that it was asked to record.
 
 While nothing is recorded a span costs two calls and a comparison; the pulse learns of it in any
-case. The phases of the way into a
-generation are few, so those of the last change are always kept. Owns the recording and when it is
-on; must not know what is recorded. One thread makes all spans, so they lie side by side or one
-inside the other; sums, which go on beside them, begin and end at any time.
+case. The phases on the way into a generation are few, so those of the last change are always kept.
+One thread makes all spans, so they lie side by side or one inside the other; sums, which go on
+beside them, begin and end at any time. Must not know what is recorded.
 """
 
 import time

@@ -1,10 +1,10 @@
-"""Waiting for native calls in such a way that an abort, or a limit of time, always ends the wait.
+"""Waits for native calls that an abort or a time limit always ends.
 
-When a connection breaks, gloo wakes whoever waits for an operation that it has in one of its
-queues, but not one whose message is just being read or written (gloo/transport/tcp/pair.cc,
-Pair::signalException): unless it is ended otherwise, that wait goes on until the operation's
-time-out. A store's client waits for the answer of a host that is stopped, whatever its time-out. So
-the waiting is done by a thread that can be given up. Must not know what is waited for.
+When a connection breaks, gloo wakes whoever waits for an operation in one of its queues, but not
+for one whose message is being read or written (gloo/transport/tcp/pair.cc, Pair::signalException):
+that wait lasts until the operation's time-out. A store's client waits for the answer of a stopped
+host, whatever its time-out. So a thread waits that can be given up. Must not know what it waits
+for.
 """
 
 import math
@@ -19,16 +19,15 @@ from oobleck.worker.runtime.errors import TransportError
 
 T = TypeVar("T")
 
-#: A call that takes longer than this is looked into, as often.
 DOUBT_S = 2.0
 #: After an abort, for the operations that gloo does wake: they say what happened.
 ABORT_GRACE_S = 0.25
 
 
 class _Call(Generic[T]):
-    def __init__(self, wait: Callable[[], T], told: Callable[[], None]) -> None:
+    def __init__(self, wait: Callable[[], T], meanwhile: "Meanwhile | None") -> None:
         self.wait = wait
-        self.told = told
+        self.meanwhile = meanwhile
         self.done = False
         #: Nobody asks how it ends any more.
         self.given_up = False
@@ -44,34 +43,21 @@ class _Call(Generic[T]):
 
 
 class Meanwhile(Protocol):
-    """What is to go on while a call is waited for."""
+    """What goes on while a call is waited for."""
 
     def run(self, done: Callable[[], bool]) -> None:
         """Until `done`. Raises TransportError."""
 
     def wake(self) -> None:
-        """Have `run` look whether it is done; from any thread, at any time after."""
-
-
-def _nothing() -> None:
-    pass
-
-
-class _Nothing:
-    def run(self, done: Callable[[], bool]) -> None:
-        pass
-
-    def wake(self) -> None:
-        pass
-
-
-_NOTHING = _Nothing()
+        """Make `run` look whether it is done; from any thread, at any time after."""
 
 
 class Waits:
     """One thread that waits; used by one other at a time. `release` may come from any."""
 
-    def __init__(self) -> None:
+    def __init__(self, doubt_s: float = DOUBT_S) -> None:
+        """`doubt_s`: a call that takes longer is looked into, as often."""
+        self._doubt_s = doubt_s
         self._calls: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._released = False
@@ -81,23 +67,24 @@ class Waits:
         self,
         wait: Callable[[], T],
         limit_s: float | None = None,
-        meanwhile: Meanwhile = _NOTHING,
-        end: Callable[[], object] = _nothing,
-        doubt: Callable[[], object] = _nothing,
+        meanwhile: Meanwhile | None = None,
+        end: Callable[[], object] | None = None,
+        doubt: Callable[[], object] | None = None,
     ) -> T:
-        """Return or raise as `wait` does, or raise TransportError: soon after the release, after
-        `limit_s`, or as `doubt` does, which is called where it takes long; either is a release for
-        all later calls. `end`, where given, has a `wait` that is to be given up end soon."""
-        call = _Call(wait, meanwhile.wake)
+        """Return or raise as `wait` does. Raises TransportError soon after a release, or after
+        `limit_s`, and what `doubt` raises, which is called now and then during a long wait; these
+        release all later calls too. `end` is called to make a `wait` that is given up end soon."""
+        call = _Call(wait, meanwhile)
         self._calls.put(call)
-        meanwhile.run(lambda: call.done)
+        if meanwhile is not None:
+            meanwhile.run(lambda: call.done)
         in_time = False
         try:
             in_time = self._await(call, limit_s, doubt)
         finally:
             with self._changed:
                 self._released = self._released or not in_time
-        if not call.done:
+        if not call.done and end is not None:
             end()
         with self._changed:
             call.given_up = not in_time or not self._changed.wait_for(
@@ -117,26 +104,30 @@ class Waits:
                 del error  # and to this frame: what they all hold is freed with the exception
         return call.results.pop()
 
-    def _await(self, call: _Call[T], limit_s: float | None, doubt: Callable[[], object]) -> bool:
+    def _await(
+        self, call: _Call[T], limit_s: float | None, doubt: Callable[[], object] | None
+    ) -> bool:
         """Whether the call was done, or all are released, in time."""
         end_at = math.inf if limit_s is None else time.monotonic() + limit_s
         while True:
             left_s = end_at - time.monotonic()
             with pulse.WAITING, self._changed:
-                span_s = min(left_s, DOUBT_S)
+                span_s = min(left_s, self._doubt_s)
                 if self._changed.wait_for(lambda: call.done or self._released, span_s):
                     return True
-            if left_s <= DOUBT_S:
+            if left_s <= self._doubt_s:
                 return False
-            with pulse.WAITING:
-                doubt()
+            if doubt is not None:
+                with pulse.WAITING:
+                    doubt()
 
     @property
     def released(self) -> bool:
+        """Whether every wait ends at once."""
         return self._released
 
     def release(self) -> None:
-        """Let nobody wait any longer, now and later."""
+        """End all waits, now and later."""
         with self._changed:
             self._released = True
             self._changed.notify_all()
@@ -153,5 +144,6 @@ class Waits:
                 if call.given_up:
                     call.error = None  # it and the call hold each other, and what was to be built
                 self._changed.notify_all()
-            call.told()
+            if call.meanwhile is not None:
+                call.meanwhile.wake()
             del call

@@ -1,8 +1,8 @@
-"""One layer's state as the bytes of a safetensors file and back.
+"""One layer's state as the bytes of a safetensors file, and back.
 
-Weights stand under the names of their parameters, moments under `<parameter>.<moment>`, so the file
-means something without this package. The flat state is laid out as the file's data is, so writing
-one copies nothing. Must not know where files are.
+Weights have the names of their parameters, moments `<parameter>.<moment>`, so that other programs
+can read the file. The flat state is in the order of the file's data, so writing copies nothing.
+Must not know where files are.
 """
 
 import json

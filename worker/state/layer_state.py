@@ -1,9 +1,9 @@
 """The state of one layer on one worker: weights, moments, gradient and version, whole or a share.
 
-It is one flat tensor, so that it travels as one message, and its gradient, this worker's own sum
-over micro-batches, is another (`oobleck.worker.state.layout` has the order). What an update applies
-are the reduced gradients, summed over all workers: tensors that are given from outside, or the own
-sum itself where nobody else holds the layer. Owns where each number is; must not know other layers.
+The state is one flat tensor, so that it travels as one message; the gradient, this worker's own sum
+over micro-batches, is another (`layout` has the order of numbers). An update applies reduced
+gradients, which are summed over all workers: tensors given from outside, or the own sum where
+nobody else holds the layer. Must not know other layers.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
-"""The flat order of a layer's numbers, and which of them a share of the layer is.
+"""The flat order of a layer's numbers, and which of them belong to a share of the layer.
 
-The order is: the part tied to another layer, then what weight decay acts on (all matrices and
-embeddings; norms are not decayed), then the rest. So each of these is one slice, and so is `own`,
-everything but the tied part. A share of a layer, such as the second of three workers keeps, is
-that share of the tied part and that share of the own part. Knows the model alone.
+First comes the part that is tied to another layer, then what weight decay acts on (matrices and
+embeddings, not norms), then the rest. So each of these is one slice, and so is `own`, everything
+but the tied part. A share of a layer, such as the second of three, is that share of the tied part
+and that share of the own part. Knows the model alone.
 """
 
 import math

@@ -1,9 +1,8 @@
-"""Model state: the layers that this worker holds, with weights, moments, gradients and version.
+"""The layers that this worker holds: weights, moments, gradients and versions.
 
-Where several workers share a stage, each holds a share of its layers. Owns which layers are held,
-those on their way, versions and the update; what one layer's state is, is in `layer_state`. Must
-not know stages, peers and plans: which layers to hold, and what version they must reach, is said
-from outside.
+Where several workers share a stage, each holds a share of its layers. Owns which layers are held or
+on their way, their versions, and the update; `layer_state` has one layer's numbers. Must not know
+stages, peers or plans: callers say which layers to hold and which version to reach.
 """
 
 from collections.abc import Collection, Container, Iterable

@@ -1,7 +1,7 @@
-"""The rules of an update: learning rate by step, clipping by norm, and the optimizer's own.
+"""The arithmetic of an update: learning rate by step, clipping by norm, and the optimizer.
 
-All are functions of their arguments: an optimizer's state is the moments that are handed in and
-the number of the step, and nothing is remembered here. Must not know layers, or who holds them.
+All are functions of their arguments: an optimizer's state is the moments that are handed in and the
+number of the step. Must not know layers, or who holds them.
 """
 
 import math

@@ -20,6 +20,7 @@ from oobleck.worker.step import vote
 
 
 def count_votes(job: JobSpec, vector: torch.Tensor, *, workers: int) -> vote.Result:
+    """Read the ballots' sum. Raises InvariantViolation."""
     return vote.count(
         vector,
         workers=workers,

@@ -1,19 +1,16 @@
-"""The layers of a stage that several workers of a node share: weights together, gradients apart.
+"""Stages that several workers of a node share: they share the weights and split the rows.
 
-Each worker keeps its share of every layer's state and computes its rows of every micro-batch. For
-that the weights are gathered from the shares of all, and each one's gradients of the whole layer,
-which are of its own rows, are summed into the shares (fully sharded data parallelism, as ZeRO-3 of
-Rajbhandari et al., 2020). A stage that is not resident does so for each layer of each micro-batch
-and has no more than one layer gathered at a time; a resident one does it once per step. All workers
-of the stage do the same in the same order, also those that have no row of a micro-batch.
-
-Owns what is gathered. Must not know what is computed with it.
+Each worker keeps its share of every layer's state and computes its rows of every micro-batch. The
+weights are gathered from all shares first; then each worker's gradients of the whole layer, which
+are of its own rows, are summed into the shares (fully sharded data parallelism, as ZeRO-3 of
+Rajbhandari et al., 2020). A stage that is not resident gathers each layer for each micro-batch and
+has one layer at a time; a resident one gathers once per step. All workers of the stage do the same
+in the same order, also those without a row of a micro-batch. Must not know what is computed.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,47 +29,36 @@ _KINDS = 4
 _GATHER, _REDUCE = 0, 2
 
 
-class Exchange(Protocol):
-    """What a stage does around the computation of a layer."""
+class Exchange:
+    """What a stage does around the computation of a layer: nothing, where it is on one worker,
+    which has all of its layers."""
+
+    #: Whether several workers share the stage.
+    shared = False
 
     def begin(self, due: Mapping[int, int]) -> None:
         """Begin a step in which each layer's gradient gets so many micro-batches."""
 
     def computing(self, layer: int, *, gradients: bool) -> AbstractContextManager[None]:
-        """Within, the layer's module has its weights and, if it is to, takes gradients."""
+        """Within, the layer's module has its weights and, if `gradients`, takes gradients."""
+        return nullcontext()
 
     def take_gradients(self, layer: int) -> None:
         """Have the layer's module take gradients, without weights."""
 
     def add(self, layer: int, microbatch: int) -> Sequence[int]:
-        """The gradients of `microbatch` are complete; which ones are in the state's now, that were
-        not before."""
-
-    def end(self) -> None:
-        """Nothing of the step is on its way any more; call it before the update."""
-
-
-class NoExchange:
-    """Of a stage on one worker, which has all of its layers."""
-
-    def begin(self, due: Mapping[int, int]) -> None:
-        pass
-
-    def computing(self, layer: int, *, gradients: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def take_gradients(self, layer: int) -> None:
-        pass
-
-    def add(self, layer: int, microbatch: int) -> Sequence[int]:
+        """The gradients of `microbatch` are complete. Returns the micro-batches that the state's
+        gradient has now and did not have before."""
         return (microbatch,)
 
     def end(self) -> None:
-        pass
+        """Wait until nothing of the step is on its way; call it before the update."""
 
 
-class StageExchange:
+class StageExchange(Exchange):
     """Of a stage on several workers. All methods raise TransportError when one is lost."""
+
+    shared = True
 
     def __init__(
         self,

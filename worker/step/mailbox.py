@@ -1,9 +1,9 @@
-"""What passes between this worker and its neighbour stages in a step: sends and receives under way.
+"""A step's messages between this worker and its neighbour stages.
 
 Receives are posted ahead of their use, so that a message travels while the worker computes. A send
-is let go, and its tensor with it, when a later message of the same peer shows that it has arrived;
-nothing ever waits for one before the end of the step. Owns the order of both, which follows from
-the programs. Must not know what is sent.
+and its tensor are released when a later message of the same peer shows that it has arrived; nothing
+waits for a send before the end of the step. The order of both follows from the programs. Must not
+know what is sent.
 """
 
 from collections import deque

@@ -33,7 +33,7 @@ from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.dataset import Tokens
 from oobleck.worker.data.objective import inputs_and_targets
 from oobleck.worker.runtime.random import RowKeys
-from oobleck.worker.step.exchange import Exchange, NoExchange, StageExchange
+from oobleck.worker.step.exchange import Exchange, StageExchange
 from oobleck.worker.step.mailbox import Mailbox, Receive, Send, joined
 from oobleck.worker.step.stage import StageRunner
 from oobleck.worker.transport.transport import Transport
@@ -73,7 +73,7 @@ class PipelineStage:
         self.rows = self._share.of_rows(job.training.microbatch)
         layers = plan.holdings()[worker]
         #: With the other workers of the stage.
-        self.exchange: Exchange = NoExchange()
+        self.exchange = Exchange()
         if parts > 1:
             ranks = [self._rank[member] for member in stage.workers]
             self.exchange = StageExchange(

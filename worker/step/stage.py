@@ -22,7 +22,7 @@ from oobleck.worker.models.linear import DeferredGradients, deferring
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.model_state import ModelState, state_dtype
-from oobleck.worker.step.exchange import Exchange, NoExchange
+from oobleck.worker.step.exchange import Exchange
 
 #: A backward under way: the layers whose gradients have the micro-batch now, one after the other;
 #: at the end the gradient of the stage's input.
@@ -104,7 +104,7 @@ class StageRunner:
     ) -> None:
         """`exchange`: with the other workers of the stage, if there are any."""
         self._timeline = timeline or Timeline()
-        self._exchange = exchange or NoExchange()
+        self._exchange = exchange or Exchange()
         self._state = state
         self._layers = layers
         self._job = job
@@ -166,7 +166,7 @@ class StageRunner:
         segments: list[_Segment] = []
         recompute = self._job.training.recompute == "layer"
         idle = not rows.positions
-        by_layer = by_layer or recompute or not isinstance(self._exchange, NoExchange)
+        by_layer = by_layer or recompute or self._exchange.shared
         for layer in self._layers:
             wanted = layer >= lowest
             adds = wanted and layer in adding
@@ -283,7 +283,7 @@ class StageRunner:
         that no layer's gradient has a part of a micro-batch. Where several workers share the stage,
         it is dropped too: all of them would have to add it."""
         self._in_flight.clear()
-        if not isinstance(self._exchange, NoExchange):
+        if self._exchange.shared:
             self._deferred.clear()
         for microbatch in list(self._deferred):
             complete(self.backward_weight(microbatch))

@@ -1,10 +1,10 @@
-"""The commit vote: one small all-reduce that ends a step for everybody or for nobody.
+"""The commit vote: one small all-reduce that ends a step for all workers or for none.
 
-The vector sums over all workers: the loss, the squared gradient norm, what each knows of a
-pending change of the plan and of checkpoints, and the ledger of samples. In the ledger every
-position of the global batch has a count and the digest of the token row that was trained on there,
-put in by the one worker that loaded it. So each worker knows, at the commit, that every sample was
-used exactly once and which one it was; no other message is needed for an exact record of the step.
+The vector sums over all workers: the loss, the squared gradient norm, what each knows of a pending
+change of the plan and of checkpoints, and the ledger of samples. For every position of the global
+batch the ledger has a count and the digest of the token row that was trained on there, put in by
+the one worker that loaded it. So at the commit each worker knows that every sample was used exactly
+once, and which one it was; an exact record of the step needs no other message.
 """
 
 import math
@@ -27,7 +27,7 @@ _WORDS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveVote:
-    """What one worker knows of checkpoints."""
+    """What one worker tells of checkpoints in a vote."""
 
     #: One should be taken after this step.
     due: bool = False
@@ -57,7 +57,7 @@ class SaveVerdict:
 
 
 class Checkpoints(Protocol):
-    """This worker's part in the checkpoints, of which the votes decide."""
+    """This worker's part in the checkpoints, which the votes decide on."""
 
     def intent(self, step: int) -> SaveVote:
         """This worker's share in the vote on `step`."""
@@ -85,6 +85,7 @@ class Result:
 
 
 def ballot_length(global_batch: int) -> int:
+    """How many numbers a ballot has."""
     return _LEDGER + global_batch * (1 + _WORDS)
 
 

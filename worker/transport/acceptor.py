@@ -1,22 +1,22 @@
-"""Who calls at a port of a worker's own, and what each has said so far: peers and strangers.
+"""Accepts connections on a port of the worker's own, and reads the greeting of each caller.
 
-A caller shows who it is in a greeting of a fixed size. Nobody waits for one that is silent, and
-only so many may be: of more than that the oldest goes, so strangers cannot use up a worker's open
-files. Must not know who is welcome.
+A greeting has a fixed size and shows who calls. Nobody waits for a caller that stays silent, and
+there is a limit on how many of those there may be: beyond it the oldest is dropped, so strangers
+cannot use up the worker's open files. Must not know who is welcome.
 """
 
 import contextlib
 import select
 import socket
 
-#: Callers that have not said all of their greeting. A peer says it as it calls.
+#: Callers whose greeting is not complete. A peer sends it as it calls.
 MOST = 256
 
 
 class Acceptor:
-    """A listener, and the connections that it has taken; all of them in one poll.
+    """A listener, and the connections that it has accepted; all of them in one poll.
 
-    One thread uses it; whatever the poll says of descriptors that are not its own is not for it.
+    One thread uses it, and asks it only about descriptors that are its own.
     """
 
     def __init__(self, address: str, greeting_bytes: int, poll: select.poll) -> None:
@@ -34,8 +34,8 @@ class Acceptor:
         return descriptor in self._callers or descriptor == self._listener.fileno()
 
     def hear(self, descriptor: int) -> tuple[socket.socket, bytes] | None:
-        """Take in what the poll has for the descriptor, which is one of these. A caller that has
-        said its greeting, with that: the connection is the asker's from then on."""
+        """Read what there is on one of these descriptors. Returns a caller whose greeting is
+        complete, and the greeting; the connection is the asker's from then on."""
         if descriptor == self._listener.fileno():
             self._let_in()
             return None
@@ -44,7 +44,7 @@ class Acceptor:
             part = caller.recv(self._greeting_bytes - len(greeting))
         except BlockingIOError:
             return None
-        except OSError:  # a stranger's end says nothing about a peer
+        except OSError:  # a stranger went away
             part = b""
         greeting += part
         if part and len(greeting) < self._greeting_bytes:
@@ -57,7 +57,7 @@ class Acceptor:
         return caller, bytes(greeting)
 
     def _let_in(self) -> None:
-        # Who has gone again before it was let in is nobody.
+        # The caller may have gone again.
         with contextlib.suppress(BlockingIOError, ConnectionError):
             caller, _ = self._listener.accept()
             caller.setblocking(False)
@@ -69,7 +69,7 @@ class Acceptor:
             oldest.close()
 
     def close(self) -> None:
-        """Nobody is expected any more. May be repeated."""
+        """Accept nobody any more. May be repeated."""
         if self._listener.fileno() < 0:
             return
         self._poll.unregister(self._listener)

@@ -1,4 +1,4 @@
-"""Whole layers out of the shares of a stage's workers, for what is written once per layer.
+"""Puts whole layers together from the shares of a stage's workers, to be written once per layer.
 
 Owns the messages, which are those of one stage. Must not know what becomes of the layers.
 """

@@ -1,7 +1,7 @@
-"""Which transport the workers of a generation use, and building it.
+"""Chooses the transport of a generation and builds it.
 
-Owns the choice, which must be the same on all of them: it follows from the job and from what all
-say of their devices in the store where they meet. Must not know how messages travel.
+All workers must choose the same: the choice follows from the job, and from what all say of their
+devices in the store where they meet. Must not know how messages travel.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,8 +1,8 @@
-"""One connection to a peer, both ways: messages on their way out, and the one that is coming in.
+"""One connection to a peer: messages on their way out, and the one that is coming in.
 
-Nothing here waits. A message that somebody waits for is read into its place, one that comes before
-that into a buffer; those with the same tag come in the order in which they were sent. Must not
-know who the peer is.
+Nothing here waits. A message that somebody waits for is read into its tensor, an early one into a
+buffer; messages with the same tag arrive in the order in which they were sent. Must not know who
+the peer is.
 """
 
 import ctypes
@@ -69,6 +69,7 @@ class Connection:
         self._room = memoryview(self._header)
 
     def send(self, tag: int, content: memoryview) -> None:
+        """Queue a message, and hand the kernel what it takes."""
         self._outgoing += (memoryview(_HEADER.pack(tag, len(content))), content)
         self.queued += _HEADER.size + len(content)
         self.write()
@@ -79,6 +80,7 @@ class Connection:
         return bool(self._outgoing)
 
     def write(self) -> None:
+        """Hand the kernel what it takes of the queue."""
         while self._outgoing:
             try:
                 count = self.socket.sendmsg(self._outgoing)
@@ -91,6 +93,7 @@ class Connection:
                 self._outgoing[0] = self._outgoing[0][count:]
 
     def post(self, tag: int, arrival: Arrival) -> None:
+        """Receive the next message with `tag` into `arrival`."""
         if self._early[tag]:
             arrival.fill(self._early[tag].popleft())
         else:

@@ -1,11 +1,12 @@
-"""The transport over TCP: torch.distributed's gloo backend, and connections for what is not large.
+"""The transport over TCP: torch.distributed's gloo backend, and our own connections for small
+messages.
 
-Owns gloo's groups, from the rendezvous on, and how what is blocked in them is released. Must not
-know programs, layers or plans.
+Owns gloo's groups, and how what is blocked in them is released. Must not know programs, layers or
+plans.
 
-Gloo's own `abort` does nothing. What releases an operation that is blocked, here and, by the closed
-sockets, at the peers, is a receive that nobody answers with a time-out of its own: gloo then closes
-every pair of that group. It forgets some operations then; see `waiting` and `gloo_work`.
+Gloo's own `abort` does nothing. A receive that nobody answers, with a time-out of its own, makes
+gloo close every pair of that group; this releases operations that are blocked, here and, by the
+closed sockets, at the peers. Gloo forgets some operations then; see `waiting` and `gloo_work`.
 """
 
 import threading

@@ -1,14 +1,13 @@
-"""A ring of idle connections between the workers of a generation: notices a death at once.
+"""A ring of idle connections between the workers of a generation, to notice a death at once.
 
 A worker that computes does not look at its peers' sockets, and one that waits looks at one peer
-only; a loss would be noticed when somebody next needs the dead one, which in a long step is
-seconds later. So every worker also keeps a connection to the next rank, watched by a thread of its
-own, and its end is the word that the neighbour is gone: the kernel closes the sockets of a killed
-process whatever it was doing. Where a host is silent, or the way to it is cut, nobody closes
-anything: the kernels ask each other for a sign of life, which they give whatever their processes
-do, and end a connection without any. So they do on the other connections to peers that the lifeline
-is shown. There what is on its way makes the kernel less sure: a host that is silent is asked by one
-more connection, and a refusal is an answer too.
+only; a loss would be noticed when somebody next needs the dead worker, which in a long step is
+seconds later. So each worker also keeps a connection to the next rank, watched by a thread of its
+own. The kernel closes the sockets of a killed process, whatever it was doing, and that end tells
+the neighbour. A host that is stopped or cut off closes nothing: there the kernels exchange
+keep-alive probes, which they answer whatever their processes do, and end a silent connection. The
+lifeline watches the other connections to peers for silence too. Data on its way makes the kernel
+less sure there, so a silent host is asked by one more connection; a refusal is an answer too.
 
 A worker that leaves a generation on purpose says goodbye first.
 """
@@ -34,8 +33,8 @@ _GOODBYE = b"\x00"
 _POLL_S = 0.05
 #: The kernel takes no more than 127.
 _MOST_QUESTIONS = 100
-#: By how many of the intervals at which the kernel asks the last signs of life of a host that falls
-#: silent may be apart, to one neighbour and the other.
+#: A host that falls silent has answered its two neighbours at different times: at most so many
+#: probe intervals apart.
 _APART = 1.1
 #: How long a host may take to answer one more connection.
 _ASK_S = 2.0
@@ -50,7 +49,7 @@ class Lifeline:
     def __init__(
         self, rendezvous: RendezvousStore, rank: int, size: int, address: str, *, silence_s: float
     ) -> None:
-        """Listen, and leave word in `rendezvous` how to be reached; before the arrival is complete.
+        """Listen, and put the address into `rendezvous`; before the arrival is complete.
 
         `silence_s`: without a sign of life for so long a neighbour's host is gone.
         """
@@ -64,7 +63,7 @@ class Lifeline:
         self._acceptor = Acceptor(address, PROOF_BYTES, self._poll)
         #: By the neighbour's rank, and in a ring of two both to the same one.
         self._links: list[tuple[int, socket.socket]] = []
-        #: Connections that others use, and by rank whose hosts were asked in vain.
+        #: Connections that others use; and the ranks whose hosts were asked in vain.
         self._shown: list[tuple[int, socket.socket]] = []
         self._unanswered: set[int] = set()
         self._wake_read, self._wake_write = socket.socketpair()

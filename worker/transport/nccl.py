@@ -1,18 +1,17 @@
 """NCCL between GPUs: the messages of a program and the sums of gradients.
 
-One process group per set of owners, for sums, and one per link: a sender and a receiver. A link has
-a communicator and a stream of its own, and its messages one direction, so they arrive in the order
-in which they are sent and no pair of workers can wait for each other. Everything else goes over the
+There is one process group per set of owners, for sums, and one per link (a sender and a receiver).
+A link has its own communicator and stream, and its messages go one way, so they arrive in the order
+in which they are sent, and no two workers can wait for each other. Everything else goes over the
 `host` transport: host tensors (votes, recovery states), and layer state between workers that the
-program does not connect, for which a communicator would take longer to make than it saves.
+program does not connect, since making a communicator would take longer than it saves.
 
 An abort ends kernels that wait for a peer, and what they leave in the tensors means nothing. So
-every call raises after an abort, and a receive is waited for by the host: gradients that were
-computed from what an abort left would be taken for a part of the step that is done. For sums, of
-which nothing is computed before the vote, and for sends `Pending.wait` only lets what is queued on
-the device afterwards see the result; `complete` is where the host learns that everything has
-happened, or that it has not. torch's own watchdog must be told to leave errors alone
-(`oobleck.host.device.worker_environment`).
+every call raises after an abort, and the host waits for each receive: else gradients computed from
+garbage would count as a part of the step. For sums, of which nothing is computed before the vote,
+and for sends, `Pending.wait` only orders what is queued on the device later behind the result;
+`complete` is where the host learns whether everything has happened. torch's own watchdog must leave
+errors alone (`oobleck.host.device.worker_environment`).
 """
 
 import threading

@@ -1,12 +1,12 @@
-"""Connections of a worker's own to those that it exchanges messages with in every step.
+"""A worker's own connections to the peers that it exchanges messages with in every step.
 
-A message of a size that fits into the kernel's buffers costs a system call to send and two to
-receive: no thread hands it on, and one that is there already is not waited for. Larger ones are not
-for this: what the kernel does not take at once goes out with the next call. An abort closes the
-connections, which ends every wait at both ends.
+A message that fits into the kernel's buffers costs one system call to send and two to receive: no
+other thread handles it, and one that has already arrived is not waited for. What the kernel does
+not take at once goes out with the next call, so large messages do not belong here. An abort closes
+the connections, which ends every wait at both ends.
 
-One thread uses them; `abort` and `wake` may come from any. Must not know what is sent, nor how
-else workers talk.
+One thread uses them; `abort` and `wake` may come from any. Must not know what is sent, nor how else
+workers talk.
 """
 
 import contextlib
@@ -38,10 +38,10 @@ MOST_SUM_BYTES = 64 << 10
 #: No message of a program or a transfer has it.
 _SUM_TAG = -1
 
-#: More than ever wait in the pipe: each call that is waited for wakes once.
+#: Bytes read from the pipe at once: more than ever wait there.
 _WAKES = 4096
 
-#: Who is shown connections to peers, by their ranks.
+#: Is shown each connection to a peer, with the peer's rank.
 Watch = Callable[[int, socket.socket], None]
 
 _GREETING = struct.Struct(f"!{PROOF_BYTES}sI")
@@ -74,7 +74,7 @@ class _Receive:
 
 
 class _Send:
-    """The kernel has it once so many bytes have gone."""
+    """Done when the kernel has taken so many bytes."""
 
     def __init__(
         self, connections: "PeerConnections", connection: Connection, tensor: torch.Tensor
@@ -90,7 +90,8 @@ class _Send:
 
 
 class PeerConnections:
-    """A worker's connections, by the peers' ranks. The higher rank calls, the lower one listens."""
+    """A worker's connections, by the peers' ranks. The higher rank connects, the lower one
+    listens."""
 
     def __init__(
         self,
@@ -101,8 +102,8 @@ class PeerConnections:
         *,
         watch: Watch = nobody_watches,
     ) -> None:
-        """Returns when it has called; those who call this worker are let in when they are needed.
-        `watch` is shown every connection, with the peer's rank.
+        """Returns when it has connected to lower ranks; those of higher ranks are accepted when
+        they are needed. `watch` is shown every connection.
 
         Raises TransportError when a peer cannot be reached.
         """
@@ -150,7 +151,7 @@ class PeerConnections:
         self._watch(peer, connected)
 
     def _listen_to(self, descriptor: int) -> None:
-        """Take in what a caller says, or that there is one."""
+        """Accept a caller, or read its greeting."""
         with _peers_may_fail():
             heard = self._acceptor.hear(descriptor)
         if heard is None:
@@ -201,7 +202,8 @@ class PeerConnections:
             raise TransportError("an operation was given up")
 
     def wait(self, connection: Connection, done: Callable[[], bool]) -> None:
-        """Until `done`, which what happens on `connection` makes true. Raises TransportError."""
+        """Until `done`, which becomes true by what happens on `connection`. Raises
+        TransportError."""
         self._check()
         try:
             with _peers_may_fail():
@@ -218,8 +220,8 @@ class PeerConnections:
         return any(connection.blocked for connection in self._connections.values())
 
     def run(self, done: Callable[[], bool]) -> None:
-        """Take everything in and send everything out, so that nobody waits for this worker, until
-        `done`. Raises TransportError."""
+        """Read and write on all connections until `done`, so that nobody waits for this worker.
+        Raises TransportError."""
         while not done():
             self._check()
             for each in self._by_descriptor.values():
@@ -245,7 +247,7 @@ class PeerConnections:
     # ---- ends
 
     def wake(self) -> None:
-        """Have whoever is in `run` look whether it is done; from any thread."""
+        """Make `run` look whether it is done; from any thread."""
         with self._lock:
             if not self._closed:
                 os.write(self._wake_write, b"\0")

@@ -1,10 +1,10 @@
-"""Where the workers of a generation meet before they can talk: a store that one of them serves.
+"""The store in which the workers of a generation meet before they can talk; one of them serves it.
 
-Owns the store's both ends and the meeting itself, which all members leave together: towards the
-building of groups, or back because a newer generation is wanted. Must not know groups or plans.
+Owns both ends of the store, and the arrival, from which all members go on together: to build
+groups, or back because a newer generation is wanted. Must not know groups or plans.
 
-A store's client may wait for ever for a host that is stopped, whatever its time-out: the kernel
-of that host takes connections and requests, and nobody answers. So every call can be given up.
+A store's client may wait for ever for a stopped host, whatever its time-out: the kernel of that
+host takes connections and requests, and nobody answers. So every call can be given up.
 """
 
 import errno
@@ -64,14 +64,14 @@ class StoreServer:
 
 
 class RendezvousStore:
-    """Where one meeting takes place in a store. Every call ends: as the store says, or raising
-    TransportError when its host does not answer or `waits` is released."""
+    """The part of a store that one rendezvous uses. Every call ends: with the store's answer, or
+    with TransportError when its host does not answer or `waits` is released."""
 
     def __init__(self, endpoint: str, prefix: str, *, own: StoreServer, waits: Waits) -> None:
-        """At `own` store, or connected to another worker's. Raises TransportError.
+        """In the `own` store, or in another worker's. Raises TransportError.
 
-        `prefix` comes with the plan, to its workers alone: what stands in the store, which anybody
-        who reaches it can read, is derived from it and does not tell it.
+        Only the plan's workers know `prefix`. Anybody who reaches the store can read what is in it,
+        so keys are derived from the prefix and do not reveal it.
         """
         self._waits = waits
         self._secret = prefix.encode()
@@ -87,7 +87,7 @@ class RendezvousStore:
         self._store = PrefixStore(self.proof("store").hex(), self._store)
 
     def proof(self, *said: str) -> bytes:
-        """What only a worker of this meeting can know: 16 bytes that prove that it says so."""
+        """16 bytes that only a worker of this rendezvous can know: they prove that it says so."""
         return hmac.digest(self._secret, "|".join(said).encode(), "sha256")[:PROOF_BYTES]
 
     def _call(self, call: Callable[[], T]) -> T:
@@ -114,7 +114,8 @@ class RendezvousStore:
             raise Unreached(f"{host} does not answer any more: {os.strerror(problem)}")
 
     def _wait_connected(self, probe: socket.socket) -> int:
-        """How the connecting ended, as the kernel numbers it; 0 where a release makes it vain."""
+        """The kernel's error number of the connecting; 0 after a release, when it does not
+        matter."""
         poll = select.poll()
         poll.register(probe, select.POLLOUT)
         until = time.monotonic() + DIAL_LIMIT_S
@@ -151,7 +152,7 @@ class RendezvousStore:
         return self._call(wait)
 
     def dial(self, rank: int, host: str, port: int) -> socket.socket:
-        """A connection to the member of that rank, who left word here of listening there."""
+        """A connection to the member of that rank, who listens there."""
         return self._dial(rank, host, port)
 
     def _dial(self, rank: int | None, host: str, port: int) -> socket.socket:
@@ -163,14 +164,14 @@ class RendezvousStore:
             raise Unreached(f"{host} does not answer: {error}", rank) from None
 
     def connect(self, name: str, connect: Callable[[Store], T], limit: timedelta) -> T:
-        """Have a gloo group connected, whose members find each other by what they leave in the
-        store; it has no use for the store later. A call that is given up ends soon."""
+        """Build a gloo group, whose members find each other through the store; the group does not
+        use the store later. A call that is given up ends soon."""
         book = AddressBook(PrefixStore(name, self._store), lambda: self._waits.released)
         with peers_may_fail():
             return self._waits.run(lambda: connect(book), limit.total_seconds(), end=book.end)
 
     def build(self, name: str, build: Callable[[Store], T], limit: timedelta) -> T:
-        """Have a group built that uses its part of the store whenever it likes."""
+        """Build a group that may use its part of the store at any time."""
         limit_s = (STORE_TIMEOUT + limit).total_seconds()
         with peers_may_fail():
             return self._waits.run(lambda: build(PrefixStore(name, self._store)), limit_s)

@@ -1,11 +1,11 @@
-"""Device tensors over a transport of host memory: what leaves is copied into pinned buffers first.
+"""Sends tensors of a device over a transport of host memory, by way of pinned buffers.
 
-For workers that share a GPU, which NCCL refuses, and for whatever NCCL groups are not built for.
-Tensors of the host go straight through. Must not know what the transport below does.
+For workers that share a GPU, which NCCL refuses, and for what NCCL groups are not built for. Host
+tensors go straight through. Must not know what the transport below does.
 
-A copy out waits for the device: the transport below reads the buffer at once. A copy in is queued
-on the device and nobody waits for it; torch's allocator of pinned memory keeps the buffer until
-the copy is over.
+A copy out waits for the device, since the transport below reads the buffer at once. A copy in is
+queued on the device and nobody waits for it; torch's allocator of pinned memory keeps the buffer
+until the copy is over.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""Talking to the other workers of a generation: point-to-point messages and collectives.
+"""The interface of what workers of one generation talk with: messages and collectives.
 
-`Transport` is what the executor sees. One lives for one generation: it is built at the rendezvous,
-aborted when the generation is over, and never repaired. How it is done is in `gloo`,
-`nccl` and `staged`. Must not know programs, layers or plans.
+A `Transport` lives for one generation: it is built at the rendezvous, aborted when the generation
+is over, and never repaired. `gloo`, `nccl` and `staged` implement it. Must not know programs,
+layers or plans.
 """
 
 from datetime import timedelta

@@ -71,9 +71,8 @@ def test_limit_of_time_gives_up_this_call_and_those_behind_it() -> None:
     waits.close()
 
 
-def test_a_call_that_takes_long_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("oobleck.worker.runtime.waiting.DOUBT_S", 0.05)
-    waits, enough, never = Waits(), threading.Event(), threading.Event()
+def test_a_call_that_takes_long_is_looked_into() -> None:
+    waits, enough, never = Waits(doubt_s=0.05), threading.Event(), threading.Event()
     looks: list[int] = []
 
     def look() -> None:

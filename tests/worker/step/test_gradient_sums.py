@@ -1,10 +1,9 @@
 """When a bucket's sum starts, and that the worker's own sums stay as they are."""
 
-import pytest
 import torch
 
-from oobleck.planner.programs import gradients
 from oobleck.planner.programs.compile import compile_programs
+from oobleck.planner.programs.gradients import BUCKET_BYTES
 from oobleck.planner.programs.instructions import LayerPart
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.layout import layer_sizes
@@ -43,21 +42,16 @@ def state_of(job, layers) -> ModelState:
     return state
 
 
-@pytest.fixture
-def small_buckets(monkeypatch):
-    """So small that each layer fills one."""
-    monkeypatch.setattr(gradients, "BUCKET_BYTES", 1)
-
-
 def make_sums(job, plan, layers):
-    sizes = [8 * size for size in layer_sizes(job.model)]
+    """Each layer fills a bucket."""
+    sizes = [BUCKET_BYTES] * job.model.layer_count
     programs = compile_programs(plan, tied=job.model.tied, layer_bytes=sizes)
     rank = {member: index for index, member in enumerate(plan.workers)}
     state, peers = state_of(job, layers), Peers()
     return GradientSums(programs[worker(0)], rank, state, peers, Timeline()), state, peers
 
 
-def test_a_sum_starts_with_the_last_micro_batch_of_its_layers(make_job, small_buckets) -> None:
+def test_a_sum_starts_with_the_last_micro_batch_of_its_layers(make_job) -> None:
     job = make_job(tied=False)
     sums, state, peers = make_sums(job, plan_of_cuts(([5], 2), ([5], 1)), range(5))
     size = layer_sizes(job.model)
@@ -76,7 +70,7 @@ def test_a_sum_starts_with_the_last_micro_batch_of_its_layers(make_job, small_bu
         )
 
 
-def test_a_layer_that_gets_nothing_more_is_summed_in_its_turn(make_job, small_buckets) -> None:
+def test_a_layer_that_gets_nothing_more_is_summed_in_its_turn(make_job) -> None:
     """Layer 2 has all it gets at the start, but the others may still compute layers above."""
     job = make_job(tied=False)
     sums, _, peers = make_sums(job, plan_of_cuts(([5], 2), ([5], 1)), range(5))
@@ -87,7 +81,7 @@ def test_a_layer_that_gets_nothing_more_is_summed_in_its_turn(make_job, small_bu
     assert [count for _, count in peers.started] == [size[4], size[3], size[2]]
 
 
-def test_groups_do_not_wait_for_one_another(make_job, small_buckets) -> None:
+def test_groups_do_not_wait_for_one_another(make_job) -> None:
     # Layers 0 and 1 are shared with worker 1, layers 2 to 4 with worker 2.
     job = make_job(tied=False)
     sums, _, peers = make_sums(job, plan_of_cuts(([5], 2), ([2, 3], 1)), range(5))
