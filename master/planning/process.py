@@ -31,6 +31,8 @@ _reply: msgspec.json.Decoder[PlanReply] = msgspec.json.Decoder(PlanReply)
 
 
 class PlanningProcess:
+    """The `Planner` that asks another process, one request at a time."""
+
     def __init__(self) -> None:
         #: A reply takes no longer.
         self.longest_s = _LONGEST_S

@@ -33,6 +33,7 @@ from oobleck.planner.search.firstplan import make_first_plan
 
 
 def work_out(request: PlanRequest) -> PlanReply:
+    """A plan that was proven, or why there is none. Raises ProgramDeadlock, an error of ours."""
     try:
         match request:
             case FirstPlanRequest():

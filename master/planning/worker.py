@@ -24,6 +24,7 @@ _IDLE_S = 1.0
 
 
 def reply(request: PlanRequest) -> PlanReply:
+    """As `work_out`; an error of ours is a reply too, for the master to stop with."""
     try:
         return work_out(request)
     except Exception as error:

@@ -17,6 +17,7 @@ TICKS_PER_S = 10**15
 
 
 def ticks(seconds: float) -> int:
+    """Seconds in whole ticks."""
     return round(seconds * TICKS_PER_S)
 
 

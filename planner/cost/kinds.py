@@ -62,6 +62,7 @@ def template_kind(template: PipelineTemplate, microbatches: int, profile: Profil
 
 
 def pipeline_kind(pipeline: Pipeline, profile: Profile) -> Kind:
+    """Of a pipeline in a plan, under any schedule. Raises ValueError, as `stage_cost`."""
     places = _places(pipeline)
     costs = [cost_of(stage, profile) for stage in pipeline.stages]
     times = [
@@ -117,4 +118,5 @@ def _messages_s(places: Iterable[Place], profile: Profile) -> tuple[float, ...]:
 
 
 def workers_of(places: Sequence[Place]) -> int:
+    """How many workers the places have together."""
     return sum(place.gpus for place in places)

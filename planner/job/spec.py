@@ -10,7 +10,7 @@ from typing import Literal
 from unicodedata import category
 
 from oobleck.planner.ids import check_name
-from oobleck.planner.job.families import Objective, decode_config, family_of
+from oobleck.planner.job.families import Kind, Objective, decode_config, family_of
 from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.redact import redact
 from oobleck.planner.schedules import Schedule
@@ -76,11 +76,11 @@ def _at_most(owner: object, **largest: int) -> None:
 class ModelSpec:
     """A transformer. Layer 0 is the embedding, the last layer is the head.
 
-    Of a Hugging Face family the numbers follow from `config`; `planner.modelfile.family_model`
+    Of a Hugging Face family the numbers follow from `config`; `planner.job.model_file.family_model`
     makes such a spec.
     """
 
-    kind: Literal["gpt", "gpt2", "llama", "bert"] = "gpt"
+    kind: Literal["gpt", Kind] = "gpt"
     #: Transformer blocks; placement counts the embedding and the head as layers too.
     layers: int
     hidden: int

@@ -64,6 +64,7 @@ _VOTE = re.compile(r"VOTE\[(.*)\]")
 
 
 def format_instruction(instruction: Instruction) -> str:
+    """The word that `parse_instruction` reads."""
     match instruction:
         case LoadTokens() | Forward() | Backward() | BackwardInput() | BackwardWeight():
             return _action(instruction)

@@ -10,17 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oobleck.planner.job.families import decode_config
+from oobleck.planner.job.families import GPT2, decode_config, family_of
 from oobleck.planner.job.spec import ModelSpec
 
 Array = NDArray[Any]
 
-_ARCHITECTURES = {
-    "gpt": "GPT2LMHeadModel",
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "bert": "BertForMaskedLM",
-}
 #: The built-in block's parts under GPT-2's names.
 _GPT_PARTS = {
     "attention_norm": "ln_1",
@@ -36,25 +30,10 @@ _TIED = frozenset({"lm_head.weight", "cls.predictions.decoder.weight"})
 
 def foreign_name(spec: ModelSpec, layer: int, name: str) -> str:
     """transformers' name of parameter `name` of `layer`."""
-    match spec.kind:
-        case "gpt":
-            return _gpt(spec, layer, name)
-        case "gpt2":
-            if name.startswith("lm_head."):
-                return name
-            return _numbered(layer, name, "transformer.h") or f"transformer.{name}"
-        case "llama":
-            if name.startswith("lm_head."):
-                return name
-            return _numbered(layer, name, "model.layers") or f"model.{name}"
-        case "bert":
-            return _numbered(layer, name, "bert.encoder.layer") or _bert(spec, layer, name)
-
-
-def _numbered(layer: int, name: str, prefix: str) -> str | None:
-    """Of a block's parameter; None of another's."""
-    inner = name.removeprefix("block.")
-    return None if inner == name else f"{prefix}.{layer - 1}.{inner}"
+    family = family_of(spec.kind)
+    if family is None:
+        return _gpt(spec, layer, name)
+    return family.foreign_name(layer, name, tied=spec.tied)
 
 
 def _gpt(spec: ModelSpec, layer: int, name: str) -> str:
@@ -64,14 +43,6 @@ def _gpt(spec: ModelSpec, layer: int, name: str) -> str:
     if layer == spec.layer_count - 1:
         return "lm_head.weight" if owner == "token" else f"transformer.ln_f.{kind}"
     return f"transformer.h.{layer - 1}.{_GPT_PARTS[owner]}.{kind}"
-
-
-def _bert(spec: ModelSpec, layer: int, name: str) -> str:
-    if layer == 0:
-        return f"bert.embeddings.{name}"
-    # transformers ties the decoder's bias too, to a parameter that has no other use.
-    own = spec.tied and name == "decoder.bias"
-    return "cls.predictions.bias" if own else f"cls.predictions.{name}"
 
 
 def to_hugging_face(spec: ModelSpec, layer: int, tensors: Mapping[str, Array]) -> dict[str, Array]:
@@ -97,11 +68,11 @@ def to_hugging_face(spec: ModelSpec, layer: int, tensors: Mapping[str, Array]) -
 
 def hugging_face_config(spec: ModelSpec) -> dict[str, Any]:
     """The config.json of the model as transformers reads it."""
-    model_type = "gpt2" if spec.kind == "gpt" else spec.kind
     keys = _gpt_config(spec) if spec.kind == "gpt" else decode_config(spec.config)
+    family = family_of(spec.kind) or GPT2
     return {
-        "model_type": model_type,
-        "architectures": [_ARCHITECTURES[spec.kind]],
+        "model_type": family.kind,
+        "architectures": [family.architecture],
         # BERT pads with token 0 where nothing is said.
         **{name: v for name, v in keys.items() if v is not None or name == "pad_token_id"},
     }

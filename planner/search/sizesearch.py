@@ -35,6 +35,8 @@ CLOSE = Fraction(1, 1000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestSizes:
+    """The fastest sizes of one number of pipelines."""
+
     sizes: Sizes
     #: Ticks.
     step: int

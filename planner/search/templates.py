@@ -205,6 +205,7 @@ class _Search:
 
 
 def fitting_sizes(table: StageTable, fewest: Integers) -> tuple[int, ...]:
+    """Numbers of nodes that some cut fits, ascending; `fewest` is `table.fewest_stages`."""
     whole = fewest[0, :, table.per_node]
     return tuple(int(n) + 1 for n in np.flatnonzero(whole <= table.layers))
 

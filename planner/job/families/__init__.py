@@ -2,20 +2,22 @@
 
 One module per family, with its keys and defaults, which are those of transformers, and its counts,
 which are those of the modules that `oobleck.worker.models` builds, one for each kind of layer.
-Planning must not import transformers.
+A family has its module here, a line in `Kind` and `FAMILIES`, and a module of the same name in
+`oobleck.worker.models`. Planning must not import transformers.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from oobleck.planner.job.families.bert import BERT, mask_token
 from oobleck.planner.job.families.counts import Counts, LayerCount
-from oobleck.planner.job.families.family import Family, Kind, Numbers, Objective
+from oobleck.planner.job.families.family import Family, Numbers, Objective
 from oobleck.planner.job.families.gpt2 import GPT2
 from oobleck.planner.job.families.keys import Config, ConfigError, decode_config, encode_config
 from oobleck.planner.job.families.llama import LLAMA
 
 __all__ = [
     "FAMILIES",
+    "GPT2",
     "Config",
     "ConfigError",
     "Counts",
@@ -30,7 +32,8 @@ __all__ = [
     "mask_token",
 ]
 
-FAMILIES: dict[Kind, Family] = {family.kind: family for family in (GPT2, LLAMA, BERT)}
+Kind = Literal["gpt2", "llama", "bert"]
+FAMILIES: dict[Kind, Family] = {"gpt2": GPT2, "llama": LLAMA, "bert": BERT}
 
 
 def family_of(kind: str) -> Family | None:

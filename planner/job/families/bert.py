@@ -64,8 +64,17 @@ def _count(config: Config, length: int) -> Counts:
     )
 
 
+def _outside(embedding: bool, name: str, tied: bool) -> str:
+    if embedding:
+        return f"bert.embeddings.{name}"
+    # transformers ties the decoder's bias too, to a parameter that has no other use.
+    own = tied and name == "decoder.bias"
+    return "cls.predictions.bias" if own else f"cls.predictions.{name}"
+
+
 BERT = Family(
     kind="bert",
+    architecture="BertForMaskedLM",
     objective="masked",
     keys={
         "vocab_size": Key(int, 30522, least=2),
@@ -102,4 +111,6 @@ BERT = Family(
     dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob"),
     check=_check,
     count=_count,
+    blocks="bert.encoder.layer",
+    outside=_outside,
 )

@@ -20,6 +20,8 @@ class LayerCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
+    """Of each kind of layer."""
+
     embedding: LayerCount
     block: LayerCount
     head: LayerCount

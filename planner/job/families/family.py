@@ -8,7 +8,6 @@ from typing import Any, Literal
 from oobleck.planner.job.families.counts import Counts
 from oobleck.planner.job.families.keys import NO_EFFECT, Config, ConfigError, Key
 
-Kind = Literal["gpt2", "llama", "bert"]
 Objective = Literal["causal", "masked"]
 
 
@@ -29,7 +28,9 @@ class Numbers:
 class Family:
     """One family: a table of keys and what follows from their values."""
 
-    kind: Kind
+    kind: str
+    #: transformers' class for it.
+    architecture: str
     objective: Objective
     keys: Mapping[str, Key]
     #: Other names of keys that transformers takes too.
@@ -43,6 +44,18 @@ class Family:
     check: Callable[[Config], None]
     #: Of complete values and the sequence length.
     count: Callable[[Config, int], Counts]
+    #: What transformers calls its row of blocks.
+    blocks: str
+    #: What it calls a parameter of the embedding (True) or of the head: from our name, and whether
+    #: the head shares the embedding's weight.
+    outside: Callable[[bool, str, bool], str]
+
+    def foreign_name(self, layer: int, name: str, *, tied: bool) -> str:
+        """transformers' name of parameter `name` of `layer`."""
+        inner = name.removeprefix("block.")
+        if inner != name:
+            return f"{self.blocks}.{layer - 1}.{inner}"
+        return self.outside(layer == 0, name, tied)
 
     def native(self, config: Config) -> dict[str, Any]:
         """Only the keys that matter, under their own names and checked one by one.

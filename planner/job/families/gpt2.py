@@ -34,8 +34,13 @@ def _count(config: Config, length: int) -> Counts:
     )
 
 
+def _outside(embedding: bool, name: str, tied: bool) -> str:
+    return name if name.startswith("lm_head.") else f"transformer.{name}"
+
+
 GPT2 = Family(
     kind="gpt2",
+    architecture="GPT2LMHeadModel",
     objective="causal",
     keys={
         "vocab_size": Key(int, 50257, least=2),
@@ -72,4 +77,6 @@ GPT2 = Family(
     dropouts=("embd_pdrop", "resid_pdrop", "attn_pdrop"),
     check=_check,
     count=_count,
+    blocks="transformer.h",
+    outside=_outside,
 )

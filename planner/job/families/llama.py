@@ -75,8 +75,13 @@ def _count(config: Config, length: int) -> Counts:
     )
 
 
+def _outside(embedding: bool, name: str, tied: bool) -> str:
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
 LLAMA = Family(
     kind="llama",
+    architecture="LlamaForCausalLM",
     objective="causal",
     keys={
         "vocab_size": Key(int, 32000, least=2),
@@ -112,4 +117,6 @@ LLAMA = Family(
     dropouts=("attention_dropout",),
     check=_check,
     count=_count,
+    blocks="model.layers",
+    outside=_outside,
 )

@@ -1,11 +1,12 @@
 """The model part of a job file: presets, configs, and one clear line for each contradiction."""
 
 import json
+from typing import get_args
 
 import pytest
 
 from oobleck.planner.errors import InvalidJob
-from oobleck.planner.job.families import ConfigError
+from oobleck.planner.job.families import FAMILIES, ConfigError, Kind
 from oobleck.planner.job.file import format_job, parse_job
 from oobleck.planner.job.model_file import family_model
 from oobleck.planner.job.presets import PRESETS
@@ -219,3 +220,8 @@ def test_a_spec_that_contradicts_its_config_cannot_be_built() -> None:
     with pytest.raises(ConfigError, match="n_head: 7 does not divide"):
         family_model("gpt2", {"n_head": 7}, sequence_length=9)
     assert found.config
+
+
+def test_every_family_is_known_by_its_own_name() -> None:
+    assert tuple(FAMILIES) == get_args(Kind)
+    assert [family.kind for family in FAMILIES.values()] == list(FAMILIES)

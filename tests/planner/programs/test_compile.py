@@ -9,6 +9,7 @@ import pytest
 
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.compile import EVALUATION_ROUND, compile_evaluation, compile_programs
+from oobleck.planner.programs.dryrun import dry_run
 from oobleck.planner.programs.gradients import BUCKET_BYTES, gradient_buckets
 from oobleck.planner.programs.instructions import (
     Backward,
@@ -248,6 +249,9 @@ def test_an_evaluation_forwards_every_microbatch_once_through_every_layer() -> N
         count = rng.randint(1, 60)
         rounds = compile_evaluation(plan, count)
         assert set(rounds) == set(plan.workers)
+        dry_run(
+            {w: tuple(step for one in each for step in one) for w, each in rounds.items()}, plan
+        )
         forwarded = Counter()
         for member, programs in rounds.items():
             for program in programs:
