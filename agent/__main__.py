@@ -56,20 +56,9 @@ why)."""
 
 async def serve(config: AgentConfig, holder: Holder, token: Credentials | None = None) -> int:
     """Run until a signal or a refusal; the exit code. Without credentials the agent joins by the
-    token first."""
+    token first. Raises CommandFailed where it cannot."""
     if holder.folder is not None and holder.credentials is None and token is not None:
-        try:
-            holder.credentials = await join(config.master, holder.folder, token, config.name)
-        except Denied as denied:
-            click.echo(f"oobleck-agent: the master denies: {inline(str(denied))}", err=True)
-            return 2
-        except ValueError as error:
-            click.echo(f"oobleck-agent: --credentials {error}", err=True)
-            return 2
-        except OSError as error:
-            reason = f"{error.strerror}; name another folder"
-            click.echo(f"oobleck-agent: --credentials {holder.folder}: {reason}", err=True)
-            return 2
+        holder.credentials = await _join(config, holder.folder, token)
     environment = Environment()
     incarnation = new_incarnation(environment)
     outbox = Outbox(incarnation)
@@ -80,12 +69,7 @@ async def serve(config: AgentConfig, holder: Holder, token: Credentials | None =
         outbox,
         environment,
         endpoint=lambda: holder.endpoint,
-        on_address=supervisor.reached_from,
-        on_session=supervisor.heard,
-        on_detection=supervisor.detect,
-        on_assigned=supervisor.assigned,
-        on_record=supervisor.record,
-        standing_reports=supervisor.standing_reports,
+        node=supervisor,
     )
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, supervisor.leave)
@@ -110,6 +94,18 @@ async def serve(config: AgentConfig, holder: Holder, token: Credentials | None =
         click.echo(f"oobleck-agent: refused by the master: {inline(refusal)}", err=True)
         return 2
     return 0
+
+
+async def _join(config: AgentConfig, folder: Path, token: Credentials) -> Credentials:
+    try:
+        return await join(config.master, folder, token, config.name)
+    except Denied as denied:
+        reason = f"the master denies: {inline(str(denied))}"
+    except ValueError as error:
+        reason = f"--credentials {error}"
+    except OSError as error:
+        reason = f"--credentials {folder}: {error.strerror}; name another folder"
+    raise command.CommandFailed(reason, 2)
 
 
 def default_name(hostname: str) -> str:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from oobleck.agent.state import NodeState
-from oobleck.agent.worker import NO_GENERATION, Worker
+from oobleck.agent.worker import NO_GENERATION, WorkerState
 from oobleck.host.detection import Detection, patience_s
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import WorkerId
@@ -46,12 +46,12 @@ class Doubt:
         return self.since + 0.75 * (self.due - self.since)
 
 
-def worst_doubt(state: NodeState, worker: Worker) -> Doubt | None:
+def worst_doubt(state: NodeState, worker: WorkerState) -> Doubt | None:
     """What speaks against the worker, and is or would be due first."""
     return min(_doubts(state, worker), key=lambda doubt: doubt.due, default=None)
 
 
-def _doubts(state: NodeState, worker: Worker) -> Iterator[Doubt]:
+def _doubts(state: NodeState, worker: WorkerState) -> Iterator[Doubt]:
     if not worker.store or worker.heard_at is None:
         return  # how long it may take to get ready is told elsewhere
     detection, usual_s = state.detection, max(state.step_seconds, default=0.0)
@@ -74,14 +74,14 @@ def _doubt(since: float, limit_s: float, what: str) -> Doubt:
     return Doubt(since=since, due=since + limit_s, reason=f"{what} for {limit_s:.0f} s")
 
 
-def _silence(worker: Worker) -> str:
+def _silence(worker: WorkerState) -> str:
     if worker.kernel in (STOPPED, TRACED):
         held = "a signal has stopped it" if worker.kernel == STOPPED else "a debugger holds it"
         return f"the process does not run: {held},"
     return "the process does not answer"
 
 
-def _is_irreplaceable(state: NodeState, worker: Worker) -> bool:
+def _is_irreplaceable(state: NodeState, worker: WorkerState) -> bool:
     """Whether the training would end with it: it alone has a part of the model, on disk too."""
     desired = state.desired
     if worker.entered == NO_GENERATION:
@@ -101,7 +101,7 @@ def _alone_has(plan: Plan, worker: WorkerId) -> bool:
     return False
 
 
-def _limit_s(detection: Detection, worker: Worker, usual_s: float) -> float:
+def _limit_s(detection: Detection, worker: WorkerState, usual_s: float) -> float:
     """How long the training thread may be at one thing."""
     assert worker.alive is not None, "asked once it has said what that is"
     limit_s = patience_s(detection.hang_s, usual_s)

@@ -4,7 +4,7 @@ Pure and level-triggered: the same state gives the same actions, however it came
 action whose effect has been noted (as an event) is not decided again.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from oobleck.agent.actions import (
     Action,
@@ -23,7 +23,7 @@ from oobleck.agent.actions import (
 )
 from oobleck.agent.hangs import worst_doubt
 from oobleck.agent.state import NodeState
-from oobleck.agent.worker import NO_GENERATION, Worker
+from oobleck.agent.worker import NO_GENERATION, WorkerState
 from oobleck.host.ipc.messages import Assign, Measure
 from oobleck.planner.ids import WorkerId
 
@@ -40,33 +40,28 @@ WARM_TIMEOUT_S = 180.0
 READY_TIMEOUT_S = 120.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    actions: tuple[Action, ...]
-    #: When to look again though nothing has happened; None: no need.
-    wake_at: float | None
+@dataclass(slots=True)
+class Agenda:
+    """What is to be done now, and when to look again."""
+
+    now: float
+    actions: list[Action] = field(default_factory=list)
+    #: When the earliest of what is not due yet is; None: there is no such thing.
+    wake_at: float | None = None
     #: All processes are gone and the agent may end.
-    done: bool
-
-
-class _Agenda:
-    """Collects actions that are due and the earliest of those that are not yet."""
-
-    def __init__(self, now: float) -> None:
-        self._now = now
-        self.actions: list[Action] = []
-        self.wake_at: float | None = None
+    done: bool = False
 
     def add(self, action: Action, due: float | None = None) -> None:
-        if due is None or due <= self._now:
+        """None: it is due."""
+        if due is None or due <= self.now:
             self.actions.append(action)
         elif self.wake_at is None or due < self.wake_at:
             self.wake_at = due
 
 
-def decide(state: NodeState, now: float) -> Decision:
+def decide(state: NodeState, now: float) -> Agenda:
     """The actions that are due, and when the next one will be."""
-    agenda = _Agenda(now)
+    agenda = Agenda(now)
     if not state.shutting_down:
         _leave(state, agenda)
     _warm(state, agenda)
@@ -74,11 +69,11 @@ def decide(state: NodeState, now: float) -> Decision:
         _worker(state, worker, agenda)
     if not state.shutting_down and state.warm.ready:
         _fork(state, agenda)
-    done = state.shutting_down and not state.workers and state.warm.started_at is None
-    return Decision(actions=tuple(agenda.actions), wake_at=agenda.wake_at, done=done)
+    agenda.done = state.shutting_down and not state.workers and state.warm.started_at is None
+    return agenda
 
 
-def _fork(state: NodeState, agenda: _Agenda) -> None:
+def _fork(state: NodeState, agenda: Agenda) -> None:
     """A worker of the job for every slot that is empty and has none that failed for good."""
     desired = state.desired
     if desired.job_id is None or desired.job is None:
@@ -95,7 +90,7 @@ def _fork(state: NodeState, agenda: _Agenda) -> None:
             agenda.add(fork, slot.budget.not_before)
 
 
-def _leave(state: NodeState, agenda: _Agenda) -> None:
+def _leave(state: NodeState, agenda: Agenda) -> None:
     """Once told to, end when the work has moved off, or when nobody can have it moved."""
     if state.leave_at is None or state.leave_by is None:
         return
@@ -112,7 +107,7 @@ def _leave(state: NodeState, agenda: _Agenda) -> None:
         agenda.add(End(reason=f"no master has been there for {answer_s:g} s to move the work"), due)
 
 
-def _warm(state: NodeState, agenda: _Agenda) -> None:
+def _warm(state: NodeState, agenda: Agenda) -> None:
     warm = state.warm
     if warm.started_at is None:
         if not state.shutting_down:
@@ -133,7 +128,7 @@ def _warm(state: NodeState, agenda: _Agenda) -> None:
         agenda.add(KillWarm(reason=reason), min(unanswered) + FORK_TIMEOUT_S)
 
 
-def _worker(state: NodeState, worker: Worker, agenda: _Agenda) -> None:
+def _worker(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:
     if worker.killed or worker.pid is None:
         return
     for since, grace_s, what in (
@@ -162,7 +157,7 @@ def _worker(state: NodeState, worker: Worker, agenda: _Agenda) -> None:
         agenda.add(SendSave(incarnation=worker.incarnation, number=number))
 
 
-def _look_after(state: NodeState, worker: Worker, agenda: _Agenda) -> None:
+def _look_after(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:
     if not worker.store or worker.closed_at is not None or worker.failed_at is not None:
         return
     if (doubt := worst_doubt(state, worker)) is not None:
@@ -179,7 +174,7 @@ def _look_after(state: NodeState, worker: Worker, agenda: _Agenda) -> None:
     agenda.add(AskWorker(incarnation=worker.incarnation, look=look), due)
 
 
-def _why_stop(state: NodeState, worker: Worker) -> str | None:
+def _why_stop(state: NodeState, worker: WorkerState) -> str | None:
     if state.shutting_down:
         return "the agent ends"
     if state.desired.job_id is None:
@@ -189,7 +184,7 @@ def _why_stop(state: NodeState, worker: Worker) -> str | None:
     return None
 
 
-def _counts_on(state: NodeState, assign: Assign, worker: Worker) -> bool:
+def _counts_on(state: NodeState, assign: Assign, worker: WorkerState) -> bool:
     """Whether the plan is for exactly this process and it does not have it (or a newer) yet.
 
     One that reads other data would have all fail in their meeting; the master leaves it out.
@@ -206,7 +201,7 @@ def _counts_on(state: NodeState, assign: Assign, worker: Worker) -> bool:
     )
 
 
-def _can_measure(wish: Measure, worker: Worker) -> bool:
+def _can_measure(wish: Measure, worker: WorkerState) -> bool:
     """Whether the worker is up, has no plan yet, and was not asked this (or anything newer)."""
     return (
         worker.closed_at is None

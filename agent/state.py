@@ -29,7 +29,7 @@ from oobleck.agent.events import (
     WorkerExited,
     WorkerSaid,
 )
-from oobleck.agent.worker import Worker
+from oobleck.agent.worker import WorkerState
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.messages import Committed, Failed, FaultRule
 from oobleck.planner.ids import Incarnation, NodeName, WorkerId
@@ -48,14 +48,16 @@ KNOWN_STEPS = 100
 class Slot:
     """What outlives the worker processes of one slot, for the current job."""
 
-    #: The last processes that ended by themselves, and how, until one of the slot commits a step:
-    #: by then a plan has answered that.
-    ends: deque[tuple[Worker, types.WorkerExited]] = field(
+    #: The last processes that ended by themselves, and how. Emptied when one of the slot commits a
+    #: step: by then a plan has answered their ends.
+    ends: deque[tuple[WorkerState, types.WorkerExited]] = field(
         default_factory=lambda: deque(maxlen=KEPT_ENDS)
     )
+    #: When the next process may be started.
     budget: StartBudget = field(default_factory=StartBudget)
     #: The worker that said that no retry helps; the slot stays empty until the job changes.
-    failed: Worker | None = None
+    failed: WorkerState | None = None
+    #: How many processes were asked for.
     launches: int = 0
 
     @property
@@ -98,12 +100,12 @@ class NodeState:
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=KNOWN_STEPS))
     #: The newest of them.
     timed_step: int = 0
-    workers: dict[Incarnation, Worker] = field(default_factory=dict)
+    workers: dict[Incarnation, WorkerState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.slots = [Slot() for _ in range(self.slot_count)]
 
-    def current(self, slot: int) -> Worker | None:
+    def current(self, slot: int) -> WorkerState | None:
         """The process that fills `slot`, whichever job it belongs to."""
         return next((w for w in self.workers.values() if w.slot == slot), None)
 
@@ -124,7 +126,7 @@ class NodeState:
         others = {*assign.plan.nodes} - {self.node} if assign is not None else set()
         return bool(self.workers) and bool(others)
 
-    def serving(self) -> list[Worker]:
+    def serving(self) -> list[WorkerState]:
         """The workers of the desired job that are not on their way out, by slot."""
         if self.shutting_down:
             return []
@@ -177,7 +179,7 @@ class NodeState:
             case ForkAsked(slot=slot, incarnation=incarnation):
                 assert self.desired.job_id is not None
                 self.slots[slot].launches += 1
-                self.workers[incarnation] = Worker(
+                self.workers[incarnation] = WorkerState(
                     slot=slot, incarnation=incarnation, job_id=self.desired.job_id, asked_at=now
                 )
             case _:
@@ -191,7 +193,7 @@ class NodeState:
             self.timed_step = 0
         self.desired = desired
 
-    def _about_worker(self, worker: Worker, event: WorkerEvent, now: float) -> None:
+    def _about_worker(self, worker: WorkerState, event: WorkerEvent, now: float) -> None:
         match event:
             case WorkerSaid(message=Committed(record=record)):
                 self.slots[worker.slot].ends.clear()
@@ -212,5 +214,5 @@ class NodeState:
                 pass  # of nothing but the worker
         worker.note(event, now)
 
-    def _is_current_job(self, worker: Worker) -> bool:
+    def _is_current_job(self, worker: WorkerState) -> bool:
         return self.desired.job_id == worker.job_id

@@ -80,6 +80,7 @@ class Supervisor:
     ) -> None:
         """`start_warm`, `start_worker`: what stands for the processes here."""
         self._config = config
+        #: Where all that the master is to hear is put.
         self._outbox = outbox
         self._now = environment.now
         self._pool = ProcessPool(
@@ -88,10 +89,12 @@ class Supervisor:
         self._state = NodeState(
             node=config.name, slot_count=config.worker_slots, faults=config.faults
         )
+        #: How many processes the kernel had killed for want of memory when that was last read.
         self._kernel_kills = kernel_kills()
-        self._timer: asyncio.TimerHandle | None = None
-        #: When it is to look again.
+        #: When to look again though nothing happens, and what wakes it then; None: not at all.
         self._wake_at: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        #: Set once every process has ended.
         self._done = asyncio.Event()
 
     async def run(self) -> None:
@@ -120,6 +123,7 @@ class Supervisor:
         self._handle(DetectionTold(detection=detection))
 
     def assigned(self, desired: types.Assignment) -> None:
+        """The master's word on what this node shall do."""
         if desired != msgspec.structs.replace(self._state.desired, version=desired.version):
             fields = {"job": desired.job_id, "generation": desired.generation or None}
             logger.info("assigned", extra=fields)
@@ -139,6 +143,7 @@ class Supervisor:
         return self._handle(Leave(grace_s=self._config.drain_grace_s))
 
     def shut_down(self) -> None:
+        """End at once: stop all workers."""
         if not self._state.shutting_down:
             logger.info("ending")
         self._handle(ShutDown())
@@ -262,21 +267,21 @@ class Supervisor:
             logger.warning("the agent was late", extra={"late_s": round(late_s, 1)})
             self._state.apply(Paused(seconds=late_s), self._now())
         while True:
-            decision = decide(self._state, self._now())
-            if not decision.actions:
+            agenda = decide(self._state, self._now())
+            if not agenda.actions:
                 break
-            for action in decision.actions:
+            for action in agenda.actions:
                 self._do(action)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._wake_at = decision.wake_at
-        if decision.wake_at is not None:
+        self._wake_at = agenda.wake_at
+        if agenda.wake_at is not None:
             self._timer = asyncio.get_running_loop().call_later(
-                max(0.0, decision.wake_at - self._now()) + 0.001, self._settle
+                max(0.0, agenda.wake_at - self._now()) + 0.001, self._settle
             )
         self._outbox.status(status_of(self._state), has_rank_0=has_rank_0(self._state))
-        if decision.done:
+        if agenda.done:
             self._done.set()
 
     def _do(self, action: Action) -> None:

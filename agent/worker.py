@@ -49,7 +49,7 @@ KEPT_EVALUATIONS = 256
 
 
 @dataclass(slots=True, kw_only=True)
-class Worker:
+class WorkerState:
     """One worker process as seen from outside."""
 
     slot: int

@@ -1,7 +1,6 @@
-"""What an agent tells and is told, as domain types; `oobleck.proto.convert` carries them.
+"""What an agent tells the master and what the master tells it, as domain types.
 
-Owns the nouns of the control stream that are more than one planner or worker type. Must not know
-protobuf.
+The other modules of this package turn them into messages and back. Must not know protobuf.
 """
 
 import msgspec
@@ -11,7 +10,7 @@ from oobleck.host.versions import Versions
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.planner.job.spec import JobSpec
 
-#: Version of the words between agent and master; both must speak the same.
+#: Version of what agent and master say to each other; both must have the same.
 PROTOCOL = 2
 
 
@@ -81,6 +80,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
+    """The first message of a session."""
+
     protocol: int
     facts: NodeFacts
     status: NodeStatus

@@ -31,15 +31,24 @@ LINES_PER_MESSAGE = 100
 
 
 class Outbox:
+    """Whoever fills it never waits; whoever empties it waits for `wake`."""
+
     def __init__(self, incarnation: Incarnation) -> None:
+        #: Of this agent; every message has it.
         self._incarnation = incarnation
+        #: The newest one, and whether it is to be sent.
         self._status = NodeStatus()
         self._status_due = False
+        #: Not sent yet, oldest first; at most REPORT_LIMIT.
         self._reports: deque[WorkerReport] = deque()
+        #: Kept until the master has acknowledged them.
         self._records = RecordBuffer()
+        #: To operators' questions.
         self._answers: deque[pb.AgentMessage] = deque(maxlen=ANSWER_LIMIT)
+        #: Output of the workers of that job.
         self._logs = LogQueue()
         self._log_job = JobId("")
+        #: Rank 0 is here, or was, and its records are to be sent at once.
         self._has_rank_0 = False
         #: Newest plan that has rank 0 elsewhere, and none of whose steps is known here yet.
         self._rank_0_until: Generation | None = None
@@ -70,10 +79,12 @@ class Outbox:
             self._rank_0_until = status.generation
 
     def want_status(self) -> None:
+        """Have the status sent though nothing in it has changed."""
         self._status_due = True
         self.wake.set()
 
     def report(self, report: WorkerReport) -> None:
+        """Send it once; where too many wait, the oldest goes."""
         if len(self._reports) >= REPORT_LIMIT:
             self._reports.popleft()
             logger.warning("report dropped, too many wait for the master")
@@ -93,6 +104,7 @@ class Outbox:
         self._records.acknowledge(job_id, through_step)
 
     def recorded(self, job_id: JobId, slot: int, recording: Recording) -> None:
+        """A worker's part of a timeline, for the operator who asked."""
         text = msgspec.json.encode(recording).decode()
         recorded = pb.Recorded(job_id=job_id, slot=slot, recording=text)
         self._answers.append(pb.AgentMessage(recorded=recorded))

@@ -6,11 +6,11 @@ Pure. Must not know when it is told, nor how it gets there.
 import msgspec
 
 from oobleck.agent.state import NodeState
-from oobleck.agent.worker import Worker
+from oobleck.agent.worker import WorkerState
 from oobleck.proto import types
 
 
-def report_of(worker: Worker, what: types.Happening) -> types.WorkerReport:
+def report_of(worker: WorkerState, what: types.Happening) -> types.WorkerReport:
     return types.WorkerReport(
         job_id=worker.job_id, slot=worker.slot, incarnation=worker.incarnation, what=what
     )
@@ -66,7 +66,7 @@ def status_of(state: NodeState) -> types.NodeStatus:
     )
 
 
-def _worker_status(worker: Worker) -> types.WorkerStatus:
+def _worker_status(worker: WorkerState) -> types.WorkerStatus:
     return types.WorkerStatus(
         slot=worker.slot,
         incarnation=worker.incarnation,

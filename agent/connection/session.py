@@ -7,6 +7,7 @@ session; what the master must learn waits in the outbox. Must not know processes
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Protocol
 
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.connection.address import local_address
@@ -55,7 +56,20 @@ class _OtherTimeOuts(Exception):
     """The channel was opened with time-outs that are not the master's."""
 
 
+class Node(Protocol):
+    """What the session is of: who acts on the master's word, and knows what to tell."""
+
+    def reached_from(self, address: str) -> None: ...
+    def heard(self, by_master: bool) -> None: ...
+    def detect(self, detection: Detection) -> None: ...
+    def assigned(self, desired: Assignment) -> None: ...
+    def record(self, job_id: JobId, wish: Record) -> None: ...
+    def standing_reports(self) -> list[WorkerReport]: ...
+
+
 class Session:
+    """The agent's part in one session after the other, with whichever master is there."""
+
     def __init__(
         self,
         config: AgentConfig,
@@ -64,30 +78,25 @@ class Session:
         environment: Environment,
         *,
         endpoint: Callable[[], Endpoint],
-        on_address: Callable[[str], None],
-        on_session: Callable[[bool], None],
-        on_detection: Callable[[Detection], None],
-        on_assigned: Callable[[Assignment], None],
-        on_record: Callable[[JobId, Record], None],
-        standing_reports: Callable[[], list[WorkerReport]],
+        node: Node,
     ) -> None:
+        """`endpoint`: of the master, with the newest certificate."""
         self._config = config
         self._incarnation = incarnation
         self._outbox = outbox
         self._environment = environment
         self._now = environment.now
         self._endpoint = endpoint
-        self._on_address = on_address
-        self._on_session = on_session
-        self._on_detection = on_detection
-        self._on_assigned = on_assigned
-        self._on_record = on_record
-        self._standing_reports = standing_reports
+        self._node = node
+        #: Of this host; None: not known until there is a way to the master.
         self._address = config.address
+        #: `close` was called.
         self._closing = False
+        #: Why the last try failed, so that it is told once; empty: it did not.
         self._last_trouble = ""
         #: As the master told; until then those that most masters have.
         self._detection = Detection()
+        #: The longest wait before the next try.
         self._retry_s = FIRST_RETRY_S
         #: The newest assignment with a plan of the job that is here; see `Registration`.
         self._running: Assignment | None = None
@@ -161,8 +170,8 @@ class Session:
         stream.answer_s = self._detection.answer_s
         logger.info("session began", extra={"master": self._config.master})
         self._last_trouble, self._retry_s = "", FIRST_RETRY_S
-        self._outbox.session_began(self._standing_reports(), self._now())
-        self._on_session(True)
+        self._outbox.session_began(self._node.standing_reports(), self._now())
+        self._node.heard(True)
         halves = (
             asyncio.create_task(self._receive_all(stream)),
             asyncio.create_task(self._send_all(stream, self._detection.heartbeat_s)),
@@ -173,7 +182,7 @@ class Session:
             for half in halves:
                 half.cancel()
             results = await asyncio.gather(*halves, return_exceptions=True)
-        self._on_session(False)
+        self._node.heard(False)
         for result in results:
             if isinstance(result, Exception):
                 raise result
@@ -183,7 +192,7 @@ class Session:
             detection = read_welcome(welcome)
         except ValueError as error:
             raise SessionEnded(f"the master's time-outs make no sense: {error}") from error
-        self._on_detection(detection)
+        self._node.detect(detection)
         before, self._detection = self._detection, detection
         if keepalive_options(before) != keepalive_options(detection):
             raise _OtherTimeOuts
@@ -192,7 +201,7 @@ class Session:
         address = self._address
         if address is None:
             address = self._address = local_address(self._config.master)
-        self._on_address(address)
+        self._node.reached_from(address)
         facts = NodeFacts(
             node=self._config.name,
             incarnation=self._incarnation,
@@ -248,7 +257,7 @@ class Session:
                     self._outbox.acknowledge(JobId(ack.job_id), ack.through_step)
                 case "record":
                     wish = message.record
-                    self._on_record(
+                    self._node.record(
                         JobId(wish.job_id),
                         Record(
                             number=wish.number,
@@ -271,7 +280,7 @@ class Session:
             logger.error("assignment not understood", extra={"reason": error})
             return
         self._running = newest_plan(self._running, desired)
-        self._on_assigned(desired)
+        self._node.assigned(desired)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

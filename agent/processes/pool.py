@@ -1,7 +1,7 @@
 """The processes of one node, and how an action is done to them.
 
-Owns the warm process and the workers' processes; decides nothing and tells nobody. Every action is
-done at once, and answered with the event that tells so. Must not know the master.
+It decides nothing. Every action is done at once, and the answer is the event that says so. Must not
+know the master.
 """
 
 import asyncio
@@ -52,10 +52,13 @@ StartWorker = Callable[[int, Incarnation, Listener], WorkerProcess]
 
 
 def new_incarnation(environment: Environment) -> Incarnation:
+    """Never used before."""
     return Incarnation(environment.token(8))
 
 
 class ProcessPool:
+    """The warm process and the workers that were forked from it."""
+
     def __init__(
         self,
         config: AgentConfig,
@@ -67,12 +70,14 @@ class ProcessPool:
     ) -> None:
         #: None: it has ended, or was never started.
         self.warm: WarmProcess | None = None
+        #: The workers' processes, until their ends have been reported.
         self.processes: dict[Incarnation, WorkerProcess] = {}
         #: The address that this node's workers are reached by.
         self.address = ""
         self._config = config
         self._environment = environment
         self._listener = listener
+        #: What stands for the processes here.
         self._start_warm = start_warm
         self._start_worker = start_worker
 
@@ -80,6 +85,7 @@ class ProcessPool:
         return next((p for p in self.processes.values() if p.pid == pid), None)
 
     def kill_all(self) -> None:
+        """SIGKILL, without waiting for their ends."""
         for process in self.processes.values():
             process.kill()
         if self.warm is not None:

@@ -29,7 +29,7 @@ from oobleck.agent.connection.outbox import Outbox
 from oobleck.agent.connection.session import Session, channel_options
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.endpoint import Endpoint
-from oobleck.host.ipc.messages import PeerLost, PhaseReached, StepRecord
+from oobleck.host.ipc.messages import PeerLost, PhaseReached, Record, StepRecord
 from oobleck.host.security.credentials import Credentials
 from oobleck.host.security.pki import Authority, Identity, key_pem, new_key, read_key
 from oobleck.host.system.environment import Environment
@@ -129,12 +129,7 @@ class Agent:
             self._outbox,
             self._environment,
             endpoint=lambda: self._endpoint,
-            on_address=lambda _: None,
-            on_session=lambda _: None,
-            on_detection=self._welcomed,
-            on_assigned=self._assigned,
-            on_record=lambda _, __: None,
-            standing_reports=lambda: [] if self._lost is None else [self._lost],
+            node=self,
         )
         #: None: no worker.
         self._job_id: JobId | None = None
@@ -161,11 +156,23 @@ class Agent:
 
     # ---- from the master
 
-    def _welcomed(self, detection: Detection) -> None:
+    def reached_from(self, address: str) -> None:
+        pass
+
+    def heard(self, by_master: bool) -> None:
+        pass
+
+    def record(self, job_id: JobId, wish: Record) -> None:
+        pass
+
+    def standing_reports(self) -> list[WorkerReport]:
+        return [] if self._lost is None else [self._lost]
+
+    def detect(self, detection: Detection) -> None:
         self._detection = detection
         self._news.tell("welcomed", self._number, time.monotonic())
 
-    def _assigned(self, desired: Assignment) -> None:
+    def assigned(self, desired: Assignment) -> None:
         assign = desired.assign
         if desired.job_id is None:
             self._job_id = None

@@ -33,6 +33,7 @@ from oobleck.master.statelock import locked
 from oobleck.master.storage.disk import StorageFailed
 from oobleck.master.storage.journal import Journal
 from oobleck.planner.ids import Incarnation, JobId, NodeName
+from oobleck.proto.types import Assignment
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -188,6 +189,19 @@ class WatchedOutbox(Outbox):
         super().acknowledge(job_id, through_step)
 
 
+class WatchedSupervisor(Supervisor):
+    """Hears nothing once its process has ended."""
+
+    def __init__(self, agent: "Agent", *parts: Any, **others: Any) -> None:
+        super().__init__(*parts, **others)
+        self._agent = agent
+
+    def assigned(self, desired: Assignment) -> None:
+        if self._agent.process.alive:
+            self._agent.world.watch.assigned(self._agent, desired)
+            super().assigned(desired)
+
+
 class Agent:
     """One start of an agent on a node."""
 
@@ -216,7 +230,8 @@ class Agent:
         incarnation = self.incarnation = new_incarnation(environment)
         endpoint = Endpoint(address="master:1")
         self.outbox = WatchedOutbox(world, incarnation)
-        self.supervisor = Supervisor(
+        self.supervisor = WatchedSupervisor(
+            self,
             config,
             self.outbox,
             environment,
@@ -231,21 +246,11 @@ class Agent:
             self.outbox,
             environment,
             endpoint=lambda: endpoint,
-            on_address=self.supervisor.reached_from,
-            on_session=self.supervisor.heard,
-            on_detection=self.supervisor.detect,
-            on_assigned=self._assigned,
-            on_record=self.supervisor.record,
-            standing_reports=self.supervisor.standing_reports,
+            node=self.supervisor,
         )
         self._closing = False
         self.process.on_end.append(self._ended)
         self.process.spawn(self._run())
-
-    def _assigned(self, desired: Any) -> None:
-        if self.process.alive:
-            self.world.watch.assigned(self, desired)
-            self.supervisor.assigned(desired)
 
     async def _run(self) -> None:
         """As `oobleck.agent.__main__` does."""

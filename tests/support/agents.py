@@ -62,7 +62,7 @@ class Node:
         self.stacks: list[float] = []
 
     def decide(self) -> tuple[Action, ...]:
-        return decide(self.state, self.now).actions
+        return tuple(decide(self.state, self.now).actions)
 
     def asked_stacks(self, since: float) -> None:
         self.state.apply(StacksAsked(incarnation=A, since=since), self.now)
