@@ -1,4 +1,4 @@
-"""Questions to the master, with a deadline, and its errors as lines with the documented codes."""
+"""Calls of the master with a deadline. Its errors become one line with a documented exit code."""
 
 import re
 import secrets
@@ -19,12 +19,12 @@ from oobleck.proto.control_pb2_grpc import OperatorStub, PkiStub
 from oobleck.proto.secure import open_channel
 
 DEADLINE_S = 5.0
-#: For so long a request is repeated whose reply was lost: a master is started anew in less.
+#: A request whose reply was lost is repeated for so long. A master restarts in less.
 ASK_AGAIN_S = 10.0
 #: For a timeline: its steps are waited for.
 TIMELINE_S = 3600.0
 
-#: The connection gets no longer than a question; a frozen master ends a stream that is followed.
+#: To connect may take as long as one call. A master that is frozen ends the streams from it.
 CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", int(1000 * DEADLINE_S)),
     ("grpc.initial_reconnect_backoff_ms", 200),
@@ -55,7 +55,7 @@ def _new_id() -> str:
 
 
 class NothingToRenew(CommandFailed):
-    """There is nothing to renew yet."""
+    """The certificate is too new for that."""
 
 
 class Unreachable(CommandFailed):
@@ -194,8 +194,8 @@ class MasterClient:
         self._ask(self._pki.Revoke, request)
 
     def _change(self, method: Any, request: Message) -> Any:
-        """The reply to a request that changes something. Where one is lost, as when the master is
-        started anew, the same is asked again: its id makes that it happens once."""
+        """The reply to a request that changes something. If the reply is lost, as when the
+        master restarts, the same request is sent again; by its id the master does it once."""
         try:
             return self._ask(method, request)
         except Unreachable as unreachable:

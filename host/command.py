@@ -1,4 +1,4 @@
-"""Running a click command the way users are promised: one line per error, a documented exit code.
+"""Runs a click command as users are promised: one line per error, and a documented exit code.
 
 Must not know what the commands do.
 """

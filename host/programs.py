@@ -1,5 +1,5 @@
-"""The installed programs. Ctrl-C ends them quietly also while they are being loaded, which takes a
-second or more: so they are loaded by name, by a module that itself imports nothing slow."""
+"""The installed programs. Loading one takes a second or more, and Ctrl-C ends it quietly then too:
+this module imports nothing slow, and loads the program by name."""
 
 import importlib
 import sys

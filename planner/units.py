@@ -12,8 +12,8 @@ _UNITS: dict[str, int] = {"": 1, "b": 1} | {
     for power, prefix in enumerate("kmgtp", start=1)
     for suffix, base in (("", 1024), ("b", 1000), ("ib", 1024))
 }
-_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_SPAN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h|)\s*", re.IGNORECASE)
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_SPAN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h|d|)\s*", re.IGNORECASE)
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -46,7 +46,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """`30s`, `1.5m`, `2h`, `500ms` or a bare number of seconds; more than nothing."""
+    """`30s`, `1.5m`, `2h`, `7d`, `500ms` or a bare number of seconds; more than nothing."""
     match = _SPAN.fullmatch(text)
     span_s = float(match[1]) * _SECONDS[match[2].lower()] if match else 0.0
     if span_s <= 0:

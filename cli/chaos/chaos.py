@@ -1,6 +1,6 @@
 """`oobleck chaos`: a drill that strikes a running job with real faults and tells how it takes them.
 
-Owns what an operator may ask for, and who is struck. The course of the drill is `drill`'s.
+Owns what an operator may ask for, and who is struck. `drill` runs it.
 """
 
 import time

@@ -1,7 +1,7 @@
-"""The course of a drill: when it strikes, what it waits for, what it tells.
+"""A drill from its first strike to its last: when it strikes, what it waits for, what it tells.
 
-Whatever was stopped goes on at the end, however the drill ends. What may be asked for is
-`chaos`'s, and what is done to processes `striker`'s.
+However the drill ends, it lets everything that it has stopped go on. `chaos` checks what was asked
+for, and `striker` acts on processes.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""What a drill does to processes of this machine, and that it is undone.
+"""What a drill does to processes of this machine, and how it undoes that.
 
-Signals to processes that the user may send signals to, and strangers' bytes to an open port.
-What becomes of the job, and when to strike, is not known here.
+It sends signals to processes, as far as the user may, and bytes without meaning to an open port.
+It does not know when to strike, nor what becomes of the job.
 """
 
 import contextlib

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from oobleck.cli.output.text import count, seconds
+from oobleck.cli.output.text import seconds
+from oobleck.planner.units import count
 
 #: What can be done to a node, and whether that heals by itself.
 KINDS = {

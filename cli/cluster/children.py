@@ -1,7 +1,7 @@
 """The daemons that `oobleck local` runs: started, watched and stopped as subprocesses.
 
-They die with this process, however it ends, by a module that they are started through: no code of
-ours runs between fork and exec, which is not safe beside gRPC's threads. Must not know gRPC.
+They die with this process, however it ends. The module that starts them sees to that, since code
+between fork and exec is not safe beside gRPC's threads. Must not know gRPC.
 """
 
 import os

@@ -1,8 +1,6 @@
 """`oobleck pki`: the cluster's authority, join tokens, certificates given out and taken back."""
 
 import os
-import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -23,6 +21,7 @@ from oobleck.host.security.credentials import (
     write_private,
 )
 from oobleck.planner.ids import check_name
+from oobleck.planner.units import parse_seconds
 
 if TYPE_CHECKING:
     from oobleck.host.security.credentials import Role
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 DEFAULT_DIR = Path("~/.oobleck/pki")
 DEFAULT_CREDENTIALS = Path("~/.oobleck/credentials")
 TOKEN_VARIABLE = "OOBLECK_JOIN_TOKEN"
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
-_TTL = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smhd]?)")
 #: Whom a token may let in; workers talk to their agent alone.
 _JOINING = [role for role in ROLES if role != "worker"]
 
@@ -232,6 +229,7 @@ def renew(folder: Path, master: str) -> None:
     One of the last minute stays as it is.
     """
     from oobleck.cli.client import MasterClient, NothingToRenew
+    from oobleck.cli.output.text import moment
     from oobleck.host.security import pki as certificates
     from oobleck.host.security.credential_folder import keep
 
@@ -249,7 +247,7 @@ def renew(folder: Path, master: str) -> None:
         raise CommandFailed(f"--credentials {error}", USAGE) from error
     except OSError as error:
         raise CommandFailed(f"--credentials {folder}: {error.strerror}", USAGE) from error
-    click.echo(f"good until {_moment(certificates.expiry(certificate))}")
+    click.echo(f"good until {moment(certificates.expiry(certificate))}")
 
 
 @pki.command("list")
@@ -310,13 +308,14 @@ def revoke(name: str | None, role: "Role | None", token_id: str | None, master: 
 def credentials_table(found: "pb.ListCredentialsReply", width: int | None) -> str:
     """A line for each token and each holder."""
     from oobleck.cli.output.table import table
+    from oobleck.cli.output.text import moment
 
     rows = [
-        (one.name or "any", f"token {one.id}", one.role, _moment(one.expires_at), _maker(one))
+        (one.name or "any", f"token {one.id}", one.role, moment(one.expires_at), _maker(one))
         for one in found.tokens
     ]
     for held in found.credentials:
-        until = "revoked" if held.revoked else _moment(held.expires_at)
+        until = "revoked" if held.revoked else moment(held.expires_at)
         rows.append((held.name, "certificate", held.role, until, _maker(held)))
     return table(("NAME", "KIND", "ROLE", "GOOD UNTIL", "BY A TOKEN OF"), rows, width=width)
 
@@ -388,11 +387,7 @@ def _check_name(name: str, role: str) -> None:
 
 
 def _seconds(text: str) -> float:
-    match = _TTL.fullmatch(text)
-    if match is None:
-        raise CommandFailed(f"--ttl {text}: write it like 30s, 10m or 2h", USAGE)
-    return float(match[1]) * _UNITS[match[2]]
-
-
-def _moment(unix: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise CommandFailed(f"--ttl: {error}", USAGE) from error

@@ -1,7 +1,7 @@
-"""Going on with a master that is away for a while, as it is when it is started anew: what a command
-follows is asked for again, nothing is left out, and nothing is told twice.
+"""Commands that follow something go on after the master was away for a while, as in a restart. They
+ask again, leave nothing out and tell nothing twice.
 
-Only a master that has answered once is waited for: a wrong address is told at once.
+A command waits only for a master that has answered once. A wrong address is told at once.
 """
 
 import json
@@ -20,7 +20,7 @@ _AGAIN_S = 0.5
 
 
 class Away:
-    """Waits for one master, so long and no longer, and says so once on standard error."""
+    """Waits for one master for AWAY_S at most, and says so once on standard error."""
 
     def __init__(self) -> None:
         self._since: float | None = None
@@ -32,7 +32,8 @@ class Away:
         self._since, self._known = None, True
 
     def wait(self, unreachable: Unreachable) -> None:
-        """Raises `unreachable` where it was never there, or has been away for too long."""
+        """Sleep before the next try. Raises `unreachable` if the master has never answered, or was
+        away for too long."""
         now = time.monotonic()
         if not self._known:
             raise unreachable

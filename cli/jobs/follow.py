@@ -20,6 +20,7 @@ from oobleck.cli.output import text
 from oobleck.cli.output.table import cut
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
+from oobleck.planner.units import count
 from oobleck.proto import control_pb2 as pb
 
 #: Between two lines where the output is not a terminal.
@@ -124,7 +125,7 @@ def _parts(status: pb.JobStatus) -> Iterator[tuple[int, str]]:
     if status.HasField("plan"):
         nodes = sum(len(pipeline.nodes) for pipeline in status.plan.pipelines)
         shape = " + ".join(str(len(pipeline.nodes)) for pipeline in status.plan.pipelines)
-        yield 6, f"{text.count(nodes, 'node')} ({shape})"
+        yield 6, f"{count(nodes, 'node')} ({shape})"
         yield 7, f"generation {status.generation}"
     if status.eta_s and status.state not in text.ENDED:
         yield 1, f"{text.about(status.eta_s)} to go"

@@ -35,8 +35,8 @@ def status(job_id: str | None, master: Endpoint, wide: bool, as_json: bool) -> N
         if job_id is not None:
             job = connection.job(job_id)
             _warn(connection)
-            width = terminal_width()
-            click.echo(text.dump(text.plain(job)) if as_json else text.job_text(job, width))
+            shown = text.dump(text.plain(job)) if as_json else text.job_text(job, terminal_width())
+            click.echo(shown)
             return
         nodes, jobs = connection.nodes(), connection.jobs()
         _warn(connection)
@@ -64,10 +64,10 @@ def nodes(master: Endpoint, wide: bool, as_json: bool) -> None:
         _warn(connection)
     if as_json:
         click.echo(text.dump([*map(text.plain, found)]))
-    else:
-        click.echo(text.nodes_table(found, width=terminal_width(), wide=wide))
-        if note := text.versions_note(found):
-            click.echo(f"\n{note}")
+        return
+    click.echo(text.nodes_table(found, width=terminal_width(), wide=wide))
+    if note := text.versions_note(found):
+        click.echo(f"\n{note}")
 
 
 @click.command()

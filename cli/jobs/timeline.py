@@ -7,9 +7,9 @@ from typing import Any
 import click
 
 from oobleck.cli.options import FAILED
-from oobleck.cli.output import text as words
 from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.planner.units import count
 
 
 def record(master: Endpoint, job_id: str, steps: int, output: Path) -> str:
@@ -35,7 +35,7 @@ def summary(trace: dict[str, Any]) -> str:
     phases = sorted({event["name"] for event in events if event.get("cat") == "recovery"})
     within_us = max((c["within_us"] for c in trace["otherData"]["clocks"].values()), default=0.0)
     clocks = f"clocks within {within_us:.0f} us" if within_us else "one clock"
-    found = f"{', '.join(steps)} of {words.count(workers, 'worker')}, {clocks}"
+    found = f"{', '.join(steps)} of {count(workers, 'worker')}, {clocks}"
     return f"{found}; change of the plan before it: {', '.join(phases)}" if phases else found
 
 

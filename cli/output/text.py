@@ -11,7 +11,7 @@ from oobleck.cli.output import incident
 from oobleck.cli.output.table import Column, folded, listing, table
 from oobleck.host.display import inline
 from oobleck.host.versions import Versions, described, differences
-from oobleck.planner.units import format_bytes
+from oobleck.planner.units import count, format_bytes
 from oobleck.proto import control_pb2 as pb
 
 #: States that a job stays in.
@@ -79,10 +79,6 @@ def moment(unix: float) -> str:
 def minute(unix: float) -> str:
     """A moment of this year, for tables."""
     return time.strftime("%m-%d %H:%M", time.localtime(unix)) if unix else "-"
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 # ---- tables

@@ -12,6 +12,7 @@ from oobleck.cli.options import USAGE, json_option, set_option
 from oobleck.cli.planning.question import Flags, Question, from_job, from_profile
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import printable
+from oobleck.planner.units import count
 
 if TYPE_CHECKING:
     from oobleck.planner.report.report import PlanReport
@@ -173,12 +174,10 @@ def report_text(report: dict[str, Any], drawing: str, width: int | None = None) 
 
 
 def _shape(plan: dict[str, Any]) -> str:
-    from oobleck.cli.output import text
-
     sizes = Counter(pipeline["template_nodes"] for pipeline in plan["pipelines"])
     pipelines = " and ".join(
-        f"{text.count(number, 'pipeline')} of {text.count(size, 'node')}"
+        f"{count(number, 'pipeline')} of {count(size, 'node')}"
         for size, number in sorted(sizes.items(), reverse=True)
     )
-    idle = f", {text.count(len(plan['idle']), 'idle node')}" if plan["idle"] else ""
+    idle = f", {count(len(plan['idle']), 'idle node')}" if plan["idle"] else ""
     return pipelines + idle

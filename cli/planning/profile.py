@@ -35,6 +35,7 @@ from oobleck.cli.options import (
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline, printable
 from oobleck.host.ipc.endpoint import Endpoint
+from oobleck.planner.units import count, format_bytes
 
 if TYPE_CHECKING:
     from oobleck.cli.client import MasterClient
@@ -253,7 +254,6 @@ def _table(text: str) -> str:
     """Each kind of layer once, a column for each; then the links."""
     from oobleck.cli.output.table import table
     from oobleck.planner.profile.file import parse_profile
-    from oobleck.planner.units import count
 
     found = parse_profile(text)
     notes = json.loads(text).get("measured", {})
@@ -272,8 +272,6 @@ _LABELS = (
 
 def _cells(layer: "LayerProfile") -> list[str]:
     """Times, then sizes."""
-    from oobleck.planner.units import format_bytes
-
     times = (layer.forward_s, layer.backward_s, layer.backward_input_s, layer.update_s)
     sizes = (
         layer.parameter_bytes,
@@ -289,8 +287,6 @@ def _cells(layer: "LayerProfile") -> list[str]:
 
 def _machines(found: "Profile", notes: dict[str, Any]) -> list[str]:
     """Links, memory, and what was measured on."""
-    from oobleck.planner.units import count, format_bytes
-
     links = found.links
     return [
         f"inside a node   {links.intra_node_bytes_per_s / 1e9:.2f} GB/s "

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oobleck.planner.units import count, parse_bytes
+
 if TYPE_CHECKING:
     from oobleck.planner.job.spec import JobSpec
     from oobleck.planner.profile.profile import Profile
@@ -123,8 +125,6 @@ def _on_machines(profile: "Profile", flags: Flags, *, limit: int | None) -> "Pro
 
 
 def _memory(flags: Flags) -> int | None:
-    from oobleck.planner.units import parse_bytes
-
     if flags.memory_per_worker is None:
         return None
     try:
@@ -138,8 +138,6 @@ def _memory(flags: Flags) -> int | None:
 
 def _unused(profile: "Profile", used: "Profile") -> tuple[str, ...]:
     """What of `profile` is not in `used`."""
-    from oobleck.planner.units import count
-
     notes = []
     idle = profile.gpus_per_node - used.gpus_per_node
     if idle > 0:

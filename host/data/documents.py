@@ -1,7 +1,7 @@
 """Documents out of files, piece by piece, so that a corpus may be larger than memory.
 
-A text file is one document; of a `.jsonl` file every line is one, a JSON object with the text in
-one of its fields; `.gz` after either name means compressed. Must not know tokens.
+A text file is one document. In a `.jsonl` file every line is one: a JSON object with the text in
+one of its fields. `.gz` after either name means compressed. Must not know tokens.
 """
 
 import gzip

@@ -1,7 +1,7 @@
 """Tokenizers: text to token ids, as bytes or by a Hugging Face `tokenizers` file.
 
-Owns what a tokenizer is identified by and which token ends a document. The library of the latter
-is loaded only when one is read.
+Owns what identifies a tokenizer and which token ends a document. Loads the `tokenizers` library
+only when such a file is read.
 """
 
 import hashlib

@@ -4,10 +4,10 @@
     DIR/ca.crt       the cluster's authority; never replaced
     DIR/client.crt   replaced by a certificate of the same role and name alone
 
-So a process that is given the wrong folder cannot destroy what is there. Nor can two that are given
-the same one at a time: each file is put into an empty place by a link (or is made there, where the
-file system has no links), which the kernel gives to one of them, and what stands there changes its
-holder no more.
+So a process that is given the wrong folder cannot destroy what is there. Nor can two processes that
+are given one folder at the same time: each puts a file into an empty place by a link (or makes it
+there, if the file system has no links), and the kernel lets one of them succeed. After that the
+holder never changes.
 
 Loads the cryptography library. Must not know masters or tokens.
 """

@@ -1,9 +1,8 @@
 """What a process shows to prove who it is, in files: a folder per holder.
 
-`client.crt` and `client.key` are the holder's, `ca.crt` is the cluster's authority. Keys are
-readable for their owner alone; a folder where they are not is refused. Who may be put into a folder
-is decided by `oobleck.host.security.credential_folder`. Must not know certificates' contents, nor
-load the library for them.
+`client.crt` and `client.key` are the holder's, `ca.crt` is the cluster's authority. Only the owner
+may read a key, else the folder is refused. `oobleck.host.security.credential_folder` decides who
+may be put into a folder. Must not know certificates' contents, nor load the library for them.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """Certificates of a cluster: its authority, who a certificate speaks for, requests for new ones.
 
-One authority per cluster signs everything. Who the holder is stands in a URI: oobleck://agent/n1,
-oobleck://operator/ann; a join token's is oobleck://token/agent or, for one name alone,
-oobleck://token/agent/n1. The master's certificate has no such URI but the name `MASTER_NAME`, which
-no other has and which clients insist on, whatever address they call. Keys are on P-256.
+One authority per cluster signs everything. A URI names the holder: oobleck://agent/n1 or
+oobleck://operator/ann. A join token has oobleck://token/agent or, for one name alone,
+oobleck://token/agent/n1. The master's certificate has the name `MASTER_NAME` instead, which no
+other has; clients insist on it, whatever address they call. Keys are on P-256.
 
 Must not know files, the network, or who may do what. Loads the cryptography library, so commands
 import it only where they need it.

@@ -1,9 +1,8 @@
 """A folder of files on this machine or anywhere that fsspec reaches, as checkpoints need it.
 
-Owns how a file comes to be there as a whole: on a local disk written under another name, synced
-and renamed; elsewhere, where a rename is not to be had, by what the service does when it is closed,
-so that nobody may rely on a file before another one that was written after it is there. Must not
-know what the files are.
+Owns how a whole file appears at once. On a local disk it is written under another name, synced and
+renamed. Elsewhere there is no rename, and the service shows the file when it is closed; so rely on
+a file only once another one is there that was written after it. Must not know what the files are.
 """
 
 import contextlib

@@ -2,8 +2,8 @@
 
     python -m oobleck.host.system.die_with_parent PARENT_PID MODULE [ARGUMENT...]
 
-For modules whose own imports take seconds, in which the parent may die unnoticed, and Ctrl-C would
-be a traceback in a log. Must import nothing that is slow.
+For modules whose imports take seconds. Without this the parent could die unnoticed meanwhile, and
+Ctrl-C would leave a traceback in a log. Must import nothing that is slow.
 """
 
 import runpy

@@ -1,7 +1,7 @@
-"""What a process takes from outside and never gets the same twice: clocks and randomness.
+"""Clocks and randomness, which a process takes from outside.
 
-Built once and passed down. A daemon with the same environment runs in the same way again, which is
-how the simulation plays a whole cluster from a seed.
+Built once and passed down. A daemon with the same environment runs the same way again: so the
+simulation plays a whole cluster from a seed.
 """
 
 import os

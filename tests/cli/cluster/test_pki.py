@@ -364,7 +364,7 @@ def test_nothing_secret_is_in_logs_arguments_or_the_journal(
         (("nodes", "--master", "198.51.100.1:4600"), "--credentials or OOBLECK_CREDENTIALS"),
         (("nodes", "--insecure", "--master", "198.51.100.1:4600"), "is no address of this host"),
         (("nodes", "--credentials", "/nowhere"), "/nowhere/ca.crt: no such file or directory"),
-        (("pki", "token", "--ttl", "soon"), "write it like 30s, 10m or 2h"),
+        (("pki", "token", "--ttl", "soon"), "write it like 30s, 10m or 1.5h"),
         (("pki", "token", "--name", "N1"), "agent name 'N1' is not allowed"),
         (("pki", "token"), "this master has no authority"),
         # Before a token is asked for.
