@@ -15,10 +15,10 @@ import grpc
 
 from oobleck.host.system.process import end_signals
 from oobleck.master.api import limits
-from oobleck.master.api.access import Access, AccessGuard
+from oobleck.master.api.access import Access, AccessInterceptor
 from oobleck.master.api.agent_service import ControlService
 from oobleck.master.api.connections import Connections
-from oobleck.master.api.interceptor import CallGuard
+from oobleck.master.api.interceptor import CallInterceptor
 from oobleck.master.api.operator_service import OperatorService
 from oobleck.master.api.pki_service import PkiService
 from oobleck.master.config import MasterConfig, Unusable
@@ -50,7 +50,7 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     )
     server = grpc.aio.server(
         options=limits.server_options(config.timing),
-        interceptors=(AccessGuard(access), CallGuard()),
+        interceptors=(AccessInterceptor(access), CallInterceptor()),
         maximum_concurrent_rpcs=limits.MOST_CALLS,
     )
     pki = PkiService(master, authority.authority if authority else None, config.certificate_life_s)

@@ -132,7 +132,7 @@ def _check_table(method: str, identity: "Identity | None") -> None:
         raise Denied(f"{identity.role} {identity.name} may not call {name}; {allowed} may")
 
 
-class AccessGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # not at run time
+class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # not at run time
     """Has every call checked before anything of it is looked at."""
 
     def __init__(self, access: Access) -> None:

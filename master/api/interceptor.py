@@ -34,7 +34,7 @@ class _Malformed:
         self.why = why
 
 
-class CallGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # not at run time
+class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # not at run time
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],

@@ -151,8 +151,8 @@ def tokens_per_s(recent: Sequence[StepRecord]) -> float:
 def _reason(state: ClusterState, job: Job, config: MasterConfig, now: float) -> str:
     if job.state in ENDED:
         return job.reason
-    way, silent = job.seen.way, job.unanswered()
-    if way is not None and silent and now - way.pushed_at > _SLOW_ANSWER_S:
+    timeline, silent = job.seen.timeline, job.unanswered()
+    if timeline is not None and silent and now - timeline.pushed_at > _SLOW_ANSWER_S:
         return f"{job.reason}; no answer so far from {', '.join(map(str, silent))}"
     here = all(state.nodes[name].connected for name in job.members)
     if here and (again := regroup.told_in(job, config.timing, now)):

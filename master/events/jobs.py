@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from oobleck.host.ipc.messages import CheckpointSaved, Measure, Restored, SaveFailed
-from oobleck.master.events.nodes import Sighting
+from oobleck.master.events.nodes import Evidence
 from oobleck.master.events.plans import Transition
 from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job.spec import JobSpec
@@ -129,7 +129,7 @@ class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     node: NodeName | None = None
     transition: Transition | None = None
     #: As in PlanMade.
-    sightings: tuple[Sighting, ...] = ()
+    evidence: tuple[Evidence, ...] = msgspec.field(name="sightings", default=())
 
 
 class JobCancelled(msgspec.Struct, frozen=True, kw_only=True, tag=True):

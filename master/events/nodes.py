@@ -1,7 +1,7 @@
 """Journaled events of nodes and of the processes on them: who is part of the cluster, what is lost,
 what is drained or put aside.
 
-Owns the words for what somebody saw of a failure too (`Sighting`), which more events carry. Must
+Owns the words for what somebody saw of a failure too (`Evidence`), which more events carry. Must
 not know what the events change.
 """
 
@@ -13,7 +13,7 @@ from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.proto.types import NodeFacts, WorkerExited
 
 
-class Sighting(msgspec.Struct, frozen=True, kw_only=True):
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What somebody saw of a failure. The event that carries it says when, less `ago_s`."""
 
     #: agent: of a process that it started; peer: a worker, of another one; stream: the master, of
@@ -60,7 +60,7 @@ class NodeLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     #: From the first evidence to this declaration.
     detect_s: float
     #: As in PlanMade.
-    sightings: tuple[Sighting, ...] = ()
+    evidence: tuple[Evidence, ...] = msgspec.field(name="sightings", default=())
 
 
 class WorkerLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -72,7 +72,7 @@ class WorkerLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
     detect_s: float
     #: Its agent's word; None: the agent did not see it end.
-    sighting: Sighting | None = None
+    evidence: Evidence | None = msgspec.field(name="sighting", default=None)
     #: Its own word on why; empty: none.
     words: str = ""
     #: It had reported that it lost a peer before it ended.

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import msgspec
 
 from oobleck.host.ipc.messages import Assign
-from oobleck.master.events.nodes import Sighting
+from oobleck.master.events.nodes import Evidence
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.programs.plan import Plan
 
@@ -76,7 +76,7 @@ class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
     #: Of the generation before, where it did not come to its first step.
     overtaken: Transition | None = None
     #: What was seen of failures since the last event that carries such.
-    sightings: tuple[Sighting, ...] = ()
+    evidence: tuple[Evidence, ...] = msgspec.field(name="sightings", default=())
 
     @property
     def assign(self) -> Assign:
@@ -100,7 +100,7 @@ class FirstStepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     step: int
     transition: Transition
     #: As in PlanMade.
-    sightings: tuple[Sighting, ...] = ()
+    evidence: tuple[Evidence, ...] = msgspec.field(name="sightings", default=())
     #: Unix time of the last step of a generation before, by the calendar of a worker's host; 0: not
     #: known.
     trained_until: float = 0.0

@@ -12,10 +12,10 @@ def transition(context: Context, job: Job) -> Transition | None:
     """How far the way into the newest generation has come; None: it is not on the way."""
     if job.made is None or not job.on_the_way:
         return None
-    way = job.seen.way
-    if way is not None:
-        end = context.now if way.first_step_at is None else way.first_step_at
-        return way.transition(end, job.unanswered())
+    timeline = job.seen.timeline
+    if timeline is not None:
+        end = context.now if timeline.first_step_at is None else timeline.first_step_at
+        return timeline.transition(end, job.unanswered())
     # Another master process made the plan, and only the calendar spans both.
     unix = job.seen.since_unix + (context.now - job.seen.since)
     first = next((r.time for r in job.seen.steps.recent if r.generation >= job.generation), unix)
@@ -40,8 +40,8 @@ def first_step(context: Context) -> Decision | None:
     if step is None and job.seen.steps.redone is not None:
         generation, first, last = job.seen.steps.redone
         step = last if generation == job.generation and last > first else None
-    way = transition(context, job)
-    if step is None or way is None:
+    how = transition(context, job)
+    if step is None or how is None:
         return None
     older = (r for r in reversed(job.seen.steps.recent) if r.generation < job.generation)
     before = next(older, job.seen.steps.last_before)
@@ -49,8 +49,8 @@ def first_step(context: Context) -> Decision | None:
         job_id=job.id,
         generation=job.generation,
         step=step,
-        transition=way,
-        sightings=carried(job, context.now),
+        transition=how,
+        evidence=carried(job, context.now),
         trained_until=before.time if before is not None else 0.0,
     )
     return Decision(actions=(event,), reason=f"generation {job.generation} has committed a step")
@@ -87,7 +87,7 @@ def fail(context: Context, job: Job, reason: str, node: NodeName | None = None) 
         reason=reason,
         node=node,
         transition=transition(context, job),
-        sightings=carried(job, context.now),
+        evidence=carried(job, context.now),
     )
     return Decision(actions=(event,), reason=reason)
 

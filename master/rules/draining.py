@@ -65,7 +65,7 @@ def _gone(context: Context, node: Node) -> NodeLost:
         cause="left",
         reason="its agent has ended, as it was told to" if drained else "its agent ends at once",
         detect_s=0.0 if closed_at is None else context.now - closed_at,
-        sightings=carried(job, context.now) if job is not None and job.has_member(name) else (),
+        evidence=carried(job, context.now) if job is not None and job.has_member(name) else (),
     )
 
 

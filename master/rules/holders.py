@@ -123,8 +123,8 @@ def committed_step(state: ClusterState, job: Job) -> int:
         if node.connected and node.seen.status.job_id == job.id
         for worker in node.seen.status.workers
     )
-    way = job.seen.way
-    agreed = 0 if way is None else way.committed_step or 0
+    timeline = job.seen.timeline
+    agreed = 0 if timeline is None else timeline.committed_step or 0
     return max(job.seen.steps.committed_step, agreed, *told, 0)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from oobleck.host.detection import Detection
-from oobleck.master.events.nodes import NodeLost, Sighting, WorkerLost
+from oobleck.master.events.nodes import Evidence, NodeLost, WorkerLost
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.evidence import carried, describe_exit, of_exit, of_hang
 from oobleck.master.state.job import Job
@@ -89,7 +89,7 @@ def _loss(
         cause=cause,
         reason=reason,
         detect_s=now - evidence_at,
-        sightings=carried(job, now) if job is not None and job.has_member(name) else (),
+        evidence=carried(job, now) if job is not None and job.has_member(name) else (),
     )
 
 
@@ -209,15 +209,15 @@ def _missed_at(state: ClusterState, name: NodeName, timing: Detection) -> float 
     job, closed_at = state.job, state.nodes[name].seen.closed_at
     if job is None or job.made is None or job.losses or closed_at is None:
         return None
-    made, way = job.made, job.seen.way
+    made, timeline = job.made, job.seen.timeline
     if made.boundary or made.handover or made.starting:
         return None  # they may have to wait for something else
-    if way is None or way.aborted_at is None or way.joined:
+    if timeline is None or timeline.aborted_at is None or timeline.joined:
         return None
     here = {worker for worker in made.plan.workers if state.nodes[worker.node].connected}
-    if not here <= way.answered:
+    if not here <= timeline.answered:
         return None
-    return max(closed_at, way.aborted_at) + _MISSED_AFTER * timing.heartbeat_s
+    return max(closed_at, timeline.aborted_at) + _MISSED_AFTER * timing.heartbeat_s
 
 
 def _proof(
@@ -276,7 +276,7 @@ def _lost_workers(state: ClusterState, job: Job, now: float) -> Iterator[WorkerL
             incarnation=incarnation,
             reason=hung.reason if hung else _end(exited),
             detect_s=hung.seconds if hung else max(0.0, now - first_report),
-            sighting=_sighting(job, worker, now, exited, hung),
+            evidence=_evidence(job, worker, now, exited, hung),
             hung=hung is not None,
             words=job.seen.since_step.complaints.get(worker, ""),
             lost_peer=worker in job.seen.peers_lost,
@@ -287,9 +287,9 @@ def _end(exited: WorkerExited | None) -> str:
     return describe_exit(exited) if exited else "its agent does not have it any more"
 
 
-def _sighting(
+def _evidence(
     job: Job, worker: WorkerId, now: float, exited: WorkerExited | None, hung: Hung | None
-) -> Sighting | None:
+) -> Evidence | None:
     """Its agent's word; None: there is none."""
     if hung is not None:
         return of_hang(worker, hung)

@@ -71,7 +71,7 @@ def plan_made(
         restore=go_back,
         anew=go_back and not job.has_checkpoint,
         overtaken=transition(context, job),
-        sightings=() if boundary else carried(job, context.now),
+        evidence=() if boundary else carried(job, context.now),
     )
 
 

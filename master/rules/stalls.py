@@ -67,9 +67,9 @@ def _patience_s(context: Context, job: Job) -> float:
     known = len(seen.steps.recent) >= _KNOWN_STEPS
     usual_s = max(record.step_seconds for record in seen.steps.recent) if known else 0.0
     usual_s *= 1 + _evaluation_steps(job)
-    made, way = job.made, seen.way
+    made, timeline = job.made, seen.timeline
     assert made is not None, "only asked of a job with a plan"
-    met = way is None or len(way.entered) == len(made.plan.workers)
+    met = timeline is None or len(timeline.entered) == len(made.plan.workers)
     if not met or seen.steps.furthest_step >= job.spec.training.steps:
         moving_s = _moving_s(job.spec, made.plan, made.worker_slots)
         limit_s = patience_s(timing.meeting_s, usual_s) + moving_s
@@ -115,11 +115,11 @@ def _moving_s(spec: JobSpec, plan: Plan, worker_slots: int) -> float:
 def _absent(job: Job) -> tuple[WorkerId, ...]:
     """Who has not come where others have, in the meeting of the newest generation; none where
     nobody can be told from the others."""
-    made, way = job.made, job.seen.way
-    if made is None or made.boundary or way is None:
+    made, timeline = job.made, job.seen.timeline
+    if made is None or made.boundary or timeline is None:
         return ()
     finished = {w for w, process in job.processes().items() if job.has_finished(process)}
-    for here in (way.answered, way.joined, way.entered, finished):
+    for here in (timeline.answered, timeline.joined, timeline.entered, finished):
         absent = tuple(worker for worker in made.plan.workers if worker not in here)
         if absent:
             return absent if len(absent) < len(made.plan.workers) else ()

@@ -43,11 +43,11 @@ def _follow_incident(state: ClusterState, event: Journaled, unix: float) -> None
     if incident.number > job.incidents:
         job.incidents = incident.number
     if isinstance(event, PlanMade | FirstStepCommitted):
-        job.seen.sightings.clear()  # the event carries them
+        job.seen.evidence.clear()  # the event carries them
     if closes(job, event):
         summary = summary_of(incident, event, unix)
         job.last_incident = LastIncident(number=incident.number, at=unix, summary=summary)
-        job.seen.sightings.clear()
+        job.seen.evidence.clear()
     job.incident = None if closes(job, event) else incident
 
 

@@ -162,7 +162,7 @@ def _forget_what_led_there(job: Job) -> None:
     would take more than a megabyte for each job that is known."""
     job.lineage.before, job.lineage.plans = None, {}
     seen = job.seen
-    seen.way = None
+    seen.timeline = None
     seen.processes.entered.clear()
     seen.processes.finished.clear()
     seen.profiling.measured.clear()

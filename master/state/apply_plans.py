@@ -7,7 +7,7 @@ from oobleck.master.events.plans import FirstStepCommitted, PlanEvent, PlanFound
 from oobleck.master.state import versions
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import KNOWN_PROCESSES, Job
-from oobleck.master.state.job_observed import LossSeen, Way
+from oobleck.master.state.job_observed import LossSeen, RecoveryTimeline
 from oobleck.master.state.job_states import move
 
 
@@ -32,9 +32,9 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
     loss = seen.loss or LossSeen(now - event.detect_s, now)
     job.waited_s = max(0.0, unix - job.waiting_since) if job.waiting_since else 0.0
     job.waiting_since = 0.0
-    seen.way = None  # of one that is adopted, others have seen the way
+    seen.timeline = None  # of one that is adopted, others have seen the way
     if event.rule != "adopt":
-        seen.way = Way(
+        seen.timeline = RecoveryTimeline(
             evidence_at=loss.evidence_at,
             declared_at=loss.declared_at,
             pushed_at=now,
@@ -87,7 +87,7 @@ def _step(state: ClusterState, job: Job, event: FirstStepCommitted, unix: float)
         job.reason = ""
     if event.step >= job.rollback.redo_until:
         job.rollback.redo_until = 0
-    job.seen.way = None
+    job.seen.timeline = None
     _forget_processes(state, job)
     if job.started_at == 0.0:
         job.started_at = unix

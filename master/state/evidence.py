@@ -8,10 +8,10 @@ and came back, or a peer's report without a loss, is of no incident.
 import msgspec
 
 from oobleck.host.ipc.messages import Failed, PeerLost
-from oobleck.master.events.nodes import Sighting
+from oobleck.master.events.nodes import Evidence
 from oobleck.master.events.reports import StreamClosed, WorkerReported
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.incident import MOST_SIGHTINGS
+from oobleck.master.state.incident import MOST_EVIDENCE
 from oobleck.master.state.job import Job
 from oobleck.planner.ids import WorkerId
 from oobleck.proto.types import Hung, WorkerExited
@@ -55,38 +55,38 @@ def _is_missed(job: Job, worker: WorkerId) -> bool:
 
 def forget_stream(job: Job, node: str) -> None:
     """Its agent is back."""
-    job.seen.sightings = [
-        (at, s) for at, s in job.seen.sightings if not (s.by == "stream" and s.about == node)
+    job.seen.evidence = [
+        (at, s) for at, s in job.seen.evidence if not (s.by == "stream" and s.about == node)
     ]
 
 
 def forget_node(job: Job, node: str) -> None:
     """The job goes on without ever having counted on it."""
-    job.seen.sightings = [
-        (at, s) for at, s in job.seen.sightings if s.observer.partition("/")[0] != node
+    job.seen.evidence = [
+        (at, s) for at, s in job.seen.evidence if s.observer.partition("/")[0] != node
     ]
 
 
-def carried(job: Job, now: float) -> tuple[Sighting, ...]:
+def carried(job: Job, now: float) -> tuple[Evidence, ...]:
     """For an event that is decided on now; applying it to an open incident clears them."""
     return tuple(
-        msgspec.structs.replace(sighting, ago_s=now - at)
-        for at, sighting in job.seen.sightings
+        msgspec.structs.replace(evidence, ago_s=now - at)
+        for at, evidence in job.seen.evidence
         if now - at <= _STALE_S or job.incident is not None
     )
 
 
-def of_exit(job: Job, worker: WorkerId, exited: WorkerExited, now: float) -> Sighting:
+def of_exit(job: Job, worker: WorkerId, exited: WorkerExited, now: float) -> Evidence:
     """The agent's word on this end."""
-    for at, sighting in job.seen.sightings:
-        known = sighting.exited
-        if known is not None and sighting.about == str(worker) and known.pid == exited.pid:
-            return msgspec.structs.replace(sighting, ago_s=now - at)
+    for at, evidence in job.seen.evidence:
+        known = evidence.exited
+        if known is not None and evidence.about == str(worker) and known.pid == exited.pid:
+            return msgspec.structs.replace(evidence, ago_s=now - at)
     return _exit(worker, exited)
 
 
-def of_hang(worker: WorkerId, hung: Hung) -> Sighting:
-    return Sighting(
+def of_hang(worker: WorkerId, hung: Hung) -> Evidence:
+    return Evidence(
         by="agent",
         observer=worker.node,
         about=str(worker),
@@ -95,8 +95,8 @@ def of_hang(worker: WorkerId, hung: Hung) -> Sighting:
     )
 
 
-def _exit(worker: WorkerId, exited: WorkerExited) -> Sighting:
-    return Sighting(
+def _exit(worker: WorkerId, exited: WorkerExited) -> Evidence:
+    return Evidence(
         by="agent",
         observer=worker.node,
         about=str(worker),
@@ -106,23 +106,23 @@ def _exit(worker: WorkerId, exited: WorkerExited) -> Sighting:
 
 
 def _keep(job: Job, now: float, by: str, observer: str, about: str, saw: str) -> None:
-    sighting = Sighting(
+    evidence = Evidence(
         by=by,  # type: ignore[arg-type]  # one of the literals above
         observer=observer,
         about=about,
         saw=saw[:_TAIL_WIDTH],
     )
-    _add(job, now, sighting)
+    _add(job, now, evidence)
 
 
-def _add(job: Job, now: float, sighting: Sighting) -> None:
+def _add(job: Job, now: float, evidence: Evidence) -> None:
     seen = job.seen
-    if any(sighting == known for _, known in seen.sightings):
+    if any(evidence == known for _, known in seen.evidence):
         return  # told again by a new session
-    if len(seen.sightings) >= MOST_SIGHTINGS:
-        seen.sightings = [(at, s) for at, s in seen.sightings if now - at <= _STALE_S]
-    if len(seen.sightings) < MOST_SIGHTINGS:
-        seen.sightings.append((now, sighting))
+    if len(seen.evidence) >= MOST_EVIDENCE:
+        seen.evidence = [(at, s) for at, s in seen.evidence if now - at <= _STALE_S]
+    if len(seen.evidence) < MOST_EVIDENCE:
+        seen.evidence.append((now, evidence))
 
 
 def _short(exited: WorkerExited) -> WorkerExited:

@@ -3,7 +3,7 @@
 Plain data that follows from journaled events (`oobleck.master.state.incidents` makes it,
 `oobleck.master.storage.incident_record` tells it). One incident has any number of setbacks, since a
 second loss may come while the first is answered; `root_cause` tells which of them began it. A
-peer's closed connection is never a setback, only a sighting: it says that something is wrong, not
+peer's closed connection is never a setback, only evidence: it says that something is wrong, not
 who is to blame.
 """
 
@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from oobleck.master.events.nodes import Sighting
+from oobleck.master.events.nodes import Evidence
 from oobleck.master.events.plans import Cause, Transition
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.units import listed
@@ -44,8 +44,8 @@ _TOGETHER_S = 5.0
 _NEARLY_ALL = 0.9
 #: A worker that ends so shortly before or after its whole node does so because of it.
 _SAME_FALL_S = 10.0
-#: Sightings of one incident that are kept, the first ones.
-MOST_SIGHTINGS = 64
+#: So many pieces of evidence of one incident are kept, the first ones.
+MOST_EVIDENCE = 64
 
 
 class Setback(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,11 +85,11 @@ class Setback(msgspec.Struct, frozen=True, kw_only=True):
         return self.lost_peer or _CONNECTION.search(words) is not None
 
 
-class Sighted(msgspec.Struct, frozen=True, kw_only=True):
-    """A sighting with its Unix time."""
+class DatedEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """Evidence with its Unix time."""
 
     at: float
-    what: Sighting
+    what: Evidence
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +114,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     #: How many nodes the plan had that it struck.
     members: int = 0
     setbacks: tuple[Setback, ...] = ()
-    sightings: tuple[Sighted, ...] = ()
+    evidence: tuple[DatedEvidence, ...] = msgspec.field(name="sightings", default=())
     attempts: tuple[Attempt, ...] = ()
     #: Committed steps that are done again from a checkpoint.
     lost_steps: int = 0
@@ -125,7 +125,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def opened_at(self) -> float:
         """Unix time of the first evidence."""
-        seen = [sighted.at for sighted in self.sightings]
+        seen = [dated.at for dated in self.evidence]
         return min([*(setback.evidence_at for setback in self.setbacks), *seen])
 
     @property

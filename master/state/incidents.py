@@ -18,19 +18,26 @@ from oobleck.master.events.jobs import (
     JobSucceeded,
 )
 from oobleck.master.events.nodes import (
+    Evidence,
     NodeDrained,
     NodeLeftOut,
     NodeLost,
     NodeRegistered,
     NodeReset,
-    Sighting,
     WorkerLost,
 )
 from oobleck.master.events.plans import FirstStepCommitted, PlanMade, Transition
 from oobleck.master.events.unions import Journaled
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.evidence import describe_exit
-from oobleck.master.state.incident import MOST_SIGHTINGS, Attempt, Incident, Kind, Setback, Sighted
+from oobleck.master.state.incident import (
+    MOST_EVIDENCE,
+    Attempt,
+    DatedEvidence,
+    Incident,
+    Kind,
+    Setback,
+)
 from oobleck.master.state.job import Job
 from oobleck.planner.ids import WorkerId
 from oobleck.proto.types import WorkerExited
@@ -53,7 +60,7 @@ def incident_after(
                 return None
             job = active
             incident = _with_setback(job, _node_lost(job, event, unix))
-            incident = _with_sightings(incident, event.sightings, unix)
+            incident = _with_evidence(incident, event.evidence, unix)
         case NodeRegistered():
             if (active := state.job) is None or active.incident is None:
                 return None
@@ -61,8 +68,8 @@ def incident_after(
         case WorkerLost() if not event.late:
             job = state.jobs[event.job_id]
             incident = _with_setback(job, _worker_lost(job, event, unix))
-            seen = [event.sighting] if event.sighting is not None else []
-            incident = _with_sightings(incident, seen, unix)
+            seen = [event.evidence] if event.evidence is not None else []
+            incident = _with_evidence(incident, seen, unix)
         case NodeDrained():
             if event.job_id is None:
                 return None
@@ -135,7 +142,7 @@ def _node_lost(job: Job, event: NodeLost, unix: float) -> Setback:
 
 
 def _worker_lost(job: Job, event: WorkerLost, unix: float) -> Setback:
-    seen = event.sighting
+    seen = event.evidence
     exited = seen.exited if seen is not None else None
     return Setback(
         kind="hang" if event.hung else "worker died",
@@ -205,7 +212,7 @@ def _with_plan(job: Job, event: PlanMade, unix: float) -> Incident | None:
         return incident  # it answers nothing, and training goes on
     attempt = Attempt(generation=event.plan.generation, cause=event.cause, rule=event.rule)
     incident = replace(incident, attempts=(*incident.attempts, attempt))
-    return _with_sightings(incident, event.sightings, unix)
+    return _with_evidence(incident, event.evidence, unix)
 
 
 def _at_end(
@@ -220,7 +227,7 @@ def _at_end(
         return None
     incident = _with_transition(job, incident, event.transition, unix)
     if isinstance(event, FirstStepCommitted | JobFailed):
-        incident = _with_sightings(incident, event.sightings, unix)
+        incident = _with_evidence(incident, event.evidence, unix)
     if isinstance(event, FirstStepCommitted) and incident.trained_until is None:
         # By another host's calendar, which need not be ours to the second.
         counts = incident.opened_at + _ON_S < event.trained_until <= unix
@@ -230,14 +237,12 @@ def _at_end(
 
 def _job_error(job: Job, event: JobFailed, unix: float) -> Setback:
     """Who said what the job failed of; where nobody did, it is the master's verdict."""
-    words = next((s for s in event.sightings if s.by == "worker" and s.saw in event.reason), None)
+    words = next((s for s in event.evidence if s.by == "worker" and s.saw in event.reason), None)
     if words is None:
         return Setback(kind="job failed", reason=event.reason, evidence_at=unix, declared_at=unix)
     node = words.observer.partition("/")[0]
     worker = next((w for w in job.processes() if str(w) == words.observer), None)
-    ended = next(
-        (s.exited for s in event.sightings if s.about == words.observer and s.exited), None
-    )
+    ended = next((s.exited for s in event.evidence if s.about == words.observer and s.exited), None)
     return Setback(
         kind="job error" if event.node is None else "node unfit",
         node=node,
@@ -264,27 +269,27 @@ def _with_transition(
     return replace(incident, attempts=(*incident.attempts[:-1], last))
 
 
-def _with_sightings(incident: Incident, found: Iterable[Sighting], unix: float) -> Incident:
-    known = {_key(sighted.what) for sighted in incident.sightings}
+def _with_evidence(incident: Incident, found: Iterable[Evidence], unix: float) -> Incident:
+    known = {_key(dated.what) for dated in incident.evidence}
     new = [
-        Sighted(at=unix - sighting.ago_s, what=replace(sighting, ago_s=0.0))
-        for sighting in found
-        if _key(sighting) not in known
+        DatedEvidence(at=unix - evidence.ago_s, what=replace(evidence, ago_s=0.0))
+        for evidence in found
+        if _key(evidence) not in known
     ]
-    sightings = (*incident.sightings, *new)[:MOST_SIGHTINGS]
+    evidence = (*incident.evidence, *new)[:MOST_EVIDENCE]
     setbacks = _with_late_words(incident.setbacks, new)
-    return replace(incident, sightings=sightings, setbacks=setbacks)
+    return replace(incident, evidence=evidence, setbacks=setbacks)
 
 
 def _with_late_words(
-    setbacks: tuple[Setback, ...], found: Iterable[Sighted]
+    setbacks: tuple[Setback, ...], found: Iterable[DatedEvidence]
 ) -> tuple[Setback, ...]:
     """A master that comes back finds a process gone before its agent has told how it ended."""
     known = {setback.pid for setback in setbacks}
     ends = {
-        sighted.what.about: sighted.what.exited
-        for sighted in found
-        if sighted.what.exited is not None and sighted.what.exited.pid not in known
+        dated.what.about: dated.what.exited
+        for dated in found
+        if dated.what.exited is not None and dated.what.exited.pid not in known
     }
     return tuple(
         _explained(setback, ends[str(setback.worker)])
@@ -305,8 +310,8 @@ def _explained(setback: Setback, exited: WorkerExited) -> Setback:
     )
 
 
-def _key(sighting: Sighting) -> tuple[str, str, str, str]:
-    return sighting.by, sighting.observer, sighting.about, sighting.saw
+def _key(evidence: Evidence) -> tuple[str, str, str, str]:
+    return evidence.by, evidence.observer, evidence.about, evidence.saw
 
 
 def _ranks(job: Job, node: str, worker: WorkerId | None = None) -> tuple[int, ...]:

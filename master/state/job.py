@@ -271,10 +271,15 @@ class Job:
     def unanswered(self) -> tuple[WorkerId, ...]:
         """Workers that shall enter the newest generation at once, and have not left the one
         before; none where that is not to be known."""
-        way = self.seen.way
-        if self.made is None or self.made.boundary or way is None or way.first_step_at is not None:
+        timeline = self.seen.timeline
+        if (
+            self.made is None
+            or self.made.boundary
+            or timeline is None
+            or timeline.first_step_at is not None
+        ):
             return ()
-        left = way.answered.union(self.made.starting)
+        left = timeline.answered.union(self.made.starting)
         return tuple(worker for worker in self.made.plan.workers if worker not in left)
 
     def has_finished(self, process: Incarnation) -> bool:

@@ -18,7 +18,7 @@ from oobleck.host.ipc.messages import (
     SaveFailed,
     StepRecord,
 )
-from oobleck.master.events.nodes import Sighting
+from oobleck.master.events.nodes import Evidence
 from oobleck.master.events.plans import Phase, Transition
 from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.planner.profile.measurement import Scope
@@ -31,7 +31,7 @@ RECENT_RECORDS = 10
 
 
 @dataclass(slots=True, kw_only=True)
-class Way:
+class RecoveryTimeline:
     """Observed on the way into the newest generation: when each phase ended, and how."""
 
     evidence_at: float
@@ -200,7 +200,7 @@ class JobSeen:
     #: When the newest generation last came any further on its way, in its steps or to its end.
     progressed_at: float | None = None
     #: None: no plan of this master's life is on its way to its first step.
-    way: Way | None = None
+    timeline: RecoveryTimeline | None = None
     #: None: all losses but those of a job that was put back are answered.
     loss: LossSeen | None = None
     #: First report of a lost peer by each worker since the last plan that was not at a boundary.
@@ -208,7 +208,7 @@ class JobSeen:
     #: What workers said of checkpoints and no event was made of yet.
     save_reports: tuple[SaveReport, ...] = ()
     #: What was seen of failures, and when, that no event has carried yet.
-    sightings: list[tuple[float, Sighting]] = field(default_factory=list)
+    evidence: list[tuple[float, Evidence]] = field(default_factory=list)
     steps: StepsSeen = field(default_factory=StepsSeen)
     since_step: SinceStep = field(default_factory=SinceStep)
     processes: ProcessesSeen = field(default_factory=ProcessesSeen)

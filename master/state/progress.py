@@ -85,26 +85,26 @@ def take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) ->
     process = job.processes().get(worker)
     if reached.phase == "transferred" and process is not None:
         _note_entered(job, process, reached.generation)
-    way = job.seen.way
+    timeline = job.seen.timeline
     note_progress(job, reached.generation, now)
-    if way is None or reached.generation != job.generation:
+    if timeline is None or reached.generation != job.generation:
         return
     match reached.phase:
         case "aborted":
             if job.made is None or worker not in job.made.starting:
-                way.aborted_at = now  # others have nothing to leave
-            way.answered.add(worker)
+                timeline.aborted_at = now  # others have nothing to leave
+            timeline.answered.add(worker)
         case "joined":
-            way.joined_at = now
-            way.joined.add(worker)
-            way.committed_step = reached.committed_step
-            way.redo = way.redo or reached.redo
-            way.rolled_forward = way.rolled_forward or reached.rolled_forward
-            way.salvaged_microbatches = reached.salvaged_microbatches
+            timeline.joined_at = now
+            timeline.joined.add(worker)
+            timeline.committed_step = reached.committed_step
+            timeline.redo = timeline.redo or reached.redo
+            timeline.rolled_forward = timeline.rolled_forward or reached.rolled_forward
+            timeline.salvaged_microbatches = reached.salvaged_microbatches
         case "transferred":
-            way.transferred_at = now
-            way.entered.add(worker)
-            way.received_bytes += reached.received_bytes
+            timeline.transferred_at = now
+            timeline.entered.add(worker)
+            timeline.received_bytes += reached.received_bytes
 
 
 def take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None:
@@ -116,9 +116,13 @@ def take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None:
             seen.steps.last_before = seen.steps.recent[-1]
         seen.steps.recent.append(record)
         _note_step(job, record.step, record.generation, now)
-        way = seen.way
-        if way is not None and way.first_step_at is None and record.generation >= job.generation:
-            way.first_step_at = now
+        timeline = seen.timeline
+        if (
+            timeline is not None
+            and timeline.first_step_at is None
+            and record.generation >= job.generation
+        ):
+            timeline.first_step_at = now
     if records:
         seen.steps.recorded_at = now
         seen.since_step = SinceStep()

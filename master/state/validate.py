@@ -271,8 +271,8 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
         lambda _, job: max(job.saves.numbers.values(), default=0) <= job.saves.requested,
     ),
     (
-        "a way is watched only into a generation that has committed no step",
-        lambda _, job: job.seen.way is None or job.on_the_way,
+        "only the recovery into a generation that has committed no step has a timeline",
+        lambda _, job: job.seen.timeline is None or job.on_the_way,
     ),
     (
         "a loss has its first evidence before its declaration",

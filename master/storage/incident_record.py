@@ -76,7 +76,7 @@ def _witnesses(incident: Incident) -> list[Mapping[str, object]]:
     """By time: what agents, peers and streams told, and what the master found out by itself."""
     told = [
         (seen.at, seen.what.by, seen.what.observer, seen.what.about, seen.what.saw)
-        for seen in incident.sightings
+        for seen in incident.evidence
     ]
     found = [
         (setback.declared_at, setback.found_by, "master", setback.node, setback.reason)

@@ -190,7 +190,7 @@ def test_a_master_that_validates_ends_with_the_sentence_and_the_last_events(tmp_
         f"oobleck-master: job demo-1 breaks an invariant: {sentence}; the last events:"
     )
     assert lines[-1].endswith(" MasterStarted()")
-    assert any("PlanMade(job_id='demo-1'" in line for line in lines[first:])
+    assert any(" PlanMade(" in line for line in lines[first:])
     assert "NodeRegistered(" in lines[first + 1]
     with contextlib.closing(Journal(path)) as journal:
         assert [event for _, event in journal.replay()] == events
