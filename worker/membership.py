@@ -110,7 +110,8 @@ class Membership:
         is wanted; nothing is left open then. Once all have arrived, the loss of a peer is reported
         at any time, from another thread, and releases whatever waits for others.
         """
-        generation, control = assign.plan.generation, context.control
+        generation = assign.plan.generation
+        control, connector = context.control, context.connector
         self._context = context
         self._generation = generation
         self._members = members
@@ -128,12 +129,9 @@ class Membership:
             rendezvous = RendezvousStore(
                 where.store, where.prefix + suffix, own=context.store, waits=waits
             )
+            rank, size, silence_s = members.index(context.worker), len(members), connector.silence_s
             self._lifeline = Lifeline(
-                rendezvous,
-                members.index(context.worker),
-                len(members),
-                context.connector.address,
-                silence_s=context.connector.silence_s,
+                rendezvous, rank, size, connector.address, silence_s=silence_s
             )
             undo.callback(self._lifeline.close, goodbye=False)
             self.transport = self._connect(assign, rendezvous, groups, links, waits)

@@ -92,7 +92,8 @@ class Recovery:
     def hand_over(self, assign: Assign, transport: Transport) -> int:
         """Come to hold the plan's layers, those who leave among the sources; the bytes received.
 
-        What nobody in this meeting holds either is left for the plan's own. Raises as `run` does.
+        What none of them holds is left for the rendezvous of the plan's own workers. Raises as
+        `run` does.
         """
         plan, members, progress = assign.plan, handover_members(assign), self._progress
         self._state.drop_partial()

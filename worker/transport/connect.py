@@ -80,7 +80,7 @@ def owner_groups(programs: Iterable[Program], plan: Plan) -> list[Group]:
 
 
 class Connector:
-    """What one worker brings to every meeting: its address and its device."""
+    """What one worker brings to every rendezvous: its address and its device."""
 
     def __init__(self, launch: Launch) -> None:
         """Raises DeviceError when this host does not have the device."""
