@@ -5,12 +5,10 @@ without an edit here or in the .proto file. Must not know what the data mean.
 """
 
 import zlib
-from typing import Any, TypeVar
-
-import msgspec
+from typing import TypeVar
 
 from oobleck.planner.codec import decode, encode
-from oobleck.proto.bounds import MOST_BYTES, MOST_CHARACTERS, check_bounds
+from oobleck.proto.bounds import MOST_BYTES, check_bounds
 
 T = TypeVar("T")
 
@@ -19,23 +17,8 @@ _LEVEL = 1
 
 
 def pack(value: object) -> bytes:
-    """Read by `unpack`. Of a text that is too long for it the end stays."""
-    text = encode(value)
-    if len(text) > MOST_CHARACTERS:
-        text = encode(_shortened(msgspec.to_builtins(value)))
-    return zlib.compress(text, _LEVEL)
-
-
-def _shortened(value: Any) -> Any:
-    match value:
-        case str():
-            return value[-MOST_CHARACTERS:]
-        case dict():
-            return {key: _shortened(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_shortened(item) for item in value]
-        case _:
-            return value
+    """Read by `unpack`, where it keeps within bounds."""
+    return zlib.compress(encode(value), _LEVEL)
 
 
 def unpack(kind: type[T], data: bytes) -> T:

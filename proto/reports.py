@@ -1,12 +1,35 @@
 """What happens to workers, packed and back."""
 
-from oobleck.proto.checks import in_field, read_incarnation, read_job_id, read_slot
+from typing import Any
+
+import msgspec
+
+from oobleck.proto.checks import (
+    in_field,
+    read_incarnation,
+    read_job_id,
+    read_slot,
+    shortened,
+)
 from oobleck.proto.packed import pack, unpack
 from oobleck.proto.types import WorkerReport
 
 
 def report_bytes(report: WorkerReport) -> bytes:
-    return pack(report)
+    """Of a text that is too long for a message its end is told."""
+    return pack(_shortened(msgspec.to_builtins(report)))
+
+
+def _shortened(value: Any) -> Any:
+    match value:
+        case str():
+            return shortened(value)
+        case dict():
+            return {key: _shortened(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_shortened(item) for item in value]
+        case _:
+            return value
 
 
 def read_report(data: bytes) -> WorkerReport:
