@@ -12,11 +12,11 @@ from oobleck.cli.options import USAGE, json_option, set_option
 from oobleck.cli.planning.question import Flags, Question, from_job, from_profile
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import printable
+from oobleck.planner.schedules import SCHEDULES, Schedule
 from oobleck.planner.units import count
 
 if TYPE_CHECKING:
     from oobleck.planner.report.report import PlanReport
-    from oobleck.planner.schedules import Schedule
 
 
 @click.command(
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--schedule",
-    type=click.Choice(["auto", "1f1b", "gpipe", "zb-h1"]),
+    type=click.Choice(["auto", *sorted(SCHEDULES)]),
     help="Order of compute in a pipeline.  [default: the job's, or auto: the best that fits]",
 )
 @click.option(
