@@ -203,8 +203,11 @@ class PhaseReached(msgspec.Struct, frozen=True, kw_only=True, tag="phase"):
     received_bytes: int = 0
 
 
-class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One committed step, a line of metrics.jsonl. Every worker makes the same one."""
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One committed step, a line of metrics.jsonl. Every worker makes the same one.
+
+    A field that has a default is written only where it differs from it.
+    """
 
     step: int
     #: None: not finite (the step was skipped by all).

@@ -16,7 +16,7 @@ from oobleck.host.ipc.messages import StepRecord
 from oobleck.master.state.job_observed import RECENT_RECORDS
 from oobleck.master.storage.disk import append
 from oobleck.master.storage.json_lines import recover
-from oobleck.planner.codec import decode
+from oobleck.planner.codec import decode, encode
 
 #: Records that may wait for one before them; more are left to be sent again.
 _MOST_WAITING = 10_000
@@ -66,7 +66,7 @@ class MetricsLog:
                 break
             self._skipped_steps += following.skipped
             record = msgspec.structs.replace(following, skipped_steps=self._skipped_steps)
-            self._unwritten.append(line(record))
+            self._unwritten.append(encode(record) + b"\n")
             self.through_step = record.step
             new.append(record)
         return tuple(new)
@@ -103,26 +103,6 @@ class MetricsLog:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def line(record: StepRecord) -> bytes:
-    """The text of a record; `skipped` stands only where it is true, and `skipped_steps` from the
-    first such step on."""
-    values: dict[str, object] = {
-        "step": record.step,
-        "loss": record.loss,
-        "grad_norm": record.grad_norm,
-        "tokens": record.tokens,
-        "samples_digest": record.samples_digest,
-        "generation": record.generation,
-        "step_seconds": record.step_seconds,
-        "time": record.time,
-    }
-    if record.skipped:
-        values["skipped"] = True
-    if record.skipped_steps:
-        values["skipped_steps"] = record.skipped_steps
-    return msgspec.json.encode(values) + b"\n"
 
 
 def _read(text: bytes) -> StepRecord:

@@ -10,7 +10,7 @@ from typing import Literal
 from unicodedata import category
 
 from oobleck.planner.ids import check_name
-from oobleck.planner.job.families import Kind, Objective, decode_config, family_of
+from oobleck.planner.job.families import FAMILIES, Kind, Objective, decode_config, family_of
 from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.redact import redact
 from oobleck.planner.schedules import Schedule
@@ -116,8 +116,8 @@ class ModelSpec:
             for name, given in (("config", self.config), ("weights", self.weights)):
                 if given:
                     raise ValueError(
-                        f"{name}: the built-in model takes none; leave it out or set kind to gpt2, "
-                        "llama or bert"
+                        f"{name}: the built-in model takes none; leave it out or set kind to "
+                        f"{' or '.join(FAMILIES)}"
                     )
             return
         complete = family.complete(decode_config(self.config or "{}"))

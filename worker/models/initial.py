@@ -11,14 +11,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from oobleck.host.storage.weight_files import Tensor, WeightFiles, WeightsError, open_weights
+from oobleck.planner.job.families import family_of
 from oobleck.planner.job.spec import ModelSpec
 from oobleck.planner.report.export import foreign_name
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.registry import build_layer, tied_parameter
 from oobleck.worker.runtime.errors import ModelError
 
-#: What a base model's checkpoint leaves off in front.
-_PREFIXES = ("transformer.", "model.", "bert.")
 #: Types that weights are computed with; what others hold means something only with a scale.
 _DTYPES = ("F64", "F32", "F16", "BF16")
 #: What norms were called in the first BERT checkpoints.
@@ -118,11 +117,13 @@ def _names(spec: ModelSpec, layer: int, name: str) -> Iterator[str]:
         chosen.insert(0, foreign_name(spec, 0, tied))
     if chosen[-1] == "cls.predictions.decoder.bias":
         chosen.append("cls.predictions.bias")
+    family = family_of(spec.kind)
+    assert family is not None, "only a family has files of weights"
+    prefix = family.base_prefix
     for full in chosen:
         yield full
-        for prefix in _PREFIXES:
-            if full.startswith(prefix):
-                yield full.removeprefix(prefix)
+        if full.startswith(prefix):
+            yield full.removeprefix(prefix)
         for new, old in _FORMER.items():
             if full.endswith(new):
                 yield full.removesuffix(new) + old

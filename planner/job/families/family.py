@@ -50,6 +50,11 @@ class Family:
     #: the head shares the embedding's weight.
     outside: Callable[[bool, str, bool], str]
 
+    @property
+    def base_prefix(self) -> str:
+        """What the names in a base model's checkpoint leave off in front."""
+        return self.blocks.partition(".")[0] + "."
+
     def foreign_name(self, layer: int, name: str, *, tied: bool) -> str:
         """transformers' name of parameter `name` of `layer`."""
         inner = name.removeprefix("block.")
