@@ -57,6 +57,9 @@ _LINES = frozenset(
 )
 _LISTS: Mapping[str, int] = {
     "StepRecords.records": 1 << 17,
+    # Of all workers of a cluster.
+    "Assign.leaving": 1 << 17,
+    "PeerLost.unreached": 1 << 17,
 }
 #: Of numbers that may be below zero.
 _SIGNED = frozenset(
@@ -100,12 +103,12 @@ def _check(kind: str, name: str, value: object) -> None:
         case None | bool():
             pass
         case int() | float():
+            if isinstance(value, int) and abs(value) > MOST_NUMBER:
+                raise ValueError(f"{name}: the number is above {MOST_NUMBER}")
             if not math.isfinite(value):
                 raise ValueError(f"{name}: {value} is not a number")
             if value < 0 and f"{kind}.{name}" not in _SIGNED:
                 raise ValueError(f"{name}: {value} is below 0")
-            if abs(value) > MOST_NUMBER and isinstance(value, int):
-                raise ValueError(f"{name}: {value} is above {MOST_NUMBER}")
         case bytes():  # of what is looked at when it is read
             if len(value) > MOST_BYTES:
                 raise ValueError(f"{name}: {len(value)} bytes are more than {MOST_BYTES}")

@@ -14,6 +14,10 @@ T = TypeVar("T")
 
 #: Fast; a plan of a thousand nodes has a fifteenth of its size then.
 _LEVEL = 1
+#: How much larger the text may be than its data. A plan's is 10 to 15 times as large.
+_MOST_RATIO = 64
+#: Bytes of a text that may always be there.
+_SMALL = 64 << 10
 
 
 def pack(value: object) -> bytes:
@@ -21,15 +25,17 @@ def pack(value: object) -> bytes:
     return zlib.compress(encode(value), _LEVEL)
 
 
-def unpack(kind: type[T], data: bytes) -> T:
-    """Raises ValueError where the data are no `kind`, or break a bound."""
+def unpack(kind: type[T], data: bytes, most: int = MOST_BYTES) -> T:
+    """Raises ValueError where the data are no `kind`, or break a bound. `most`: bytes of the text;
+    with more it is not looked at, nor where it is far more than honest data of that size hold."""
+    most = min(most, _SMALL + _MOST_RATIO * len(data))
     unpacking = zlib.decompressobj()
     try:
-        text = unpacking.decompress(data, MOST_BYTES)
+        text = unpacking.decompress(data, most)
     except zlib.error as error:
         raise ValueError("the data are not compressed") from error
-    if not unpacking.eof:
-        raise ValueError(f"the data are cut off, or more than {MOST_BYTES} bytes")
+    if not unpacking.eof or unpacking.unused_data:
+        raise ValueError(f"the data are cut off, go on behind their end, or hold more than {most}")
     value = decode(kind, text)
     check_bounds(value)
     return value

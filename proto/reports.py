@@ -14,6 +14,10 @@ from oobleck.proto.checks import (
 from oobleck.proto.packed import pack, unpack
 from oobleck.proto.types import WorkerReport
 
+#: Of the text of a report: some times what one that breaks no other bound has. The master reads
+#: reports in its loop, where each MiB takes some 10 ms.
+MOST_REPORT_BYTES = 1 << 20
+
 
 def report_bytes(report: WorkerReport) -> bytes:
     """Of a text that is too long for a message its end is told."""
@@ -35,7 +39,7 @@ def _shortened(value: Any) -> Any:
 def read_report(data: bytes) -> WorkerReport:
     """Raises ValueError that names the field."""
     with in_field("report"):
-        report = unpack(WorkerReport, data)
+        report = unpack(WorkerReport, data, MOST_REPORT_BYTES)
         read_job_id(report.job_id)
         read_slot(report.slot)
         read_incarnation(report.incarnation)

@@ -28,7 +28,7 @@ def children_of(pid: int) -> list[int]:
 def warm_process(pid: int) -> int:
     """The warm process that `pid` is, or stands for (`bench.support.preloaded`)."""
     name, _, number = psutil.Process(pid).name().partition(" ")
-    return int(number) if name == "warm" else pid
+    return int(number) if name == "warm" and number else pid
 
 
 def descendants(pid: int) -> Iterator[psutil.Process]:

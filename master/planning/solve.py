@@ -20,7 +20,7 @@ from oobleck.master.planning.requests import (
     PlanReply,
     PlanRequest,
 )
-from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.errors import PlanInfeasible, ProgramDeadlock
 from oobleck.planner.ids import Generation
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.profile import Profile
@@ -87,7 +87,7 @@ def _first_plan(request: FirstPlanRequest) -> Plan:
         tied=spec.model.tied,
         wanted=spec.training.wanted_schedule,
     ).plan
-    proof.prove(plan, tied=spec.model.tied)
+    proof.prove(plan)
     return plan
 
 
@@ -108,7 +108,7 @@ def _next_plan(request: NextPlanRequest) -> NextPlanReply:
         costs=offer.costs,
     )
     made = with_residents(keep_schedule(found.plan, profile), profile)
-    proof.prove(made, tied=spec.model.tied)
+    proof.prove(made)
     return NextPlanReply(found=replace(found, plan=made))
 
 
@@ -126,7 +126,8 @@ def rehearse(request: PlanRequest, reply: PlanReply) -> Iterator[None]:
         return
     plan = reply.plan
     for pipeline in {len(pipeline.nodes): pipeline for pipeline in plan.pipelines}.values():
-        with suppress(PlanInfeasible):
+        # Who asks for such a plan is told.
+        with suppress(PlanInfeasible, ProgramDeadlock):
             _next_plan(
                 NextPlanRequest(
                     spec=request.spec,

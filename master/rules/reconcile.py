@@ -61,7 +61,7 @@ def reconcile(
     reasons: list[str] = []
     held = False
     for rule in (*_RULES, *_AT_LAST):
-        if held and rule not in _AT_LAST:
+        if held and rule in _RULES:
             continue
         try:
             decision = rule(context)
@@ -104,7 +104,7 @@ _RULES: tuple[Rule, ...] = (
     _clear_nodes,
     # A node that is to be drained is no candidate, so wishes come before plans too.
     draining.take_wishes,
-    # All rules below are about the active job: there must be one.
+    # Most rules below are about the active job: there must be one.
     job_queue.next_job,
     # What runs already is taken over before anyone declares a part of it lost, or plans anew.
     adoption.adopt,
@@ -149,5 +149,5 @@ _RULES: tuple[Rule, ...] = (
     draining.move_off,
     replan.join,
 )
-#: Nothing above depends on what is long over, and nothing holds these up.
+#: Nothing above depends on what is long over; these wait for no plan but one that is being made.
 _AT_LAST: tuple[Rule, ...] = (retention.forget_nodes, retention.forget_jobs)

@@ -31,13 +31,12 @@ def note_closed(state: ClusterState, event: StreamClosed, now: float) -> None:
 def note(state: ClusterState, event: WorkerReported, now: float) -> None:
     """Keep it if it tells of a failure that the job has to do with."""
     job, worker = state.jobs[event.job_id], str(event.worker)
-    of_plan = event.incarnation in job.processes().values() or job.made is None
     match event.what:
         case WorkerExited() as exited:
-            if of_plan or _is_missed(job, event.worker):
+            if _of_plan(job, event) or _is_missed(job, event.worker):
                 _add(job, now, _exit(event.worker, exited))
         case Hung() as hung:
-            if of_plan:
+            if _of_plan(job, event):
                 _add(job, now, of_hang(event.worker, hung))
         case PeerLost(detail=detail):
             _keep(job, now, "peer", worker, "", detail)
@@ -45,6 +44,10 @@ def note(state: ClusterState, event: WorkerReported, now: float) -> None:
             _keep(job, now, "worker", worker, worker, message)
         case _:
             pass
+
+
+def _of_plan(job: Job, event: WorkerReported) -> bool:
+    return job.made is None or event.incarnation in job.processes().values()
 
 
 def _is_missed(job: Job, worker: WorkerId) -> bool:

@@ -258,13 +258,7 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
     ),
     (
         "steps are done again only after a way back to a checkpoint",
-        lambda _, job: (
-            not job.rollback.redo_until
-            or (
-                job.rollback.restored is not None
-                and job.rollback.redo_until > job.rollback.restored.step
-            )
-        ),
+        lambda _, job: not job.rollback.redo_until or job.rollback.restored is not None,
     ),
     (
         "the last requests for checkpoints have numbers up to the newest",

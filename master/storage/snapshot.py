@@ -8,7 +8,7 @@ import base64
 import zlib
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -110,7 +110,9 @@ def _whole(kind: type[Any], parts: Mapping[str, msgspec.Raw], **observed: object
         if name not in hints:
             raise ValueError(f"{kind.__name__} has no {name}")
         hint = hints[name]
-        if get_origin(hint) is deque:
+        if isinstance(hint, type) and is_dataclass(hint):
+            values[name] = _whole(hint, msgspec.msgpack.decode(text, type=dict[str, msgspec.Raw]))
+        elif get_origin(hint) is deque:
             bounded[name] = msgspec.msgpack.decode(text, type=list[get_args(hint)[0]])  # type: ignore[misc]
         else:
             values[name] = msgspec.msgpack.decode(text, type=hint)

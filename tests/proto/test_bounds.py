@@ -120,11 +120,11 @@ def wrong_values(kind: Any) -> list[object]:
         return [value for one in get_args(kind) for value in wrong_values(one)]
     if get_origin(kind) is tuple:
         wrong_items = [value for one in get_args(kind) for value in wrong_values(one)]
-        return [("x",) * 5000, *((value,) for value in wrong_items)]
+        return [("x",) * ((1 << 17) + 1), *((value,) for value in wrong_items)]
     if get_origin(kind) is Mapping:
         return [dict.fromkeys(range(5000), 1)]
     wrong: dict[object, list[object]] = {
-        int: [1 << 63],
+        int: [1 << 63, 10**400],
         float: [math.nan, math.inf, -math.inf],
         str: ["x" * ((64 << 10) + 1)],
         WorkerId: [WorkerId(NodeName("../n"), 0), WorkerId(NodeName("n1"), 1024)],
@@ -151,13 +151,28 @@ def test_nor_does_one_that_is_packed() -> None:
         (b"no", "not compressed"),
         (zlib.compress(b"{}")[:-1], "cut off"),
         (zlib.compress(bytes((16 << 20) + 1)), "more than"),
-        (zlib.compress(b"[" * 100_000), "not a valid WorkerReport"),
+        (zlib.compress(b"[" * 60_000), "not a valid WorkerReport"),
+        (zlib.compress(b"[" * 500_000), "more than"),
+        (zlib.compress(bytes(range(256)) * 5000), "more than"),
+        (zlib.compress(b"{}") + b"{}", "behind their end"),
         (zlib.compress(b"{}"), "not a valid WorkerReport"),
     ],
 )
 def test_what_is_no_report_is_told(data: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=rf"^report: .*{reason}"):
         read_report(data)
+
+
+def test_a_number_of_hundreds_of_digits_is_told() -> None:
+    right = WorkerReport(
+        job_id=JobId("demo-1"),
+        slot=1023,
+        incarnation=Incarnation("abcd"),
+        what=Hung(reason="stopped", seconds=1.0),
+    )
+    text = zlib.decompress(report_bytes(right)).replace(b"1023", b"9" * 400)
+    with pytest.raises(ValueError, match=r"^report: slot: the number is above"):
+        read_report(zlib.compress(text))
 
 
 def test_a_report_is_of_a_job_a_slot_and_a_process() -> None:

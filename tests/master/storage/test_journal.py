@@ -295,3 +295,14 @@ def test_a_snapshot_with_each_field_of_a_job_by_itself_is_read_too() -> None:
     restored, _ = snapshots.restore(content, 0.0)
     assert restored.jobs[job.id].lineage.plans
     assert durable(restored) == durable(player.state)
+
+
+def test_a_field_that_a_part_of_a_job_lacks_is_of_another_version() -> None:
+    player = Player()
+    player.play(SCENARIO.read_text())
+    packed = base64.b64decode(snapshots.take(player.state, {}))
+    text = msgspec.msgpack.decode(zlib.decompress(packed))
+    text["jobs"]["demo-1"]["saves"]["novel"] = 1
+    content = base64.b64encode(zlib.compress(msgspec.msgpack.encode(text))).decode()
+    with pytest.raises(ValueError, match="of another version of Oobleck: Saves has no novel"):
+        snapshots.restore(content, 0.0)
