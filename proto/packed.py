@@ -16,8 +16,8 @@ T = TypeVar("T")
 _LEVEL = 1
 #: How much larger the text may be than its data. A plan's is 10 to 15 times as large.
 _MOST_RATIO = 64
-#: Bytes of a text that may always be there.
-_SMALL = 64 << 10
+#: Bytes of a text that may always be there: a log may have the same line again and again.
+_SMALL = 1 << 20
 
 
 def pack(value: object) -> bytes:

@@ -49,9 +49,11 @@ def dry_run(
     """Run `programs` once. Raises ProgramDeadlock with who waits for what.
 
     Links are first-in-first-out: a worker that receives messages in another order than they were
-    sent waits for ever. `blocking_sends`: a send ends when the message is received, instead of at
-    once; sends directly followed by receives are posted together, as NCCL groups are, and end
-    together. Programs may be those of some workers: messages with others pass at once.
+    sent waits for ever. Programs may be those of some workers: messages with others pass at once.
+
+    `blocking_sends`: a send ends when the message is received, instead of at once; sends directly
+    followed by receives are posted together and end together. No transport has such sends; tests
+    hold the schedules to them.
     """
     _Run(programs, plan, blocking_sends).finish()
 
