@@ -1,4 +1,7 @@
-"""What can be done to the processes of a node. Must not know when, nor how."""
+"""What can be done to the processes of a node. Must not know when, nor how.
+
+An action that is done is an event too: the state notes it as it was decided.
+"""
 
 from dataclasses import dataclass
 
@@ -14,6 +17,8 @@ class StartWarm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillWarm:
+    """By SIGKILL; `WarmExited` is still to come."""
+
     reason: str
 
 
@@ -58,6 +63,8 @@ class StopWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillWorker:
+    """By SIGKILL; its exit is still to come."""
+
     incarnation: Incarnation
     reason: str
 
@@ -87,7 +94,7 @@ class AskStacks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUpWorker:
-    """It hangs: tell the master, and kill it."""
+    """It hangs, since `since`: kill it, and tell the master."""
 
     incarnation: Incarnation
     since: float

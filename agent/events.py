@@ -1,15 +1,25 @@
 """Everything that changes what an agent knows: the master's word, what was seen of the processes,
-and what was done to them.
+and what was done to them (an action that is done is an event).
 
-Only `Assigned`, `Leave` and `ShutDown` change what is desired. The union is told apart in those
-about one worker (`WorkerEvent`) and the others. Must not know what an event changes.
+Only `Assigned`, `Leave` and `ShutDown` change what is desired. Must not know what an event changes.
 """
 
 from dataclasses import dataclass
 
+from oobleck.agent.actions import (
+    AskStacks,
+    GiveUpWorker,
+    KillWarm,
+    KillWorker,
+    SendMeasure,
+    SendPlan,
+    SendSave,
+    StartWarm,
+    StopWorker,
+)
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.messages import FromWorker
-from oobleck.planner.ids import Generation, Incarnation
+from oobleck.planner.ids import Incarnation
 from oobleck.proto import types
 
 
@@ -57,18 +67,8 @@ class ShutDown:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WarmStarted:
-    pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WarmReady:
     pass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmKilled:
-    """SIGKILL was sent; `WarmExited` is still to come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,52 +92,11 @@ class WorkerForked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSent:
-    incarnation: Incarnation
-    generation: Generation
-    boundary: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasureSent:
-    incarnation: Incarnation
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveSent:
-    incarnation: Incarnation
-    number: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """Whether it is alive; `kernel`: the state that the kernel says it is in."""
 
     incarnation: Incarnation
     kernel: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StacksAsked:
-    """It was told to write where its threads are, since it is at the same thing since `since`."""
-
-    incarnation: Incarnation
-    since: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopSent:
-    incarnation: Incarnation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerKilled:
-    """SIGKILL was sent; the exit is still to come."""
-
-    incarnation: Incarnation
-    #: Where it was killed because of that.
-    hung: types.Hung | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,15 +119,17 @@ class WorkerExited:
     end: types.WorkerExited | None = None
 
 
+#: About one worker.
 WorkerEvent = (
     WorkerForked
-    | PlanSent
-    | MeasureSent
-    | SaveSent
+    | SendPlan
+    | SendMeasure
+    | SendSave
     | Asked
-    | StacksAsked
-    | StopSent
-    | WorkerKilled
+    | AskStacks
+    | StopWorker
+    | KillWorker
+    | GiveUpWorker
     | WorkerSaid
     | ChannelClosed
     | WorkerExited
@@ -181,9 +142,9 @@ Event = (
     | Leave
     | Paused
     | ShutDown
-    | WarmStarted
+    | StartWarm
     | WarmReady
-    | WarmKilled
+    | KillWarm
     | WarmExited
     | ForkAsked
     | WorkerEvent

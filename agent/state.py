@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from oobleck.agent.actions import KillWarm, StartWarm
 from oobleck.agent.backoff import StartBudget
 from oobleck.agent.events import (
     Assigned,
@@ -22,9 +23,7 @@ from oobleck.agent.events import (
     SessionOver,
     ShutDown,
     WarmExited,
-    WarmKilled,
     WarmReady,
-    WarmStarted,
     WorkerEvent,
     WorkerExited,
     WorkerSaid,
@@ -165,11 +164,11 @@ class NodeState:
                     each.excuse(seconds, now)
             case ShutDown():
                 self.shutting_down = True
-            case WarmStarted():
+            case StartWarm():
                 self.warm.started_at = now
             case WarmReady():
                 self.warm.ready, self.warm.failed_starts = True, 0
-            case WarmKilled():
+            case KillWarm():
                 self.warm.killed = True
             case WarmExited(how=how):
                 if self.warm.started_at is not None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import msgspec
 
-from oobleck.agent.actions import Action
+from oobleck.agent.actions import Action, GiveUpWorker
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.connection.outbox import Outbox
 from oobleck.agent.connection.reports import has_rank_0, report_of, standing_reports, status_of
@@ -30,7 +30,6 @@ from oobleck.agent.events import (
     WarmReady,
     WorkerExited,
     WorkerForked,
-    WorkerKilled,
     WorkerSaid,
 )
 from oobleck.agent.processes.children import WarmProcess, WorkerProcess
@@ -285,8 +284,9 @@ class Supervisor:
             self._done.set()
 
     def _do(self, action: Action) -> None:
-        done = self._pool.perform(action, self._now(), self._tasks)
-        self._state.apply(done, self._now())
-        if isinstance(done, WorkerKilled) and done.hung is not None:
+        self._state.apply(self._pool.perform(action, self._tasks), self._now())
+        if isinstance(action, GiveUpWorker):
             # At once: what hangs in the kernel does not end when it is killed.
-            self._outbox.report(report_of(self._state.workers[done.incarnation], done.hung))
+            worker = self._state.workers[action.incarnation]
+            assert worker.hung is not None
+            self._outbox.report(report_of(worker, worker.hung))

@@ -8,18 +8,21 @@ gone. Must not know of other workers, nor what is desired.
 from collections import deque
 from dataclasses import dataclass, field
 
+from oobleck.agent.actions import (
+    AskStacks,
+    GiveUpWorker,
+    KillWorker,
+    SendMeasure,
+    SendPlan,
+    SendSave,
+    StopWorker,
+)
 from oobleck.agent.events import (
     Asked,
     ChannelClosed,
-    MeasureSent,
-    PlanSent,
-    SaveSent,
-    StacksAsked,
-    StopSent,
     WorkerEvent,
     WorkerExited,
     WorkerForked,
-    WorkerKilled,
     WorkerSaid,
 )
 from oobleck.host.ipc.messages import (
@@ -105,23 +108,25 @@ class WorkerState:
         match event:
             case WorkerForked(pid=pid):
                 self.pid = pid
-            case PlanSent(generation=generation, boundary=boundary):
-                self.sent, self.peer_lost = generation, None
-                if not boundary:
+            case SendPlan(assign=assign):
+                self.sent, self.peer_lost = assign.plan.generation, None
+                if not assign.boundary:
                     self.told_at = now
                 self.measured = ()
-            case MeasureSent(attempt=attempt):
-                self.measure_sent, self.measured = attempt, ()
-            case SaveSent(number=number):
+            case SendMeasure(wish=wish):
+                self.measure_sent, self.measured = wish.attempt, ()
+            case SendSave(number=number):
                 self.save_sent = number
             case Asked(kernel=kernel):
                 self.asked_alive_at, self.kernel = now, kernel
-            case StacksAsked(since=since):
+            case AskStacks(since=since):
                 self.stacks_since = since
-            case StopSent():
+            case StopWorker():
                 self.stop_sent_at = now
-            case WorkerKilled(hung=hung):
-                self.killed, self.hung = True, hung
+            case GiveUpWorker(since=since, reason=reason):
+                self.killed, self.hung = True, Hung(reason=reason, seconds=now - since)
+            case KillWorker():
+                self.killed = True
             case ChannelClosed():
                 self.closed_at = now
             case WorkerSaid(message=message):

@@ -85,6 +85,18 @@ def _worker_status(worker: WorkerState) -> types.WorkerStatus:
     )
 
 
+def newest_plan(known: types.Assignment | None, told: types.Assignment) -> types.Assignment | None:
+    """What this agent says that it runs, after the master has `told` something: a master whose
+    journal lost its end may tell of an older plan than the workers have."""
+    if told.job_id is None:
+        return None
+    if known is not None and known.job_id != told.job_id:
+        known = None
+    if told.assign is None or (known is not None and told.generation < known.generation):
+        return known
+    return msgspec.structs.replace(told, job=None)
+
+
 def has_rank_0(state: NodeState) -> bool:
     """Whether this node's agent sends the records of steps at once."""
     assign = state.desired.assign

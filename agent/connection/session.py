@@ -11,8 +11,8 @@ from typing import Protocol
 
 from oobleck.agent.config import AgentConfig
 from oobleck.agent.connection.address import local_address
-from oobleck.agent.connection.assignments import newest_plan
 from oobleck.agent.connection.outbox import Outbox
+from oobleck.agent.connection.reports import newest_plan
 from oobleck.agent.connection.stream import Refused, SessionEnded, Stream, opened
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.endpoint import Endpoint

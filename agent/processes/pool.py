@@ -1,7 +1,6 @@
 """The processes of one node, and how an action is done to them.
 
-It decides nothing. Every action is done at once, and the answer is the event that says so. Must not
-know the master.
+It decides nothing. Every action is done at once. Must not know the master.
 """
 
 import asyncio
@@ -25,25 +24,11 @@ from oobleck.agent.actions import (
     StopWorker,
 )
 from oobleck.agent.config import AgentConfig
-from oobleck.agent.events import (
-    Asked,
-    Event,
-    ForkAsked,
-    MeasureSent,
-    PlanSent,
-    SaveSent,
-    ShutDown,
-    StacksAsked,
-    StopSent,
-    WarmKilled,
-    WarmStarted,
-    WorkerKilled,
-)
+from oobleck.agent.events import Asked, Event, ForkAsked, ShutDown
 from oobleck.agent.processes.children import Listener, WarmProcess, WorkerProcess
 from oobleck.host.ipc.messages import Ask, Fork, Launch, Save, Stop
 from oobleck.host.system.environment import Environment
 from oobleck.planner.ids import Incarnation, WorkerId
-from oobleck.proto.types import Hung
 
 logger = logging.getLogger(__name__)
 
@@ -91,54 +76,41 @@ class ProcessPool:
         if self.warm is not None:
             self.warm.kill()
 
-    def perform(self, action: Action, now: float, tasks: asyncio.TaskGroup) -> Event:
-        """Do it; the event that tells that it is done. What it starts runs in `tasks`."""
+    def perform(self, action: Action, tasks: asyncio.TaskGroup) -> Event:
+        """Do it; the event that says so. What it starts runs in `tasks`."""
         match action:
             case StartWarm():
                 self.warm = self._start_warm(self._listener)
                 run = self.warm.run(self._config.warm_command, self._config.environment)
                 tasks.create_task(run)
-                return WarmStarted()
             case KillWarm(reason=reason):
                 logger.info("killing the warm process", extra={"reason": reason})
                 assert self.warm is not None
                 self.warm.kill()
-                return WarmKilled()
             case ForkWorker():
                 return self._fork(action, tasks)
             case SendPlan(incarnation=incarnation, assign=assign):
                 self.processes[incarnation].send(assign)
-                return PlanSent(
-                    incarnation=incarnation,
-                    generation=assign.plan.generation,
-                    boundary=assign.boundary,
-                )
             case SendMeasure(incarnation=incarnation, wish=wish):
                 self.processes[incarnation].send(wish)
-                return MeasureSent(incarnation=incarnation, attempt=wish.attempt)
             case SendSave(incarnation=incarnation, number=number):
                 self.processes[incarnation].send(Save(number=number))
-                return SaveSent(incarnation=incarnation, number=number)
             case AskWorker(incarnation=incarnation, look=look):
                 process = self.processes[incarnation]
                 process.send(Ask())
                 return Asked(incarnation=incarnation, kernel=process.kernel() if look else "")
-            case AskStacks(incarnation=incarnation, since=since):
+            case AskStacks(incarnation=incarnation):
                 self.processes[incarnation].tell_stacks()
-                return StacksAsked(incarnation=incarnation, since=since)
-            case GiveUpWorker(incarnation=incarnation, since=since, reason=reason):
+            case GiveUpWorker(incarnation=incarnation, reason=reason):
                 self._kill(incarnation, "killing a worker that hangs", reason)
-                hung = Hung(reason=reason, seconds=now - since)
-                return WorkerKilled(incarnation=incarnation, hung=hung)
             case StopWorker(incarnation=incarnation, reason=reason):
                 self.processes[incarnation].send(Stop(reason=reason))
-                return StopSent(incarnation=incarnation)
             case KillWorker(incarnation=incarnation, reason=reason):
                 self._kill(incarnation, "killing a worker", reason)
-                return WorkerKilled(incarnation=incarnation)
             case End(reason=reason):
                 logger.info("ending", extra={"reason": reason})
                 return ShutDown()
+        return action
 
     def _fork(self, fork: ForkWorker, tasks: asyncio.TaskGroup) -> Event:
         assert self.warm is not None

@@ -5,12 +5,12 @@ from functools import partial
 import pytest
 
 from oobleck.agent.actions import AskStacks, AskWorker, GiveUpWorker
-from oobleck.agent.events import Asked, Assigned, Paused, PlanSent, WorkerKilled, WorkerSaid
+from oobleck.agent.events import Asked, Assigned, Paused, WorkerSaid
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.messages import Alive, Committed, PhaseReached
 from oobleck.planner.ids import Generation
 from oobleck.proto.types import Hung
-from support.agents import A, Node, desired, record
+from support.agents import A, Node, desired, record, sent
 
 HANG_S, STORAGE_S = Detection().hang_s, Detection().storage_s
 
@@ -33,7 +33,7 @@ class Trainer(Node):
             return
         self.plan = partial(desired, others=others)
         self.after(Assigned(desired=self.plan(generation=1)))
-        self.after(PlanSent(incarnation=A, generation=Generation(1), boundary=False))
+        self.after(sent(1))
         self.say(PhaseReached(generation=Generation(1), phase="aborted"))
         if stepped:
             self.say(PhaseReached(generation=Generation(1), phase="transferred"))
@@ -120,8 +120,7 @@ def test_who_waits_is_to_blame_once_told_to_leave() -> None:
     node = Trainer()
     node.live(100.0, doing="wait for votes", waiting=True)
     node.state.apply(Assigned(desired=node.plan(generation=2)), node.now)
-    sent = PlanSent(incarnation=A, generation=Generation(2), boundary=False)
-    node.state.apply(sent, node.now)
+    node.state.apply(sent(2), node.now)
     verdict = node.live(200.0, doing="wait for votes", waiting=True)
     assert verdict is not None
     assert node.now == pytest.approx(100.0 + HANG_S, abs=0.1)
@@ -131,7 +130,7 @@ def test_who_waits_is_to_blame_once_told_to_leave() -> None:
 def test_who_has_left_may_wait_for_the_others() -> None:
     node = Trainer()
     node.state.apply(Assigned(desired=node.plan(generation=2)), node.now)
-    node.state.apply(PlanSent(incarnation=A, generation=Generation(2), boundary=False), node.now)
+    node.state.apply(sent(2), node.now)
     node.say(PhaseReached(generation=Generation(2), phase="aborted"))
     assert node.live(1000.0, doing="rendezvous", waiting=True) is None
 
@@ -139,7 +138,7 @@ def test_who_has_left_may_wait_for_the_others() -> None:
 def test_nobody_needs_to_leave_for_a_change_at_a_boundary() -> None:
     node = Trainer()
     node.state.apply(Assigned(desired=node.plan(generation=2)), node.now)
-    node.state.apply(PlanSent(incarnation=A, generation=Generation(2), boundary=True), node.now)
+    node.state.apply(sent(2, boundary=True), node.now)
     assert node.live(1000.0, doing="wait for votes", waiting=True) is None
 
 
@@ -193,7 +192,6 @@ def test_a_verdict_is_carried_out_once() -> None:
     node = Trainer()
     verdict = node.live(100.0)
     assert verdict is not None
-    hung = Hung(reason=verdict.reason, seconds=8.0)
-    node.state.apply(WorkerKilled(incarnation=A, hung=hung), node.now)
+    node.state.apply(verdict, node.now)
     assert node.live(1000.0) is None
-    assert node.state.workers[A].hung == hung
+    assert node.state.workers[A].hung == Hung(reason=verdict.reason, seconds=HANG_S)

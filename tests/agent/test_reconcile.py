@@ -19,20 +19,13 @@ from oobleck.agent.events import (
     ChannelClosed,
     ForkAsked,
     Leave,
-    MeasureSent,
-    PlanSent,
-    SaveSent,
     SessionBegan,
     SessionOver,
     ShutDown,
-    StopSent,
     WarmExited,
-    WarmKilled,
     WarmReady,
-    WarmStarted,
     WorkerExited,
     WorkerForked,
-    WorkerKilled,
     WorkerSaid,
 )
 from oobleck.agent.reconcile import (
@@ -58,7 +51,7 @@ from oobleck.host.ipc.messages import (
 )
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.proto.types import Assignment
-from support.agents import A, B, Node, desired
+from support.agents import A, B, Node, desired, sent
 from support.scripted_master import plan
 
 G1 = Generation(1)
@@ -71,7 +64,7 @@ def kinds(actions: tuple[Action, ...]) -> list[type[Action]]:
 def test_warm_process_starts_before_any_job_and_workers_wait_for_it() -> None:
     node = Node(slots=2)
     assert node.after() == (StartWarm(),)
-    assert node.after(WarmStarted(), Assigned(desired=desired())) == ()
+    assert node.after(StartWarm(), Assigned(desired=desired())) == ()
     forks = node.after(WarmReady())
     assert [fork.slot for fork in forks if isinstance(fork, ForkWorker)] == [0, 1]
     assert node.after(ForkAsked(slot=0, incarnation=A), ForkAsked(slot=1, incarnation=B)) == ()
@@ -82,7 +75,7 @@ def test_a_plan_goes_to_exactly_the_process_that_it_counts_on() -> None:
     (send,) = node.after(Assigned(desired=desired(generation=1)))
     assert isinstance(send, SendPlan)
     assert send.incarnation == A
-    assert node.after(PlanSent(incarnation=A, generation=Generation(1), boundary=False)) == ()
+    assert node.after(sent(1)) == ()
     assert node.after(Assigned(desired=desired(generation=1))) == (), "a repeat changes nothing"
     assert node.after(Assigned(desired=desired(generation=2, incarnations="bbbb"))) == ()
     assert kinds(node.after(Assigned(desired=desired(generation=2)))) == [SendPlan]
@@ -90,7 +83,7 @@ def test_a_plan_goes_to_exactly_the_process_that_it_counts_on() -> None:
 
 def test_a_plan_waits_for_the_process_that_it_counts_on_to_be_up_and_to_read_the_same() -> None:
     node = Node()
-    node.after(WarmStarted(), WarmReady(), Assigned(desired=desired()))
+    node.after(StartWarm(), WarmReady(), Assigned(desired=desired()))
     node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
     wish = desired(generation=1)
     assert wish.assign is not None
@@ -106,7 +99,7 @@ def test_an_agent_that_is_told_to_end_goes_on_until_it_is_drained_or_out_of_time
     node = Node().with_worker()
     node.after(
         Assigned(desired=desired(generation=1)),
-        PlanSent(incarnation=A, generation=G1, boundary=False),
+        sent(1),
     )
     assert node.after(Leave(grace_s=60.0), at=10.0) == ()
     assert node.after(at=15.0) == ()
@@ -116,7 +109,7 @@ def test_an_agent_that_is_told_to_end_goes_on_until_it_is_drained_or_out_of_time
     without = replace(assign, plan=plan(2, "n2"), leaving=(WorkerId(NodeName("n1"), 0),))
     wish = replace(desired(), assign=without)
     assert kinds(node.after(Assigned(desired=wish), at=20.0)) == [SendPlan]
-    node.after(PlanSent(incarnation=A, generation=Generation(2), boundary=True))
+    node.after(sent(2, boundary=True))
     assert node.after(at=69.0) == ()
     assert kinds(node.after(at=70.0)) == [End]
     assert End in kinds(node.after(Assigned(desired=Assignment(version=2, drained=True)), at=30.0))
@@ -124,7 +117,7 @@ def test_an_agent_that_is_told_to_end_goes_on_until_it_is_drained_or_out_of_time
 
 def test_an_idle_agent_that_is_told_to_end_waits_only_for_an_answer() -> None:
     node = Node()
-    node.after(WarmStarted(), WarmReady(), Leave(grace_s=60.0), at=1.0)
+    node.after(StartWarm(), WarmReady(), Leave(grace_s=60.0), at=1.0)
     assert node.wake_at() == 3.0
     assert kinds(node.after(Assigned(desired=Assignment(version=2, drained=True)))) == [End]
 
@@ -133,7 +126,7 @@ def test_an_agent_without_a_master_ends_once_nobody_can_have_its_work_moved() ->
     node = Node().with_worker()
     node.after(
         Assigned(desired=desired(generation=1, others=1)),
-        PlanSent(incarnation=A, generation=G1, boundary=False),
+        sent(1),
     )
     node.after(SessionOver(), at=5.0)
     assert node.after(at=9.0) == (), "nobody has told it to end"
@@ -146,7 +139,7 @@ def test_a_master_that_comes_back_in_time_has_the_work_moved() -> None:
     node = Node().with_worker()
     node.after(
         Assigned(desired=desired(generation=1, others=1)),
-        PlanSent(incarnation=A, generation=G1, boundary=False),
+        sent(1),
     )
     node.after(SessionOver(), Leave(grace_s=60.0), at=10.0)
     node.after(SessionBegan(), at=14.0)
@@ -160,7 +153,7 @@ def test_an_agent_that_has_nothing_to_hand_over_does_not_wait_for_a_master() -> 
     alone = Node().with_worker()
     alone.after(
         Assigned(desired=desired(generation=1)),
-        PlanSent(incarnation=A, generation=G1, boundary=False),
+        sent(1),
         SessionOver(),
     )
     assert End in kinds(alone.after(Leave(grace_s=60.0), at=10.0)), "no other node trains"
@@ -176,22 +169,22 @@ def measuring(attempt: int) -> Assignment:
 def test_a_wish_for_a_checkpoint_goes_once_to_a_worker_that_has_a_plan() -> None:
     node = Node()
     wish = replace(desired(), save=1)
-    node.after(WarmStarted(), WarmReady(), Assigned(desired=wish))
+    node.after(StartWarm(), WarmReady(), Assigned(desired=wish))
     node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
     ready = WorkerSaid(incarnation=A, message=Ready(pid=100, store="127.0.0.1:1"))
     assert node.after(ready) == (), "it does not train"
     both = replace(desired(generation=1), save=1)
     assert kinds(node.after(Assigned(desired=both))) == [SendPlan]
-    sent = node.after(PlanSent(incarnation=A, generation=Generation(1), boundary=False))
-    assert sent == (SendSave(incarnation=A, number=1),)
-    assert node.after(SaveSent(incarnation=A, number=1), Assigned(desired=both)) == ()
+    after = node.after(sent(1))
+    assert after == (SendSave(incarnation=A, number=1),)
+    assert node.after(SendSave(incarnation=A, number=1), Assigned(desired=both)) == ()
     newer = replace(both, save=2)
     assert node.after(Assigned(desired=newer)) == (SendSave(incarnation=A, number=2),)
 
 
 def test_the_last_words_on_checkpoints_are_kept() -> None:
     node = Node()
-    node.after(WarmStarted(), WarmReady(), Assigned(desired=desired(generation=1)))
+    node.after(StartWarm(), WarmReady(), Assigned(desired=desired(generation=1)))
     node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
     failed = SaveFailed(what="checkpoint", step=10, reason="no space")
     saved = [CheckpointSaved(step=s, path=f"/c/{s}", bytes=1, seconds=0.1) for s in (10, 20)]
@@ -217,17 +210,20 @@ def test_the_last_evaluations_are_kept_for_sessions_to_come() -> None:
 
 def test_each_attempt_at_measuring_goes_to_a_ready_worker_once() -> None:
     node = Node()
-    node.after(WarmStarted(), WarmReady(), Assigned(desired=measuring(1)))
+    node.after(StartWarm(), WarmReady(), Assigned(desired=measuring(1)))
     node.after(ForkAsked(slot=0, incarnation=A))
     assert node.after(WorkerForked(incarnation=A, pid=100)) == (), "it is not ready"
     ready = WorkerSaid(incarnation=A, message=Ready(pid=100, store="127.0.0.1:1"))
     assert node.after(ready) == (SendMeasure(incarnation=A, wish=Measure(attempt=1)),)
-    assert node.after(MeasureSent(incarnation=A, attempt=1)) == ()
+    assert node.after(SendMeasure(incarnation=A, wish=Measure(attempt=1))) == ()
     answer = Measured(attempt=1, measurement=None, problem="none")
     assert node.after(WorkerSaid(incarnation=A, message=answer)) == ()
     assert node.state.workers[A].measured == (answer,)
     assert kinds(node.after(Assigned(desired=measuring(2)))) == [SendMeasure]
-    assert node.after(MeasureSent(incarnation=A, attempt=2), Assigned(desired=desired())) == ()
+    assert (
+        node.after(SendMeasure(incarnation=A, wish=Measure(attempt=2)), Assigned(desired=desired()))
+        == ()
+    )
     assert node.state.workers[A].measured == (), "of an older attempt"
 
 
@@ -235,16 +231,19 @@ def test_a_worker_with_a_plan_measures_nothing_and_its_answers_are_forgotten() -
     node = Node().with_worker()
     node.after(Assigned(desired=measuring(1)))
     answer = Measured(attempt=1, measurement=None)
-    node.after(MeasureSent(incarnation=A, attempt=1), WorkerSaid(incarnation=A, message=answer))
+    node.after(
+        SendMeasure(incarnation=A, wish=Measure(attempt=1)),
+        WorkerSaid(incarnation=A, message=answer),
+    )
     node.after(Assigned(desired=desired(generation=1)))
-    node.after(PlanSent(incarnation=A, generation=Generation(1), boundary=False))
+    node.after(sent(1))
     assert node.state.workers[A].measured == ()
     assert node.after(Assigned(desired=measuring(2))) == ()
 
 
 def test_a_plan_is_not_sent_before_the_worker_is_ready() -> None:
     node = Node()
-    node.after(WarmStarted(), WarmReady(), Assigned(desired=desired(generation=1)))
+    node.after(StartWarm(), WarmReady(), Assigned(desired=desired(generation=1)))
     node.after(ForkAsked(slot=0, incarnation=A))
     assert node.after(WorkerForked(incarnation=A, pid=100)) == ()
     ready = WorkerSaid(incarnation=A, message=Ready(pid=100, store="127.0.0.1:1"))
@@ -290,7 +289,7 @@ def test_another_job_stops_the_worker_first_and_forks_when_it_is_gone() -> None:
     node = Node().with_worker()
     (stop,) = node.after(Assigned(desired=desired("demo-2")))
     assert stop == StopWorker(incarnation=A, reason="another job begins")
-    assert node.after(StopSent(incarnation=A)) == ()
+    assert node.after(StopWorker(incarnation=A, reason="")) == ()
     assert node.state.serving() == []
     assert kinds(node.after(WorkerExited(incarnation=A))) == [ForkWorker]
 
@@ -298,10 +297,10 @@ def test_another_job_stops_the_worker_first_and_forks_when_it_is_gone() -> None:
 def test_stop_is_followed_by_kill_after_its_grace() -> None:
     node = Node().with_worker()
     assert kinds(node.after(Assigned(desired=Assignment(version=2)), at=5.0)) == [StopWorker]
-    assert node.after(StopSent(incarnation=A)) == ()
+    assert node.after(StopWorker(incarnation=A, reason="")) == ()
     assert node.wake_at() == 5.0 + STOP_GRACE_S
     assert kinds(node.after(at=5.0 + STOP_GRACE_S)) == [KillWorker]
-    assert node.after(WorkerKilled(incarnation=A)) == ()
+    assert node.after(KillWorker(incarnation=A, reason="")) == ()
     assert node.after(WorkerExited(incarnation=A)) == ()
 
 
@@ -313,7 +312,7 @@ def test_a_worker_that_closes_its_channel_but_lives_is_killed() -> None:
 
 def test_a_worker_that_is_never_ready_is_killed() -> None:
     node = Node()
-    node.after(WarmStarted(), WarmReady(), Assigned(desired=desired()))
+    node.after(StartWarm(), WarmReady(), Assigned(desired=desired()))
     node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
     assert node.after(at=READY_TIMEOUT_S - 1) == ()
     assert kinds(node.after(at=READY_TIMEOUT_S)) == [KillWorker]
@@ -321,15 +320,15 @@ def test_a_worker_that_is_never_ready_is_killed() -> None:
 
 def test_a_warm_process_that_hangs_is_killed_once_and_started_again() -> None:
     node = Node()
-    node.after(WarmStarted())
+    node.after(StartWarm())
     assert kinds(node.after(at=WARM_TIMEOUT_S)) == [KillWarm]
-    assert node.after(WarmKilled()) == ()
+    assert node.after(KillWarm(reason="")) == ()
     assert node.after(WarmExited()) == (StartWarm(),)
 
 
 def test_a_fork_without_an_answer_means_a_hanging_warm_process() -> None:
     node = Node()
-    node.after(WarmStarted(), WarmReady(), Assigned(desired=desired()))
+    node.after(StartWarm(), WarmReady(), Assigned(desired=desired()))
     node.after(ForkAsked(slot=0, incarnation=A))
     assert kinds(node.after(at=FORK_TIMEOUT_S)) == [KillWarm]
 
@@ -337,9 +336,9 @@ def test_a_fork_without_an_answer_means_a_hanging_warm_process() -> None:
 def test_shutdown_ends_workers_then_the_warm_process_then_the_agent() -> None:
     node = Node().with_worker()
     assert kinds(node.after(ShutDown())) == [StopWorker]
-    node.after(StopSent(incarnation=A))
+    node.after(StopWorker(incarnation=A, reason=""))
     assert kinds(node.after(WorkerExited(incarnation=A))) == [KillWarm]
-    node.after(WarmKilled())
+    node.after(KillWarm(reason=""))
     assert not decide(node.state, 0.0).done
     assert node.after(WarmExited()) == ()
     assert decide(node.state, 0.0).done

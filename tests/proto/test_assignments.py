@@ -8,9 +8,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from oobleck.agent.actions import SendPlan
-from oobleck.agent.connection.assignments import newest_plan
-from oobleck.agent.events import Assigned, ForkAsked, WarmReady, WarmStarted, WorkerForked
+from oobleck.agent.actions import SendPlan, StartWarm
+from oobleck.agent.connection.reports import newest_plan
+from oobleck.agent.events import Assigned, ForkAsked, WarmReady, WorkerForked
 from oobleck.agent.events import WorkerSaid as Said
 from oobleck.host.ipc.channel import frame
 from oobleck.host.ipc.messages import Assign, Ready, Rendezvous, ToWorker
@@ -79,7 +79,7 @@ def test_the_example_has_every_field() -> None:
 def test_a_worker_gets_what_the_master_decided() -> None:
     agent = Node()
     agent.state.node = NodeName("n1")
-    agent.after(WarmStarted(), WarmReady(), Assigned(desired=told(ASSIGN, "n1")))
+    agent.after(StartWarm(), WarmReady(), Assigned(desired=told(ASSIGN, "n1")))
     agent.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
     ready = Ready(pid=100, store="127.0.0.1:1", data=ASSIGN.data)
     (send,) = agent.after(Said(incarnation=A, message=ready))

@@ -1,15 +1,15 @@
 """One agent's state without a process or a clock: events at times, and what it decides then."""
 
-from oobleck.agent.actions import Action, AskWorker
+from msgspec.structs import replace
+
+from oobleck.agent.actions import Action, AskStacks, AskWorker, SendPlan, StartWarm
 from oobleck.agent.events import (
     Asked,
     Assigned,
     Event,
     ForkAsked,
     SessionBegan,
-    StacksAsked,
     WarmReady,
-    WarmStarted,
     WorkerForked,
     WorkerSaid,
 )
@@ -51,6 +51,13 @@ def desired(
     )
 
 
+def sent(generation: int, *, boundary: bool = False) -> SendPlan:
+    """That worker A was handed a plan of that generation."""
+    assign = desired(generation=generation).assign
+    assert assign is not None
+    return SendPlan(incarnation=A, assign=replace(assign, boundary=boundary))
+
+
 class Node:
     """Applies events at times and gives the decisions."""
 
@@ -65,7 +72,7 @@ class Node:
         return tuple(decide(self.state, self.now).actions)
 
     def asked_stacks(self, since: float) -> None:
-        self.state.apply(StacksAsked(incarnation=A, since=since), self.now)
+        self.state.apply(AskStacks(incarnation=A, since=since), self.now)
         self.stacks.append(since)
 
     def after(self, *events: Event, at: float | None = None) -> tuple[Action, ...]:
@@ -96,7 +103,7 @@ class Node:
 
     def with_worker(self, job_id: str = "demo-1") -> "Node":
         """A ready worker of incarnation A in slot 0."""
-        self.after(WarmStarted(), WarmReady(), Assigned(desired=desired(job_id)))
+        self.after(StartWarm(), WarmReady(), Assigned(desired=desired(job_id)))
         self.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
         self.after(WorkerSaid(incarnation=A, message=Ready(pid=100, store="127.0.0.1:1")))
         return self

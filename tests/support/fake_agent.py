@@ -15,7 +15,7 @@ from pathlib import Path
 
 import grpc
 
-from oobleck.agent.connection.assignments import newest_plan
+from oobleck.agent.connection.reports import newest_plan
 from oobleck.host.ipc.messages import Evaluated, PeerLost, PhaseReached, StepRecord
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.proto import control_pb2 as pb

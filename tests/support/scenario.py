@@ -19,7 +19,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from oobleck.agent.connection.assignments import newest_plan
+from oobleck.agent.connection.reports import newest_plan
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.messages import (
     CheckpointSaved,

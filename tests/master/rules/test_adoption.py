@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from oobleck.agent.connection.assignments import newest_plan
+from oobleck.agent.connection.reports import newest_plan
 from oobleck.host.ipc.messages import Assign, Rendezvous
 from oobleck.planner.ids import Generation, JobId, NodeName, WorkerId
 from oobleck.planner.programs.plan import Pipeline, Plan, Stage
