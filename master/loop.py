@@ -81,7 +81,6 @@ class Master:
 
     def close(self) -> None:
         self._inbox.close()
-        self.archive.close()
 
     async def run(self) -> None:
         """Never returns; ends by cancellation or a broken invariant."""

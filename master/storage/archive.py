@@ -11,10 +11,9 @@ from pathlib import Path
 from oobleck.host.ipc.messages import EvaluationRecord, StepRecord
 from oobleck.master.config import MasterConfig
 from oobleck.master.storage.disk import Storage, StorageFailed, storing
-from oobleck.master.storage.evaluation_log import EvaluationLog
 from oobleck.master.storage.event_log import EventLog
 from oobleck.master.storage.logs import LogStore
-from oobleck.master.storage.step_log import MetricsLog
+from oobleck.master.storage.step_log import EvaluationLog, MetricsLog
 from oobleck.planner.ids import JobId, WorkerId
 
 log = logging.getLogger(__name__)
@@ -31,27 +30,21 @@ class Archive:
         self.logs = LogStore(config.state_dir)
         self._metrics: dict[JobId, MetricsLog] = {}
         self._evaluations: dict[JobId, EvaluationLog] = {}
-        #: What has something to be written.
-        self._unwritten: dict[Path, MetricsLog | EvaluationLog] = {}
+        #: What has something to be written, oldest first.
+        self._unwritten: dict[MetricsLog | EvaluationLog, None] = {}
         #: Since when records of a job wait for others, and for which.
         self._gaps: dict[JobId, tuple[range, float]] = {}
-        #: Jobs whose metrics file is not needed open.
-        self._ended: set[JobId] = set()
 
     def metrics(self, job_id: JobId) -> MetricsLog:
         """Raises StorageFailed."""
         if job_id not in self._metrics:
-            path = self._path(job_id, "metrics.jsonl")
-            with storing(path):
-                self._metrics[job_id] = MetricsLog(path)
+            self._metrics[job_id] = MetricsLog(self._path(job_id, "metrics.jsonl"))
         return self._metrics[job_id]
 
     def evaluations(self, job_id: JobId) -> EvaluationLog:
         """Raises StorageFailed."""
         if job_id not in self._evaluations:
-            path = self._path(job_id, "evaluations.jsonl")
-            with storing(path):
-                self._evaluations[job_id] = EvaluationLog(path)
+            self._evaluations[job_id] = EvaluationLog(self._path(job_id, "evaluations.jsonl"))
         return self._evaluations[job_id]
 
     def take_records(
@@ -59,7 +52,7 @@ class Archive:
     ) -> tuple[StepRecord, ...]:
         """Those that are new, in step order."""
         metrics = self.metrics(job_id)
-        self._unwritten[self._path(job_id, "metrics.jsonl")] = metrics
+        self._unwritten[metrics] = None
         new = metrics.append(records)
         if metrics.waits:
             self._gaps.setdefault(job_id, (range(0), 0.0))
@@ -78,7 +71,7 @@ class Archive:
             metrics = self.metrics(job_id)
             if held_up := metrics.append(()):  # by too many before them, which the disk now has
                 found[job_id] = held_up
-                self._unwritten[self._path(job_id, "metrics.jsonl")] = metrics
+                self._unwritten[metrics] = None
             missing = metrics.missing
             if not metrics.waits:
                 del self._gaps[job_id]
@@ -93,13 +86,13 @@ class Archive:
                 found[job_id] = metrics.pass_over()
                 if metrics.waits:  # for others yet
                     self._gaps[job_id] = range(0), 0.0
-                self._unwritten[self._path(job_id, "metrics.jsonl")] = metrics
+                self._unwritten[metrics] = None
         return found
 
     def take_evaluation(self, job_id: JobId, record: EvaluationRecord) -> bool:
         """Whether it is a new one."""
         evaluations = self.evaluations(job_id)
-        self._unwritten[self._path(job_id, "evaluations.jsonl")] = evaluations
+        self._unwritten[evaluations] = None
         return evaluations.append(record)
 
     def take_output(self, job_id: JobId, worker: WorkerId, lines: Sequence[str], at: float) -> None:
@@ -111,21 +104,14 @@ class Archive:
         except StorageFailed as failed:
             self.storage.failed(failed)
 
-    def end(self, job_id: JobId) -> None:
-        """The job's metrics are complete, but for what may come late."""
-        self._ended.add(job_id)
-
     def forget(self, job_id: JobId) -> None:
         """The job's files are complete, and stay."""
         self.write()
         if self.storage.problem:  # some of it may still wait
             return
         self.events.forget(job_id)
-        self._evaluations.pop(job_id, None)
-        self._gaps.pop(job_id, None)
-        self._ended.discard(job_id)
-        if (metrics := self._metrics.pop(job_id, None)) is not None:
-            metrics.close()
+        for known in (self._metrics, self._evaluations, self._gaps):
+            known.pop(job_id, None)
 
     def write(self) -> None:
         """Put what waits on disk, unless that failed and nothing has changed since."""
@@ -133,14 +119,11 @@ class Archive:
             return
         try:
             self.events.write()
-            for path, log_file in list(self._unwritten.items()):
-                with storing(path):
-                    log_file.write()
-                del self._unwritten[path]
+            for steps in list(self._unwritten):
+                steps.write()
+                del self._unwritten[steps]
         except StorageFailed as failed:
             self.storage.failed(failed)
-        for job_id in self._ended & self._metrics.keys():
-            self._metrics[job_id].close()
 
     def asks_again(self) -> bool:
         """Whether records were left while the disk was full; asked once."""
@@ -148,10 +131,6 @@ class Archive:
         for metrics in left:
             metrics.left_some = False
         return bool(left)
-
-    def close(self) -> None:
-        for metrics in self._metrics.values():
-            metrics.close()
 
     def _path(self, job_id: JobId, name: str) -> Path:
         return self._config.job_directory(job_id) / name

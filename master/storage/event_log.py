@@ -8,12 +8,13 @@ Only records that are not in a file yet are kept in memory.
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from oobleck.master.storage.disk import append, storing
-from oobleck.master.storage.json_lines import recover
+from oobleck.master.storage.disk import storing
+from oobleck.master.storage.json_lines import JsonLines
 from oobleck.master.storage.plan_records import Record
 from oobleck.planner.codec import decode
 from oobleck.planner.ids import JobId
@@ -27,9 +28,9 @@ class EventLog:
         self._jobs = state_dir / "jobs"
         #: How many records the journal has given so far.
         self._given: dict[JobId, int] = {}
-        #: Number of the last record in the file.
-        self._written: dict[JobId, int] = {}
-        self._waiting: dict[JobId, list[bytes]] = {}
+        self._files: dict[JobId, JsonLines] = {}
+        #: Number of the last record that is in the file, or waits to be.
+        self._known: dict[JobId, int] = {}
         #: Files that have grown since they were last forced to the disk.
         self._unsynced: set[JobId] = set()
 
@@ -46,29 +47,21 @@ class EventLog:
         """Number the record; `write` puts it into the file, if it is not there."""
         number = self._given.get(job_id, 0) + 1
         self._given[job_id] = number
-        if number > self._in_file(job_id):
-            line = msgspec.json.encode({"id": number, "time": unix, **record}) + b"\n"
-            self._waiting.setdefault(job_id, []).append(line)
+        if number > self._known_of(job_id):
+            self._files[job_id].add(msgspec.json.encode({"id": number, "time": unix, **record}))
+            self._known[job_id] = number
 
     def ahead(self) -> dict[JobId, int]:
         """Files that have more than the journal has given, and how many."""
-        counts = {job_id: self._in_file(job_id) for job_id in self._given}
+        counts = {job_id: self._known_of(job_id) for job_id in self._given}
         return {job_id: n for job_id, n in counts.items() if n > self._given[job_id]}
 
     def write(self) -> None:
         """Bring all files up to date. Raises StorageFailed; what is not written then waits."""
-        for job_id, lines in list(self._waiting.items()):
-            path = self._path(job_id)
-            with storing(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                try:
-                    append(descriptor, b"".join(lines), torn="events-torn", sync=False)
-                finally:
-                    os.close(descriptor)
-            self._written[job_id] = self._in_file(job_id) + len(lines)
-            self._unsynced.add(job_id)
-            del self._waiting[job_id]
+        for job_id, file in self._files.items():
+            if file.unwritten:
+                file.write()
+                self._unsynced.add(job_id)
 
     def sync(self) -> None:
         """Have all that was written on the disk, so that it need not be made again. Raises
@@ -93,27 +86,23 @@ class EventLog:
         return text.decode().splitlines(), offset + len(text)
 
     def forget(self, job_id: JobId) -> None:
-        for known in (self._given, self._written, self._waiting):
+        for known in (self._given, self._known, self._files):
             known.pop(job_id, None)
         self._unsynced.discard(job_id)
 
     def _path(self, job_id: JobId) -> Path:
         return self._jobs / job_id / "events.jsonl"
 
-    def _in_file(self, job_id: JobId) -> int:
-        if job_id not in self._written:
-            self._written[job_id] = _last_number(self._path(job_id))
-        return self._written[job_id]
+    def _known_of(self, job_id: JobId) -> int:
+        if job_id not in self._files:
+            file = JsonLines(self._path(job_id), "events-torn", sync=False)
+            self._known[job_id] = max((last.id for last in file.recover(_read, 1)), default=0)
+            self._files[job_id] = file
+        return self._known[job_id]
 
 
 class _Number(msgspec.Struct):
     id: int
 
 
-def _last_number(path: Path) -> int:
-    """Of the last whole line, after one that was cut off is removed; 0: there is none."""
-    return next(iter(recover(path, _number, 1)), 0)
-
-
-def _number(line: bytes) -> int:
-    return decode(_Number, line).id
+_read = partial(decode, _Number)

@@ -1,6 +1,7 @@
-"""Files of JSON lines that are only appended to, as a crash leaves them.
+"""Files of JSON lines that are only appended to, and how a crash leaves them.
 
-Must not know what the lines tell.
+What the disk does not take waits in memory. A file is open only while lines are written, so that a
+master may know any number of jobs. Must not know what the lines tell.
 """
 
 import os
@@ -8,21 +9,54 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from oobleck.master.storage.disk import append, storing
+
 T = TypeVar("T")
 
 #: Enough for the last lines of most files; more is read where it is not.
 _TAIL_BYTES = 64 * 1024
 
 
-def recover(path: Path, read: Callable[[bytes], T], most: int) -> tuple[T, ...]:
-    """What `read` makes of the last lines, at most `most` of them, oldest first; none where there
-    is no file.
+class JsonLines:
+    """One file, and its lines that are not in it yet."""
 
-    An end of the file that is no whole line is cut off first: one without its newline, or that
-    `read` raises ValueError for. Raises OSError.
-    """
-    if not path.exists():
-        return ()
+    def __init__(self, path: Path, torn: str, *, sync: bool = True) -> None:
+        """`torn`: the point at which a test may have the process die in the middle of a write.
+        `sync`: each write is forced to the disk."""
+        self.path = path
+        self._torn, self._sync = torn, sync
+        self._unwritten: list[bytes] = []
+
+    def recover(self, read: Callable[[bytes], T], most: int) -> tuple[T, ...]:
+        """What `read` makes of the last lines, at most `most` of them, oldest first; none where
+        there is no file.
+
+        An end of the file that is no whole line is cut off first: one without its newline, or that
+        `read` raises ValueError for. Raises StorageFailed.
+        """
+        with storing(self.path):
+            return _recover(self.path, read, most) if self.path.exists() else ()
+
+    def add(self, line: bytes) -> None:
+        self._unwritten.append(line + b"\n")
+
+    @property
+    def unwritten(self) -> int:
+        return len(self._unwritten)
+
+    def write(self) -> None:
+        """Put all that was added into the file. Raises StorageFailed; then nothing of it is."""
+        if not self._unwritten:
+            return
+        with storing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "ab", buffering=0) as file:
+                data = b"".join(self._unwritten)
+                append(file.fileno(), data, torn=self._torn, sync=self._sync)
+        self._unwritten.clear()
+
+
+def _recover(path: Path, read: Callable[[bytes], T], most: int) -> tuple[T, ...]:
     with open(path, "r+b", buffering=0) as file:
         size, tail_bytes = file.seek(0, os.SEEK_END), _TAIL_BYTES
         while True:

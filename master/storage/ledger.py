@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from oobleck.host.system.environment import Environment
 from oobleck.master.config import MasterConfig
-from oobleck.master.events.jobs import JobEnded, JobForgotten, JobRestored, ProfileChosen
+from oobleck.master.events.jobs import JobForgotten, JobRestored, ProfileChosen
 from oobleck.master.events.reports import EvaluationReceived, Observed, RecordsReceived
 from oobleck.master.events.unions import Event, JournalCut, Journaled, MasterStarted
 from oobleck.master.state.apply import apply
@@ -65,8 +65,6 @@ class Ledger:
         self._apply_event(event, self.now(), unix)
         if isinstance(event, ProfileChosen) and event.source == "measured":
             self._store_profile(event, unix)
-        if isinstance(event, JobEnded):
-            self.archive.end(event.job_id)
 
     def observe(self, event: Observed, at: float) -> None:
         self._apply(event, at, self.unix())

@@ -1,21 +1,19 @@
-"""metrics.jsonl: one line per committed step, in step order, exactly once, whatever fails.
+"""metrics.jsonl and evaluations.jsonl: one line per committed step, or per evaluation, in step
+order, exactly once, whatever fails.
 
-A record that comes early waits for those before it, one that comes again is dropped. What the disk
-does not take waits in memory, and nobody is told that it is on disk. On opening,
-a last line that was cut off is removed; the file's last whole line says how far it goes, so that
-nothing else has to remember it. The file is open only while lines are added, from the first one
-to `close`, so that a master may know any number of jobs. Must not know where records come from.
+What comes again is dropped. The last whole line of a file says how far it goes, so that nothing
+else has to remember it. Must not know where records come from.
 """
 
-from io import FileIO
+import math
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from oobleck.host.ipc.messages import StepRecord
+from oobleck.host.ipc.messages import EvaluationRecord, StepRecord
 from oobleck.master.state.job_observed import RECENT_RECORDS
-from oobleck.master.storage.disk import append
-from oobleck.master.storage.json_lines import recover
+from oobleck.master.storage.json_lines import JsonLines
 from oobleck.planner.codec import decode, encode
 
 #: Records that may wait for one before them; more are left to be sent again.
@@ -23,17 +21,16 @@ _MOST_WAITING = 10_000
 
 
 class MetricsLog:
+    """A record that comes early waits for those before it."""
+
     def __init__(self, path: Path) -> None:
-        """Cut what is not a whole line off the end of the file, if there is one."""
-        self._path = path
-        self._file: FileIO | None = None
+        """Raises StorageFailed."""
+        self._lines = JsonLines(path, "metrics-torn")
         self._waiting: dict[int, StepRecord] = {}
         #: The last records on disk.
-        self.recent = recover(path, _read, RECENT_RECORDS)
+        self.recent = self._lines.recover(partial(decode, StepRecord), RECENT_RECORDS)
         #: Whether records were left because too many wait.
         self.left_some = False
-        #: Lines that are not on disk yet.
-        self._unwritten: list[bytes] = []
         #: Steps up to this one have come; those up to `stored_step` are on disk.
         self.through_step = self.recent[-1].step if self.recent else 0
         #: How many of them were skipped. Each line has the number, so that the last one tells it.
@@ -42,7 +39,7 @@ class MetricsLog:
     @property
     def stored_step(self) -> int:
         """Steps up to this one are on disk."""
-        return self.through_step - len(self._unwritten)
+        return self.through_step - self._lines.unwritten
 
     def start_after(self, step: int) -> None:
         """The job began at a checkpoint: records of steps up to this one never come."""
@@ -60,13 +57,13 @@ class MetricsLog:
             else:
                 self.left_some = True
         new = []
-        while len(self._unwritten) < _MOST_WAITING:
+        while self._lines.unwritten < _MOST_WAITING:
             following = self._waiting.pop(self.through_step + 1, None)
             if following is None:
                 break
             self._skipped_steps += following.skipped
             record = msgspec.structs.replace(following, skipped_steps=self._skipped_steps)
-            self._unwritten.append(encode(record) + b"\n")
+            self._lines.add(encode(record))
             self.through_step = record.step
             new.append(record)
         return tuple(new)
@@ -79,7 +76,7 @@ class MetricsLog:
     @property
     def missing(self) -> range:
         """Steps whose records others wait for, once all before them are on disk."""
-        if not self._waiting or self._unwritten:
+        if not self._waiting or self._lines.unwritten:
             return range(0)
         return range(self.through_step + 1, min(self._waiting))
 
@@ -89,21 +86,44 @@ class MetricsLog:
         return self.append(())
 
     def write(self) -> None:
-        """Put all that was taken on disk. Raises OSError; then nothing of it is."""
-        if not self._unwritten:
-            return
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
-        append(self._file.fileno(), b"".join(self._unwritten), torn="metrics-torn", sync=True)
-        self._unwritten.clear()
-
-    def close(self) -> None:
-        """Until there is more to add."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Put all that was taken on disk. Raises StorageFailed; then nothing of it is."""
+        self._lines.write()
 
 
-def _read(text: bytes) -> StepRecord:
-    return decode(StepRecord, text)
+class EvaluationLog:
+    """Every worker tells of every evaluation before it goes on, so none comes early."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises StorageFailed."""
+        self._lines = JsonLines(path, "evaluations-torn")
+        #: The newest evaluation.
+        self.last = next(iter(self._lines.recover(partial(decode, EvaluationRecord), 1)), None)
+
+    def append(self, record: EvaluationRecord) -> bool:
+        """Take `record`; returns whether it is new. `write` has it on disk."""
+        if self.last is not None and record.step <= self.last.step:
+            return False
+        values = {
+            "step": record.step,
+            "loss": record.loss,
+            "perplexity": perplexity(record.loss),
+            "samples": record.samples,
+            "generation": record.generation,
+            "seconds": record.seconds,
+            "time": record.time,
+        }
+        self._lines.add(msgspec.json.encode(values))
+        self.last = record
+        return True
+
+    def write(self) -> None:
+        """Put all that was taken on disk. Raises StorageFailed; then nothing of it is."""
+        self._lines.write()
+
+
+def perplexity(loss: float | None) -> float | None:
+    """None: not finite."""
+    try:
+        return None if loss is None else math.exp(loss)
+    except OverflowError:
+        return None
