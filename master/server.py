@@ -15,7 +15,7 @@ import grpc
 
 from oobleck.host.system.process import end_signals
 from oobleck.master.api import limits
-from oobleck.master.api.access import Access, AccessInterceptor
+from oobleck.master.api.access import Access
 from oobleck.master.api.agent_service import ControlService
 from oobleck.master.api.connections import Connections
 from oobleck.master.api.interceptor import CallInterceptor
@@ -50,7 +50,7 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
     )
     server = grpc.aio.server(
         options=limits.server_options(config.timing),
-        interceptors=(AccessInterceptor(access), CallInterceptor()),
+        interceptors=(CallInterceptor(access.check),),
         maximum_concurrent_rpcs=limits.MOST_CALLS,
     )
     pki = PkiService(master, authority.authority if authority else None, config.certificate_life_s)

@@ -9,7 +9,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Handler = Any  # a grpc.RpcMethodHandler; its stubs lack most of it
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _AGENT: frozenset[Role] = frozenset({"agent"})
@@ -130,47 +129,3 @@ def _check_table(method: str, identity: "Identity | None") -> None:
     elif identity.role not in roles:
         allowed = " or ".join(sorted(roles)) or "the holder of a join token"
         raise Denied(f"{identity.role} {identity.name} may not call {name}; {allowed} may")
-
-
-class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # not at run time
-    """Has every call checked before anything of it is looked at."""
-
-    def __init__(self, access: Access) -> None:
-        self._check = access.check
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        handler = await continuation(handler_call_details)
-        if handler is None:  # no such method; gRPC says so itself
-            return handler
-        method = handler_call_details.method
-        guarded: dict[str, object] = {}
-        if handler.unary_unary is not None:
-            guarded["unary_unary"] = self._plain(method, handler.unary_unary)
-        elif handler.stream_stream is not None:
-            guarded["stream_stream"] = self._plain(method, handler.stream_stream)
-        elif handler.unary_stream is not None:
-            guarded["unary_stream"] = self._stream(method, handler.unary_stream)
-        else:
-            raise TypeError(f"{method}: calls of this kind have no guard")
-        return handler._replace(**guarded)
-
-    def _plain(self, method: str, behave: Any) -> Any:
-        async def guarded(request: Any, context: Any) -> Any:
-            await self._check(method, context)
-            return await behave(request, context)
-
-        return guarded
-
-    def _stream(self, method: str, behave: Any) -> Any:
-        async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
-            await self._check(method, context)
-            async for reply in behave(request, context):
-                # It may be long since, and the certificate revoked.
-                await self._check(method, context)
-                yield reply
-
-        return guarded

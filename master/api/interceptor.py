@@ -1,13 +1,16 @@
-"""Answers what no method answers itself, instead of gRPC's traceback: bytes that are no message of
-ours with INVALID_ARGUMENT, what is asked of a master that ends with UNAVAILABLE, what takes longer
-than any caller should wait with DEADLINE_EXCEEDED, and a fault of ours with INTERNAL, of which the
-log alone tells more.
+"""What stands around every method: who calls is checked first, then what was sent, and whatever the
+method raises ends the call with a status instead of gRPC's traceback.
+
+Bytes that are no message of ours are answered with INVALID_ARGUMENT, what is asked of a master that
+ends with UNAVAILABLE, what takes longer than any caller should wait with DEADLINE_EXCEEDED, and a
+fault of ours with INTERNAL, of which the log alone tells more.
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -23,18 +26,22 @@ log = logging.getLogger(__name__)
 
 #: A grpc.RpcMethodHandler; its stubs lack most of it.
 Handler = Any
+#: Ends the call of that context where its caller may not make it.
+Check = Callable[[Any], Awaitable[None]]
+Around = Callable[[Any], AbstractAsyncContextManager[None]]
 
 _FOREIGN = "the request is not a message of this service; install the same version on both sides"
 
 
-class _Malformed:
+class _Malformed(ValueError):
     """Stands for a request that could not be read."""
-
-    def __init__(self, why: str) -> None:
-        self.why = why
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # not at run time
+    def __init__(self, check: Callable[[str, Any], Awaitable[None]]) -> None:
+        """`check`: ends a call of that method and context where its caller may not make it."""
+        self._check = check
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
@@ -43,38 +50,49 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg] # n
         handler = await continuation(handler_call_details)
         if handler is None:  # no such method; gRPC says so itself
             return handler
-        read = handler.request_deserializer
-
-        def deserialize(data: bytes) -> object:
-            try:
-                message = read(data)
-                check_bounds(message)
-            except DecodeError:
-                return _Malformed(_FOREIGN)
-            except ValueError as error:
-                return _Malformed(str(error))
-            return message
-
-        guarded: dict[str, object] = {"request_deserializer": deserialize}
+        method = handler_call_details.method
+        check = partial(self._check, method)
+        around = partial(_answering, check)
+        guarded: dict[str, object] = {
+            "request_deserializer": partial(_deserialize, handler.request_deserializer)
+        }
         if handler.unary_unary is not None:
-            limit_s = deadline_s(handler_call_details.method)
-            guarded["unary_unary"] = _unary(handler.unary_unary, limit_s)
+            guarded["unary_unary"] = _unary(handler.unary_unary, around, deadline_s(method))
         elif handler.unary_stream is not None:
-            guarded["unary_stream"] = _unary_stream(handler.unary_stream)
+            guarded["unary_stream"] = _unary_stream(handler.unary_stream, around, check)
         elif handler.stream_stream is not None:
-            guarded["stream_stream"] = _stream_stream(handler.stream_stream)
+            guarded["stream_stream"] = _stream_stream(handler.stream_stream, around)
+        else:
+            raise TypeError(f"{method}: calls of this kind have no guard")
         return handler._replace(**guarded)
 
 
-async def _refuse(context: Any, malformed: _Malformed) -> None:
-    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, malformed.why[:MOST_DETAILS])
+def _deserialize(read: Callable[[bytes], Any], data: bytes) -> object:
+    try:
+        message = read(data)
+        check_bounds(message)
+    except DecodeError:
+        return _Malformed(_FOREIGN)
+    except ValueError as error:
+        return _Malformed(str(error))
+    return message
+
+
+def _readable(request: Any) -> Any:
+    """Raises _Malformed."""
+    if isinstance(request, _Malformed):
+        raise request
+    return request
 
 
 @asynccontextmanager
-async def _answering(context: Any) -> AsyncIterator[None]:
+async def _answering(check: Check, context: Any) -> AsyncIterator[None]:
     """Around a method: what it raises ends the call with a status."""
+    await check(context)
     try:
         yield
+    except _Malformed as malformed:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(malformed)[:MOST_DETAILS])
     except MasterEnded:
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the master has ended")
     except StillFresh as refused:
@@ -94,14 +112,12 @@ async def _answering(context: Any) -> AsyncIterator[None]:
         await context.abort(grpc.StatusCode.INTERNAL, "the master failed; its log tells why")
 
 
-def _unary(behave: Any, limit_s: float) -> Any:
+def _unary(behave: Any, around: Around, limit_s: float) -> Any:
     async def guarded(request: Any, context: Any) -> Any:
-        if isinstance(request, _Malformed):
-            await _refuse(context, request)
-        async with _answering(context):
+        async with around(context):
             try:
                 async with asyncio.timeout(limit_s):
-                    return await behave(request, context)
+                    return await behave(_readable(request), context)
             except TimeoutError:
                 text = f"the master has no answer after {limit_s:g} s"
                 await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, text)
@@ -109,26 +125,20 @@ def _unary(behave: Any, limit_s: float) -> Any:
     return guarded
 
 
-def _unary_stream(behave: Any) -> Any:
+def _unary_stream(behave: Any, around: Around, check: Check) -> Any:
     async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
-        if isinstance(request, _Malformed):
-            await _refuse(context, request)
-        async with _answering(context):
-            async for reply in behave(request, context):
+        async with around(context):
+            async for reply in behave(_readable(request), context):
+                # It may be long since, and the certificate revoked.
+                await check(context)
                 yield reply
 
     return guarded
 
 
-def _stream_stream(behave: Any) -> Any:
+def _stream_stream(behave: Any, around: Around) -> Any:
     async def guarded(requests: Any, context: Any) -> None:
-        async def readable() -> AsyncIterator[Any]:
-            async for request in requests:
-                if isinstance(request, _Malformed):
-                    raise ValueError(request.why)
-                yield request
-
-        async with _answering(context):
-            await behave(readable(), context)
+        async with around(context):
+            await behave((_readable(request) async for request in requests), context)
 
     return guarded
