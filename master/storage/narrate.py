@@ -1,86 +1,51 @@
-"""The master's log: one line per journaled event, a constant message and fields."""
+"""The master's log: one line per journaled event, its name and the fields that say most."""
 
 import logging
 
-from oobleck.master.events.jobs import JobFailed, MeasuringStarted, ProfileChosen
-from oobleck.master.events.nodes import (
-    NodeDrained,
-    NodeDrainRequested,
-    NodeKept,
-    NodeLeftOut,
-    NodeLost,
-    NodeQuarantined,
-    NodeRegistered,
-    NodeReleased,
-    NodeReset,
-    NodeUndrained,
-    WorkerLost,
-)
+from oobleck.master.events.jobs import MeasuringStarted
+from oobleck.master.events.nodes import NodeRegistered
 from oobleck.master.events.plans import PlanMade
-from oobleck.master.events.trust import (
-    CredentialIssued,
-    CredentialsRevoked,
-    TokenCreated,
-    TokenRevoked,
-)
-from oobleck.master.events.unions import JournalCut, Journaled, MasterStarted
+from oobleck.master.events.trust import TokenCreated
+from oobleck.master.events.unions import JournalCut, Journaled
 
 log = logging.getLogger(__name__)
 
+#: The fields that are told of any event that has them, and their names in the log.
+_FIELDS = {
+    "job_id": "job",
+    "node": "node",
+    "worker": "worker",
+    "cause": "cause",
+    "rule": "rule",
+    "source": "source",
+    "role": "role",
+    "name": "holder",
+    "fingerprint": "token",
+    "reason": "reason",
+    "force": "force",
+    "bytes": "bytes",
+    "kept_as": "kept_as",
+    "records": "records",
+}
+
 
 def tell(event: Journaled) -> None:
-    """One log line per decision."""
+    found = ((told, getattr(event, name, None)) for name, told in _FIELDS.items())
+    fields = {told: value for told, value in found if value not in (None, "")}
     match event:
-        case NodeRegistered():
-            fields: dict[str, object] = {"node": event.facts.node, "pid": event.facts.pid}
-        case NodeLost():
-            fields = {"node": event.node, "cause": event.cause, "reason": event.reason}
-        case WorkerLost():
-            fields = {"worker": event.worker, "reason": event.reason}
-        case NodeDrainRequested():
-            fields = {"node": event.node, "reason": event.reason, "force": event.force}
-        case NodeKept() | NodeDrained():
-            fields = {"node": event.node, "job": event.job_id or "", "reason": event.reason}
-        case NodeQuarantined() | NodeReleased():
-            fields = {"node": event.node, "reason": event.reason}
-        case NodeUndrained():
-            fields = {"node": event.node}
-        case NodeLeftOut() | NodeReset():
-            fields = {"job": event.job_id, "node": event.node, "reason": event.reason}
-        case PlanMade():
-            fields = {
-                "job": event.job_id,
-                "generation": event.plan.generation,
-                "rule": event.rule,
-                "reason": event.reason,
-            }
-        case MeasuringStarted():
-            fields = {"job": event.job_id, "attempt": event.wish.attempt}
-            if event.passed_over:
-                why = {"job": event.job_id, "reason": event.passed_over}
-                log.warning("stored profile passed over", extra=why)
-        case ProfileChosen():
-            fields = {
-                "job": event.job_id,
-                "source": event.source,
-                "key": event.key,
-                "reason": event.reason,
-            }
-        case JobFailed():
-            fields = {"job": event.job_id, "reason": event.reason}
-        case MasterStarted():
-            fields = {}
-        case TokenCreated():
-            by = "/".join(event.maker or ())
-            fields = {"role": event.role, "holder": event.name or "any", "by": by}
-        case TokenRevoked():
-            fields = {"token": event.fingerprint}
-        case CredentialIssued() | CredentialsRevoked():
-            fields = {"role": event.role, "holder": event.name}
+        case NodeRegistered(facts=facts):
+            fields |= {"node": facts.node, "pid": facts.pid}
+        case PlanMade(plan=plan):
+            fields["generation"] = plan.generation
+        case MeasuringStarted(wish=wish, passed_over=passed_over):
+            fields["attempt"] = wish.attempt
+            if passed_over:
+                log.warning("stored profile passed over", extra={**fields, "reason": passed_over})
+        case TokenCreated(maker=maker):
+            fields["by"] = "/".join(maker or ())
         case JournalCut():
-            fields = {"bytes": event.bytes, "kept_as": event.kept_as, "records": event.records}
             log.warning("the end of the journal was not whole and is cut off", extra=fields)
             return
         case _:
-            fields = {"job": getattr(event, "job_id", "")}
+            pass  # the fields say all
     log.info(type(event).__name__, extra=fields)
