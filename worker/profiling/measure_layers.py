@@ -21,7 +21,7 @@ from oobleck.worker.profiling.footprint import peak_bytes
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.mailbox import AHEAD
-from oobleck.worker.step.stage import StageRunner, complete
+from oobleck.worker.step.stage import StageRunner
 
 #: Repeats of one kind of layer: until this time is over, and within these bounds.
 BUDGET_S = 0.4
@@ -213,7 +213,7 @@ class _Bench:
 
         def run() -> None:
             runner.forward(0, self._input, self._rows, self._targets)
-            complete(runner.backward(0, self._gradient))
+            runner.backward(0, self._gradient)
 
         made = peak_bytes(run, self._device)
         self.state.zero_gradients()
@@ -252,7 +252,7 @@ class _Bench:
 
     def _backward_s(self, runner: StageRunner) -> float:
         started = self._now()
-        complete(runner.backward(0, self._gradient))
+        runner.backward(0, self._gradient)
         return self._now() - started
 
     def _backward_input_s(self, runner: StageRunner) -> float:
@@ -261,7 +261,7 @@ class _Bench:
         started = self._now()
         runner.backward_input(0, self._gradient)
         taken_s = self._now() - started
-        complete(runner.backward_weight(0))
+        runner.backward_weight(0)
         return taken_s
 
     def _update(self) -> None:

@@ -39,7 +39,6 @@ from oobleck.worker.step.gradient_sums import GradientSums
 from oobleck.worker.step.mailbox import Mailbox
 from oobleck.worker.step.pipeline_stage import SPANS, PipelineStage
 from oobleck.worker.step.salvage import Salvage
-from oobleck.worker.step.stage import EVERY_LAYER
 from oobleck.worker.transport.transport import Transport
 
 
@@ -88,7 +87,7 @@ class StepPlan:
     def adding(self, microbatch: int) -> Container[int]:
         """The layers whose gradients are to get it."""
         if self._salvage is None:
-            return EVERY_LAYER
+            return self._layers
         return self._salvage.adding(microbatch, self._layers)
 
     def lowest(self, microbatch: int) -> int:
@@ -206,8 +205,8 @@ class Executor:
             case Forward():
                 self._forward(instruction)
             case Backward() | BackwardInput() | BackwardWeight():
-                for layer in self.stage.backward(instruction):
-                    self._sums.added(layer)  # its sum may start now, beside the rest
+                # The sum of a layer starts beside the backward of those below it.
+                self.stage.backward(instruction, self._sums.added)
             case SendActivation() | SendGradient():
                 self.stage.send(instruction)
             case SyncGradient():

@@ -5,7 +5,7 @@ travel is in `mailbox`. Training steps (`executor`) and evaluations (`evaluator`
 which instruction comes next, whose samples are loaded and what becomes of a loss.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -35,7 +35,7 @@ from oobleck.worker.data.objective import inputs_and_targets
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.step.exchange import Exchange, StageExchange
 from oobleck.worker.step.mailbox import Mailbox, Receive, Send, joined
-from oobleck.worker.step.stage import StageRunner
+from oobleck.worker.step.stage import OnLayer, StageRunner
 from oobleck.worker.transport.transport import Transport
 
 #: What an instruction is called in a timeline.
@@ -158,16 +158,17 @@ class PipelineStage:
         self._outputs[microbatch] = output
 
     def backward(
-        self, instruction: Backward | BackwardInput | BackwardWeight
-    ) -> Generator[int, None, None]:
-        """Run it, yielding each layer once its gradient has the micro-batch."""
-        m, gradient = instruction.microbatch, None
-        match instruction:
-            case Backward():
-                gradient = yield from self.runner.backward(m, joined(self._gradients.pop(m, [])))
-            case BackwardInput():
-                gradient = self.runner.backward_input(m, joined(self._gradients.pop(m, [])))
-            case BackwardWeight():
-                yield from self.runner.backward_weight(m)
+        self, instruction: Backward | BackwardInput | BackwardWeight, on_layer: OnLayer
+    ) -> None:
+        """Run it; `on_layer` is told each layer whose gradient has the micro-batch now."""
+        m = instruction.microbatch
+        if isinstance(instruction, BackwardWeight):
+            self.runner.backward_weight(m, on_layer)
+            return
+        gradient = joined(self._gradients.pop(m, []))
+        if isinstance(instruction, Backward):
+            gradient = self.runner.backward(m, gradient, on_layer)
+        else:
+            gradient = self.runner.backward_input(m, gradient)
         if gradient is not None:
             self._input_gradients[m] = gradient

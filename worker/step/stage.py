@@ -9,8 +9,7 @@ forward comes first and, where its backward is split, the input's gradient befor
 """
 
 from collections import deque
-from collections.abc import Callable, Container, Generator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container
 from functools import partial
 
 import torch
@@ -24,9 +23,8 @@ from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.model_state import ModelState, state_dtype
 from oobleck.worker.step.exchange import Exchange
 
-#: A backward under way: the layers whose gradients have the micro-batch now, one after the other;
-#: at the end the gradient of the stage's input.
-BackwardRun = Generator[int, None, Tensor | None]
+#: Is told each layer whose gradient has the micro-batch now.
+OnLayer = Callable[[int], object]
 
 
 class _Segment:
@@ -40,8 +38,8 @@ class _Segment:
         self._idle = idle
         self.adds = adds
         self.layers: list[int] = []
-        #: Where its backward is split: what collects each layer's weight gradients for later.
-        self.deferred: list[DeferredGradients] = []
+        #: Where its backward is split: each layer's weight gradients, which are left for later.
+        self.deferred: list[tuple[int, DeferredGradients]] = []
         #: With its graph, or what makes it with its graph.
         self._output: Tensor | Callable[[], Tensor] | None = None
 
@@ -54,7 +52,7 @@ class _Segment:
         self.layers.append(layer)
         self._output = output
         if deferred is not None:
-            self.deferred.append(deferred)
+            self.deferred.append((layer, deferred))
 
     def backward(self, gradient: Tensor | None) -> Tensor | None:
         """From the gradient of the output to that of the input, adding the weights' or not."""
@@ -68,26 +66,6 @@ class _Segment:
             torch.autograd.backward(output, gradient)
             return None if leaf is None else leaf.grad
         return torch.autograd.grad(output, leaf, gradient)[0]
-
-
-class _Every:
-    """All layers."""
-
-    def __contains__(self, layer: object) -> bool:
-        return True
-
-
-EVERY_LAYER: Container[int] = _Every()
-
-
-def complete(backward: BackwardRun) -> Tensor | None:
-    """Run a backward to its end where nobody needs to know which layers have it."""
-    while True:
-        try:
-            next(backward)
-        except StopIteration as end:
-            gradient: Tensor | None = end.value
-            return gradient
 
 
 class StageRunner:
@@ -142,7 +120,7 @@ class StageRunner:
         targets: Tensor | None = None,
         *,
         split: bool = False,
-        adding: Container[int] = EVERY_LAYER,
+        adding: Container[int] | None = None,
         lowest: int = 0,
         by_layer: bool = True,
     ) -> Tensor:
@@ -152,12 +130,13 @@ class StageRunner:
         `x` is int64 tokens (b, T) on the first stage and the previous stage's output elsewhere;
         b may be less than a micro-batch, or 0, where several workers share the stage. Tokens and
         targets may still lie in host memory.
-        The result is cut off from autograd: it may be sent as it is. `split`: its backward will
-        come as `backward_input` and `backward_weight`, and not as `backward`. `adding`: the layers
-        whose gradients are to get the micro-batch's; `lowest`: the lowest of those in the whole
-        model, below which there is no backward. `by_layer`: each layer's gradient is complete, and
-        told of, right after its own backward; otherwise all are after that of the stage, which is
-        faster by what autograd spends between layers.
+        The result is cut off from autograd: it may be sent as it is.
+
+        `split`: its backward will come as `backward_input` and `backward_weight`.
+        `adding`: the layers whose gradients get the micro-batch's; None: all.
+        `lowest`: the lowest of those in the whole model; below it there is no backward.
+        `by_layer`: a layer is told of right after its own backward. Otherwise all are after that of
+        the stage, which saves what autograd spends between layers.
         """
         if self.last and targets is None:
             raise ValueError("the last stage needs targets")
@@ -169,7 +148,7 @@ class StageRunner:
         by_layer = by_layer or recompute or self._exchange.shared
         for layer in self._layers:
             wanted = layer >= lowest
-            adds = wanted and layer in adding
+            adds = wanted and (adding is None or layer in adding)
             deferred = DeferredGradients() if split and adds else None
             before = segments[-1] if segments and not by_layer else None
             joins = before is not None and before.adds == adds
@@ -223,9 +202,14 @@ class StageRunner:
         shape = () if final else (0, *self.activation_shape[1:])
         return torch.zeros(shape, dtype=self.activation_dtype, device=x.device)
 
-    def backward(self, microbatch: int, gradient: Tensor | None = None) -> BackwardRun:
-        """Add the micro-batch's gradients to the layers', yielding each layer that has them, and
-        return that of the stage's input.
+    def backward(
+        self,
+        microbatch: int,
+        gradient: Tensor | None = None,
+        on_layer: OnLayer = lambda layer: None,
+    ) -> Tensor | None:
+        """Add the micro-batch's gradients to the layers', telling `on_layer` of each layer at once,
+        and return that of the stage's input.
 
         `gradient` is that of the output, None on the last stage: the loss itself. None is returned
         where nobody wants it, as on the first stage.
@@ -236,23 +220,17 @@ class StageRunner:
         )
         while segments:
             segment = segments.pop()
-            with self._span(segment), self._computing(segment):
-                gradient = segment.backward(gradient)
+            gradient = self._backward(segment, gradient)
             # Autograd has added to all of them: that is noted before anything else can fail.
             added = segment.layers[::-1] if segment.adds else []
             for layer in added:
                 self._add(layer, microbatch)
-            yield from added
+            for layer in added:
+                on_layer(layer)
         return gradient
 
-    def _span(self, segment: _Segment) -> AbstractContextManager[None]:
-        first, last = segment.layers[0], segment.layers[-1]
-        name = "layer" if first == last else f"layers {first} to"
-        return self._timeline.span(name, last)
-
     def backward_input(self, microbatch: int, gradient: Tensor | None = None) -> Tensor | None:
-        """As `backward`, in one go, but most of the weights' gradients are left to
-        `backward_weight`.
+        """As `backward`, but most of the weights' gradients are left to `backward_weight`.
 
         Until then the inputs of the linear layers and the gradients of their outputs are kept.
         """
@@ -260,19 +238,22 @@ class StageRunner:
         assert all(s.deferred for s in segments if s.adds), (
             "its forward was not told that the backward is split"
         )
-        self._deferred[microbatch] = deque()
+        due = self._deferred[microbatch] = deque()
         while segments:
             segment = segments.pop()
-            with self._span(segment), self._computing(segment):
-                gradient = segment.backward(gradient)
-            if segment.deferred:
-                pairs = zip(segment.layers, segment.deferred, strict=True)
-                self._deferred[microbatch].extend(reversed(list(pairs)))
+            gradient = self._backward(segment, gradient)
+            due.extend(reversed(segment.deferred))
         return gradient
 
-    def _computing(self, segment: _Segment) -> AbstractContextManager[None]:
-        # Where there is an exchange, a segment is one layer.
-        return self._exchange.computing(segment.layers[0], gradients=segment.adds)
+    def _backward(self, segment: _Segment, gradient: Tensor | None) -> Tensor | None:
+        first, last = segment.layers[0], segment.layers[-1]
+        name = "layer" if first == last else f"layers {first} to"
+        with (
+            self._timeline.span(name, last),
+            # Where there is an exchange, a segment is one layer.
+            self._exchange.computing(first, gradients=segment.adds),
+        ):
+            return segment.backward(gradient)
 
     def _add(self, layer: int, microbatch: int) -> None:
         for complete in self._exchange.add(layer, microbatch):
@@ -286,17 +267,16 @@ class StageRunner:
         if self._exchange.shared:
             self._deferred.clear()
         for microbatch in list(self._deferred):
-            complete(self.backward_weight(microbatch))
+            self.backward_weight(microbatch)
 
-    def backward_weight(self, microbatch: int) -> BackwardRun:
-        """Add what `backward_input` left out, yielding each layer that has it, and keep nothing of
-        the micro-batch any more. May be left after any layer."""
+    def backward_weight(self, microbatch: int, on_layer: OnLayer = lambda layer: None) -> None:
+        """Add what `backward_input` left out, telling `on_layer` of each layer at once, and keep
+        nothing of the micro-batch any more. What `on_layer` raises ends it after that layer."""
         due = self._deferred[microbatch]
         while due:
             layer, deferred = due.popleft()
             self._exchange.take_gradients(layer)
             deferred.add()
             self._add(layer, microbatch)
-            yield layer
+            on_layer(layer)
         del self._deferred[microbatch]
-        return None

@@ -8,7 +8,7 @@ import torch
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
-from oobleck.worker.step.stage import StageRunner, complete
+from oobleck.worker.step.stage import StageRunner
 from support import foreign
 
 CPU = torch.device("cpu")
@@ -45,9 +45,9 @@ def train(job: JobSpec, layers: range, *, split: bool) -> tuple[list[torch.Tenso
         if split:
             found.append(stage.backward_input(m, gradient))
         else:
-            found.append(complete(stage.backward(m, gradient)))
+            found.append(stage.backward(m, gradient))
     for m in MICROBATCHES if split else ():
-        complete(stage.backward_weight(m))
+        stage.backward_weight(m)
     found += [state.layers[layer].gradient for layer in layers]
     return found, len(kept)
 

@@ -9,7 +9,7 @@ from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.data.objective import loss
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
-from oobleck.worker.step.stage import BackwardRun, StageRunner, complete
+from oobleck.worker.step.stage import StageRunner
 
 CPU = torch.device("cpu")
 MICROBATCHES = range(3)
@@ -25,7 +25,6 @@ class Bench:
             self.state.initialise(layer)
         self.state.zero_gradients()
         self.stage = StageRunner(self.state, layers, job, CPU)
-        self.whole_backward = lambda m, gradient: complete(self.stage.backward(m, gradient))
         source = torch.Generator().manual_seed(1)
         model, size = job.model, job.training.microbatch
         rows = (size, model.sequence_length)
@@ -82,7 +81,7 @@ def test_both_parts_make_what_the_fused_backward_makes(make_job, layers, tied, p
     for m in MICROBATCHES:
         assert torch.equal(fused.forward(m, split=False), split.forward(m, split=True))
     for m in MICROBATCHES:
-        inputs["fused"].append(complete(fused.stage.backward(m, fused.gradient(m))))
+        inputs["fused"].append(fused.stage.backward(m, fused.gradient(m)))
         inputs["split"].append(split.stage.backward_input(m, split.gradient(m)))
     if layers != range(1):
         assert any(
@@ -92,7 +91,7 @@ def test_both_parts_make_what_the_fused_backward_makes(make_job, layers, tied, p
             )
         ), "nothing was left for later"
     for m in MICROBATCHES:
-        complete(split.stage.backward_weight(m))
+        split.stage.backward_weight(m)
 
     for one, other in zip(inputs["fused"], inputs["split"], strict=True):
         assert (one is None) == (other is None) == split.stage.first
@@ -102,16 +101,6 @@ def test_both_parts_make_what_the_fused_backward_makes(make_job, layers, tied, p
     for name, gradient in expected.items():
         assert gradient.abs().max() > 0
         assert torch.equal(gradient, made[name]), name
-
-
-def told(backward: BackwardRun) -> tuple[list[int], torch.Tensor | None]:
-    """The layers that a backward tells of, and the gradient of the stage's input."""
-    added: list[int] = []
-    while True:
-        try:
-            added.append(next(backward))
-        except StopIteration as end:
-            return added, end.value
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -125,13 +114,13 @@ def test_layers_in_one_piece_make_what_single_ones_make(make_job, layers, split)
     for m in MICROBATCHES:
         inputs = []
         for bench in (single, joined):
+            told: list[int] = []
             if split:
                 inputs.append(bench.stage.backward_input(m, bench.gradient(m)))
-                added, _ = told(bench.stage.backward_weight(m))
+                bench.stage.backward_weight(m, told.append)
             else:
-                added, gradient = told(bench.stage.backward(m, bench.gradient(m)))
-                inputs.append(gradient)
-            assert added == [*reversed(layers)]
+                inputs.append(bench.stage.backward(m, bench.gradient(m), told.append))
+            assert told == [*reversed(layers)]
         assert (inputs[0] is None) == (inputs[1] is None) == single.stage.first
         assert inputs[0] is None or torch.equal(*inputs)
     expected, made = single.gradients(), joined.gradients()
@@ -171,7 +160,7 @@ def test_what_is_kept_for_the_weights_is_freed_with_them(make_job):
     model, rows = bench.job.model, 2 * bench.job.model.sequence_length
     # Inputs and output gradients of the four linear layers of each of three blocks: 7 and 9 widths.
     assert held_bytes() - before == 3 * 16 * model.hidden * rows * 8
-    complete(bench.stage.backward_weight(0))
+    bench.stage.backward_weight(0)
     assert held_bytes() == before
 
 
@@ -183,13 +172,13 @@ def test_settling_leaves_every_micro_batch_wholly_in_a_gradient_or_not_at_all(ma
     for m in (0, 1):
         bench.stage.backward_input(m, bench.gradient(m))
         plain.forward(m, split=False)
-        complete(plain.stage.backward(m, plain.gradient(m)))
+        plain.stage.backward(m, plain.gradient(m))
     bench.stage.settle()
     assert {tuple(bench.state.layers[layer].added) for layer in layers} == {(0, 1)}
     expected, made = plain.gradients(), bench.gradients()
     assert all(torch.equal(expected[name], made[name]) for name in expected)
     with pytest.raises(KeyError):
-        complete(bench.stage.backward_weight(0))
+        bench.stage.backward_weight(0)
     with pytest.raises(KeyError):
         bench.stage.backward_input(2)
 
@@ -198,7 +187,7 @@ def test_settling_leaves_every_micro_batch_wholly_in_a_gradient_or_not_at_all(ma
 def test_the_backward_must_be_the_kind_that_the_forward_was_told(make_job, split):
     bench = Bench(make_job(), range(1, 4))
     bench.forward(0, split=split)
-    other = bench.whole_backward if split else bench.stage.backward_input
+    other = bench.stage.backward if split else bench.stage.backward_input
     with pytest.raises(AssertionError, match="its forward was"):
         other(0, bench.gradient(0))
 
@@ -212,7 +201,7 @@ def test_layer_by_layer_makes_what_one_backward_of_the_whole_stage_makes(
     bench, whole = Bench(job, layers), Bench(job, layers)
     for m in MICROBATCHES:
         bench.forward(m, split=False)
-        made = complete(bench.stage.backward(m, bench.gradient(m)))
+        made = bench.stage.backward(m, bench.gradient(m))
 
         x = whole.tokens[m] if whole.stage.first else whole.hidden[m].clone().requires_grad_()
         hidden = x

@@ -10,10 +10,11 @@ from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.instructions import LayerPart
 from oobleck.worker.data.dataset import Dataset, row_digest, samples_digest
+from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState, StateError
 from oobleck.worker.state.optimizer import clip_scale
-from oobleck.worker.step.stage import StageRunner, complete
+from oobleck.worker.step.stage import StageRunner
 from support.reference import ReferenceStep, assert_same_weights, train_reference
 
 CPU = torch.device("cpu")
@@ -58,7 +59,7 @@ class Pipeline:
         for microbatch in reversed(range(training.microbatches)):  # another order than forwards
             gradient = None
             for stage in reversed(stages):
-                gradient = complete(stage.backward(microbatch, gradient))
+                gradient = stage.backward(microbatch, gradient)
             assert gradient is None, "the first stage has no input gradient"
         return ReferenceStep(
             step=step,
@@ -213,7 +214,7 @@ def test_receive_buffers_fit_what_stages_exchange(make_job):
         tokens = torch.from_numpy(pipeline.data.rows(0, 1, (0, 1), 6))
         activation = first.forward(0, tokens[:, :-1], keys)
         last.forward(0, activation, keys, tokens[:, 1:])
-        gradient = complete(last.backward(0))
+        gradient = last.backward(0)
         for sent in (activation, gradient):
             assert sent.shape == last.activation_shape == first.activation_shape
             assert sent.dtype == last.activation_dtype
@@ -230,7 +231,7 @@ def test_settling_drops_what_is_in_flight(make_job):
     stage.forward(3, tokens[:, :-1], keys, tokens[:, 1:])
     stage.settle()
     with pytest.raises(KeyError):
-        complete(stage.backward(3))
+        stage.backward(3)
 
 
 def test_the_last_stage_insists_on_targets_and_every_stage_on_its_layers(make_job):
@@ -253,8 +254,12 @@ def test_what_autograd_has_added_is_noted_though_a_sum_cannot_start(make_job):
     keys = RowKeys(seed=0, step=1, positions=(0, 1))
     tokens = torch.from_numpy(pipeline.data.rows(0, 1, (0, 1), 6))
     stage.forward(0, tokens[:, :-1], keys, tokens[:, 1:], by_layer=False)
-    backward = stage.backward(0)
-    assert next(backward) == 4
-    backward.close()
+
+    def lose_a_peer(layer: int) -> None:
+        assert layer == 4
+        raise TransportError("gone")
+
+    with pytest.raises(TransportError):
+        stage.backward(0, on_layer=lose_a_peer)
     for layer in range(5):
         assert (state.layers[layer].gradient.abs().sum() > 0) == (0 in state.layers[layer].added)
