@@ -29,7 +29,7 @@ from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.held_out import HeldOut
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.random import RowKeys
-from oobleck.worker.step.pipeline_stage import SPANS, PipelineStage
+from oobleck.worker.step.pipeline_stage import SPANS, Microbatches, PipelineStage
 from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -97,9 +97,9 @@ class Evaluator:
                 for member, programs in rounds.items()
             }
             mailbox = stage.mailbox(programs)
-            stage.begin(mailbox)
+            microbatches = Microbatches(stage, mailbox)
             for instruction in program:
-                own_loss += self._execute(instruction, step, plan.generation, stage)
+                own_loss += self._execute(instruction, step, plan.generation, stage, microbatches)
             mailbox.finish()
         stage.exchange.end()
         losses = torch.tensor([own_loss], dtype=torch.float64)
@@ -115,7 +115,12 @@ class Evaluator:
         )
 
     def _execute(
-        self, instruction: Instruction, step: int, generation: Generation, stage: PipelineStage
+        self,
+        instruction: Instruction,
+        step: int,
+        generation: Generation,
+        stage: PipelineStage,
+        microbatches: Microbatches,
     ) -> float:
         """Carry out one instruction; the loss where it yields one, else 0."""
         context = self._context
@@ -128,20 +133,20 @@ class Evaluator:
                 case LoadTokens():
                     with pulse.FILES:
                         rows = self._held_out.rows(m)[stage.rows.start : stage.rows.stop]
-                    stage.load(instruction, rows, self._keys(m, stage.rows))
+                    microbatches.load(instruction, rows, self._keys(m, stage.rows))
                 case ReceiveActivation():
-                    stage.receive(instruction)
+                    microbatches.receive(instruction)
                 case Forward():
-                    x, targets = stage.take_input(instruction)
+                    x, targets = microbatches.take_input(instruction)
                     # No layer wants a backward, so nothing is kept for one.
                     lowest = context.job.model.layer_count
                     keys = self._keys(m, stage.rows)
                     output = stage.runner.forward(m, x, keys, targets, lowest=lowest)
                     if stage.is_last(instruction):
                         return output.item()
-                    stage.keep_output(m, output)
+                    microbatches.keep_output(m, output)
                 case SendActivation():
-                    stage.send(instruction)
+                    microbatches.send(instruction)
                 case _:
                     raise AssertionError(f"{instruction} in an evaluation")
         return 0.0

@@ -6,7 +6,7 @@ effects and what each leaves in the worker's progress. How a layer computes, a t
 ballot is counted is below.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from oobleck.host.ipc.messages import StepRecord
@@ -37,7 +37,7 @@ from oobleck.worker.step import vote
 from oobleck.worker.step.commit import commit, count_votes, make_record
 from oobleck.worker.step.gradient_sums import GradientSums
 from oobleck.worker.step.mailbox import Mailbox
-from oobleck.worker.step.pipeline_stage import SPANS, PipelineStage
+from oobleck.worker.step.pipeline_stage import SPANS, Microbatches, PipelineStage
 from oobleck.worker.step.salvage import Salvage
 from oobleck.worker.transport.transport import Transport
 
@@ -73,44 +73,37 @@ class StepPlan:
         self.last = backwards[-1] if backwards else None
         #: Micro-batches whose backward comes in two parts.
         self.split = frozenset(s.microbatch for s in program if isinstance(s, BackwardWeight))
-        self._worker = worker
-        self._layers = layers
-        self._salvage = salvage
+        #: Layers whose gradients have a part of the step already.
+        self.counted: frozenset[int] = frozenset()
+        #: Micro-batches that are not done again, whose loss this worker answers for; the same of
+        #: the digests of their rows.
+        self.losses: frozenset[int] = frozenset()
+        self.digests: frozenset[int] = frozenset()
+        #: The layers whose gradients lack a micro-batch, and the lowest one of the whole model that
+        #: does. What is not in here is lacking everywhere.
+        self.lacking: Mapping[int, frozenset[int]] = {}
+        self.lowest: Mapping[int, int] = {}
+        if salvage is not None:
+            self.counted = salvage.counted[worker]
+            self.losses = frozenset(m for m, who in salvage.loss_holder.items() if who == worker)
+            self.digests = frozenset(m for m, who in salvage.digest_holder.items() if who == worker)
+            self.lacking = {m: salvage.adding(m, layers) for m in backwards}
+            self.lowest = salvage.work.lowest
         #: How many micro-batches each layer's gradient gets.
-        self.due = dict.fromkeys(layers, 0)
-        for step in program:
-            if isinstance(step, Backward | BackwardInput):
-                adding = self.adding(step.microbatch)
-                for layer in layers:
-                    self.due[layer] += layer in adding
+        self.due = {
+            layer: sum(layer in self.lacking.get(m, layers) for m in backwards) for layer in layers
+        }
 
-    def adding(self, microbatch: int) -> Container[int]:
-        """The layers whose gradients are to get it."""
-        if self._salvage is None:
-            return self._layers
-        return self._salvage.adding(microbatch, self._layers)
 
-    def lowest(self, microbatch: int) -> int:
-        """The lowest layer of the model that needs its backward."""
-        return 0 if self._salvage is None else self._salvage.work.lowest[microbatch]
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """The step under way."""
 
-    @property
-    def counted(self) -> frozenset[int]:
-        """Layers whose gradients have a part of the step already."""
-        return frozenset() if self._salvage is None else self._salvage.counted[self._worker]
-
-    @property
-    def losses(self) -> frozenset[int]:
-        """Micro-batches that are not done again, whose loss this worker answers for."""
-        return frozenset() if self._salvage is None else self._own(self._salvage.loss_holder)
-
-    @property
-    def digests(self) -> frozenset[int]:
-        """The same of the digests of their rows."""
-        return frozenset() if self._salvage is None else self._own(self._salvage.digest_holder)
-
-    def _own(self, holders: Mapping[int, WorkerId]) -> frozenset[int]:
-        return frozenset(m for m, worker in holders.items() if worker == self._worker)
+    number: int
+    plan: StepPlan
+    microbatches: Microbatches
+    #: What its vote said, once it did.
+    result: vote.Result | None = None
 
 
 class Executor:
@@ -139,11 +132,8 @@ class Executor:
         own = programs[context.worker]
         self._sums = GradientSums(own, rank, context.state, transport, context.timeline)
         self.stage = PipelineStage(context, plan, transport)
-        #: For a whole step, and for the one under way.
-        self._whole = self._step_plan = self._make_step_plan(programs)
-        #: The step under way, and what its vote said, once it did.
-        self._step = 0
-        self._result: vote.Result | None = None
+        #: For a whole step.
+        self._whole = self._make_step_plan(programs)
 
     def _make_step_plan(
         self, programs: Mapping[WorkerId, Program], salvage: Salvage | None = None
@@ -163,27 +153,26 @@ class Executor:
         wanted = control.record
         timeline.begin_step(step, wanted)
         with timeline.span("step", step):
-            self._begin(step, redo)
-            for instruction in self._step_plan.program:
+            under_way = self._begin(step, redo)
+            for instruction in under_way.plan.program:
                 control.check_wanted(self._generation)
                 microbatch = instruction.microbatch if isinstance(instruction, Action) else None
                 name = type(instruction).__name__
-                self._reached(f"before:{name}", microbatch)
+                self._reached(f"before:{name}", step, microbatch)
                 with timeline.span(SPANS[type(instruction)], microbatch):
-                    self._execute(instruction)
-                self._reached(f"after:{name}", microbatch)
+                    self._execute(under_way, instruction)
+                self._reached(f"after:{name}", step, microbatch)
         if (recorded := timeline.end_step(step, wanted)) is not None:
             control.report_recorded(recorded)
-        assert self._result is not None, "a program ends with a vote"
-        record = make_record(self._context.job, self._generation, self._progress, self._result)
-        return record, self._result.switch_to
+        assert under_way.result is not None, "a program ends with a vote"
+        record = make_record(self._context.job, self._generation, self._progress, under_way.result)
+        return record, under_way.result.switch_to
 
-    def _begin(self, step: int, redo: Redo | None) -> None:
+    def _begin(self, step: int, redo: Redo | None) -> _Step:
         """Take up the whole step, or what is left of it; keep what counts of an earlier attempt."""
         step_plan = self._whole
         if redo is not None:
             step_plan = self._make_step_plan(redo.programs, redo.salvage)
-        self._step_plan, self._step, self._result = step_plan, step, None
         size = self._training.microbatch
         self._progress.begin(
             step,
@@ -193,78 +182,80 @@ class Executor:
         self._prefetcher.begin(step, step_plan.loads, self._whole.loads)
         self._context.state.zero_gradients(keeping=step_plan.counted)
         self.stage.exchange.begin(step_plan.due)
-        self.stage.begin(step_plan.mailbox)
+        microbatches = Microbatches(self.stage, step_plan.mailbox)
         self._sums.begin(step_plan.due)
+        return _Step(number=step, plan=step_plan, microbatches=microbatches)
 
-    def _execute(self, instruction: Instruction) -> None:
+    def _execute(self, step: _Step, instruction: Instruction) -> None:
         match instruction:
             case LoadTokens():
-                self._load(instruction)
+                self._load(step, instruction)
             case ReceiveActivation() | ReceiveGradient():
-                self.stage.receive(instruction)
+                step.microbatches.receive(instruction)
             case Forward():
-                self._forward(instruction)
+                self._forward(step, instruction)
             case Backward() | BackwardInput() | BackwardWeight():
                 # The sum of a layer starts beside the backward of those below it.
-                self.stage.backward(instruction, self._sums.added)
+                step.microbatches.backward(instruction, self._sums.added)
             case SendActivation() | SendGradient():
-                self.stage.send(instruction)
+                step.microbatches.send(instruction)
             case SyncGradient():
                 self._sums.check_started(instruction)
             case Vote():
-                self._result = self._vote(instruction.norm_parts)
+                step.result = self._vote(step, instruction.norm_parts)
             case OptimizerStep():
-                self._update()
+                self._update(step)
 
-    def _load(self, instruction: LoadTokens) -> None:
+    def _load(self, step: _Step, instruction: LoadTokens) -> None:
         """Take the micro-batch's token rows; the first stage answers for their digests."""
-        loaded = self._prefetcher.take(self._step, instruction.microbatch)
+        loaded = self._prefetcher.take(step.number, instruction.microbatch)
         own = slice(self.stage.rows.start, self.stage.rows.stop)
         if instruction.stage == 0:
             digests = zip(loaded.positions[own], loaded.digests[own], strict=True)
             self._progress.row_digests.update(digests)
-        self.stage.load(instruction, loaded.rows[own], self._keys(instruction.microbatch))
+        keys = self._keys(step, instruction.microbatch)
+        step.microbatches.load(instruction, loaded.rows[own], keys)
 
-    def _keys(self, microbatch: int) -> RowKeys:
+    def _keys(self, step: _Step, microbatch: int) -> RowKeys:
         """Which samples this worker's rows of the micro-batch are: by step and position, never by
         rank."""
         first, rows = microbatch * self._training.microbatch, self.stage.rows
         positions = tuple(range(first + rows.start, first + rows.stop))
-        return RowKeys(seed=self._training.seed, step=self._step, positions=positions)
+        return RowKeys(seed=self._training.seed, step=step.number, positions=positions)
 
-    def _forward(self, instruction: Forward) -> None:
-        m, step_plan, progress = instruction.microbatch, self._step_plan, self._progress
-        x, targets = self.stage.take_input(instruction)
+    def _forward(self, step: _Step, instruction: Forward) -> None:
+        m, plan, progress = instruction.microbatch, step.plan, self._progress
+        x, targets = step.microbatches.take_input(instruction)
         output = self.stage.runner.forward(
             m,
             x,
-            self._keys(m),
+            self._keys(step, m),
             targets,
-            split=m in step_plan.split,
-            adding=step_plan.adding(m),
-            lowest=step_plan.lowest(m),
-            by_layer=m == step_plan.last and self._sums.several,
+            split=m in plan.split,
+            adding=plan.lacking.get(m),
+            lowest=plan.lowest.get(m, 0),
+            by_layer=m == plan.last and self._sums.several,
         )
         if not self.stage.is_last(instruction):
-            self.stage.keep_output(m, output)
+            step.microbatches.keep_output(m, output)
         elif len(self.stage.rows) == self._training.microbatch:
             progress.losses[m] = output.item()
         else:
             progress.loss_parts += output.item()
 
-    def _vote(self, norm_parts: tuple[LayerPart, ...]) -> vote.Result:
+    def _vote(self, step: _Step, norm_parts: tuple[LayerPart, ...]) -> vote.Result:
         """Have every reduced gradient in hand, say so, and learn that everybody has: from then on
         the step is committed."""
         timeline, progress, state = self._timeline, self._progress, self._context.state
         with timeline.span("wait for sends"):
-            self._step_plan.mailbox.finish()
+            step.plan.mailbox.finish()
         self.stage.exchange.end()
         with timeline.span("wait for sums"):
             self._sums.wait()
             self._transport.complete()
-        progress.reduced, progress.reduced_generation = self._step, self._generation
+        progress.reduced, progress.reduced_generation = step.number, self._generation
         progress.reduced_layers = self._layers
-        self._reached("reduced")
+        self._reached("reduced", step.number)
 
         with timeline.span("ballot"):
             vector = vote.ballot(
@@ -273,28 +264,28 @@ class Executor:
                 squared_norm=state.squared_norm(norm_parts),
                 pending=self._context.control.pending_boundary(self._generation),
                 row_digests=progress.row_digests,
-                saving=self._saver.intent(self._step),
+                saving=self._saver.intent(step.number),
             )
         workers = self._transport.size
         with timeline.span("wait for votes"):
             outcome = self._transport.all_reduce(vector, tuple(range(workers)))
-            self._reached("voting")
+            self._reached("voting", step.number)
             outcome.wait()
-        progress.voted, progress.voted_generation = self._step, self._generation
+        progress.voted, progress.voted_generation = step.number, self._generation
         progress.ballot = vector
         with timeline.span("count"):
             return count_votes(self._context.job, vector, workers=workers)
 
-    def _update(self) -> None:
+    def _update(self, step: _Step) -> None:
         """Apply the step. Local: no peer is needed, so it cannot fail half-way between workers."""
-        assert self._result is not None, "the vote comes before the optimizer"
+        assert step.result is not None, "the vote comes before the optimizer"
         context = self._context
-        commit(context.state, context.job, self._progress, self._result, self._step)
-        self._saver.committed(self._step, self._result.saving)
+        commit(context.state, context.job, self._progress, step.result, step.number)
+        self._saver.committed(step.number, step.result.saving)
 
-    def _reached(self, point: str, microbatch: int | None = None) -> None:
+    def _reached(self, point: str, step: int, microbatch: int | None = None) -> None:
         self._context.faults.reached(
-            point, generation=self._generation, step=self._step, microbatch=microbatch
+            point, generation=self._generation, step=step, microbatch=microbatch
         )
 
     def settle(self) -> None:

@@ -1,8 +1,8 @@
-"""This worker's stage of a pipeline: what its micro-batches are between two instructions.
+"""This worker's stage of a pipeline, and its micro-batches between two instructions.
 
-Owns tokens, outputs and gradients on their way. What a layer computes is in `stage`, how tensors
-travel is in `mailbox`. Training steps (`executor`) and evaluations (`evaluator`) use it: they say
-which instruction comes next, whose samples are loaded and what becomes of a loss.
+Training steps (`executor`) and evaluations (`evaluator`) say which instruction comes next, which
+samples are loaded and what becomes of a loss. What a layer computes is in `stage`, how tensors
+travel is in `mailbox`.
 """
 
 from collections.abc import Mapping
@@ -54,6 +54,9 @@ SPANS: Mapping[type[Instruction], str] = {
     OptimizerStep: "optimizer",
 }
 
+#: What a worker sends on that has no row of a micro-batch.
+_NO_ROWS = torch.empty(0)
+
 
 class PipelineStage:
     """The stage that a plan gives to this worker, in one generation."""
@@ -61,7 +64,7 @@ class PipelineStage:
     def __init__(self, context: WorkerContext, plan: Plan, transport: Transport) -> None:
         job, state, worker = context.job, context.state, context.worker
         self._worker = worker
-        self._model = job.model
+        self.model = job.model
         self._transport = transport
         self._stage_count = [len(pipeline.stages) for pipeline in plan.pipelines]
         #: Of each worker of the plan in `transport`.
@@ -88,16 +91,6 @@ class PipelineStage:
         self.runner = StageRunner(
             state, layers, job, context.connector.device, context.timeline, self.exchange
         )
-        #: What a worker sends on that has no row of a micro-batch.
-        self._no_rows = torch.empty(0)
-        self._mailbox: Mailbox | None = None
-        self._tokens: dict[int, torch.Tensor] = {}
-        self._targets: dict[int, torch.Tensor] = {}
-        #: Rows of a micro-batch that have arrived, in order: from one neighbour or several.
-        self._inputs: dict[int, list[torch.Tensor]] = {}
-        self._outputs: dict[int, torch.Tensor] = {}
-        self._gradients: dict[int, list[torch.Tensor]] = {}
-        self._input_gradients: dict[int, torch.Tensor] = {}
 
     def mailbox(self, programs: Mapping[WorkerId, Program]) -> Mailbox:
         """For this worker's program among those of all workers of the plan."""
@@ -113,36 +106,44 @@ class PipelineStage:
             device=self.runner.device,
         )
 
-    def begin(self, mailbox: Mailbox) -> None:
-        """Begin the program that `mailbox` is for: its first receives are posted."""
-        self._tokens, self._targets, self._inputs = {}, {}, {}
-        self._outputs, self._gradients, self._input_gradients = {}, {}, {}
-        self._mailbox = mailbox
-        mailbox.begin()
-
     def is_last(self, action: Action) -> bool:
         """Whether `action` is in the stage that yields the loss."""
         return action.stage == self._stage_count[action.pipeline] - 1
 
+
+class Microbatches:
+    """What the stage's micro-batches have, while one program runs."""
+
+    def __init__(self, stage: PipelineStage, mailbox: Mailbox) -> None:
+        """Begins the program that `mailbox` is for: its first receives are posted."""
+        self._stage = stage
+        self._mailbox = mailbox
+        self._tokens: dict[int, torch.Tensor] = {}
+        self._targets: dict[int, torch.Tensor] = {}
+        #: Rows of a micro-batch that have arrived, in order: from one neighbour or several.
+        self._inputs: dict[int, list[torch.Tensor]] = {}
+        self._outputs: dict[int, torch.Tensor] = {}
+        self._gradients: dict[int, list[torch.Tensor]] = {}
+        self._input_gradients: dict[int, torch.Tensor] = {}
+        mailbox.begin()
+
     def load(self, instruction: LoadTokens, rows: Tokens, keys: RowKeys) -> None:
         """Keep this worker's `rows` (n, sequence_length + 1) until their forward."""
-        inputs, targets = inputs_and_targets(self._model, torch.from_numpy(rows), keys)
+        inputs, targets = inputs_and_targets(self._stage.model, torch.from_numpy(rows), keys)
         if instruction.stage == 0:
             self._tokens[instruction.microbatch] = inputs
-        if self.is_last(instruction):
+        if self._stage.is_last(instruction):
             self._targets[instruction.microbatch] = targets
 
     def receive(self, message: Receive) -> None:
         """Wait for the message. Raises TransportError."""
-        assert self._mailbox is not None, "a program has begun"
         kept = self._inputs if isinstance(message, ReceiveActivation) else self._gradients
         kept.setdefault(message.microbatch, []).append(self._mailbox.receive(message))
 
     def send(self, message: Send) -> None:
         """Start sending what the micro-batch has for the neighbour stage. Raises TransportError."""
-        assert self._mailbox is not None, "a program has begun"
         kept = self._input_gradients if isinstance(message, SendGradient) else self._outputs
-        rows = kept.get(message.microbatch, self._no_rows)
+        rows = kept.get(message.microbatch, _NO_ROWS)
         if self._mailbox.send(message, rows):
             kept.pop(message.microbatch, None)
 
@@ -163,12 +164,12 @@ class PipelineStage:
         """Run it; `on_layer` is told each layer whose gradient has the micro-batch now."""
         m = instruction.microbatch
         if isinstance(instruction, BackwardWeight):
-            self.runner.backward_weight(m, on_layer)
+            self._stage.runner.backward_weight(m, on_layer)
             return
         gradient = joined(self._gradients.pop(m, []))
         if isinstance(instruction, Backward):
-            gradient = self.runner.backward(m, gradient, on_layer)
+            gradient = self._stage.runner.backward(m, gradient, on_layer)
         else:
-            gradient = self.runner.backward_input(m, gradient)
+            gradient = self._stage.runner.backward_input(m, gradient)
         if gradient is not None:
             self._input_gradients[m] = gradient
