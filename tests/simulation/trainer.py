@@ -239,7 +239,7 @@ class Trainer:
 
     async def _settle_in(self, assign: Assign, gathering: Gathering) -> None:
         plan, progress = assign.plan, self.progress
-        states = await self._exchange(gathering, "standings", self.recovery_state(plan.layer_count))
+        states = await self._exchange(gathering, "states", self.recovery_state(plan.layer_count))
         agreement = agree(states)
         if await self._restore(assign, agreement, gathering):
             return
@@ -265,7 +265,7 @@ class Trainer:
     async def _hand_over(self, plan: Plan, gathering: Gathering) -> None:
         """As `oobleck.worker.recovery.recover` does it: those who leave are among the sources."""
         agreement = agree(
-            await self._exchange(gathering, "standings", self.recovery_state(plan.layer_count))
+            await self._exchange(gathering, "states", self.recovery_state(plan.layer_count))
         )
         try:
             require_holders(agreement.held, plan.layer_count)
@@ -298,7 +298,7 @@ class Trainer:
             committed=progress.committed,
             reduced=progress.reduced,
             reduced_generation=progress.reduced_generation,
-            reduced_layers=progress.reduced_layers,
+            reduced_layers=tuple(progress.reduced_layers),
             voted=progress.voted,
             voted_generation=progress.voted_generation,
             begun=progress.begun,

@@ -6,7 +6,7 @@ Pure. Must not know how anything is read or written.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.units import listed
@@ -14,9 +14,6 @@ from oobleck.planner.units import listed
 #: unseen: what another worker sees does not appear here. unreadable: this node cannot read or
 #: write it. damaged: a layer's file is not what was written. unfit: it can be used nowhere.
 Kind = Literal["fine", "unseen", "unreadable", "damaged", "unfit"]
-_KINDS: tuple[Kind, ...] = get_args(Kind)
-#: Of a reason, in an exchange of fixed size.
-_REASON_BYTES = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,22 +25,6 @@ class Finding:
     reason: str = ""
     #: Whose file is damaged.
     layer: int | None = None
-
-    def to_row(self) -> list[int]:
-        """Numbers, as many for every finding."""
-        layer = -1 if self.layer is None else self.layer
-        reason = self.reason.encode(errors="replace")[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
-        return [_KINDS.index(self.kind), layer, *reason]
-
-    @classmethod
-    def from_row(cls, worker: WorkerId, row: Sequence[int]) -> "Finding":
-        kind, layer, *reason = row
-        return cls(
-            worker=worker,
-            kind=_KINDS[kind],
-            reason=bytes(reason).rstrip(b"\0").decode(errors="replace"),
-            layer=None if layer < 0 else layer,
-        )
 
 
 def distinct_reasons(found: Iterable[Finding]) -> list[str]:

@@ -9,9 +9,9 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-import torch
-
+from oobleck.host.display import inline
 from oobleck.host.ipc.messages import Assign
 from oobleck.host.storage.checkpoints import StoredCheckpoint, list_checkpoints
 from oobleck.host.storage.folder import Folder, open_folder
@@ -21,12 +21,16 @@ from oobleck.planner.recovery.checkpoint import misfit, step_of, why_not_begin
 from oobleck.worker.checkpoint.findings import Finding, at_fault, distinct_reasons
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime.errors import CheckpointError, LocationUnreachable, TransportError
+from oobleck.worker.transport.tell_all import tell_all
 from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
 
-#: Checkpoints that are tried, newest first.
+#: Checkpoints that are tried, newest first; characters of a reason; and what one worker tells the
+#: others at a time, as JSON text.
 _MOST_TRIED = 16
+_MOST_REASON = 200
+_ROOM_BYTES = 2048
 _PROBE_BYTES = 65_536
 #: How often checkpoints that cannot be listed are looked for, and how long between two looks: less
 #: than what is taken for a hang.
@@ -35,6 +39,15 @@ _RETRY_S = 5.0
 
 #: Step and identity of each checkpoint, newest first.
 Candidates = list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What one worker sees at the place."""
+
+    candidates: Candidates
+    #: Whether there are damaged ones.
+    damaged: bool
 
 
 def check_protocol(spec: CheckpointSpec) -> None:
@@ -115,9 +128,8 @@ class CheckpointLocation:
 
     def share_findings(self, own: Finding) -> list[Finding]:
         """What all workers find, in rank order."""
-        rows = self._transport.all_gather(torch.tensor(own.to_row()))
-        pairs = zip(self._plan.workers, rows, strict=True)
-        return [Finding.from_row(worker, row.tolist()) for worker, row in pairs]
+        some = replace(own, reason=inline(own.reason)[:_MOST_REASON])
+        return tell_all(self._transport, some, Finding, _ROOM_BYTES)
 
     def error_for(
         self, fault: frozenset[NodeName], what: str, fix: str
@@ -205,12 +217,8 @@ class CheckpointLocation:
 
     def _agree_on_candidates(self, own: Sequence[StoredCheckpoint]) -> tuple[Candidates, bool]:
         """What the first worker has that has any; and whether anybody knows of damaged ones."""
-        table = torch.zeros(1 + _MOST_TRIED, 2, dtype=torch.int64)
-        some = own[:_MOST_TRIED]
-        table[0] = torch.tensor([len(some), bool(self._damaged)])
-        for row, checkpoint in enumerate(some, start=1):
-            table[row] = torch.tensor([checkpoint.manifest.step, checkpoint.identity])
-        tables = [told.tolist() for told in self._transport.all_gather(table)]
-        (count, _), *rows = next((told for told in tables if told[0][0]), tables[0])
-        candidates = [(step, identity) for step, identity in rows[:count]]
-        return candidates, any(told[0][1] for told in tables)
+        some = [(item.manifest.step, item.identity) for item in own[:_MOST_TRIED]]
+        seen = _Seen(some, bool(self._damaged))
+        told = tell_all(self._transport, seen, _Seen, _ROOM_BYTES)
+        candidates = next((other.candidates for other in told if other.candidates), [])
+        return candidates, any(other.damaged for other in told)

@@ -9,6 +9,7 @@ checkpoint (`restore`). Must not know how training goes on after.
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -28,12 +29,23 @@ from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.step.commit import commit, count_votes, make_record
 from oobleck.worker.step.salvage import Contribution, Salvage, plan_salvage
 from oobleck.worker.step.vote import ballot_length
+from oobleck.worker.transport.tell_all import tell_all
 from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
 
-#: 64-bit numbers of a fingerprint (SHA-256).
-_FINGERPRINT_WORDS = 4
+#: Of the JSON text of what a worker tells, beside and for each layer of the model.
+_ROOM_BYTES = 1024
+_ROOM_BYTES_OF_A_LAYER = 160
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a worker tells the others when they meet."""
+
+    #: Fingerprint of the data and the initial weights that it reads, hexadecimal.
+    inputs: str
+    state: RecoveryState
 
 
 class Recovery:
@@ -160,23 +172,17 @@ class Recovery:
 
         Raises DataError where they read different inputs.
         """
-        own = self._recovery_state(plan.layer_count)
-        inputs = torch.frombuffer(bytearray(self._context.inputs), dtype=torch.int64)
-        row = torch.cat([torch.tensor(own.to_row(), dtype=torch.int64), inputs])
-        rows = transport.all_gather(row)
-        others = [other[-_FINGERPRINT_WORDS:] for other in rows]
-        for member, other in zip(members, others, strict=True):
-            if not torch.equal(other, others[0]):
+        room = _ROOM_BYTES + _ROOM_BYTES_OF_A_LAYER * plan.layer_count
+        own = _Told(self._context.inputs.hex(), self._recovery_state(plan.layer_count))
+        told = dict(zip(members, tell_all(transport, own, _Told, room), strict=True))
+        first = members[0]
+        for member, said in told.items():
+            if said.inputs != told[first].inputs:
                 raise DataError(
-                    f"data: {member.node} and {members[0].node} see different files "
+                    f"data: {member.node} and {first.node} see different files "
                     "under the same paths; give every node the same data (and model.weights)"
                 )
-        return agree(
-            {
-                member: RecoveryState.from_row(other[:-_FINGERPRINT_WORDS].tolist())
-                for member, other in zip(members, rows, strict=True)
-            }
-        )
+        return agree({member: said.state for member, said in told.items()})
 
     def _recovery_state(self, layer_count: int) -> RecoveryState:
         progress = self._progress
@@ -184,7 +190,7 @@ class Recovery:
             committed=progress.committed,
             reduced=progress.reduced,
             reduced_generation=progress.reduced_generation,
-            reduced_layers=progress.reduced_layers,
+            reduced_layers=tuple(progress.reduced_layers),
             voted=progress.voted,
             voted_generation=progress.voted_generation,
             lineage=progress.lineage,

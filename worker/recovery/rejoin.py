@@ -15,7 +15,6 @@ others agreed on without it holds, unless all of them can still roll forward.
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.transfer import Shard, ShardTable
@@ -31,20 +30,6 @@ class Held:
     parts: int = 1
 
 
-#: Those of a `RecoveryState` that are one number each.
-_NUMBERS = (
-    "lineage",
-    "committed",
-    "reduced",
-    "reduced_generation",
-    "voted",
-    "voted_generation",
-    "begun",
-    "skipped",
-    "joined",
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryState:
     """One worker's state as it arrives in a new generation. Steps count from 1; 0 is the start."""
@@ -57,7 +42,7 @@ class RecoveryState:
     reduced: int
     reduced_generation: int
     #: The layers that those gradients are of: it may hold more, left from an earlier generation.
-    reduced_layers: range
+    reduced_layers: tuple[int, ...]
     #: Newest step whose vote it has the result of, 0 for none; and the generation of that vote.
     voted: int
     voted_generation: int
@@ -71,29 +56,6 @@ class RecoveryState:
     #: commit, whose gradients are not those of `reduced`.
     layers: tuple[Held, ...]
     former: tuple[Held, ...]
-
-    def to_row(self) -> list[int]:
-        """Numbers, as many for every worker of a job."""
-        held = ((h.version, h.part, h.parts) for h in (*self.layers, *self.former))
-        return [
-            *(getattr(self, name) for name in _NUMBERS),
-            self.reduced_layers.start,
-            self.reduced_layers.stop,
-            *chain.from_iterable(held),
-        ]
-
-    @classmethod
-    def from_row(cls, row: Sequence[int]) -> "RecoveryState":
-        numbers = dict(zip(_NUMBERS, row, strict=False))
-        first, stop, *rest = row[len(_NUMBERS) :]
-        held = [Held(*rest[i : i + 3]) for i in range(0, len(rest), 3)]
-        half = len(held) // 2
-        return cls(
-            **numbers,
-            reduced_layers=range(first, stop),
-            layers=tuple(held[:half]),
-            former=tuple(held[half:]),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,10 +30,13 @@ from oobleck.worker.data.held_out import HeldOut
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.step.pipeline_stage import SPANS, Microbatches, PipelineStage
+from oobleck.worker.transport.tell_all import tell_all
 from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
 
+#: For the JSON text of an evaluation.
+_ROOM_BYTES = 512
 #: The samples are not those of a step.
 _NO_STEP = 0
 
@@ -64,25 +67,10 @@ class Evaluator:
 
     def _known(self, step: int, transport: Transport) -> EvaluationRecord | None:
         """The evaluation of `step` that some worker has from an earlier generation."""
-        row = torch.zeros(6, dtype=torch.float64)
-        if (own := self._newest) is not None and own.step == step:
-            loss = math.nan if own.loss is None else own.loss
-            row[:] = torch.tensor(
-                [step, loss, own.samples, own.generation, own.seconds, own.time],
-                dtype=torch.float64,
-            )
-        for other in transport.all_gather(row):
-            found, loss, samples, generation, seconds, at = other.tolist()
-            if found == step:
-                return EvaluationRecord(
-                    step=step,
-                    loss=loss if math.isfinite(loss) else None,
-                    samples=int(samples),
-                    generation=Generation(int(generation)),
-                    seconds=seconds,
-                    time=at,
-                )
-        return None
+        own = self._newest
+        some = (own,) if own is not None and own.step == step else ()
+        told = tell_all(transport, some, tuple[EvaluationRecord, ...], _ROOM_BYTES)
+        return next((record for records in told for record in records), None)
 
     def _evaluate(
         self, step: int, plan: Plan, stage: PipelineStage, transport: Transport

@@ -5,7 +5,6 @@ import pytest
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.worker.checkpoint.findings import (
     Finding,
-    Kind,
     at_fault,
     distinct_reasons,
     second_readers,
@@ -44,16 +43,6 @@ def test_a_node_is_at_fault_with_all_its_workers() -> None:
     a, b = (Finding(worker=WorkerId(NodeName(name), 0)) for name in "ab")
     both = [Finding(worker=WorkerId(NodeName("c"), slot), kind="unreadable") for slot in (0, 1)]
     assert at_fault([a, b, *both]) == {"c"}
-
-
-@pytest.mark.parametrize("kind", ["fine", "unseen", "damaged"])
-def test_a_finding_reads_back_cut_short(kind: Kind) -> None:
-    worker = WorkerId(NodeName("a"), 1)
-    told = Finding(worker=worker, kind=kind, reason="ä" * 150, layer=0)
-    row = told.to_row()
-    assert len(row) == len(Finding(worker=worker).to_row())
-    back = Finding.from_row(worker, row)
-    assert (back.kind, back.layer, back.reason) == (kind, 0, "ä" * 100)
 
 
 def test_who_reads_a_damaged_file_too_is_on_another_node() -> None:

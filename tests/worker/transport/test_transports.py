@@ -26,6 +26,7 @@ from oobleck.worker.transport.nccl import NcclTransport, make_nccl_group
 from oobleck.worker.transport.peer_connections import MOST_BYTES
 from oobleck.worker.transport.rendezvous import RendezvousStore, StoreServer
 from oobleck.worker.transport.staged import StagedTransport
+from oobleck.worker.transport.tell_all import tell_all
 from oobleck.worker.transport.transport import Transport
 from support.devices import device
 
@@ -104,6 +105,13 @@ def test_messages_arrive_by_tag_and_in_order(everywhere):
         return got
 
     assert everywhere(talk) == [[[13.0], [25.0]], [[1.0], [2.0]], [[14.0]]]
+
+
+def test_everyone_hears_what_everyone_says(everywhere):
+    def talk(transport: Transport):
+        return tell_all(transport, ("ü" * transport.rank,), tuple[str, ...], 16)
+
+    assert everywhere(talk) == [[("",), ("ü",), ("üü",)]] * SIZE
 
 
 def test_sums_over_every_group_are_in_place(everywhere):
