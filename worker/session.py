@@ -24,7 +24,7 @@ from oobleck.planner.programs.compile import compile_programs
 from oobleck.planner.programs.instructions import Program
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.work import Work
-from oobleck.worker.checkpoint.location import check_protocol
+from oobleck.worker.checkpoint.location import check_place
 from oobleck.worker.checkpoint.output import check_writable, write_result
 from oobleck.worker.checkpoint.saver import Saver
 from oobleck.worker.context import WorkerContext
@@ -66,7 +66,7 @@ class Session:
         if job.output is not None:
             check_writable(job.output)
         if job.checkpoint is not None:
-            check_protocol(job.checkpoint)
+            check_place(job.checkpoint)
         dataset, held_out = _open_data(job)
         data = held_out.fingerprint if held_out else dataset.fingerprint
         self._context = context = WorkerContext(

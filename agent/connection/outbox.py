@@ -18,7 +18,7 @@ from oobleck.host.timeline import Recording, boot_id
 from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.records import records_message
-from oobleck.proto.reports import report_bytes
+from oobleck.proto.reports import read_report, report_bytes
 from oobleck.proto.status import status_message
 from oobleck.proto.types import NodeStatus, WorkerReport
 
@@ -134,7 +134,8 @@ class Outbox:
         A phase comes before the steps that follow it, the last step before the news that the
         worker has finished.
         """
-        found = [pb.AgentMessage(report=report_bytes(report)) for report in self._reports]
+        packed = [_packed(report) for report in self._reports]
+        found = [pb.AgentMessage(report=data) for data in packed if data is not None]
         self._reports.clear()
         while records := self._records.due(now, first=self._has_rank_0):
             assert self._records.job_id is not None
@@ -156,6 +157,20 @@ class Outbox:
     def next_due(self, now: float) -> float | None:
         """When `take` will have something though nothing new comes."""
         return self._records.next_due(now, first=self._has_rank_0)
+
+
+def _packed(report: WorkerReport) -> bytes | None:
+    """None: the master would refuse it, and end the session, and the next one for the same."""
+    data = report_bytes(report)
+    try:
+        read_report(data)
+    except ValueError as error:
+        logger.error(
+            "a worker's report cannot be sent",
+            extra={"job": report.job_id, "slot": report.slot, "reason": error},
+        )
+        return None
+    return data
 
 
 def _without_progress(status: NodeStatus) -> NodeStatus:

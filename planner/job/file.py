@@ -46,7 +46,10 @@ def parse_job(
     for entry in overrides:
         keys, value = read_override(entry)
         root = override(root, keys, value)
-    return _build(JobSpec, expand_model(root, read), "")
+    job = _build(JobSpec, expand_model(root, read), "")
+    if job.checkpoint is not None and (why := job.checkpoint.why_untold()):
+        raise InvalidJob(f"checkpoint.path: {why}; name another place")
+    return job
 
 
 def format_job(job: JobSpec) -> str:

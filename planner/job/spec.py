@@ -292,6 +292,16 @@ class CheckpointSpec:
         _check_place("path", self.path, "a directory or an fsspec URL")
         _at_least(self, 1, "every", "keep")
 
+    def why_untold(self) -> str:
+        """Why the master cannot be told of a checkpoint there; empty: it can. Asked for new jobs
+        alone: one that is in a journal is read, whatever its path."""
+        told = redact(self.path)
+        if not told.isprintable():
+            return "has characters that a table cannot show, such as a no-break space"
+        if len(told) > _MOST_PATH:
+            return f"is longer than {_MOST_PATH} characters where its secrets are hidden"
+        return ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:

@@ -50,8 +50,11 @@ class _Seen:
     damaged: bool
 
 
-def check_protocol(spec: CheckpointSpec) -> None:
-    """Raises LocationUnreachable where this node cannot speak to the place at all."""
+def check_place(spec: CheckpointSpec) -> None:
+    """Raises CheckpointError where nobody can be told of the place, and LocationUnreachable where
+    this node cannot speak to it at all."""
+    if why := spec.why_untold():
+        raise CheckpointError(f"checkpoint.path: {why}; name another place")
     try:
         open_folder(spec.path)
     except ValueError as error:

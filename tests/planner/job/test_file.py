@@ -117,6 +117,16 @@ def refusal(text: str, *overrides: str) -> str:
             f"checkpoint: {{path: {'x' * 901}}}",
             "checkpoint.path: is longer than 900 characters; name another place",
         ),
+        (
+            "fault_tolerance: 1",
+            'checkpoint: {path: "my\\u00a0checkpoints"}',
+            "checkpoint.path: has characters that a table cannot show, such as a no-break space; n",
+        ),
+        (
+            "fault_tolerance: 1",
+            f"checkpoint: {{path: 's3://b/?{'&token=a' * 109}'}}",
+            "checkpoint.path: is longer than 900 characters where its secrets are hidden; name",
+        ),
         ("steps: 200", "steps: 0", "job.yaml:5: training.steps: 0 is too small"),
         ("lr: 3e-4", "lr: fast", "job.yaml:8: training.optimizer.lr must be a number, not the"),
         ("lr: 3e-4", "lr: 1e999", "job.yaml:8: 1e999 is too large"),

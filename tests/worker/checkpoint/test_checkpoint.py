@@ -33,7 +33,9 @@ from oobleck.planner.job.spec import (
     TrainingSpec,
 )
 from oobleck.planner.programs.plan import Plan
+from oobleck.worker.checkpoint.location import check_place
 from oobleck.worker.checkpoint.output import read_output
+from oobleck.worker.runtime.errors import CheckpointError
 from support.director import Director, WarmWorkers, make_plan
 from support.folders import TEXT
 from support.reference import ReferenceRun, train_reference
@@ -402,6 +404,11 @@ def go_on(cluster: Director, plan: Plan, **options: object) -> None:
     cluster.assign(plan, **options)  # type: ignore[arg-type]
     cluster.wait_finished(plan)
     cluster.stop()
+
+
+def test_a_place_that_nobody_can_be_told_of_is_the_jobs_fault() -> None:
+    with pytest.raises(CheckpointError, match=r"^checkpoint.path: has characters .* name another"):
+        check_place(CheckpointSpec(path="my\u2028checkpoints"))
 
 
 def test_nodes_that_alone_cannot_use_the_place_are_done_without_at_the_start(warm, tmp_path):

@@ -1,0 +1,58 @@
+"""What is sent of a worker's reports: all that the master takes, and nothing that it refuses."""
+
+import logging
+
+import pytest
+
+from oobleck.agent.connection.outbox import Outbox
+from oobleck.host.ipc.messages import CheckpointSaved, Restored
+from oobleck.planner.ids import Generation, Incarnation, JobId
+from oobleck.planner.job.spec import CheckpointSpec
+from oobleck.planner.recovery.checkpoint import folder_name
+from oobleck.proto.reports import read_report
+from oobleck.proto.types import WorkerReport
+
+
+def saved(path: str) -> WorkerReport:
+    what = CheckpointSaved(step=1, path=path, bytes=1, seconds=1.0)
+    return WorkerReport(job_id=JobId("demo-1"), slot=2, incarnation=Incarnation("abcd"), what=what)
+
+
+def sent(*reports: WorkerReport) -> list[WorkerReport]:
+    """What the master reads of them, in two sessions."""
+    outbox = Outbox(Incarnation("0123"))
+    for report in reports:
+        outbox.report(report)
+    first = outbox.take(0.0)
+    outbox.session_began(list(reports), 0.0)
+    assert outbox.take(0.0) == first
+    return [read_report(message.report) for message in first]
+
+
+@pytest.mark.parametrize("path", ["x" * 1025, "no-break\u00a0space", "left\u200bout"])
+def test_a_report_that_the_master_would_refuse_is_told_and_left_out(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = WorkerReport(
+        job_id=JobId("demo-1"),
+        slot=2,
+        incarnation=Incarnation("abcd"),
+        what=Restored(generation=Generation(1), step=1, path=""),
+    )
+    with caplog.at_level(logging.ERROR):
+        assert sent(saved(path), other) == [other]
+    record = caplog.records[0]
+    assert record.message == "a worker's report cannot be sent"
+    assert (record.job, record.slot) == ("demo-1", 2)
+    assert str(record.reason).startswith("report: path: ")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["x" * 900, f"s3://bucket/{'é' * 880}", f"s3://b/{'?token=a' * 80}", "a b/\u3042\U0001f600"],
+)
+def test_any_place_that_a_job_may_name_can_be_reported(path: str) -> None:
+    spec = CheckpointSpec(path=path)
+    assert not spec.why_untold()
+    report = saved(f"{path}/{folder_name(999_999_999, 'meeting')}")
+    assert sent(report) == [report]
