@@ -168,8 +168,7 @@ def verify(path: str, as_json: bool) -> int:
 
 def _mark(folder: "Folder", problems: "Mapping[str, InvalidCheckpoint]") -> str:
     """Set the checkpoint in `folder` aside, or take that back, by what was found; what to say."""
-    from oobleck.host.storage.checkpoints import Damaged
-    from oobleck.host.storage.set_aside import read_mark, set_aside, take_back
+    from oobleck.host.storage.checkpoints import Damaged, read_mark, set_aside, take_back
 
     lasting = {f: error.what for f, error in problems.items() if isinstance(error, Damaged)}
     try:
@@ -261,8 +260,7 @@ def _checkpoints(
     and by name what is wrong with the others. Ends the command where there is neither.
 
     `set_aside`: those too that were found damaged before."""
-    from oobleck.host.storage.checkpoints import list_checkpoints, read_checkpoint
-    from oobleck.host.storage.set_aside import read_mark
+    from oobleck.host.storage.checkpoints import list_checkpoints, read_checkpoint, read_mark
     from oobleck.planner.recovery.checkpoint import InvalidCheckpoint
 
     folder = _open(path)

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from oobleck.host.system.files import open_regular, read_regular
+from oobleck.host.system.files import open_regular, read_regular, sync_directory
 from oobleck.planner.codec import decode, encode
 
 #: Of a description; it has a dozen fields.
@@ -241,7 +241,7 @@ class TokenWriter:
             beside.unlink(missing_ok=True)
             os.replace(self._temporary, self._path)
             os.replace(temporary, beside)
-            _sync_directory(self._path.parent)
+            sync_directory(self._path.parent)
         except OSError as error:
             raise self._unwritable(error) from error
         finally:
@@ -270,11 +270,3 @@ def sweep(path: str | Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             left.with_name(f"{left.name}.json").unlink(missing_ok=True)
             left.unlink()
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,15 +1,17 @@
-"""The checkpoints in a folder: which there are, whether they are whole, and removing old ones.
+"""The checkpoints in a folder: which there are, whether they are whole, setting damaged ones aside,
+and removing old ones.
 
 Reads and removes; workers write. Must not know torch or what is inside a layer's file.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from oobleck.host.storage.folder import Folder
-from oobleck.host.storage.set_aside import DAMAGED, Mark, read_mark, set_aside
 from oobleck.host.system.files import WrongFile
+from oobleck.planner.codec import decode, encode
 from oobleck.planner.recovery.checkpoint import (
     MANIFEST,
     MOST_MANIFEST_BYTES,
@@ -19,6 +21,14 @@ from oobleck.planner.recovery.checkpoint import (
     read_manifest,
     step_of,
 )
+
+#: Stands beside the manifest of a checkpoint that is set aside, which whoever looks for checkpoints
+#: passes over. The folder keeps its name, since object stores have no rename.
+DAMAGED = "damaged.json"
+
+_MOST_MARKED_FILES = 16
+_MOST_MARK_CHARACTERS = 200
+_MOST_MARK_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +56,19 @@ class Listing:
     set_aside: tuple[StoredCheckpoint, ...]
     #: Folders without a manifest: of saves under way, or that came to nothing.
     torn: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """What the file says."""
+
+    #: Unix time.
+    found: float
+    #: By file; not all of many.
+    problems: dict[str, str]
+
+    def __str__(self) -> str:
+        return "; ".join(f"{file}: {problem}" for file, problem in self.problems.items())
 
 
 class LayerProblem(InvalidCheckpoint):
@@ -208,3 +231,25 @@ def sweep(folder: Folder, *, under_way: str, is_own: Callable[[Manifest], bool])
         if name != under_way:
             folder.remove(name)
     return ""
+
+
+def set_aside(folder: Folder, problems: Mapping[str, str], now: float) -> None:
+    """`folder`: of the checkpoint; `now`: Unix time. Raises OSError."""
+    some = islice(problems.items(), _MOST_MARKED_FILES)
+    told = {file: problem[:_MOST_MARK_CHARACTERS] for file, problem in some}
+    folder.write(DAMAGED, [encode(Mark(found=now, problems=told))])
+
+
+def read_mark(folder: Folder) -> Mark | None:
+    """None: the checkpoint in `folder` is not set aside. Raises OSError."""
+    if not folder.exists(DAMAGED):
+        return None
+    try:
+        return decode(Mark, folder.read(DAMAGED, most_bytes=_MOST_MARK_BYTES))
+    except (ValueError, WrongFile):  # somebody's own way of setting it aside
+        return Mark(found=0.0, problems={DAMAGED: "says so"})
+
+
+def take_back(folder: Folder) -> None:
+    """The checkpoint in `folder` is whole. Raises OSError."""
+    folder.remove(DAMAGED)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from oobleck.host.system.files import check_size, open_regular, read_regular
+from oobleck.host.system.files import check_size, open_regular, read_regular, sync_directory
 from oobleck.planner.redact import redact
 
 #: Read and hashed at a time.
@@ -114,7 +114,7 @@ class LocalFolder:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
 
     def remove(self, name: str) -> None:
         path = self._path / name
@@ -150,15 +150,7 @@ def _make_directory(path: Path) -> None:
         path.mkdir(exist_ok=True)
     except FileExistsError as error:  # a file, or a link that leads nowhere
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from error
-    _sync_directory(path.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_directory(path.parent)
 
 
 def _open_remote(url: str) -> Folder:

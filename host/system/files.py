@@ -49,3 +49,12 @@ def check_size(size: int, most_bytes: int) -> None:
     """Raises WrongFile."""
     if size > most_bytes:
         raise WrongFile(errno.EFBIG, f"has {size} bytes, more than {most_bytes}")
+
+
+def sync_directory(path: Path) -> None:
+    """A file that was put into the directory is there after a power failure too."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save
 
 from oobleck.host.ipc.messages import SaveFailed
+from oobleck.host.storage.folder import LocalFolder
 from oobleck.host.system.files import read_regular
 from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import Generation
@@ -62,15 +63,10 @@ def layer_file(layer: int) -> str:
 
 def check_writable(directory: str | Path) -> None:
     """Fail before the training rather than after it. Raises OutputError."""
-    probe = Path(directory) / f".writable.{os.getpid()}"
-    try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"\0" * _PROBE_BYTES)  # an empty file fits on a full disk
-        probe.unlink()
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            probe.unlink()
-        raise _unwritable(directory, error) from error
+    probe = f".writable.{os.getpid()}"
+    _write(directory, probe, b"\0" * _PROBE_BYTES)  # an empty file fits on a full disk
+    with contextlib.suppress(OSError):
+        LocalFolder(directory).remove(probe)
 
 
 def _unwritable(directory: str | Path, error: OSError) -> OutputError:
@@ -91,14 +87,14 @@ def write_layers(directory: str | Path, state: ModelState, layers: Iterable[int]
         module, version = state.module(layer), state.layers[layer].version
         tensors = {name: p.detach().cpu().numpy() for name, p in module.named_parameters()}
         metadata = {"layer": str(layer), "step": str(version)}
-        _write(Path(directory) / layer_file(layer), save(tensors, metadata=metadata))
+        _write(directory, layer_file(layer), save(tensors, metadata=metadata))
 
 
 def write_manifest(directory: str | Path, job: JobSpec, job_id: str, step: int) -> None:
     """Name the files of a complete output; to be written after all layers."""
     files = tuple(layer_file(layer) for layer in range(job.model.layer_count))
     manifest = Manifest(job=job_id, step=step, model=job.model, files=files)
-    _write(Path(directory) / MANIFEST, msgspec.json.format(encode(manifest), indent=2) + b"\n")
+    _write(directory, MANIFEST, msgspec.json.format(encode(manifest), indent=2) + b"\n")
 
 
 def write_result(context: WorkerContext, output: str, plan: Plan, transport: Transport) -> None:
@@ -153,22 +149,9 @@ def read_output(directory: str | Path) -> dict[str, NDArray[np.floating]]:
     return weights
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Replace `path` atomically: content, fsync, rename, fsync of the directory."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+def _write(directory: str | Path, name: str, content: bytes) -> None:
+    """Replace the file at once, on the disk."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        LocalFolder(directory).write(name, [content])
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise _unwritable(path.parent, error) from error
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+        raise _unwritable(directory, error) from error

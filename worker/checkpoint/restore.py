@@ -15,10 +15,10 @@ from oobleck.host.storage.checkpoints import (
     StoredCheckpoint,
     Unreadable,
     read_layer,
+    set_aside,
     verify_layer,
 )
 from oobleck.host.storage.folder import Folder
-from oobleck.host.storage.set_aside import set_aside
 from oobleck.planner.ids import NodeName
 from oobleck.planner.job.spec import CheckpointSpec
 from oobleck.planner.programs.transfer import Shard, plan_shards

@@ -5,10 +5,9 @@ and its initial weights, one module per family; knows nothing of stages, flat st
 """
 
 from oobleck.planner.job.spec import ModelSpec
-from oobleck.worker.models import registry
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.initial import check_weights, load_parameters
-from oobleck.worker.models.registry import build_layer, tied_parameter
+from oobleck.worker.models.registry import build_layer, family, tied_parameter
 
 __all__ = ["Layer", "build_layer", "check_weights", "initialise_parameters", "tied_parameter"]
 
@@ -17,6 +16,7 @@ def initialise_parameters(module: Layer, spec: ModelSpec, seed: int) -> None:
     """Give `module` its initial weights: those of the files that `spec` names, else a function of
     (spec, seed, layer) alone."""
     if spec.weights is None:
-        registry.initialise_parameters(module, spec, seed)
+        tied = tied_parameter(spec, module.layer)
+        family(spec).initialise(module, spec, seed, tied)
     else:
         load_parameters(module, spec)

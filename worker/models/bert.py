@@ -34,14 +34,10 @@ class Embedding(Layer):
 
 
 class _Key(Linear):
-    """The key projection, with its bias cut from autograd.
-
-    A constant added to every key adds the same to all scores of a query, so the bias has no effect
-    and a true gradient of zero. Its rounding noise, which Adam would amplify into updates that
-    differ from one plan to the next, is kept out.
-    """
+    """The key projection, with its bias cut from autograd: see `gpt2`."""
 
     def offset(self) -> Tensor:
+        assert self.bias is not None, "it was asked for"
         return self.bias.detach()
 
 

@@ -40,6 +40,7 @@ class _QueryKeyValue(TransposedLinear):
     """
 
     def offset(self) -> Tensor:
+        assert self.bias is not None, "it was asked for"
         query, key, value = self.bias.chunk(3)
         return torch.cat([query, key.detach(), value])
 

@@ -2,10 +2,10 @@
 
 Zero-bubble schedules make the gradient that the stage before waits for first, and weight gradients
 when there is nothing else to do. Nearly all the work of a weight gradient is in the matrices of
-linear layers, so only those are split: biases, norms and embeddings get theirs with the input's. It
-needs nothing but
-tensor hooks: in the forward the weight stands outside of autograd, so the ordinary backward makes
-the input's gradient alone, and a hook keeps what the weight's is made of.
+linear layers, so only those are split: biases, norms and embeddings get theirs with the input's.
+
+It needs nothing but tensor hooks. In the forward the weight stands outside of autograd, so the
+ordinary backward makes the input's gradient alone, and a hook keeps what the weight's is made of.
 """
 
 from collections import deque
@@ -26,14 +26,14 @@ class DeferredGradients:
     """
 
     def __init__(self) -> None:
-        self._due: deque[tuple[Linear | TransposedLinear, Tensor, Tensor]] = deque()
+        self._due: deque[tuple[Linear, Tensor, Tensor]] = deque()
 
-    def linear(self, x: Tensor, layer: "Linear | TransposedLinear") -> Tensor:
+    def linear(self, x: Tensor, layer: "Linear") -> Tensor:
         """`layer` of x (..., inputs), with the weight's gradient left for later."""
         if torch.is_autocast_enabled(x.device.type):
             # What autocast would do inside; done here, the rounded input is what is kept.
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        output = F.linear(x, layer.matrix(), layer.offset())
+        output = F.linear(x, layer.matrix().detach(), layer.offset())
         kept = x.detach()
 
         def keep(gradient: Tensor) -> None:
@@ -72,27 +72,24 @@ def deferring(deferred: DeferredGradients | None) -> Iterator[None]:
         _deferred.reset(token)
 
 
-def _collector(x: Tensor) -> DeferredGradients | None:
-    """Who takes the weight's gradient of a linear layer of `x`; None: the backward makes it, or
-    there is none, as in a forward that is computed again later."""
-    return _deferred.get() if x.requires_grad and torch.is_grad_enabled() else None
-
-
-class Linear(nn.Linear):
-    """nn.Linear, whose weight's gradient may be left for later."""
+class Linear(nn.Module):
+    """A linear layer, whose weight's gradient may be left for later."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
-        super().__init__(inputs, outputs, bias=bias)
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        deferred = _collector(x)
+        # Without a graph, as in a forward that is computed again later, there is no gradient.
+        deferred = _deferred.get() if x.requires_grad and torch.is_grad_enabled() else None
         if deferred is None:
-            return F.linear(x, self.weight, self.offset())
+            return F.linear(x, self.matrix(), self.offset())
         return deferred.linear(x, self)
 
     def matrix(self) -> Tensor:
-        """The weight (outputs, inputs), cut from autograd."""
-        return self.weight.detach()
+        """The weight as (outputs, inputs)."""
+        return self.weight
 
     def product(self, x: Tensor, gradient: Tensor) -> Tensor:
         """The weight's gradient from input (n, inputs) and output gradient (n, outputs)."""
@@ -103,28 +100,15 @@ class Linear(nn.Linear):
         return self.bias
 
 
-class TransposedLinear(nn.Module):
+class TransposedLinear(Linear):
     """A linear layer that keeps its weight as (inputs, outputs), such as GPT-2's."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
+        super().__init__(inputs, outputs, bias=True)
         self.weight = nn.Parameter(torch.empty(inputs, outputs))
-        self.bias = nn.Parameter(torch.empty(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        deferred = _collector(x)
-        if deferred is None:
-            return F.linear(x, self.weight.t(), self.offset())
-        return deferred.linear(x, self)
 
     def matrix(self) -> Tensor:
-        """The weight (outputs, inputs), cut from autograd."""
-        return self.weight.detach().t()
+        return self.weight.t()
 
     def product(self, x: Tensor, gradient: Tensor) -> Tensor:
-        """The weight's gradient from input (n, inputs) and output gradient (n, outputs)."""
         return x.t().mm(gradient)
-
-    def offset(self) -> Tensor:
-        """What is added to the product; a subclass may cut parts of the bias from autograd."""
-        return self.bias

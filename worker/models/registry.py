@@ -50,8 +50,3 @@ def tied_parameter(spec: ModelSpec, layer: int) -> str | None:
         return None
     in_embedding, in_head = family(spec).tied
     return {0: in_embedding, spec.layer_count - 1: in_head}.get(layer)
-
-
-def initialise_parameters(module: Layer, spec: ModelSpec, seed: int) -> None:
-    """Give `module` its initial weights: a function of (spec, seed, layer) alone."""
-    family(spec).initialise(module, spec, seed, tied_parameter(spec, module.layer))

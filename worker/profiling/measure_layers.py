@@ -199,7 +199,7 @@ class _Bench:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             runner.forward(0, self._input, self._rows, self._targets)
         kept[self._input.untyped_storage().data_ptr()] = self._input
-        kept.pop(self.state.storage(layer).untyped_storage().data_ptr(), None)
+        kept.pop(self.state.layers[layer].storage.untyped_storage().data_ptr(), None)
         runner.settle()
         return [tensor.untyped_storage().nbytes() for tensor in kept.values()]
 

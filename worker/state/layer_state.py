@@ -64,15 +64,6 @@ class LayerState:
                 into[:, begin : begin + len(both)] = self.storage[:, self.columns(both)]
             offset += len(wanted)
 
-    def gradient_of(self, part: LayerPart) -> Tensor:
-        """The slice of the own gradient that is summed over one set of workers: a view."""
-        return self.gradient[self.columns(self.layout.part(part))]
-
-    def reduced_of(self, part: LayerPart) -> Tensor:
-        """What the update will apply of it."""
-        reduced = self.reduced.get(part)
-        return self.gradient_of(part) if reduced is None else reduced
-
     def applied(self) -> Iterator[tuple[range, Tensor]]:
         """Which numbers the update applies which gradient to, piece by piece."""
         pieces = sorted(

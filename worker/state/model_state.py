@@ -106,14 +106,6 @@ class ModelState:
             for layer in [i for i, state in held.items() if state.shard not in shards]:
                 del held[layer]
 
-    def drop_former(self) -> None:
-        """Forget the shares that others have taken the place of."""
-        self.former.clear()
-
-    def storage(self, layer: int) -> Tensor:
-        """The whole state of `layer` as one contiguous tensor."""
-        return self.layers[layer].storage
-
     def snapshot(self, layer: int) -> Tensor:
         """A copy in host memory of the whole state of `layer` (1 + moments, n)."""
         return self.layers[layer].storage.detach().to("cpu", copy=True)
@@ -200,17 +192,15 @@ class ModelState:
                 state.gradient.zero_()
                 state.added.clear()
 
-    def note_added(self, layer: int, microbatch: int) -> None:
-        """The gradient of `layer` has `microbatch` now, wholly."""
-        self.layers[layer].added.add(microbatch)
-
     def gradient_part(self, part: LayerPart) -> Tensor:
         """The slice of a layer's own gradient that is summed over one set of workers: a view."""
-        return self.layers[part.layer].gradient_of(part)
+        state = self.layers[part.layer]
+        return state.gradient[state.columns(state.layout.part(part))]
 
     def reduced_part(self, part: LayerPart) -> Tensor:
         """What the update will apply of it."""
-        return self.layers[part.layer].reduced_of(part)
+        reduced = self.layers[part.layer].reduced.get(part)
+        return self.gradient_part(part) if reduced is None else reduced
 
     def set_reduced(self, part: LayerPart, reduced: Tensor) -> None:
         """Have the update apply `reduced`, flat, instead of the own sum of `part`."""

@@ -36,7 +36,7 @@ def commit(
     for layer in sorted(state.held()):
         if layer not in progress.reduced_layers:
             state.drop(layer)
-    state.drop_former()
+    state.former.clear()  # the newest shares alone have reduced gradients
     training = job.training
     if result.finite:
         scale = clip_scale(result.grad_norm, training.clip) / training.microbatches

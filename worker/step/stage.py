@@ -257,7 +257,7 @@ class StageRunner:
 
     def _add(self, layer: int, microbatch: int) -> None:
         for complete in self._exchange.add(layer, microbatch):
-            self._state.note_added(layer, complete)
+            self._state.layers[layer].added.add(complete)
 
     def settle(self) -> None:
         """Leave a step in the middle: drop what is in flight, and add what was left for later, so

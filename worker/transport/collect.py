@@ -38,7 +38,7 @@ def collect(
         return state.snapshot(layer)
     tag = _FIRST_TAG + layer
     if worker != writer:
-        transport.send(state.storage(layer), plan.workers.index(writer), tag).wait()
+        transport.send(state.layers[layer].storage, plan.workers.index(writer), tag).wait()
         transport.complete()
         return None
     own = state.layers[layer]

@@ -27,12 +27,12 @@ from oobleck.host.storage.checkpoints import (
     list_checkpoints,
     prune,
     read_layer,
+    set_aside,
     sweep,
     verify,
 )
 from oobleck.host.storage.export import export
 from oobleck.host.storage.folder import Folder, LocalFolder, RemoteFolder, open_folder
-from oobleck.host.storage.set_aside import set_aside
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.job.spec import CheckpointSpec, JobSpec
@@ -142,7 +142,7 @@ def test_what_two_workers_write_is_one_checkpoint_that_reads_back(job, place):
     for layer, file in enumerate(found.manifest.files):
         content = read_layer(here, file)
         back = unpack(content, layout(job.model, layer), moments, torch.float64)
-        assert torch.equal(back, state.storage(layer))
+        assert torch.equal(back, state.layers[layer].storage)
     assert [name for name in here.names() if name.startswith(("part-", "."))] == []
 
 
@@ -391,7 +391,7 @@ def test_a_layer_reads_back_whatever_the_optimizer(make_job, spec):
     state = trained(job)
     flat, moments = layout(job.model, 1), moment_names(spec)
     content = b"".join(map(bytes, pack(state.snapshot(1), flat, moments, {"layer": "1"})))
-    assert torch.equal(unpack(content, flat, moments, torch.float64), state.storage(1))
+    assert torch.equal(unpack(content, flat, moments, torch.float64), state.layers[1].storage)
     with pytest.raises(InvalidCheckpoint, match="holds no"):
         unpack(content, layout(job.model, 0), moments, torch.float64)
     with pytest.raises(InvalidCheckpoint, match="no safetensors file"):

@@ -130,7 +130,7 @@ OPTIMIZERS = [
 def test_the_update_is_that_of_torch_by_parameter(make_job, spec, make_oracle):
     """Moments, bias correction by version, and decay of matrices only; over three steps."""
     state = make_state(make_job(optimizer=spec), [2])
-    assert state.storage(2).shape[0] == 1 + spec.moments
+    assert state.layers[2].storage.shape[0] == 1 + spec.moments
     module = state.module(2)
     twins = {n: torch.nn.Parameter(p.detach().clone()) for n, p in module.named_parameters()}
     oracle = make_oracle(
@@ -182,11 +182,11 @@ def test_a_layer_goes_on_alike_after_it_was_moved(make_job):
     source = make_state(job, [1, 2])
     update(source, range(1, 4))
     target = ModelState(job, CPU)
-    target.allocate(2, version=source.held()[2]).storage.copy_(source.storage(2))
+    target.allocate(2, version=source.held()[2]).storage.copy_(source.layers[2].storage)
     target.complete(2)
     update(source, range(4, 6))
     update(target, range(4, 6))
-    assert torch.equal(source.storage(2), target.storage(2))
+    assert torch.equal(source.layers[2].storage, target.layers[2].storage)
     assert target.held() == {2: 5}
 
 
@@ -208,29 +208,29 @@ def test_applying_a_step_again_changes_nothing(make_job):
     state = make_state(make_job(), [1])
     state.layers[1].gradient.fill_(1.0)
     state.apply(1, scale=1.0)
-    before = state.storage(1).clone()
+    before = state.layers[1].storage.clone()
     state.apply(1, scale=1.0)
-    assert torch.equal(state.storage(1), before)
+    assert torch.equal(state.layers[1].storage, before)
 
 
 def test_a_gap_in_the_steps_is_refused_before_anything_is_changed(make_job):
     state = make_state(make_job(), [1, 2])
     state.layers[2].version = 1
-    before = state.storage(2).clone()
+    before = state.layers[2].storage.clone()
     with pytest.raises(
         StateError, match=r"step 2 cannot be applied to layers at versions \{1: 0\}"
     ):
         state.apply(2, scale=1.0)
-    assert torch.equal(state.storage(2), before)
+    assert torch.equal(state.layers[2].storage, before)
     assert state.held() == {1: 0, 2: 1}
 
 
 def test_a_skipped_step_counts_but_changes_no_weight(make_job):
     state = make_state(make_job(), [1])
     state.layers[1].gradient.fill_(float("nan"))
-    before = state.storage(1).clone()
+    before = state.layers[1].storage.clone()
     state.skip(1)
-    assert torch.equal(state.storage(1), before)
+    assert torch.equal(state.layers[1].storage, before)
     assert state.held() == {1: 1}
 
 

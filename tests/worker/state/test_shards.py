@@ -105,5 +105,5 @@ def test_new_shares_are_made_of_old_ones(make_job: MakeJob, before: int, after: 
             me.read(layer, Fraction(0), Fraction(1, before)),
             shares(job, before)[0].layers[layer].storage,
         )
-    me.drop_former()
+    me.former.clear()
     assert not me.former

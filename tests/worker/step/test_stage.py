@@ -185,7 +185,7 @@ def test_layers_move_between_stages_in_mid_run_with_their_moments(make_job):
         for layer in layers:
             new = after.states[0 if layer < 2 else 1]
             new.drop(layer)
-            new.allocate(layer, version=old.held()[layer]).storage.copy_(old.storage(layer))
+            new.allocate(layer, version=old.held()[layer]).storage.copy_(old.layers[layer].storage)
             new.complete(layer)
     steps += [after.step(step) for step in (4, 5, 6)]
     check(after, steps, rtol=1e-12)
@@ -196,7 +196,7 @@ def test_lost_moments_would_be_noticed(make_job):
     job = make_job(optimizer=FAST)
     pipeline = Pipeline(job, (2,))
     steps = [pipeline.step(step) for step in (1, 2, 3)]
-    pipeline.states[1].storage(3)[2].zero_()
+    pipeline.states[1].layers[3].storage[2].zero_()
     steps += [pipeline.step(step) for step in (4, 5, 6)]
     with pytest.raises(AssertionError):
         check(pipeline, steps, rtol=1e-6)
