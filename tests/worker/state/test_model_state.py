@@ -240,7 +240,7 @@ def test_storage_is_one_message(make_job):
         ("fp32", torch.float32),
         ("bf16", torch.float32),
     ):
-        storage = make_state(make_job(precision=precision), [1]).storage(1)
+        storage = make_state(make_job(precision=precision), [1]).layers[1].storage
         assert storage.is_contiguous()
         assert storage.dtype == dtype
         assert storage.shape == (3, 12 * 16 * 16 + 4 * 16)
