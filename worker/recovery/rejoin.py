@@ -9,15 +9,17 @@ after every worker has put in its share, and it puts it in only with every reduc
 hand. So if anyone has committed step s, those behind hold the reduced gradients of s and roll
 forward; if no survivor has, nobody alive has changed a weight, and step s is done again.
 
-One that was away meanwhile may come back and have committed s in a generation before: what the
-others agreed on without it holds, unless all of them can still roll forward.
+One that was away meanwhile may come back and have committed s in a generation before. What the
+others agreed on without it holds, unless all of them can still roll forward, or they have lost a
+layer since and those with s have all.
 """
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
+from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.transfer import Shard, ShardTable
+from oobleck.planner.programs.transfer import Shard, ShardTable, require_holders
 from oobleck.worker.runtime.errors import InvariantViolation
 
 
@@ -84,39 +86,51 @@ def agree(states: Mapping[WorkerId, RecoveryState]) -> Agreement:
     lineage = max(state.lineage for state in states.values())
     members, states = states, {w: s for w, s in states.items() if s.lineage == lineage}
     while outrun := _outrun(states):
-        states = _without_newest(states, outrun)
+        without, alone = _without_newest(states, outrun), _followers(states, outrun)
+        states = alone if _is_whole(alone) and not _is_whole(without) else without
     step = _newest(states)
     holders = sorted(w for w, s in states.items() if s.voted == step and step > 0)
-    generations = {states[w].voted_generation for w in holders}
-    if len(generations) > 1:
+    if len(generations := {states[w].voted_generation for w in holders}) > 1:
         raise InvariantViolation(f"step {step} was voted on in generations {sorted(generations)}")
-
-    roll_forward = set()
-    held: dict[WorkerId, frozenset[Shard]] = {}
-    for worker, state in states.items():
-        if state.committed == step:
-            held[worker] = _at(step, state.layers) | _at(step, state.former)
-        elif (
-            state.committed == step - 1
-            and state.reduced == step
-            and state.reduced_generation in generations
-        ):
-            roll_forward.add(worker)
-            held[worker] = frozenset(
-                shard
-                for shard in _at(step - 1, state.layers)
-                if shard.layer in state.reduced_layers
-            )
-        # Others were left behind by an older generation: their layers are worthless.
+    held = _held(states)
+    roll_forward = frozenset(worker for worker in held if states[worker].committed < step)
     return Agreement(
         lineage=lineage,
         step=step,
-        roll_forward=frozenset(roll_forward),
+        roll_forward=roll_forward,
         vote_holder=holders[0] if holders and roll_forward else None,
         held={worker: held.get(worker, frozenset()) for worker in members},
         skipped=max((s.skipped for s in states.values() if s.committed == step), default=0),
         begun=frozenset(w for w, state in states.items() if state.begun == step + 1),
     )
+
+
+def _held(states: Mapping[WorkerId, RecoveryState]) -> dict[WorkerId, frozenset[Shard]]:
+    """What they hold at the newest step, those who must roll forward to it included. Whoever is not
+    in it was left behind by an older generation: its layers are worthless."""
+    step = _newest(states)
+    votes = {s.voted_generation for s in states.values() if s.voted == step and step > 0}
+    held: dict[WorkerId, frozenset[Shard]] = {}
+    for worker, state in states.items():
+        if state.committed == step:
+            held[worker] = _at(step, state.layers) | _at(step, state.former)
+        elif any(_rolls_forward(state, step, generation) for generation in votes):
+            held[worker] = frozenset(
+                shard
+                for shard in _at(step - 1, state.layers)
+                if shard.layer in state.reduced_layers
+            )
+    return held
+
+
+def _is_whole(states: Mapping[WorkerId, RecoveryState]) -> bool:
+    """Whether they hold all layers of the model."""
+    layer_count = max(len(state.layers) for state in states.values())
+    try:
+        require_holders(_held(states), layer_count)
+    except LayerLost:
+        return False
+    return True
 
 
 def _newest(states: Mapping[WorkerId, RecoveryState]) -> int:
@@ -142,10 +156,21 @@ def _outrun(states: Mapping[WorkerId, RecoveryState]) -> frozenset[WorkerId]:
 
 def _follows(state: RecoveryState, step: int, generation: int) -> bool:
     """Whether it has applied the step that was voted on in `generation`, or can."""
-    if max(state.committed, state.voted) >= step:
-        return True
+    return max(state.committed, state.voted) >= step or _rolls_forward(state, step, generation)
+
+
+def _rolls_forward(state: RecoveryState, step: int, generation: int) -> bool:
     of = (state.committed, state.reduced, state.reduced_generation)
     return of == (step - 1, step, generation)
+
+
+def _followers(
+    states: Mapping[WorkerId, RecoveryState], outrun: Set[WorkerId]
+) -> dict[WorkerId, RecoveryState]:
+    """Those in `outrun`, and who can roll forward to the newest step by their newest vote."""
+    step = _newest(states)
+    voted = max(states[worker].voted_generation for worker in outrun)
+    return {w: s for w, s in states.items() if w in outrun or _rolls_forward(s, step, voted)}
 
 
 def _without_newest(

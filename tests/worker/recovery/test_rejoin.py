@@ -154,6 +154,37 @@ def test_a_step_that_others_have_begun_again_without_its_only_voter_is_done_agai
     assert agreement.held == {A: whole(2), B: whole(0, 1)}
 
 
+def test_a_full_copy_counts_where_those_who_went_on_without_it_have_lost_a_layer() -> None:
+    # a alone saw the vote on step 6 and was cut off; b began it again with another one, who died.
+    everything = (0, 1, 2)
+    ahead = recovery_state(6, voted=(6, 1), layers=everything, begun=6, joined=1)
+    begun = recovery_state(5, begun=6, joined=2)
+    agreement = agree({A: ahead, B: begun})
+    assert (agreement.step, agreement.begun) == (6, frozenset())
+    assert agreement.held == {A: whole(*everything), B: frozenset()}
+    # It may be spread over several, one of whom has the vote and has not applied it.
+    agreement = agree(
+        {
+            A: recovery_state(6, voted=(6, 1), layers=(2,), joined=1),
+            B: begun,
+            C: recovery_state(5, reduced=(6, 1), voted=(5, 1), layers=(0, 1), joined=1),
+        }
+    )
+    assert (agreement.step, agreement.roll_forward, agreement.vote_holder) == (6, {C}, A)
+    assert agreement.held == {A: whole(2), B: frozenset(), C: whole(0, 1)}
+    # The others have voted on the step too.
+    newer = recovery_state(6, voted=(6, 2), layers=(1, 2), joined=2)
+    agreement = agree({A: ahead, B: newer})
+    assert agreement.held == {A: whole(*everything), B: frozenset()}
+    assert agree({A: ahead, B: newer, C: replace(newer, layers=(Held(6),) * 3)}).held == {
+        A: frozenset(),
+        B: whole(1, 2),
+        C: whole(*everything),
+    }
+    # Who has committed a newer step has outrun them for good.
+    assert agree({A: ahead, B: recovery_state(7, joined=2)}).step == 7
+
+
 def test_who_met_without_the_only_voter_follows_it_while_all_still_can() -> None:
     ahead = recovery_state(6, voted=(6, 1), layers=(2,), joined=1)
     agreement = agree({A: ahead, B: recovery_state(5, reduced=(6, 1), begun=6, joined=2)})
