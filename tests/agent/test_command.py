@@ -17,7 +17,7 @@ from oobleck.agent.__main__ import default_name, read_faults
 from oobleck.agent.connection.address import local_address
 from support.commands import end, start_master
 from support.folders import SUPPORT
-from support.waiting import PATIENCE_S, all_gone, until
+from support.waiting import PATIENCE_S, all_gone, is_stopped, until
 
 AGENT = [sys.executable, "-m", "oobleck.agent"]
 
@@ -119,6 +119,34 @@ def test_it_ends_with_its_parent() -> None:
     parent.wait()
     parent.stdout.close()
     all_gone([agent, warm])
+
+
+def test_a_stopped_warm_process_ends_with_a_killed_agent() -> None:
+    """The product's own, with torch loaded: nothing in it can run, so the kernel must end it."""
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+    agent = subprocess.Popen(
+        [*AGENT, "--master", address, "--name", "n1"],
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        process = psutil.Process(agent.pid)
+        until(process.children, "the warm process")
+        (warm,) = process.children()
+        until(lambda: handles(warm.pid, signal.SIGCHLD), "its readiness to fork")
+        warm.send_signal(signal.SIGSTOP)
+        until(lambda: is_stopped(warm.pid), "its stop")
+    finally:
+        agent.kill()
+        agent.wait()
+    all_gone([warm])
+
+
+def handles(pid: int, signum: signal.Signals) -> bool:
+    """Whether the process has a handler of its own for the signal."""
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return caught is not None and bool(int(caught[1], 16) >> signum - 1 & 1)
 
 
 def test_a_frozen_master_is_noticed_and_found_again(tmp_path: Path) -> None:
