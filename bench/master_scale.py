@@ -35,7 +35,7 @@ from pathlib import Path
 import psutil
 
 from bench.replan import job_spec, memory_per_worker
-from bench.support.daemons import tied
+from bench.support.daemons import with_parent
 from bench.support.scale_crowd import Crowd, neighbours, processor_s
 from bench.support.scratch import run_folder
 from oobleck.host.detection import Detection
@@ -68,7 +68,7 @@ class Master:
         self.start()
 
     def start(self) -> None:
-        command = [*tied("oobleck.master"), "--listen", self.address]
+        command = [*with_parent("oobleck.master"), "--listen", self.address]
         with self._log.open("a") as log:
             self._process = subprocess.Popen(
                 [*command, "--state-dir", str(self.state_dir), "--pki", str(self.keys)],

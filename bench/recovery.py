@@ -41,7 +41,7 @@ _ATTEMPTS = 3
 SECOND_LOSS: Mapping[str, str] = {
     "abort": "before:rendezvous",
     "rendezvous": "before:connect",
-    "standings": "before:standings",
+    "agree": "before:agree",
     "transfer": "before:transfer",
     "first_step": "before:Backward",
     "vote": "reduced",

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from bench.support.client import Client, ClusterError
-from bench.support.daemons import children_of, descendants, kill_trees, tied, warm_process
+from bench.support.daemons import children_of, descendants, kill_trees, warm_process, with_parent
 from bench.support.preloaded import Preloaded
 from bench.support.scratch import run_folder, undisturbed
 
@@ -179,7 +179,7 @@ class LocalCluster(Cluster):
         super().__init__(state_dir or scratch / "state", scratch)
         self._extra: list[subprocess.Popen[str]] = []
         self._python_path = preloaded.python_path if preloaded is not None else ""
-        command = [*tied("oobleck.cli.main"), "local", "--nodes", str(nodes)]
+        command = [*with_parent("oobleck.cli.main"), "local", "--nodes", str(nodes)]
         command += ["--workers-per-node", str(workers_per_node)]
         command += ["--listen", "127.0.0.1:0", "--state-dir", str(self.state_dir)]
         self._faults: list[str] = []
@@ -257,7 +257,7 @@ class LocalCluster(Cluster):
 
     def start_node(self, name: str, *options: str) -> int:
         """It knows the fault plan too."""
-        command = [*tied("oobleck.agent"), "--master", self.address, "--name", name]
+        command = [*with_parent("oobleck.agent"), "--master", self.address, "--name", name]
         command += [*self._faults, *options]
         with self.log.open("a") as log:
             agent = subprocess.Popen(

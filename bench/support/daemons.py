@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 
-def tied(module: str) -> list[str]:
+def with_parent(module: str) -> list[str]:
     """The beginning of a command that runs a module of Python, and ends with this process however
     that ends: once the thread that starts it has."""
     return [sys.executable, "-m", "oobleck.host.system.die_with_parent", str(os.getpid()), module]

@@ -19,7 +19,7 @@ import psutil
 
 from bench.support.client import ClusterError
 from bench.support.cluster import Cluster
-from bench.support.daemons import alive, tied
+from bench.support.daemons import alive, with_parent
 from bench.support.network import Network
 from bench.support.preloaded import STARTUP, Preloaded
 from bench.support.scratch import mount_memory, run_folder, undisturbed, unmount
@@ -142,7 +142,7 @@ class NetCluster(Cluster):
     def _start(
         self, host: str, module: str, *arguments: str, piped: bool = False
     ) -> subprocess.Popen[bytes]:
-        command = [*self.net.on(host), *tied(module), *arguments]
+        command = [*self.net.on(host), *with_parent(module), *arguments]
         with self.log.open("a") as log:
             daemon = subprocess.Popen(
                 command,

@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
-from bench.support.daemons import tied
+from bench.support.daemons import with_parent
 from oobleck.host.device import worker_environment
 
 #: What is on PYTHONPATH of processes whose start is a drill's.
@@ -50,7 +50,7 @@ class Preloaded:
             listener.bind(str(folder / "preloaded"))
             listener.listen(_BACKLOG)
             self._process = subprocess.Popen(
-                tied("bench.support.preloaded"),
+                with_parent("bench.support.preloaded"),
                 stdin=listener.fileno(),
                 env={**os.environ, **worker_environment("cpu"), **own},
                 start_new_session=True,

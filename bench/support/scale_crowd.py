@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.support.daemons import tied
+from bench.support.daemons import with_parent
 
 #: How often what is waited for is looked at. Moments are taken where things happen, not by this.
 _LOOK_S = 0.02
@@ -46,7 +46,7 @@ class Crowd:
                 "step": share.step,
                 "end": share.stop,
             }
-            command = (*tied("bench.support.scale_agents"), json.dumps(told))
+            command = (*with_parent("bench.support.scale_agents"), json.dumps(told))
             with (logs / f"agents{share.start}.log").open("a") as log:
                 process = await asyncio.create_subprocess_exec(
                     *command,

@@ -31,7 +31,7 @@ class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
     (`before:Forward`, `after:Vote`), a moment inside the vote (`reduced`: all gradients in hand,
     `voting`: its own share is out), `evaluating` (before each instruction of an evaluation after
     `step`, with `microbatch` of its samples), or a recovery phase, in this order:
-    `before:rendezvous`, `before:connect` (all have arrived), `before:standings`, `before:transfer`,
+    `before:rendezvous`, `before:connect` (all have arrived), `before:agree`, `before:transfer`,
     `sending` and `receiving` (before each piece of state, with the number of pieces before it as
     `microbatch`), `after:transfer`; or `before:measure`.
     """

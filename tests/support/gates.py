@@ -34,7 +34,7 @@ class Gate:
 GATES = {
     "rendezvous": Gate("n1", "before:rendezvous"),
     "connect": Gate("n1", "before:connect", "struck-early"),
-    "standings": Gate("n2", "before:standings", "struck-early"),
+    "agree": Gate("n2", "before:agree", "struck-early"),
     "transfer": Gate("n2", "before:transfer"),
     "first step": Gate("n3", "after:transfer"),
     "checkpoint": Gate("n1", "before:LayerFile"),

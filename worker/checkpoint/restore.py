@@ -7,9 +7,8 @@ whole for all is taken. Must not know when one is wanted.
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from oobleck.host.ipc.messages import Assign
+from oobleck.host.ipc.messages import Assign, Restored
 from oobleck.host.storage.checkpoints import (
     Damaged,
     StoredCheckpoint,
@@ -40,17 +39,6 @@ from oobleck.worker.transport.transport import Transport
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """What training goes on from."""
-
-    step: int
-    #: Folder or URL; empty: there is none, and all begin anew.
-    path: str
-    #: Newer ones that could not be used, and why.
-    passed_over: tuple[str, ...]
-
-
 def restore(
     context: WorkerContext,
     spec: CheckpointSpec,
@@ -59,9 +47,9 @@ def restore(
     *,
     resume: bool,
     needed: bool,
-) -> Checkpoint | None:
-    """Hold the plan's layers as the newest checkpoint that is whole for all workers has them; None
-    where there is none.
+) -> Restored | None:
+    """Hold the plan's layers as the newest checkpoint that is whole for all workers has them, and
+    say which one that is; None: there is none.
 
     `resume`: for a job that has not trained yet, by its `checkpoint.resume`. `needed`: there must
     be one. Raises CheckpointError where what is there is of another training or damaged, or is
@@ -81,7 +69,12 @@ def restore(
         if not reasons:
             path = f"{location.folder.url.rstrip('/')}/{location.known[identity].name}"
             passed_over += location.newer_damaged(step)
-            return Checkpoint(step=step, path=path, passed_over=tuple(passed_over))
+            return Restored(
+                generation=assign.plan.generation,
+                step=step,
+                path=path,
+                passed_over=tuple(passed_over),
+            )
         passed_over.append("; ".join(reasons))
         log.warning("checkpoint passed over", extra={"step": step, "reason": reasons})
         fault = fault or at_fault(found)

@@ -19,7 +19,7 @@ from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.transfer import ShardTable, plan_shards, require_holders
-from oobleck.worker.checkpoint.restore import Checkpoint, restore
+from oobleck.worker.checkpoint.restore import restore
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.membership import handover_members
 from oobleck.worker.recovery.rejoin import Agreement, Held, RecoveryState, agree
@@ -71,7 +71,7 @@ class Recovery:
         plan, progress = assign.plan, self._progress
         self._state.drop_partial()
         self._context.faults.reached(
-            "before:standings", generation=plan.generation, step=progress.committed
+            "before:agree", generation=plan.generation, step=progress.committed
         )
         with self._context.timeline.phase("agree"):
             agreement = self._agree(plan, plan.workers, transport)
@@ -129,10 +129,10 @@ class Recovery:
         lost = agreement.step > 0 and _is_lost(agreement.held, assign.plan.layer_count)
         if not (assign.restore or fresh or lost):
             return False
-        found: Checkpoint | None = None
+        restored: Restored | None = None
         if spec is not None:
             with self._context.timeline.phase("restore"), pulse.FILES:
-                found = restore(
+                restored = restore(
                     self._context,
                     spec,
                     assign,
@@ -140,32 +140,27 @@ class Recovery:
                     resume=fresh and not assign.restore,
                     needed=assign.restore and not assign.anew,
                 )
-        if found is None and assign.anew:
-            found = self._begin_anew(assign.plan)
-        if found is None:
+        if restored is None and assign.anew:
+            restored = self._begin_anew(assign.plan)
+        if restored is None:
             return False
-        generation = assign.plan.generation
-        self._progress.restart(found.step, generation)
-        log.info("restored", extra={"step": found.step, "path": found.path})
+        generation, step = restored.generation, restored.step
+        self._progress.restart(step, generation)
+        log.info("restored", extra={"step": step, "path": restored.path})
         for message in (
-            Restored(
-                generation=generation,
-                step=found.step,
-                path=found.path,
-                passed_over=found.passed_over,
-            ),
-            PhaseReached(generation=generation, phase="joined", committed_step=found.step),
+            restored,
+            PhaseReached(generation=generation, phase="joined", committed_step=step),
             PhaseReached(generation=generation, phase="transferred"),
         ):
             self._control.report(message)
         return True
 
-    def _begin_anew(self, plan: Plan) -> Checkpoint:
+    def _begin_anew(self, plan: Plan) -> Restored:
         """Hold the plan's layers as they were before the first step."""
         self._state.keep_only(())
         for shard in sorted(plan_shards(plan)[self._worker]):
             self._state.initialise(shard.layer, part=shard.part, parts=shard.parts)
-        return Checkpoint(step=0, path="", passed_over=())
+        return Restored(generation=plan.generation, step=0, path="")
 
     def _agree(self, plan: Plan, members: Sequence[WorkerId], transport: Transport) -> Agreement:
         """Tell `members`, who are in rank order, this worker's state and hear theirs.

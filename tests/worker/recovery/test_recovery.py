@@ -141,7 +141,7 @@ def test_killed_within_a_step_rolls_back_and_redoes_it(
 
 
 @pytest.mark.parametrize(
-    "point", ["before:standings", "after:transfer", "after:Forward", "before:Backward", "reduced"]
+    "point", ["before:agree", "after:transfer", "after:Forward", "before:Backward", "reduced"]
 )
 def test_killed_before_any_step_is_committed(
     warm: WarmWorkers, undisturbed: dict[int, float | None], point: str
@@ -202,7 +202,7 @@ def test_two_losses_one_after_the_other(
 PHASES = {
     "on its way to the meeting": "before:rendezvous",
     "building of groups": "before:connect",
-    "standings": "before:standings",
+    "agree": "before:agree",
     "before the copy of state": "before:transfer",
     "as the source, in mid-copy": "sending",
     "after the copy of state": "after:transfer",
@@ -286,7 +286,7 @@ def test_two_losses_at_once(warm: WarmWorkers, undisturbed: dict[int, float | No
         check(cluster, undisturbed)
 
 
-@pytest.mark.parametrize("phase", ["standings", "before the copy of state", "first step"])
+@pytest.mark.parametrize("phase", ["agree", "before the copy of state", "first step"])
 def test_join_during_the_recovery_from_a_loss(
     warm: WarmWorkers, undisturbed: dict[int, float | None], phase: str
 ) -> None:

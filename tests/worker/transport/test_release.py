@@ -29,7 +29,7 @@ WAITS = {
     "arrival of all": "before:rendezvous",
     "victim's store": "before:rendezvous",
     "groups": "before:connect",
-    "standings": "before:standings",
+    "agree": "before:agree",
     "transfer": "sending",
     "receive and sums": "before:Backward",
     "vote": "reduced",
