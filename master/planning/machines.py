@@ -63,12 +63,23 @@ def profile_on(spec: JobSpec, machines: Machines) -> Profile:
     )
 
 
-@lru_cache(maxsize=128)
 def template_sizes(spec: JobSpec, machines: Machines, nodes: int) -> range:
     """Numbers of nodes of the templates that `nodes` nodes need. Raises PlanInfeasible."""
-    return node_specification(
-        profile_on(spec, machines),
-        nodes=nodes,
-        fault_tolerance=spec.fault_tolerance,
-        min_nodes=spec.resources.min_nodes_per_pipeline,
-    )
+    sizes = _template_sizes(spec, machines, nodes)
+    if isinstance(sizes, PlanInfeasible):
+        raise sizes.with_traceback(None)
+    return sizes
+
+
+@lru_cache(maxsize=128)
+def _template_sizes(spec: JobSpec, machines: Machines, nodes: int) -> range | PlanInfeasible:
+    """A job that waits for nodes asks again in every turn, so the refusal is remembered too."""
+    try:
+        return node_specification(
+            profile_on(spec, machines),
+            nodes=nodes,
+            fault_tolerance=spec.fault_tolerance,
+            min_nodes=spec.resources.min_nodes_per_pipeline,
+        )
+    except PlanInfeasible as refusal:
+        return refusal

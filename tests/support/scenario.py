@@ -16,6 +16,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -910,20 +911,28 @@ def durable(state: ClusterState) -> ClusterState:
     )
 
 
+@cache
+def changeable(kind: type) -> tuple[str, ...]:
+    """The attributes of a class that can change; none of one that is frozen or no dataclass."""
+    if not is_dataclass(kind) or kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        return ()
+    return tuple(entry.name for entry in fields(kind))
+
+
 def copied(value: Any) -> Any:
     """A copy of all that can change; what is frozen is shared, which is most of a state."""
-    match value:
-        case dict():
-            return {key: copied(item) for key, item in value.items()}
-        case list() | deque():
-            return type(value)(map(copied, value))
-        case set():
-            return set(value)
-    if not is_dataclass(value) or value.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+    kind = type(value)
+    if kind is dict:
+        return {key: copied(item) for key, item in value.items()}
+    if kind is list or kind is deque:
+        return kind(map(copied, value))
+    if kind is set:
+        return set(value)
+    if not (names := changeable(kind)):
         return value
     copy_of = copy.copy(value)
-    for entry in fields(value):
-        setattr(copy_of, entry.name, copied(getattr(value, entry.name)))
+    for name in names:
+        setattr(copy_of, name, copied(getattr(value, name)))
     return copy_of
 
 
