@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 from google.protobuf.message import Message
@@ -19,7 +19,7 @@ from oobleck.proto.control_pb2_grpc import OperatorStub, PkiStub
 from oobleck.proto.secure import open_channel
 
 DEADLINE_S = 5.0
-#: A request whose reply was lost is repeated for so long. A master restarts in less.
+#: A master restarts in less.
 ASK_AGAIN_S = 10.0
 #: For a timeline: its steps are waited for.
 TIMELINE_S = 3600.0
@@ -46,8 +46,6 @@ _WANTS_CREDENTIALS = (
 _ANOTHER_CLUSTER = "it is of another cluster than the credentials: their authority does not know it"
 _NO_MASTER = "what listens there does not answer like an Oobleck master"
 
-Reply = TypeVar("Reply")
-
 
 def _new_id() -> str:
     """Of a request, so that repeating it is the same request."""
@@ -72,11 +70,13 @@ class Unreachable(CommandFailed):
 class MasterClient:
     """A connection to the master; use it as a context."""
 
-    def __init__(self, endpoint: Endpoint | str) -> None:
-        """`endpoint`: an address alone is one on this host, called in the clear."""
+    def __init__(self, endpoint: Endpoint | str, *, ask_again_s: float = ASK_AGAIN_S) -> None:
+        """`endpoint`: an address alone is one on this host, called in the clear. `ask_again_s`: for
+        how long a request whose reply was lost is repeated."""
         if isinstance(endpoint, str):
             endpoint = choose_endpoint(endpoint, None, insecure=True)
         self.address = endpoint.address
+        self._ask_again_s = ask_again_s
         self._secured = endpoint.credentials is not None
         self._channel = open_channel(endpoint, CHANNEL_OPTIONS)
         #: What the last answer said of the master itself; empty: all is well.
@@ -106,12 +106,12 @@ class MasterClient:
         return reply
 
     def jobs(self) -> list[pb.JobStatus]:
-        return list(self._heard(self._ask(self._stub.ListJobs, pb.ListJobsRequest())).jobs)
+        reply: pb.ListJobsReply = self._ask(self._stub.ListJobs, pb.ListJobsRequest())
+        return list(reply.jobs)
 
     def job(self, job_id: str) -> pb.JobStatus:
-        status: pb.JobStatus = self._ask(self._stub.GetJob, pb.JobRequest(job_id=job_id))
-        self.problem = status.problem
-        return status
+        reply: pb.JobStatus = self._ask(self._stub.GetJob, pb.JobRequest(job_id=job_id))
+        return reply
 
     def profile(self, job_id: str) -> pb.ProfileReply:
         reply: pb.ProfileReply = self._ask(self._stub.GetProfile, pb.JobRequest(job_id=job_id))
@@ -120,36 +120,34 @@ class MasterClient:
     def timeline(self, job_id: str, steps: int) -> str:
         """Text of a Chrome trace of `steps` steps to come; takes as long as they do."""
         request = pb.TimelineRequest(job_id=job_id, steps=steps)
-        return str(self._ask(self._stub.GetTimeline, request, TIMELINE_S).trace)
+        reply: pb.TimelineReply = self._ask(self._stub.GetTimeline, request, TIMELINE_S)
+        return reply.trace
 
     def save_checkpoint(self, job_id: str) -> int:
         """The number of the request."""
         request = pb.SaveCheckpointRequest(request_id=_new_id(), job_id=job_id)
-        return int(self._change(self._stub.SaveCheckpoint, request).number)
+        reply: pb.SaveCheckpointReply = self._change(self._stub.SaveCheckpoint, request)
+        return reply.number
 
     def cancel(self, job_id: str) -> pb.JobStatus:
         request = pb.CancelRequest(request_id=_new_id(), job_id=job_id)
-        status: pb.JobStatus = self._change(self._stub.CancelJob, request)
-        return status
+        reply: pb.JobStatus = self._change(self._stub.CancelJob, request)
+        return reply
 
     def nodes(self, timeout_s: float = DEADLINE_S) -> list[pb.NodeInfo]:
-        reply = self._ask(self._stub.ListNodes, pb.ListNodesRequest(), timeout_s)
-        return list(self._heard(reply).nodes)
-
-    def _heard(self, reply: Any) -> Any:
-        self.problem = str(reply.problem)
-        return reply
+        reply: pb.ListNodesReply = self._ask(self._stub.ListNodes, pb.ListNodesRequest(), timeout_s)
+        return list(reply.nodes)
 
     def drain(self, node: str, reason: str, *, force: bool) -> pb.NodeInfo:
         """The node as it is then."""
         request = pb.DrainNodeRequest(request_id=_new_id(), node=node, reason=reason, force=force)
-        info: pb.NodeInfo = self._change(self._stub.DrainNode, request)
-        return info
+        reply: pb.NodeInfo = self._change(self._stub.DrainNode, request)
+        return reply
 
     def undrain(self, node: str) -> pb.NodeInfo:
         request = pb.UndrainNodeRequest(request_id=_new_id(), node=node)
-        info: pb.NodeInfo = self._change(self._stub.UndrainNode, request)
-        return info
+        reply: pb.NodeInfo = self._change(self._stub.UndrainNode, request)
+        return reply
 
     def watch(self, job_id: str) -> Iterator[pb.JobStatus]:
         return self._stream(self._stub.WatchJob, pb.JobRequest(job_id=job_id))
@@ -196,21 +194,22 @@ class MasterClient:
     def _change(self, method: Any, request: Message) -> Any:
         """The reply to a request that changes something. If the reply is lost, as when the
         master restarts, the same request is sent again; by its id the master does it once."""
-        try:
-            return self._ask(method, request)
-        except Unreachable as unreachable:
-            until = time.monotonic() + (ASK_AGAIN_S if unreachable.reached else 0.0)
+        until = 0.0
         while True:
-            time.sleep(0.2)
             try:
                 return self._ask(method, request)
-            except Unreachable:
+            except Unreachable as unreachable:
+                if unreachable.reached and not until:
+                    until = time.monotonic() + self._ask_again_s
                 if time.monotonic() >= until:
                     raise
+            time.sleep(0.2)
 
     def _ask(self, method: Any, request: Message, timeout_s: float = DEADLINE_S) -> Any:
         with self._errors_as_lines():
-            return method(request, timeout=timeout_s)
+            reply = method(request, timeout=timeout_s)
+        self.problem = str(getattr(reply, "problem", self.problem))
+        return reply
 
     def _stream(self, method: Any, request: Message) -> Iterator[Any]:
         with self._errors_as_lines():

@@ -6,7 +6,7 @@ A command waits only for a master that has answered once. A wrong address is tol
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import click
 
@@ -19,29 +19,33 @@ AWAY_S = 60.0
 _AGAIN_S = 0.5
 
 
-class Away:
-    """Waits for one master for AWAY_S at most, and says so once on standard error."""
+def _warn(line: str) -> None:
+    click.echo(f"oobleck: {line}", err=True)
 
-    def __init__(self) -> None:
+
+class Away:
+    """Waits for one master, and says so once."""
+
+    def __init__(self, tell: Callable[[str], None] = _warn, *, patience_s: float = AWAY_S) -> None:
+        self._tell = tell
+        self._patience_s = patience_s
         self._since: float | None = None
         self._known = False
 
     def answered(self) -> None:
         if self._since is not None:
-            click.echo("oobleck: the master is back", err=True)
+            self._tell("the master is back")
         self._since, self._known = None, True
 
     def wait(self, unreachable: Unreachable) -> None:
         """Sleep before the next try. Raises `unreachable` if the master has never answered, or was
         away for too long."""
         now = time.monotonic()
-        if not self._known:
+        if not self._known or now - (self._since or now) >= self._patience_s:
             raise unreachable
         if self._since is None:
             self._since = now
-            click.echo("oobleck: the master is away; training goes on without it", err=True)
-        if now - self._since > AWAY_S:
-            raise unreachable
+            self._tell("the master is away; what runs goes on without it")
         time.sleep(_AGAIN_S)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from oobleck.cli.client import MasterClient, Unreachable
-from oobleck.cli.jobs.away import AWAY_S
+from oobleck.cli.jobs.away import Away
 from oobleck.cli.output import text
 from oobleck.cli.output.table import cut
 from oobleck.host.command import CommandFailed
@@ -140,16 +140,17 @@ def _line(parts: Iterable[tuple[int, str]]) -> str:
 def follow(master: MasterClient, job_id: str, out: TextIO = sys.stdout) -> pb.JobStatus:
     """Draw until the job has ended; its last status."""
     progress = LiveLine(out)
-    shown = 0
+    away, shown = Away(progress.above), 0
+    away.answered()
     last: pb.JobStatus | None = None
-    away_since: float | None = None
     try:
         while True:
             events_seen = 0
+            lost: Unreachable | None = None
             for item in _both_streams(master, job_id):
                 match item:
                     case _Status(status=last):
-                        away_since = None
+                        away.answered()
                         if last.state not in text.ENDED:
                             progress.status(last, time.monotonic())
                     case _Event(record=record):
@@ -158,12 +159,7 @@ def follow(master: MasterClient, job_id: str, out: TextIO = sys.stdout) -> pb.Jo
                             shown = events_seen
                             progress.above(text.event_line(record, progress.width))
                     case _Closed(error=Unreachable() as error):
-                        now = time.monotonic()
-                        if away_since is None:
-                            away_since = now
-                            progress.above("the master is away; training goes on without it")
-                        if now - away_since > AWAY_S:
-                            raise error
+                        lost = error
                     case _Closed(error=CommandFailed() as failure):
                         raise failure
                     case _Closed():
@@ -172,7 +168,8 @@ def follow(master: MasterClient, job_id: str, out: TextIO = sys.stdout) -> pb.Jo
                 # Drawn below all events, though these may come after it.
                 progress.status(last, time.monotonic())
                 return last
-            time.sleep(0.5)
+            if lost is not None:
+                away.wait(lost)
     finally:
         progress.finish()
 

@@ -12,15 +12,14 @@ import os
 import secrets
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from oobleck.cli.cluster.children import stop
-from oobleck.cli.cluster.local import Cluster, check_room, interrupts
+from oobleck.cli.cluster.cluster import Cluster
+from oobleck.cli.cluster.local import check_room, interrupts
 from oobleck.cli.jobs.job_file import check_inputs, read_job
 from oobleck.cli.jobs.timeline import check_usage, record
 from oobleck.cli.options import (
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
 _LOCAL_NODES = 2
 #: Of a timeline: more make a file that no viewer likes.
 _MOST_STEPS = 100
-#: Between two attempts to reach a master that is away.
-_AGAIN_S = 0.5
 
 EPILOG = """\b
 Progress goes to standard error; standard output has a table, or the profile with --json.
@@ -169,7 +166,7 @@ def _measuring_master(master: Endpoint | None) -> Iterator[Endpoint]:
             cluster.wait_until_ready()
             yield cluster.endpoint
         finally:
-            stop(cluster.master, cluster.agents)
+            cluster.stop()
 
 
 def _check_output(option: str, output: Path) -> None:
@@ -218,14 +215,15 @@ def _measure(connection: "MasterClient", job: "JobSpec", *, patience_s: float) -
 def _await_profile(connection: "MasterClient", job_id: str, patience_s: float) -> str:
     """Tell what becomes of the job until it has ended. A master that is away is waited for."""
     from oobleck.cli.client import Unreachable
+    from oobleck.cli.jobs.away import Away
     from oobleck.cli.output.text import ENDED
 
-    told = ""
-    away_since: float | None = None
+    told, away = "", Away(_say, patience_s=patience_s)
+    away.answered()
     while True:
         try:
             for status in connection.watch(job_id):
-                away_since = None
+                away.answered()
                 line = f"{status.state}: {status.reason}" if status.reason else status.state
                 if line != told:
                     told = line
@@ -234,15 +232,8 @@ def _await_profile(connection: "MasterClient", job_id: str, patience_s: float) -
                     return connection.profile(job_id).profile
                 if status.state in ENDED:
                     raise CommandFailed(line, FAILED)
-        except Unreachable:
-            now = time.monotonic()
-            if away_since is None:
-                away_since = now
-                if patience_s:
-                    _say(f"the master is away; waiting {patience_s:.0f} s for it to come back")
-            if now - away_since >= patience_s:
-                raise
-        time.sleep(_AGAIN_S)
+        except Unreachable as unreachable:
+            away.wait(unreachable)
 
 
 def _say(line: str) -> None:

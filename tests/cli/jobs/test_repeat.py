@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from oobleck.cli import client
 from support.commands import end, run, start_agent, start_master
 from support.waiting import until
@@ -22,11 +20,8 @@ training: {steps: 20, global_batch: 4, seed: 5}
 """
 
 
-def test_a_master_that_dies_with_the_answer_has_one_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_master_that_dies_with_the_answer_has_one_job(tmp_path: Path) -> None:
     """It has the job in its journal, and is started anew while the command waits."""
-    monkeypatch.setattr(client, "ASK_AGAIN_S", 300.0)
     first, address = start_master(tmp_path, crash_at="committed:2")
     second = []
 
@@ -37,7 +32,7 @@ def test_a_master_that_dies_with_the_answer_has_one_job(
     starting = threading.Thread(target=start_again)
     starting.start()
     try:
-        with client.MasterClient(address) as master:
+        with client.MasterClient(address, ask_again_s=300.0) as master:
             assert master.submit(_JOB, "the-request").job_id == "demo-1"
             starting.join()
             assert len(second) == 1, "the first master has answered"

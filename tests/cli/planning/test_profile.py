@@ -151,7 +151,7 @@ def test_a_master_that_dies_meanwhile_is_waited_for(job_file: JobFile, tmp_path:
         assert "waiting for nodes" in process.stderr.readline()
         running.kill()
         end(running)
-        assert "the master is away; waiting 60 s" in process.stderr.readline()
+        assert "the master is away" in process.stderr.readline()
         running, _ = start_master(tmp_path / "state", address)
         assert run("cancel", "demo-1", "--master", address).returncode == 0
         _, errors = process.communicate(timeout=60)

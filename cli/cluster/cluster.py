@@ -1,0 +1,196 @@
+"""A cluster on this machine: the daemons, from their start to the line that says how each ended.
+
+Must not know flags, nor what is asked of the cluster.
+"""
+
+import contextlib
+import select
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import click
+
+from oobleck.cli.cluster.children import MASTER_GRACE_S, Child, stop
+from oobleck.cli.options import FAILED, USAGE
+from oobleck.host.address import leaves_host
+from oobleck.host.command import CommandFailed
+from oobleck.host.display import printable
+from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
+
+MASTER_TIMEOUT_S = 30.0
+READY_TIMEOUT_S = 60.0
+
+
+class Cluster:
+    """The daemons, from their start to the line that says how each ended."""
+
+    def __init__(
+        self,
+        state_dir: Path,
+        tell: Callable[[str], None] | None = None,
+        master_flags: Sequence[str] = (),
+        *,
+        restart: bool = False,
+    ) -> None:
+        """`tell`: what to do with the lines; they are printed otherwise. `master_flags`: more of
+        them than the master needs. `restart`: agents that die are started again."""
+        self._restart = restart
+        self._master_flags = tuple(master_flags)
+        self._state_dir = state_dir.absolute()
+        self._tell = tell or say
+        self.master: Child | None = None
+        self.agents: list[Child] = []
+        self.address = ""
+        #: Of the operator; None: the cluster is in the clear, on this host.
+        self.credentials: Path | None = None
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return choose_endpoint(self.address, self.credentials, insecure=self.credentials is None)
+
+    def start(
+        self, address: str, nodes: int, workers: int, memory: int, fault_plan: Path | None
+    ) -> None:
+        logs = self._state_dir / "log"
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+            (logs / "master.log").touch()
+        except OSError as error:
+            raise CommandFailed(
+                f"--state-dir {self._state_dir}: {error.strerror}; choose another one", USAGE
+            ) from error
+        arguments = ["--listen", address, "--state-dir", str(self._state_dir)]
+        arguments += self._secure(address)
+        arguments += self._master_flags
+        self.master = Child("master", "oobleck.master", arguments, logs / "master.log", piped=True)
+        self.address = self._listening(self.master)
+        # Started again, it must be where the agents look for it.
+        self.master.arguments = ("--listen", self.address, *arguments[2:])
+        self._tell(f"master {self.address} pid {self.master.pid}")
+        for number in range(1, nodes + 1):
+            name = f"n{number}"
+            arguments = ["--master", self.address, "--name", name, "--workers", str(workers)]
+            arguments += ["--memory-per-worker", str(memory), *self._agent_credentials(name)]
+            if fault_plan is not None:
+                arguments += ["--fault-plan", str(fault_plan.absolute())]
+            agent = Child(f"agent {name}", "oobleck.agent", arguments, logs / f"agent-{name}.log")
+            self.agents.append(agent)
+            self._tell(f"agent {name} pid {agent.pid}")
+        if self.credentials is not None:
+            self._tell(f"credentials {self.credentials}")
+        self._tell(f"state {self._state_dir}")
+
+    def _secure(self, address: str) -> list[str]:
+        """What the master needs for it: an authority, where others could reach it."""
+        pki = self._state_dir / "pki"
+        if not leaves_host(address) and not pki.exists():
+            return ["--insecure"]
+        from oobleck.cli.cluster.authority import OPERATOR, make_authority
+
+        if not pki.exists():
+            make_authority(pki, ())
+        self.credentials = pki / OPERATOR
+        return ["--pki", str(pki)]
+
+    def _agent_credentials(self, name: str) -> list[str]:
+        if self.credentials is None:
+            return ["--insecure"]
+        from oobleck.cli.cluster.authority import issue
+
+        folder = self._state_dir / "pki" / "nodes" / name
+        if not folder.exists():
+            issue(self._state_dir / "pki", folder, "agent", name)
+        return ["--credentials", str(folder)]
+
+    def _listening(self, master: Child) -> str:
+        """The address from the master's line, which it prints once it listens."""
+        pipe = master.process.stdout
+        assert pipe is not None
+        readable, _, _ = select.select([pipe], [], [], MASTER_TIMEOUT_S)
+        line = pipe.readline().decode().strip() if readable else ""
+        if not line.startswith("listening on "):
+            if readable:  # its output has ended, and so does it
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    master.process.wait(MASTER_GRACE_S)
+            master.process.kill()
+            refused = master.process.wait() == USAGE
+            reason = master.last_line().removeprefix("oobleck-master: ")
+            raise CommandFailed(
+                reason if refused else f"the master could not start: {reason}",
+                USAGE if refused else FAILED,
+            )
+        return line.removeprefix("listening on ")
+
+    def wait_until_ready(self) -> None:
+        """Until every agent that lives has registered."""
+        from oobleck.cli.client import MasterClient, Unreachable
+
+        live: set[str] = set()
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        with MasterClient(self.endpoint) as connection:
+            while True:
+                self._tell_deaths()
+                if self.master is None or not self.master.alive:
+                    raise CommandFailed("the master died before the cluster was ready", FAILED)
+                with contextlib.suppress(Unreachable):  # if it died, the next round says so
+                    live = {node.node for node in connection.nodes() if node.state == "live"}
+                missing = [
+                    agent.name
+                    for agent in self.agents
+                    if agent.alive and agent.name.removeprefix("agent ") not in live
+                ]
+                if not missing and live:
+                    break
+                if not missing and not any(agent.alive for agent in self.agents):
+                    raise CommandFailed(
+                        f"every agent ended before it registered; see {self._state_dir}/log", FAILED
+                    )
+                if time.monotonic() > deadline:
+                    raise CommandFailed(
+                        f"{', '.join(missing)} did not register within {READY_TIMEOUT_S:.0f} s; "
+                        f"see {self._state_dir}/log",
+                        FAILED,
+                    )
+                time.sleep(0.05)
+        self._tell("ready")
+
+    def watch(self) -> None:
+        """Until nothing is left to watch."""
+        while True:
+            self._tell_deaths()
+            for agent in self.agents:
+                if agent.due is not None and time.monotonic() >= agent.due:
+                    agent.start()
+                    self._tell(f"{agent.name} pid {agent.pid}")
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        """End all daemons."""
+        stop(self.master, self.agents)
+
+    def _tell_deaths(self) -> None:
+        children = [*self.agents, *([self.master] if self.master else [])]
+        for child in children:
+            if not child.alive and not child.told:
+                child.told = True
+                end, then = child.how_it_ended(), self._then(child)
+                self._tell(f"{child.name} (pid {child.pid}) {end}; {then}")
+        if not any(child.alive or child.due is not None for child in children):
+            raise CommandFailed("all daemons have ended", FAILED)
+
+    def _then(self, child: Child) -> str:
+        """What becomes of one that has ended."""
+        if self._restart and child is not self.master and child.has_died:
+            return f"it is started again in {child.plan_restart():g} s"
+        program = f"oobleck-{child.name.split()[0]}"
+        goes_on = "training goes on without it; " if child is self.master else ""
+        return f"{goes_on}to start it again: {shlex.join([program, *child.arguments])}"
+
+
+def say(line: str) -> None:
+    click.echo(printable(line))
+    sys.stdout.flush()
