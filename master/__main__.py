@@ -1,7 +1,7 @@
 """`oobleck-master`: reads the flags, locks the state directory, serves until it is told to end.
 
 Exit codes: 0 ended as told, 1 the state directory takes no more, 2 the flags or what they name
-cannot be used, 3 the state breaks an invariant (`--validate`).
+cannot be used, 3 the state breaks an invariant (`--validate`), 6 standard output takes nothing.
 """
 
 import asyncio
@@ -12,18 +12,18 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, TypeVar
 
 import click
 
-from oobleck.host import log
+from oobleck.host import command, log
 from oobleck.host.address import leaves_host, split_address
 from oobleck.host.detection import MODES, Detection, Mode, choose
 from oobleck.host.ipc.endpoint import check_insecure
 from oobleck.host.system.process import allow_open_files, die_with_parent
 from oobleck.master import crash
 from oobleck.master.config import MasterConfig, Retention, Unusable
-from oobleck.master.heap import share_heaps, short_collections
+from oobleck.master.heap import short_collections
 from oobleck.master.server import serve
 from oobleck.master.state.validate import InvariantViolation
 from oobleck.master.statelock import locked
@@ -32,6 +32,8 @@ from oobleck.master.storage.journal import Journal, JournalUnusable
 from oobleck.planner.units import parse_seconds
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 #: Open files; with fewer the master can serve no cluster of a thousand nodes.
 _FEW_FILES = 4096
 
@@ -58,39 +60,24 @@ def choose_pki(listen: str, state_dir: Path, pki: str | None, *, insecure: bool)
 
 def choose_retention(forget_nodes_after: str, keep_jobs: int) -> Retention:
     """Raises ValueError with the flag and the fix."""
-    try:
-        node_s = parse_seconds(forget_nodes_after)
-    except ValueError as error:
-        raise ValueError(f"--forget-nodes-after: {error}") from error
+    node_s = _read("--forget-nodes-after", parse_seconds, forget_nodes_after)
     return Retention(node_s=node_s, ended_jobs=keep_jobs)
 
 
-def choose_gives_way(waiting_gives_way_after: str) -> float:
-    """Raises ValueError with the flag and the fix."""
+def _read(flag: str, read: Callable[[str], T], value: str) -> T:
+    """What `read` makes of the flag's value. Raises ValueError with the flag and the fix."""
     try:
-        return parse_seconds(waiting_gives_way_after)
+        return read(value)
     except ValueError as error:
-        raise ValueError(f"--waiting-gives-way-after: {error}") from error
+        raise ValueError(f"{flag}: {error}") from error
 
 
-def _check_listen(listen: str) -> None:
-    try:
-        split_address(listen)
-    except ValueError as error:
-        raise ValueError(f"--listen: {error}") from error
-
-
-def _fail(text: str, code: int = 2) -> NoReturn:
-    click.echo(f"oobleck-master: {text}", err=True)
-    sys.exit(code)
-
-
-def _time_out_flags(command: Callable[..., None]) -> Callable[..., None]:
+def _time_out_flags(function: F) -> F:
     """Hidden flags that set single time-outs, for tests and drills."""
     for field in reversed(fields(Detection)):
         flag = "--" + field.name.replace("_", "-")
-        command = click.option(flag, field.name, type=float, hidden=True)(command)
-    return command
+        function = click.option(flag, field.name, type=float, hidden=True)(function)
+    return function
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -170,7 +157,7 @@ def _time_out_flags(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option("--certificate-life-s", default=90 * 86_400.0, hidden=True)
 @_time_out_flags
-def main(
+def master(
     listen: str,
     state_dir: str,
     pki: str | None,
@@ -185,28 +172,27 @@ def main(
     waiting_gives_way_after: str,
     validate: bool,
     **time_outs: float | None,
-) -> None:
+) -> int:
     """Head of an Oobleck cluster: takes jobs, plans them onto nodes, and plans anew on losses.
 
     Prints `listening on HOST:PORT` when it is ready. Exit codes: 0 ended by a signal,
     1 the state directory can no longer be written, 2 a flag, or what it names, cannot be used,
-    3 what always holds of the state does not (--validate).
+    3 what always holds of the state does not (--validate), 6 standard output takes nothing.
     """
     if exit_with_parent:
         die_with_parent(os.getppid())
     log.configure()
-    share_heaps()
     if (files := allow_open_files()) < _FEW_FILES:
         logger.warning(
             "few files may be open: each agent takes one, so raise the hard limit (ulimit -Hn)",
             extra={"limit": files},
         )
     os.umask(0o077)
-    if not state_dir:
-        _fail("--state-dir: is empty; name a directory, as in --state-dir oobleck-state")
     try:
+        if not state_dir:
+            raise ValueError("--state-dir: is empty; name a directory, as in oobleck-state")
         timing = choose(detection, time_outs)
-        _check_listen(listen)
+        _read("--listen", split_address, listen)
         state = Path(state_dir).absolute()
         config = MasterConfig(
             listen=listen,
@@ -215,16 +201,17 @@ def main(
             pki=choose_pki(listen, state, pki, insecure=insecure),
             certificate_life_s=certificate_life_s,
             retention=choose_retention(forget_nodes_after, keep_jobs),
-            gives_way_s=choose_gives_way(waiting_gives_way_after),
+            gives_way_s=_read("--waiting-gives-way-after", parse_seconds, waiting_gives_way_after),
             validate=validate,
         )
         if crash_at is not None:
             point, _, times = crash_at.partition(":")
             crash.arm(point, int(times or 1))
     except ValueError as error:
-        _fail(str(error))
+        raise command.CommandFailed(str(error), 2) from error
     except OSError as error:  # a folder above it may not be looked into, or the path is too long
-        _fail(f"--state-dir {state_dir}: {error.strerror}; choose another one")
+        text = f"--state-dir {state_dir}: {error.strerror}; choose another one"
+        raise command.CommandFailed(text, 2) from error
     try:
         with (
             locked(config.state_dir),
@@ -235,11 +222,18 @@ def main(
         ):
             asyncio.run(serve(config, journal))
     except (Unusable, JournalUnusable) as error:
-        _fail(str(error))
+        raise command.CommandFailed(str(error), 2) from error
     except StorageFailed as failed:
-        _fail(str(failed), code=1)
+        raise command.CommandFailed(str(failed), 1) from failed
     except InvariantViolation as violation:
-        _fail("\n".join([f"{violation}; the last events:", *violation.last_events]), code=3)
+        lines = [f"oobleck-master: {violation}; the last events:", *violation.last_events]
+        click.echo("\n".join(lines), err=True)
+        return 3
+    return 0
+
+
+def main() -> None:
+    sys.exit(command.run(master, "oobleck-master"))
 
 
 if __name__ == "__main__":

@@ -54,11 +54,6 @@ class MasterConfig:
     #: After every event, check what always holds of the state, and end where it does not.
     validate: bool = False
 
-    def __post_init__(self) -> None:
-        host, colon, port = self.listen.rpartition(":")
-        if not (colon and host and port.isdigit() and int(port) <= 65_535):
-            raise ValueError(f"listen: {self.listen!r} is not HOST:PORT, as in 127.0.0.1:4600")
-
     @property
     def profiles(self) -> Path:
         """Stored measurements, one file per key."""

@@ -36,7 +36,8 @@ _ENDING_S = 2.0
 
 
 async def serve(config: MasterConfig, journal: Journal) -> None:
-    """Serve until a signal ends it. Raises Unusable, StorageFailed."""
+    """Serve until a signal ends it. Raises Unusable, StorageFailed, and OutputFailed where nobody
+    can be told the address."""
     _check_address(config.listen)
     authority = _read_authority(config)
     planner = PlanningProcess()
@@ -76,9 +77,9 @@ async def serve(config: MasterConfig, journal: Journal) -> None:
         asyncio.create_task(planner.run()),
         asyncio.create_task(connections.watch(port)),
     ]
-    print(f"listening on {host}:{port}", flush=True)  # noqa: T201 - the line that callers wait for
     stopping = asyncio.create_task(stopped.wait())
     try:
+        print(f"listening on {host}:{port}", flush=True)  # noqa: T201 - callers wait for this line
         await asyncio.wait((*tasks, stopping), return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in (*tasks, stopping):

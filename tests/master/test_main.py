@@ -124,3 +124,32 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     parent.stdout.close()
     parent.stdin.close()
     all_gone([child])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("oobleck.master", "--state-dir", "state", "--listen", "127.0.0.1:0"),
+        ("oobleck.master", "--help"),
+        ("oobleck.agent", "--help"),
+    ],
+    ids=" ".join,
+)
+def test_an_output_that_takes_nothing_is_told_in_a_line(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+    lines = [line for line in done.stderr.splitlines() if " INFO " not in line]
+    assert (done.returncode, len(lines)) == (6, 1), done.stderr
+    name = arguments[0].replace(".", "-")
+    told = f"{name}: standard output cannot be written: No space left on device"
+    assert lines[0] == told
