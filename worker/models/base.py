@@ -3,7 +3,9 @@
 Knows no family by name, and nothing of stages, flat state, devices of others or plans.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +13,19 @@ from torch import Tensor, nn
 
 from oobleck.planner.job.spec import ModelSpec
 from oobleck.worker.runtime.random import RowKeys, Site, generator, keep_mask
+
+#: The samples that are computed: modules of transformers do not pass them on to their dropout.
+_rows: ContextVar[RowKeys] = ContextVar("rows")
+
+
+@contextmanager
+def keyed(rows: RowKeys) -> Iterator[None]:
+    """Modules within compute these samples."""
+    token = _rows.set(rows)
+    try:
+        yield
+    finally:
+        _rows.reset(token)
 
 
 class Layer(nn.Module):
@@ -21,6 +36,10 @@ class Layer(nn.Module):
         self.layer = layer
 
     def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
+        with keyed(rows):
+            return self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
 
@@ -39,12 +58,32 @@ class Family:
     initialise: Callable[[Layer, ModelSpec, int, str | None], None]
 
 
-def drop(x: Tensor, rows: RowKeys, layer: int, site: Site, share: float) -> Tensor:
-    """x (b, ...) without `share` of its values, the rest scaled up: a function of the samples."""
-    if not rows.training:
+def drops(share: float) -> bool:
+    """Whether there is dropout of that share now; not where a model is evaluated."""
+    return share > 0.0 and _rows.get().training
+
+
+def drop(x: Tensor, layer: int, site: Site, share: float) -> Tensor:
+    """x (b, ...) without `share` of its values, the rest scaled up: a function of (seed, step,
+    sample position, layer, site)."""
+    if not drops(share):
         return x
-    keep = keep_mask(rows, layer, site, width=x[0].numel(), dropout=share, device=x.device)
+    keep = keep_mask(_rows.get(), layer, site, width=x[0].numel(), dropout=share, device=x.device)
     return x * keep.view(x.shape) / (1.0 - share)
+
+
+class Dropout(nn.Module):
+    """nn.Dropout by sample instead of by call."""
+
+    def __init__(self, share: float, layer: int, site: Site) -> None:
+        super().__init__()
+        #: Under nn.Dropout's name: attention modules read it and apply it themselves.
+        self.p = share
+        self.layer = layer
+        self.site = site
+
+    def forward(self, x: Tensor) -> Tensor:
+        return drop(x, self.layer, self.site, self.p) if self.training else x
 
 
 @torch.no_grad()

@@ -5,11 +5,9 @@ from transformers.models.bert.configuration_bert import BertConfig
 from transformers.models.bert.modeling_bert import BertLayer, BertPredictionHeadTransform
 
 from oobleck.planner.job.spec import ModelSpec
-from oobleck.worker.models.base import Family, Layer
+from oobleck.worker.models.base import Dropout, Family, Layer
 from oobleck.worker.models.foreign import adapt, configuration, draw, table
-from oobleck.worker.models.keyed import Dropout, keyed
 from oobleck.worker.models.linear import Linear
-from oobleck.worker.runtime.random import RowKeys
 
 
 class Embedding(Layer):
@@ -25,11 +23,10 @@ class Embedding(Layer):
         self.LayerNorm = nn.LayerNorm(hidden, eps=config.layer_norm_eps)
         self.dropout = Dropout(config.hidden_dropout_prob, layer, "embedding")
 
-    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         embedded = self.word_embeddings(x) + self.token_type_embeddings.weight[0]
         embedded = embedded + self.position_embeddings.weight[: x.shape[1]]
-        with keyed(rows):
-            dropped: Tensor = self.dropout(self.LayerNorm(embedded))
+        dropped: Tensor = self.dropout(self.LayerNorm(embedded))
         return dropped
 
 
@@ -51,9 +48,8 @@ class Block(Layer):
         attention = self.block.get_submodule("attention.self")
         attention.key = _Key(config.hidden_size, config.hidden_size, bias=True)
 
-    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
-        with keyed(rows):
-            out: Tensor = self.block(x)
+    def compute(self, x: Tensor) -> Tensor:
+        out: Tensor = self.block(x)
         return out
 
 
@@ -66,7 +62,7 @@ class Head(Layer):
         self.transform = adapt(BertPredictionHeadTransform(config), layer)
         self.decoder = Linear(config.hidden_size, config.vocab_size, bias=True)
 
-    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         logits: Tensor = self.decoder(self.transform(x))
         return logits
 

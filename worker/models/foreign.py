@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers.activations import NewGELUActivation
@@ -17,13 +18,11 @@ from transformers.pytorch_utils import Conv1D
 
 from oobleck.planner.job.families import decode_config, family_of
 from oobleck.planner.job.spec import ModelSpec
-from oobleck.worker.models.base import Layer, draw_parameters
-from oobleck.worker.models.keyed import Dropout, attend
+from oobleck.worker.models.base import Dropout, Layer, draw_parameters, drop, drops
 from oobleck.worker.models.linear import Linear, TransposedLinear
 from oobleck.worker.runtime.errors import ModelError
 
 _ATTENTION = "oobleck"
-ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, attend)
 
 Swap = Callable[[Any], nn.Module]
 
@@ -117,3 +116,42 @@ def draw(
 @torch.no_grad()
 def zero_row(weight: Tensor, row: int) -> None:
     weight[row] = 0.0
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers: (b, heads, T, width) to (b, T, heads, width).
+
+    `module` says with `is_causal` what a token sees, and with `layer_idx` its place in the model.
+    Keys and values may have fewer heads than queries, each for a group of these.
+    """
+    assert attention_mask is None, "all rows are full"
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    causal = bool(module.is_causal)
+    if not drops(dropout):
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling)
+        return mixed.transpose(1, 2), None
+    scores = query.mul(query.shape[-1] ** -0.5 if scaling is None else scaling) @ key.mT
+    if causal:
+        length = scores.shape[-1]
+        later = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    shares = scores.softmax(dim=-1, dtype=wide).to(value.dtype)
+    assert isinstance(module.layer_idx, int)
+    shares = drop(shares, module.layer_idx + 1, "probabilities", dropout)
+    return (shares @ value).transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, attend)

@@ -13,46 +13,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oobleck.planner.job.spec import ModelSpec
-from oobleck.worker.models.base import Family, Layer, draw_parameters, drop
+from oobleck.worker.models.base import Dropout, Family, Layer, draw_parameters
 from oobleck.worker.models.linear import Linear
-from oobleck.worker.runtime.random import RowKeys, Site
 
 #: Standard deviation of initial weights (GPT-2).
 INITIAL_DEVIATION = 0.02
 
 
-class _Dropping(Layer):
-    """A layer with one dropout rate."""
-
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__(layer)
-        self.dropout = spec.dropout
-
-    def drop(self, x: Tensor, rows: RowKeys, site: Site) -> Tensor:
-        if self.dropout == 0.0 or not self.training:
-            return x
-        return drop(x, rows, self.layer, site, self.dropout)
-
-
-class Embedding(_Dropping):
+class Embedding(Layer):
     """Token plus learned position embedding: int64 ids (b, T) to (b, T, hidden)."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__(spec, layer)
+        super().__init__(layer)
         # Not nn.Embedding(...): its own draw loads all of torch._dynamo on the meta device.
         make = partial(nn.Embedding.from_pretrained, freeze=False)
         self.token = make(torch.empty(spec.vocabulary, spec.hidden))
         self.position = make(torch.empty(spec.sequence_length, spec.hidden))
+        self.drop = Dropout(spec.dropout, layer, "embedding")
 
-    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
-        return self.drop(self.token(x) + self.position.weight[: x.shape[1]], rows, "embedding")
+    def compute(self, x: Tensor) -> Tensor:
+        embedded: Tensor = self.drop(self.token(x) + self.position.weight[: x.shape[1]])
+        return embedded
 
 
-class Block(_Dropping):
+class Block(Layer):
     """Pre-norm causal self-attention and a GELU MLP of four times the width."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__(spec, layer)
+        super().__init__(layer)
         hidden = spec.hidden
         self.heads = spec.heads
         self.attention_norm = nn.LayerNorm(hidden)
@@ -61,10 +49,13 @@ class Block(_Dropping):
         self.mlp_norm = nn.LayerNorm(hidden)
         self.mlp_in = Linear(hidden, 4 * hidden)
         self.mlp_out = Linear(4 * hidden, hidden)
+        self.attention_drop = Dropout(spec.dropout, layer, "attention")
+        self.mlp_drop = Dropout(spec.dropout, layer, "mlp")
 
-    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
-        x = x + self.drop(self._attend(self.attention_norm(x)), rows, "attention")
-        return x + self.drop(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)))), rows, "mlp")
+    def compute(self, x: Tensor) -> Tensor:
+        x = x + self.attention_drop(self._attend(self.attention_norm(x)))
+        out: Tensor = x + self.mlp_drop(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)))))
+        return out
 
     def _attend(self, x: Tensor) -> Tensor:
         batch, length, hidden = x.shape
@@ -87,7 +78,7 @@ class Head(Layer):
         self.norm = nn.LayerNorm(spec.hidden)
         self.token = Linear(spec.hidden, spec.vocabulary)
 
-    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         logits: Tensor = self.token(self.norm(x))
         return logits
 

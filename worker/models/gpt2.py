@@ -8,11 +8,9 @@ from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from oobleck.planner.job.spec import ModelSpec
-from oobleck.worker.models.base import Family, Layer
+from oobleck.worker.models.base import Dropout, Family, Layer
 from oobleck.worker.models.foreign import adapt, configuration, draw, table
-from oobleck.worker.models.keyed import Dropout, keyed
 from oobleck.worker.models.linear import Linear, TransposedLinear
-from oobleck.worker.runtime.random import RowKeys
 
 
 class Embedding(Layer):
@@ -25,9 +23,8 @@ class Embedding(Layer):
         self.wpe = table(config.n_positions, config.n_embd)
         self.drop = Dropout(config.embd_pdrop, layer, "embedding")
 
-    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
-        with keyed(rows):
-            dropped: Tensor = self.drop(self.wte(x) + self.wpe.weight[: x.shape[1]])
+    def compute(self, x: Tensor) -> Tensor:
+        dropped: Tensor = self.drop(self.wte(x) + self.wpe.weight[: x.shape[1]])
         return dropped
 
 
@@ -55,9 +52,8 @@ class Block(Layer):
         attention = self.block.get_submodule("attn")
         attention.c_attn = _QueryKeyValue(config.n_embd, 3 * config.n_embd)
 
-    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
-        with keyed(rows):
-            out: Tensor = self.block(x)
+    def compute(self, x: Tensor) -> Tensor:
+        out: Tensor = self.block(x)
         return out
 
 
@@ -70,7 +66,7 @@ class Head(Layer):
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.lm_head = Linear(config.n_embd, config.vocab_size)
 
-    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(self.ln_f(x))
         return logits
 

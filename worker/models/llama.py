@@ -14,9 +14,7 @@ from transformers.models.llama.modeling_llama import (
 from oobleck.planner.job.spec import ModelSpec
 from oobleck.worker.models.base import Family, Layer
 from oobleck.worker.models.foreign import adapt, configuration, draw, table
-from oobleck.worker.models.keyed import keyed
 from oobleck.worker.models.linear import Linear
-from oobleck.worker.runtime.random import RowKeys
 
 
 class Embedding(Layer):
@@ -27,7 +25,7 @@ class Embedding(Layer):
         config = configuration(LlamaConfig, spec)
         self.embed_tokens = table(config.vocab_size, config.hidden_size, config.pad_token_id)
 
-    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         embedded: Tensor = self.embed_tokens(x)
         return embedded
 
@@ -69,10 +67,9 @@ class Block(Layer):
         swaps = {LlamaRMSNorm: lambda old: _Norm(config.hidden_size, eps=old.variance_epsilon)}
         self.block = adapt(LlamaDecoderLayer(config, layer_idx=layer - 1), layer, swaps)
 
-    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         tables = _rotation(self._spec, x.shape[1], x.device, x.dtype)
-        with keyed(rows):
-            out: Tensor = self.block(x, position_embeddings=tables)
+        out: Tensor = self.block(x, position_embeddings=tables)
         return out
 
 
@@ -85,7 +82,7 @@ class Head(Layer):
         self.norm = _Norm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
-    def forward(self, x: Tensor, rows: RowKeys) -> Tensor:
+    def compute(self, x: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(self.norm(x))
         return logits
 
