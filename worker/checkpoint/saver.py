@@ -7,7 +7,8 @@ then writes the copy. Lives through all generations of a worker.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -28,7 +29,7 @@ from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.02
+_POLL_S = 0.05
 #: Between two attempts at the last checkpoint, which must not be lost.
 _RETRY_S = 10.0
 
@@ -84,12 +85,19 @@ class Saver:
             return vote.SaveVote()
         wish = self._control.save_wish
         under_way = self._last.order.wish if self._open and self._last is not None else 0
-        return vote.SaveVote(
+        return replace(
+            self._vote(),
             due=self._overdue or step % self._spec.every == 0,
             wish=wish if wish > max(self._served, under_way) else 0,
-            busy=self._last is not None and self._last.busy,
-            failed=self._open and self._last is not None and self._last.failed,
         )
+
+    def _vote(self) -> vote.SaveVote:
+        """What has become of the last one."""
+        last = self._last
+        if last is None:
+            return vote.SaveVote()
+        busy = last.busy  # asked first: a thread that has ended has said whether it failed
+        return vote.SaveVote(busy=busy, failed=self._open and last.failed)
 
     def committed(self, step: int, verdict: vote.SaveVerdict) -> None:
         """`step` is applied, and this is what its vote said."""
@@ -175,8 +183,7 @@ class Saver:
         """After the last step: see the save under way to its end, and have the last state saved;
         if it is `needed`, until that has worked.
 
-        There are no more votes; the workers meet in gathers instead. Raises TransportError,
-        Superseded.
+        There are no more votes; gathers stand for them. Raises TransportError, Superseded.
         """
         if self._spec is None:
             return
@@ -197,24 +204,14 @@ class Saver:
 
     def _conclude(self, transport: Transport) -> None:
         """Wait until the last save has come to its end on all workers."""
-        last = self._last if self._open else None
-        if last is not None:
-            self._wait(lambda: last.written.is_set())
-        failed = transport.all_gather(torch.tensor([int(last is not None and last.failed)]))
-        if last is None:
-            transport.all_gather(torch.tensor([0]))
-            return
-        if any(bool(flag[0]) for flag in failed):
-            last.abandon(disturbed=False)
-        last.others_are_done()
-        self._wait(lambda: not last.busy)
-        self._open = False
-        self._served = max(self._served, last.order.wish)
-        published = transport.all_gather(torch.tensor([int(last.published)]))
-        if any(bool(flag[0]) for flag in published):
-            self._saved_step = last.order.step
-
-    def _wait(self, condition: Callable[[], bool]) -> None:
         assert self._assign is not None, "steps are run in a generation"
-        while not condition():
+        while True:
+            own = self._vote()
+            told = transport.all_gather(torch.tensor([own.busy, own.failed], dtype=torch.int64))
+            busy, failed = torch.stack(told).sum(dim=0).tolist()
+            if self._open:
+                verdict = vote.SaveVerdict(due=False, wish=0, busy=busy, failed=failed > 0)
+                self._follow(verdict)
+            if not busy:
+                return
             self._control.pause(self._assign.plan.generation, _POLL_S)

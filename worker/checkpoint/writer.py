@@ -90,11 +90,8 @@ class CheckpointWriter:
         """`folder`: of all checkpoints; `snapshots`: of the layers that this worker writes, which
         nobody changes any more, freed as they are written; `reached`: called before each."""
         self.order = order
-        #: This worker's files are written, or never will be.
-        self.written = threading.Event()
         #: This worker could not write them.
         self.failed = False
-        self.published = False
         self._folder = folder
         self._snapshots = dict(snapshots)
         self._report = report
@@ -141,7 +138,6 @@ class CheckpointWriter:
             self._fail(_describe(error))
         finally:
             self._snapshots.clear()
-            self.written.set()
         if self.order.publishes:
             self._publish()
 
@@ -198,8 +194,8 @@ class CheckpointWriter:
                 raise _Abandoned
             manifest = self._manifest(self._all_files())
             self._folder.write(f"{order.name}/{MANIFEST}", [format_manifest(manifest)])
-            self.published = True
         except _Abandoned:
+            self.failed = True
             self._give_up()
             return
         except Exception as error:

@@ -43,6 +43,7 @@ from oobleck.planner.recovery.checkpoint import (
     folder_name,
     layer_file,
     misfit,
+    part_file,
     step_of,
     why_not_begin,
     writers,
@@ -52,6 +53,7 @@ from oobleck.worker.state.layer_file import moment_names, pack, unpack
 from oobleck.worker.state.layout import layout
 from oobleck.worker.state.model_state import ModelState
 from support.plans import plan_of_cuts
+from support.waiting import until
 
 A, B = (WorkerId(NodeName(name), 0) for name in "ab")
 
@@ -108,7 +110,7 @@ def save(
         if rank not in absent
     ]
     for saving in saves:
-        assert saving.written.wait(60)
+        wait_written(saving, folder)
     if absent:
         saves[0].abandon(disturbed=True)
     for saving in saves:
@@ -116,6 +118,12 @@ def save(
         while saving.busy:
             pass
     return reports
+
+
+def wait_written(saving: CheckpointWriter, folder: Folder) -> None:
+    """Until its files are there, or never will be."""
+    here, part = folder.below(saving.order.name), part_file(saving.order.rank)
+    until(lambda: not saving.busy or saving.failed or part in here.names(), "its files")
 
 
 @pytest.fixture
@@ -371,7 +379,7 @@ def test_a_folder_that_not_all_see_fails_the_save_with_the_node(job):
         reached=lambda: None,
         seen_after_s=0.05,
     )
-    assert saving.written.wait(60)
+    wait_written(saving, folder)
     saving.others_are_done()
     while saving.busy:
         pass
