@@ -1,30 +1,12 @@
 """How fast faults are found: every time-out of a cluster, chosen by one word.
 
-`oobleck-master --detection fast|balanced|wan` picks a column; agents learn it with their welcome.
-
-                    fast  balanced   wan   seconds
-    heartbeat        0.5      1       3    an agent tells its status at least this often
-    lease            2        4      20    a node that is not heard of for this long is lost
-    return           5       10      40    the same where it may be the master that was away
-    ping every       1        2      10    a connection that says nothing is asked whether it lives
-    ping time-out    1        2      10    and is closed without an answer
-    answer           3        5      20    an agent gives up on a master that does not answer
-    longest retry    1        2       8    agents connect anew after a random part of at most this
-    silence          5        5      21    workers' hosts that reach each other no more are found
-    witness window   1        2       5    a closed stream and a peer's report prove a loss together
-    regroup          1.5      3       8    workers that lost each other meet again; then doubled ...
-    longest regroup 15       30      60    ... up to this
-    hang             4        8      25    a process that is stopped, or hangs, is lost
-    stall            4.5      8.5    30    no progress and everyone waits: the workers meet anew
-    meeting         15       30      90    the same on the way into a generation
-    lag limit        0.5      1       3    whoever was itself paused for longer convicts nobody
-    grace            1.5      1.5     3    a process in a lost one's place is up, or done without
-    settle           1        1       3    nodes that come within this time join together
+`oobleck-master --detection fast|balanced|wan` chooses; agents learn it with their welcome.
+docs/operations.md has the three side by side.
 
 A host that falls silent is lost between lease - heartbeat and lease after its last sign of life. A
 hang is told `HUNG_STEPS` times the 99th percentile of step times after the last progress, where
-that is longer. The other limits are the same in every column. Owns the numbers and what they must
-be to one another; must not know what is done about a fault.
+that is longer. Owns the numbers and what they must be to one another; must not know what is done
+about a fault.
 """
 
 from collections.abc import Mapping
@@ -37,8 +19,6 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 _DAY_S = 86_400.0
 #: So many of the longest usual steps without progress are a hang.
 HUNG_STEPS = 4.0
-
-
 #: Another worker's host is asked for a sign of life every second, and where a link is full some
 #: of that gets lost.
 _LEAST_SILENCE_S = 5.0

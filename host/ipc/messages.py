@@ -1,7 +1,7 @@
-"""Words between an agent and its workers, and the records that travel from workers to disk.
+"""What an agent and its workers say to each other, and the records that workers make.
 
-The channel is one stream socket per worker; `oobleck.host.ipc.channel` frames these messages on it.
-The worker's end closing means that the worker is gone, and the other way round.
+One stream socket per worker carries these messages (`oobleck.host.ipc.channel`). Where one end is
+closed, the process there is gone.
 """
 
 from typing import Literal
@@ -27,13 +27,12 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
 class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
     """One scripted fault of a drill: what happens to which worker at which point.
 
-    A point is the text of an instruction kind, with `before:` or `after:` in front
-    (`before:Forward`, `after:Vote`), a moment inside the vote (`reduced`: all gradients in hand,
-    `voting`: its own share is out), `evaluating` (before each instruction of an evaluation after
-    `step`, with `microbatch` of its samples), or a recovery phase, in this order:
-    `before:rendezvous`, `before:connect` (all have arrived), `before:agree`, `before:transfer`,
-    `sending` and `receiving` (before each piece of state, with the number of pieces before it as
-    `microbatch`), `after:transfer`; or `before:measure`.
+    Fault points of a step: `before:` or `after:` and an instruction's kind, such as
+    `before:Forward`; in the vote `reduced` (all gradients are in hand) and `voting` (its own share
+    is out); `evaluating`, before each instruction of an evaluation; `before:LayerFile` of a
+    checkpoint. On the way into a generation, in this order: `before:rendezvous`, `before:connect`
+    (all have arrived), `before:agree`, `before:transfer`, `sending` and `receiving` (`microbatch`
+    counts the pieces of state before it), `after:transfer`. Before the first: `before:measure`.
     """
 
     worker: WorkerId
@@ -45,9 +44,8 @@ class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     #: Only this micro-batch (global number); None: the first that comes.
     microbatch: int | None = None
-    #: kill_worker / kill_node: SIGKILL (the node: agent and all its workers); hold: wait at the
-    #: point until a newer generation arrives; stop: SIGSTOP itself; hang: the training thread
-    #: never goes on, while the rest of the process does.
+    #: kill_worker, kill_node: SIGKILL (the node: agent and all its workers); hold: wait for a newer
+    #: generation; stop: SIGSTOP itself; hang: the training thread alone never goes on.
     action: Literal["kill_worker", "kill_node", "hold", "stop", "hang"] = "kill_node"
 
 
@@ -83,22 +81,19 @@ class Assign(msgspec.Struct, frozen=True, kw_only=True, tag="assign"):
 
     plan: Plan
     rendezvous: Rendezvous
-    #: A change without a loss: workers that run an older generation go on with it until the vote of
-    #: a step shows that all of them have this message, and switch after that step. Otherwise
-    #: whatever they wait for is released at once.
+    #: A change without a loss: workers switch after the step whose vote shows that all have this
+    #: message. Otherwise whatever they wait for is released at once.
     boundary: bool
     #: A part of the model is with nobody: all go back to the newest checkpoint.
     restore: bool = False
     #: With `restore`: no checkpoint is known of. Where none is found either, all begin anew.
     anew: bool = False
-    #: Workers of the plan before that get this message too and are in no stage of this one: they
-    #: leave with the switch, and wait for what is next.
+    #: Workers of the plan before that are in no stage of this one: they leave with the switch.
     leaving: tuple[WorkerId, ...] = ()
-    #: Layers are with those alone: before the meeting of the plan's workers all of both meet, and
-    #: what is missing is handed over.
+    #: Layers are with those alone: all of both plans meet first, and hand over what is missing.
     handover: bool = False
-    #: Fingerprint of the data that the plan's workers read: an agent hands the plan to no worker
-    #: that reads something else. Empty: to any.
+    #: Fingerprint of the plan's data: an agent hands the plan to no worker that reads something
+    #: else. Empty: to any.
     data: str = ""
 
 
@@ -122,8 +117,8 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
 class Measure(msgspec.Struct, frozen=True, kw_only=True, tag="measure"):
     """Before the first plan: measure the job's layers, then the links that the worker is part of.
 
-    All get the same one at about the same time, so that each measures under the load of the
-    others, as in training. An `Assign` calls it off. Repeats and older attempts change nothing.
+    All get it at the same time, so that each measures under the load of the others, as in training.
+    An `Assign` calls it off. Repeats and older attempts change nothing.
     """
 
     attempt: int
@@ -167,10 +162,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="alive"):
-    """The process runs, and this is what its training thread is at.
-
-    Told by another thread: one that hangs does not keep it from being told.
-    """
+    """What the training thread is at. Another thread tells it, also where that one hangs."""
 
     #: Grows with everything that the training thread begins or has waited for.
     beats: int
@@ -196,7 +188,7 @@ class PhaseReached(msgspec.Struct, frozen=True, kw_only=True, tag="phase"):
     #: With `joined`: whether this worker applied a step whose vote it had not seen.
     rolled_forward: bool = False
     #: With `joined`: whether a step that was begun is done again, and how many of its micro-batches
-    #: are not, since all that they gave is still there.
+    #: need not be.
     redo: bool = False
     salvaged_microbatches: int = 0
     #: With `transferred`: bytes this worker received.
@@ -273,10 +265,9 @@ class PeerLost(msgspec.Struct, frozen=True, kw_only=True, tag="peer_lost"):
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """The worker cannot go on; it exits after this.
 
-    user: the job is at fault (out of memory, an exception in the model): no retry helps. node: so
-    is what this host has of it (data that are missing or damaged, a device, a disk, no way to the
-    checkpoints' place), which other hosts may have better. internal: a broken invariant of ours,
-    which another process may not meet.
+    user: the job is at fault (out of memory, an exception in the model), and no retry helps. node:
+    this host is (its data, device, disk, or way to the checkpoints), and another may be better.
+    internal: an invariant of ours is broken, which another process may not meet.
     """
 
     kind: Literal["user", "node", "internal"]
@@ -328,8 +319,8 @@ class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint
 
 
 class SaveFailed(msgspec.Struct, frozen=True, kw_only=True, tag="save_failed"):
-    """A checkpoint, or the final output, could not be written. Training goes on; the state after
-    the last step is kept, and writing it is tried again, until there is room."""
+    """A checkpoint, or the final output, could not be written. Training goes on; writing the state
+    after the last step is tried until it works."""
 
     what: Literal["checkpoint", "output"]
     step: int
@@ -338,10 +329,8 @@ class SaveFailed(msgspec.Struct, frozen=True, kw_only=True, tag="save_failed"):
 
 
 class Restored(msgspec.Struct, frozen=True, kw_only=True, tag="restored"):
-    """The worker goes on from a checkpoint, as all others of the generation do.
-
-    Without a path from step 0: the state was lost, and the job begins anew.
-    """
+    """All workers of the generation go on from a checkpoint. Without a path: from step 0, since the
+    state was lost."""
 
     generation: Generation
     step: int
@@ -365,15 +354,13 @@ Report = (
 FromWorker = Report | Ready | Alive | Committed | Finished | Recorded
 
 
-# ---- agent to warm process and back
-#
-# The warm process has torch loaded, no CUDA context, no thread and no gRPC, and forks workers. Its
-# standard input is one end of a Unix socket pair with the agent; each side frames messages as on a
-# worker's channel. Fork carries two descriptors (SCM_RIGHTS): the worker's end of its channel, and
-# the pipe that becomes its standard output and error.
+# ---- agent to warm process and back, framed as on a worker's channel
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag="fork"):
+    """Carries two descriptors (SCM_RIGHTS): the worker's end of its channel, and the pipe that
+    becomes its standard output and error."""
+
     slot: int
     incarnation: Incarnation
     #: The job's kind of model: what it needs is loaded before, once for all workers.

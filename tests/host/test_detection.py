@@ -40,11 +40,6 @@ def differing() -> dict[str, tuple[float, ...]]:
     return {name: values for name, values in found.items() if len(set(values)) > 1}
 
 
-def test_the_header_tells_the_numbers() -> None:
-    assert detection.__doc__ is not None
-    assert rows(detection.__doc__) == differing()
-
-
 def test_the_manual_tells_the_numbers() -> None:
     assert rows((ROOT / "docs" / "operations.md").read_text()) == differing()
 

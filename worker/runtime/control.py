@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn
 
 from oobleck.host.ipc.channel import Channel
 from oobleck.host.ipc.messages import (
@@ -146,14 +145,6 @@ class Control:
                 self.check_wanted(generation)
                 with pulse.PAUSED:
                     self._changed.wait(left)
-
-    def wait_superseded(self, generation: Generation) -> NoReturn:
-        """Wait until an abrupt generation newer than `generation` arrives, then raise."""
-        with self._changed:
-            while True:
-                self.check_wanted(generation)
-                with pulse.PAUSED:
-                    self._changed.wait()
 
     def _listen(self) -> None:
         try:

@@ -15,7 +15,7 @@ from oobleck.worker.runtime.control import Control
 
 log = logging.getLogger(__name__)
 
-#: Longer than any drill: a killed process must not go on past the point of its death.
+#: Longer than any drill.
 _NEVER_S = 3600
 
 
@@ -58,7 +58,7 @@ class FaultInjector:
                 os.kill(self._agent_pid, signal.SIGKILL)
                 time.sleep(_NEVER_S)
             case "hold":
-                self._control.wait_superseded(generation)
+                self._control.pause(generation, _NEVER_S)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "hang":

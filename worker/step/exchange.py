@@ -150,18 +150,14 @@ class _SharedLayer:
             return
         self._gathered = True
         self._memory.resize_(self._bytes)
-        for part, cuts in enumerate(self._cuts):
-            if part == self._part:
-                continue
-            for kind, numbers in enumerate(cuts):
-                if numbers:
-                    into = self._weights[numbers.start : numbers.stop]
-                    self._receive(into, part, _GATHER + kind)
-        for kind, numbers in enumerate(self._cuts[self._part]):
-            if numbers:
-                own = self._state.storage[0, self._state.columns(numbers)]
-                self._send(own, _GATHER + kind)
-                self._weights[numbers.start : numbers.stop] = own
+        state, own = self._state, self._cuts[self._part]
+        for numbers in own:
+            self._weights[numbers.start : numbers.stop] = state.storage[0, state.columns(numbers)]
+        for part, theirs in self._others():
+            for kind in range(len(own)):
+                into = self._weights[theirs[kind].start : theirs[kind].stop]
+                self._receive(into, part, _GATHER + kind)
+                self._send(state.storage[0, state.columns(own[kind])], part, _GATHER + kind)
 
     def finish_gathering(self) -> None:
         while self._pending:
@@ -189,23 +185,12 @@ class _SharedLayer:
         gradient = self._gradient
         assert gradient is not None, "it was taken"
         own = self._cuts[self._part]
-        found: dict[int, tuple[Tensor, ...]] = {}
-        for part, cuts in enumerate(self._cuts):
-            if part == self._part:
-                found[part] = tuple(gradient[cut.start : cut.stop] for cut in cuts)
-                continue
-            found[part] = tuple(gradient.new_empty(len(cut)) for cut in own)
-            for kind, into in enumerate(found[part]):
-                if len(into):
-                    self._receive(into, part, _REDUCE + kind)
-        for part, cuts in enumerate(self._cuts):
-            if part == self._part:
-                continue
-            for kind, numbers in enumerate(cuts):
-                if numbers:
-                    tensor = gradient[numbers.start : numbers.stop]
-                    peer, tag = self._ranks[part], self._tag + _REDUCE + kind
-                    self._pending.append(self._transport.send(tensor, peer, tag))
+        found = {self._part: [gradient[numbers.start : numbers.stop] for numbers in own]}
+        for part, theirs in self._others():
+            found[part] = [gradient.new_empty(len(numbers)) for numbers in own]
+            for kind, numbers in enumerate(theirs):
+                self._receive(found[part][kind], part, _REDUCE + kind)
+                self._send(gradient[numbers.start : numbers.stop], part, _REDUCE + kind)
         self.finish_gathering()
         for part in range(len(self._ranks)):
             for numbers, values in zip(own, found[part], strict=True):
@@ -214,12 +199,16 @@ class _SharedLayer:
             parameter.grad = None
         self._gradient = None
 
-    def _receive(self, into: Tensor, part: int, kind: int) -> None:
-        peer = self._ranks[part]
-        self._pending.append(self._transport.receive(into, peer, self._tag + kind))
+    def _others(self) -> Iterator[tuple[int, tuple[range, range]]]:
+        """The parts of the other workers, and their numbers of the layer."""
+        return ((part, cut) for part, cut in enumerate(self._cuts) if part != self._part)
 
-    def _send(self, tensor: Tensor, kind: int) -> None:
-        """To all others."""
-        for part, peer in enumerate(self._ranks):
-            if part != self._part:
-                self._pending.append(self._transport.send(tensor, peer, self._tag + kind))
+    def _receive(self, into: Tensor, part: int, kind: int) -> None:
+        if into.numel():
+            peer, tag = self._ranks[part], self._tag + kind
+            self._pending.append(self._transport.receive(into, peer, tag))
+
+    def _send(self, tensor: Tensor, part: int, kind: int) -> None:
+        if tensor.numel():
+            peer, tag = self._ranks[part], self._tag + kind
+            self._pending.append(self._transport.send(tensor, peer, tag))
