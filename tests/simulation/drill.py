@@ -22,7 +22,6 @@ from simulation.peace import Peace
 from simulation.watch import Broken
 from simulation.world import World
 
-from oobleck.agent.connection import assignments
 from oobleck.host.detection import Detection
 from oobleck.master.api import operator_service
 from oobleck.master.state.job import ENDED, Job
@@ -212,7 +211,7 @@ def _parsed(text: str) -> JobSpec:
 
 def simulate(seed: int) -> Outcome:
     # Reading a job's text takes longer than all else in a run, and the texts are few.
-    operator_service.parse_job, assignments._job = _parsed, _parsed
+    operator_service.parse_job = _parsed
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="oobleck-simulation.", dir=place) as folder:
         return Drill(seed, Path(folder)).run()
