@@ -1,7 +1,7 @@
 """What this host computes with: no torch, no CUDA context.
 
-The names of CPUs come from the kernel, GPUs from a process of their own that loads torch: only it
-knows which of them the environment shows to workers, and in which order.
+The names of CPUs come from the kernel, GPUs from a process of their own that loads torch, which
+alone knows which of them the environment shows to workers, and in which order.
 """
 
 import re

@@ -1,7 +1,7 @@
 """A worker's part in one generation: the groups it talks in and the lifeline it is watched by.
 
-Owns joining (arrive at the store, close the ring, build the groups), the two ways of leaving (on
-purpose, and because a peer is gone), and the report of a loss. Must not know what members do.
+Owns joining, the two ways of leaving (on purpose, and because a peer is gone), and the report of a
+loss. Must not know what members do.
 """
 
 import logging

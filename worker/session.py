@@ -1,8 +1,8 @@
 """A worker's life: enter a generation, train in it until it ends, enter the next.
 
-Owns what becomes of each way out of a generation and the end of training. The process, its
-libraries and every layer that it keeps live on through all generations. Must not know how workers
-join (`membership`), agree (`recover`), compute (`executor`) or write (`saver`, `output`).
+Owns what becomes of each way out of a generation, and the end of training. The process and its
+layers live through all generations. Must not know how workers join (`membership`), agree
+(`recover`), compute (`executor`) or write (`saver`, `output`).
 """
 
 import hashlib

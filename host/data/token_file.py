@@ -1,9 +1,8 @@
 """Token files: a flat array of token ids, and beside it a JSON file that says what they are.
 
-A token file `F` has only the ids, as little-endian unsigned integers. `F.json` has their type,
-number, highest id and origin: a job need not say the type, and a model whose vocabulary is too
-small is refused before it trains. A file appears under its name when it is whole. Must not know
-where tokens come from or what they are for.
+`F` has only the ids, as little-endian unsigned integers; `F.json` has their type, number, highest
+id and origin. So a job need not say the type, and a model whose vocabulary is too small is refused
+before it trains. A file appears when it is whole. Must not know what tokens are for.
 """
 
 import contextlib

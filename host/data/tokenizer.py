@@ -7,7 +7,7 @@ only when such a file is read.
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,39 +25,27 @@ _MOST_BYTES = 256 << 20
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
-class Tokenizer(Protocol):
+class ByteTokenizer:
+    """Every byte is a token; nothing separates documents unless it is asked for."""
+
     #: For messages and descriptions; and SHA-256 (hex) of what defines it.
-    name: str
-    sha256: str
+    name = "bytes"
+    sha256 = ""
     #: Number of ids.
-    vocabulary: int
+    vocabulary = 256
 
     def encode(self, pieces: Sequence[Piece]) -> list[Ids]:
         """The ids of each piece. Raises DataError for what is no text."""
+        return [np.frombuffer(piece.content, dtype=np.uint8).astype(np.uint32) for piece in pieces]
 
     def separator(self, wanted: str | None) -> tuple[int, ...]:
         """The ids of what is to stand after each document: `wanted`, nothing for an empty text,
         the usual for None. Raises DataError where there is no such token."""
-
-    def check_vocabulary(self, vocabulary: int) -> None:
-        """Raise DataError where a model of so many tokens does not take all of the ids."""
-
-
-class ByteTokenizer:
-    """Every byte is a token; nothing separates documents unless it is asked for."""
-
-    name = "bytes"
-    sha256 = ""
-    vocabulary = 256
-
-    def encode(self, pieces: Sequence[Piece]) -> list[Ids]:
-        return [np.frombuffer(piece.content, dtype=np.uint8).astype(np.uint32) for piece in pieces]
-
-    def separator(self, wanted: str | None) -> tuple[int, ...]:
         return tuple((wanted or "").encode())
 
     def check_vocabulary(self, vocabulary: int) -> None:
-        """Text may do with few bytes: each one is looked at when it is used."""
+        """Raise DataError where a model of so many tokens does not take all of the ids. Text may do
+        with few bytes: each one is looked at when it is used."""
 
 
 class FileTokenizer:
@@ -121,6 +109,9 @@ class FileTokenizer:
                 f"tokenizer: {self._path} has {self.vocabulary} tokens, more than model.vocabulary "
                 f"({vocabulary}); set model.vocabulary to {self.vocabulary}"
             )
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def load_tokenizer(path: str | None) -> Tokenizer:

@@ -1,11 +1,8 @@
-"""A port that this process listens on, as the kernel knows it: who is connected, and whom it is not
-to let in.
+"""A port that this process listens on: who is connected, and whom the kernel is not to let in.
 
-Who is connected is asked by netlink (sock_diag(7)), whose answer has everyone in a few messages,
-accepted or not. Whoever is not let in is turned away by a filter of the listening socket
-(SO_ATTACH_FILTER in socket(7)): what they send to connect is dropped, which costs this process
-nothing, and they send it again after a while. Needs no rights. Linux alone. Must not know what is
-spoken there.
+Netlink (sock_diag(7)) tells who is connected, accepted or not, in a few messages. A filter of the
+listening socket (SO_ATTACH_FILTER in socket(7)) drops what the others send to connect, which costs
+this process nothing. Needs no rights. Linux alone. Must not know what is spoken there.
 """
 
 import contextlib

@@ -4,12 +4,9 @@
     DIR/ca.crt       the cluster's authority; never replaced
     DIR/client.crt   replaced by a certificate of the same role and name alone
 
-So a process that is given the wrong folder cannot destroy what is there. Nor can two processes that
-are given one folder at the same time: each puts a file into an empty place by a link (or makes it
-there, if the file system has no links), and the kernel lets one of them succeed. After that the
-holder never changes.
-
-Loads the cryptography library. Must not know masters or tokens.
+So a process that is given the wrong folder destroys nothing there. Of two processes that are given
+one folder at the same time the kernel lets one succeed: each puts a file into an empty place by a
+link, or makes it there. Loads the cryptography library. Must not know masters or tokens.
 """
 
 from functools import partial

@@ -1,8 +1,8 @@
 """A folder of files on this machine or anywhere that fsspec reaches, as checkpoints need it.
 
-Owns how a whole file appears at once. On a local disk it is written under another name, synced and
-renamed. Elsewhere there is no rename, and the service shows the file when it is closed; so rely on
-a file only once another one is there that was written after it. Must not know what the files are.
+A file appears when it is whole. On a local disk it is written under another name, synced and
+renamed. Elsewhere the service shows it when it is closed; so rely on a file only once another one
+is there that was written after it. Must not know what the files are.
 """
 
 import contextlib

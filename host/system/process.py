@@ -1,5 +1,4 @@
-"""What a process asks of the kernel: to end with its parent, to open many files, and which signals
-are to end it."""
+"""What a process asks of the kernel: to end with its parent, open files, signals that end it."""
 
 import ctypes
 import os

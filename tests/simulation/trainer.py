@@ -6,7 +6,7 @@ it stands at which step. What it does is checked against the job's ledger.
 """
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from simulation.clockwork import Process
@@ -43,6 +43,7 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.transfer import LayerLost, Shard, plan_transfers, require_holders
 from oobleck.worker.recovery.rejoin import Agreement, Held, RecoveryState, agree
 from oobleck.worker.runtime.errors import Superseded, TransportError, Unreached
+from oobleck.worker.state.progress import Position
 from support.scenario import measurement
 
 if TYPE_CHECKING:
@@ -60,19 +61,10 @@ DISK_ERROR = "cannot read the data: input/output error"
 _NO_GENERATION = Generation(0)
 
 
-@dataclass(slots=True)
-class Progress:
-    """As in `oobleck.worker.step.commit`."""
+@dataclass(slots=True, kw_only=True)
+class Progress(Position):
+    """As `oobleck.worker.state.progress` has it, and the layers."""
 
-    committed: int = 0
-    begun: int = 0
-    reduced: int = 0
-    reduced_generation: Generation = _NO_GENERATION
-    reduced_layers: range = range(0)
-    voted: int = 0
-    voted_generation: Generation = _NO_GENERATION
-    lineage: int = 0
-    joined: int = 0
     layers: dict[int, Held] = field(default_factory=dict)
     former: dict[int, Held] = field(default_factory=dict)
 
@@ -294,15 +286,7 @@ class Trainer:
             for held in (progress.layers, progress.former)
         ]
         return RecoveryState(
-            lineage=progress.lineage,
-            committed=progress.committed,
-            reduced=progress.reduced,
-            reduced_generation=progress.reduced_generation,
-            reduced_layers=tuple(progress.reduced_layers),
-            voted=progress.voted,
-            voted_generation=progress.voted_generation,
-            begun=progress.begun,
-            joined=progress.joined,
+            **{part.name: getattr(progress, part.name) for part in fields(Position)},
             layers=told[0],
             former=told[1],
         )
@@ -399,7 +383,7 @@ class Trainer:
         await self._exchange(gathering, f"gradients {step}", None)
         layers = gathering.layers[self.worker]
         progress.reduced, progress.reduced_generation = step, generation
-        progress.reduced_layers = range(layers[0], layers[-1] + 1)
+        progress.reduced_layers = tuple(range(layers[0], layers[-1] + 1))
         ballot = (self.ear.pending_boundary(generation), self.ear.save_wish)
         votes = await self._exchange(gathering, f"vote {step}", ballot)
         progress.voted, progress.voted_generation = step, generation

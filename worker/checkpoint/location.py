@@ -1,8 +1,7 @@
 """The place of a job's checkpoints: whether all workers of a generation can use it, what is in it.
 
-The first worker that sees any checkpoint says which ones there are. Where some workers cannot use
-the place, either their nodes or the job are at fault (`findings`). Must not know what is in a
-checkpoint.
+The first worker that sees any checkpoint says which ones there are. Where some cannot use the
+place, their nodes or the job are at fault (`findings`). Must not know what a checkpoint holds.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Final weights on disk: one safetensors file per layer, and a manifest that names them.
 
-Each layer is written by one of its holders and the manifest by one worker after that, so a manifest
-stands for a complete set. A file appears under its name only when it is whole. A write that failed
-is tried until it works: the result is here and nowhere else. `read_output` is for users and tests.
+Each layer is written by one of its holders, and the manifest after that, so it stands for a
+complete set. A write that failed is tried until it works: the result is nowhere else.
+`read_output` is for users and tests.
 """
 
 import contextlib

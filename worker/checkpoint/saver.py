@@ -1,9 +1,8 @@
 """When a checkpoint is taken, and by whom: the workers agree in the votes of their steps.
 
-A checkpoint is due every so many steps, when the plan holds too few copies of a layer, and when an
-operator wishes it. All workers begin one after the same step, and none before the last one has
-ended everywhere. Training stalls only while the layers that this worker writes are copied; `writer`
-then writes the copy. Lives through all generations of a worker.
+One is due every so many steps, when the plan holds too few copies of a layer, and when an operator
+wishes it. All begin it after the same step, and none before the last one has ended everywhere.
+Training waits only while this worker's layers are copied; `writer` writes the copy.
 """
 
 import logging

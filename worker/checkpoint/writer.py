@@ -1,9 +1,8 @@
 """Writes one checkpoint in a thread: this worker's layers and, on one worker, the manifest.
 
-Each writer puts its layers' files into the checkpoint's folder and then a list of them with their
-hashes. The publisher waits until all lists are there and writes the manifest. So the workers need
-only the folder to agree that a checkpoint is complete, a writer's death leaves a folder without a
-manifest, which is no checkpoint, and a folder that they do not share is found out.
+Each writer leaves its layers' files and then a list of them with their hashes; the publisher waits
+for all lists and writes the manifest, which alone makes a checkpoint. So workers need only the
+folder to agree that it is complete, and a folder that they do not share is found out.
 """
 
 import hashlib

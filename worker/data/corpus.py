@@ -1,10 +1,8 @@
 """The corpus of a job on this node: its files, as one row of token ids.
 
-Owns which files these are, their type, and reading them. Text that has to be tokenised is so once
-per node, into the cache (`oobleck.worker.data.token_cache`); bytes are read from the text itself.
-
-Ids are read when they are needed and cached by the kernel only: a corpus may be larger than
-memory, and a file that shrinks under a running job is an error instead of a SIGBUS.
+Owns which files these are, their type, and reading them. Text is tokenised once per node, into the
+cache (`token_cache`); bytes are read from the text itself. Ids are read when they are needed: a
+corpus may be larger than memory, and a file that shrinks meanwhile is an error, no SIGBUS.
 """
 
 import glob

@@ -1,12 +1,9 @@
 """Training data: which token rows a step uses, and reading them.
 
 A row is `sequence_length` + 1 tokens: inputs and, moved by one, targets. The corpus is cut into
-such windows, one token overlapping, and every epoch goes through all of them in an order that is a
-stateless permutation of (seed, epoch), so that any worker finds any sample of any step by itself.
-
-Documents are packed: a window may hold the end of one and the beginning of others, with what
-separates them in between, and attention goes over all of it, as is usual for GPT. Windows that are
-held out are chosen from all over the corpus; neighbours share the one token that overlaps.
+such windows, one token overlapping. Every epoch goes through all of them in an order that is a
+stateless permutation of (seed, epoch), so any worker finds any sample of any step by itself.
+Documents are packed: attention goes over all that a window holds, as is usual for GPT.
 """
 
 import hashlib

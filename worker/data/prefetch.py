@@ -1,8 +1,7 @@
 """Reads and digests token rows a step ahead, in a thread, while the worker computes.
 
 Rows are a function of (seed, step, positions), so what was read ahead stays right when the plan
-changes: a new generation takes what it does again, and the rest is dropped. The thread dies with
-the process. Must not know programs, stages or plans.
+changes. The thread dies with the process. Must not know programs, stages or plans.
 """
 
 from collections.abc import Iterable

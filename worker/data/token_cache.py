@@ -1,8 +1,8 @@
 """Text that is tokenised once per node: a directory of token files.
 
-A file's key stands for the texts (names, sizes, times of change, digests), the tokenizer and the
-rest that the tokens depend on, so a file in the cache is never out of date. Of several workers that
-want the same one, the first makes it and the others wait. A file appears when it is whole.
+A file's key stands for all that its tokens depend on (texts, tokenizer, separator), so a file in
+the cache is never out of date. Of several workers that want the same one, the first makes it and
+the others wait. A file appears when it is whole.
 """
 
 import fcntl

@@ -1,8 +1,7 @@
 """How much memory torch's operations take, tensor by tensor: the most at a time.
 
-On a CPU every result with memory of its own counts from the operation that makes it until its last
-user releases it; what an operation takes inside of itself is not seen. Small and large blocks count
-apart, since the heap keeps what small ones once took (`oobleck.planner.profile.memory`). On a GPU
+On a CPU every result with memory of its own counts until its last user releases it; small and large
+blocks apart, since the heap keeps what small ones took (`oobleck.planner.profile.memory`). On a GPU
 torch's allocator counts. Must not know what is run.
 """
 

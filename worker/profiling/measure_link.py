@@ -1,9 +1,8 @@
 """Measures the link between two workers, through the transport that training uses.
 
-It times round trips, so that no clocks are compared: of a small message for the latency, of a large
-one for the rate. The lower quartile counts, since what else runs on the hosts delays some of them
-by far more than they take. The first of the two workers decides the sizes and reports; the other
-answers.
+It times round trips, so no clocks are compared: of a small message for the latency, of a large one
+for the rate. The lower quartile counts, since what else runs on the hosts delays some by far. The
+first of the two workers decides the sizes and reports; the other answers.
 """
 
 import time

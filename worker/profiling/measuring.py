@@ -1,8 +1,7 @@
 """Before the first generation: carries out the agent's wish to measure, and reports the results.
 
-Owns how two workers come to measure the link between them, and what becomes of failures: a
-measurement that fails is reported and costs nothing else. An assignment calls it off at once, and
-so does a newer wish, such as the one that follows the death of a peer.
+Owns how two workers come to measure their link. A measurement that fails is reported and costs
+nothing else; an assignment or a newer wish calls it off at once.
 """
 
 import logging

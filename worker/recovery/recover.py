@@ -1,15 +1,15 @@
 """How a worker comes to the agreed state once the members of a generation can talk.
 
-All tell each other their recovery states and draw the same agreement (`rejoin`). By it a worker
+All tell each other their recovery states and draw the same agreement (`rejoin`). Then a worker
 applies a step that others have committed, finds out what counts of the step that was cut off, and
-fetches the plan's layers that it lacks (`transfer`). Where a layer is with nobody, all go back to a
+fetches the layers that it lacks (`transfer`). Where a layer is with nobody, all go back to a
 checkpoint (`restore`). Must not know how training goes on after.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -26,6 +26,7 @@ from oobleck.worker.recovery.rejoin import Agreement, Held, RecoveryState, agree
 from oobleck.worker.recovery.transfer import fetch_layers
 from oobleck.worker.runtime import pulse
 from oobleck.worker.state.layer_state import LayerState
+from oobleck.worker.state.progress import Position
 from oobleck.worker.step.commit import commit, count_votes, make_record
 from oobleck.worker.step.salvage import Contribution, Salvage, plan_salvage
 from oobleck.worker.step.vote import ballot_length
@@ -180,18 +181,9 @@ class Recovery:
         return agree({member: said.state for member, said in told.items()})
 
     def _recovery_state(self, layer_count: int) -> RecoveryState:
-        progress = self._progress
+        position = {part.name: getattr(self._progress, part.name) for part in fields(Position)}
         return RecoveryState(
-            committed=progress.committed,
-            reduced=progress.reduced,
-            reduced_generation=progress.reduced_generation,
-            reduced_layers=tuple(progress.reduced_layers),
-            voted=progress.voted,
-            voted_generation=progress.voted_generation,
-            lineage=progress.lineage,
-            begun=progress.begun,
-            skipped=progress.skipped,
-            joined=progress.joined,
+            **position,
             layers=_held(self._state.layers, layer_count),
             former=_held(self._state.former, layer_count),
         )

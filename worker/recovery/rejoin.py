@@ -18,9 +18,10 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from oobleck.planner.errors import LayerLost
-from oobleck.planner.ids import WorkerId
+from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.programs.transfer import Shard, ShardTable, require_holders
 from oobleck.worker.runtime.errors import InvariantViolation
+from oobleck.worker.state.progress import Position
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +33,10 @@ class Held:
     parts: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryState:
-    """One worker's state as it arrives in a new generation. Steps count from 1; 0 is the start."""
+@dataclass(slots=True, kw_only=True)
+class RecoveryState(Position):
+    """One worker's state as it arrives in a new generation."""
 
-    #: Generation in which all went back to a checkpoint that its state is of; 0: never.
-    lineage: int
-    #: Newest step whose update it has applied.
-    committed: int
-    #: Step whose reduced gradients it holds complete, 0 for none; and the generation they are of.
-    reduced: int
-    reduced_generation: int
-    #: The layers that those gradients are of: it may hold more, left from an earlier generation.
-    reduced_layers: tuple[int, ...]
-    #: Newest step whose vote it has the result of, 0 for none; and the generation of that vote.
-    voted: int
-    voted_generation: int
-    #: Newest step that it has begun, of which it may have gradients.
-    begun: int
-    #: Steps in a row up to `committed` that were skipped.
-    skipped: int = 0
-    #: Newest generation in which it agreed with others on a step; 0: none.
-    joined: int = 0
     #: What it holds of each layer, and what another share has taken the place of since the last
     #: commit, whose gradients are not those of `reduced`.
     layers: tuple[Held, ...]
@@ -179,7 +162,9 @@ def _without_newest(
     """As if those in `outrun` had not seen their last vote; who has applied it has nothing left."""
     step = _newest(states)
     return {
-        worker: replace(state, voted=0, voted_generation=0) if worker in outrun else state
+        worker: replace(state, voted=0, voted_generation=Generation(0))
+        if worker in outrun
+        else state
         for worker, state in states.items()
         if not (worker in outrun and state.committed == step)
     }

@@ -1,8 +1,7 @@
 """Fetches, sends and drops layers, until a worker holds those of its plan at an agreed step.
 
-Every worker plans the same transfers from the same table of who holds what, and carries out its own
-part of them. Nothing of a transfer that broke off is taken for a layer. Must not know how the
-agreement came about.
+Every worker plans the same transfers from the same table of who holds what, and does its own part.
+A transfer that broke off leaves no layer. Must not know how the agreement came about.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,8 +1,8 @@
 """Opens a worker's device, and lists the GPUs that torch sees on this host.
 
-`python -m oobleck.worker.runtime.device` prints the host's GPUs (or why there are none) as one line
-of JSON; agents ask this way, since they load neither torch nor a CUDA driver. A worker opens its
-device after it was forked: a process that uses CUDA cannot be forked.
+Agents, which load neither torch nor a driver, run this module: it prints the host's GPUs (or why
+there are none) as a line of JSON. A worker opens its device after it was forked, since a process
+that uses CUDA cannot be forked.
 """
 
 import sys

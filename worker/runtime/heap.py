@@ -1,11 +1,8 @@
 """Makes the C library's heap keep what is freed.
 
-A training step takes and frees the same memory again and again. By default glibc gives freed memory
-back to the kernel as soon as the top of the heap, or a single large block, is free, and the next
-micro-batch pays for every page again: tens of thousands of page faults in a step of a small model.
-
-Blocks of some megabytes are still mapped and given back one by one: operations on them take far
-longer than their pages do, and keeping them took 15% more memory than was in use.
+A step takes and frees the same memory again and again. By default glibc gives freed memory back to
+the kernel, and the next micro-batch pays for tens of thousands of page faults. Blocks of some
+megabytes are still given back: keeping them took 15% more memory than was in use.
 """
 
 import ctypes

@@ -1,9 +1,8 @@
 """The most memory of this worker's device that training has taken.
 
-On a CPU it is the process's anonymous memory, so libraries' code and mapped data do not count. What
-was there before the first layer (interpreter, libraries' tables, what the fork brought along,
-connections) is the base and is reported beside it: a plan predicts only what the layers take. On a
-GPU it is what torch's allocator has handed out, and the base is nothing.
+On a CPU it is the process's anonymous memory, less what was there before the first layer, which is
+reported as the base: a plan predicts only what layers take. On a GPU it is what torch's allocator
+has handed out, and the base is nothing.
 """
 
 import re

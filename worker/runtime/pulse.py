@@ -1,8 +1,8 @@
 """What the training thread is doing, so that another thread can tell that it hangs.
 
 The training thread says what it begins (`beat`), and when it waits for another process (`WAITING`)
-or for files (`FILES`). The thread that listens to the agent reads it (`read`). A process has one
-training thread, so there is one pulse per process. The agent decides what is a hang.
+or for files (`FILES`). The thread that listens to the agent reads it; the agent decides what is a
+hang. A process has one training thread, so it has one pulse.
 """
 
 from types import TracebackType

@@ -1,8 +1,8 @@
 """Randomness as a function of what it is for, never of who asks or in which order.
 
-A step must give the same result on any plan, so nothing draws from a process's global generator.
-Initial weights come from (seed, layer), dropout masks from (seed, step, sample position, layer,
-site). Integer arithmetic makes the masks, which is exact on every device.
+A step must give the same on any plan, so nothing draws from a process's global generator. Initial
+weights come from (seed, layer), dropout masks from (seed, step, sample position, layer, site), by
+integer arithmetic, which is exact on every device.
 """
 
 import hashlib

@@ -1,9 +1,8 @@
 """Where a worker's time goes: spans of the steps that it was asked to record.
 
 While nothing is recorded a span costs two calls and a comparison; the pulse learns of it in any
-case. The phases on the way into a generation are few, so those of the last change are always kept.
-One thread makes all spans, so they lie side by side or one inside the other; sums, which go on
-beside them, begin and end at any time. Must not know what is recorded.
+case. The phases of the last way into a generation are always kept. One thread makes all spans, so
+they lie side by side or one inside the other; sums go on beside them.
 """
 
 import time

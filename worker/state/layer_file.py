@@ -1,8 +1,7 @@
 """One layer's state as the bytes of a safetensors file, and back.
 
-Weights have the names of their parameters, moments `<parameter>.<moment>`, so that other programs
-can read the file. The flat state is in the order of the file's data, so writing copies nothing.
-Must not know where files are.
+Weights have the names of their parameters, moments `<parameter>.<moment>`. The flat state is in the
+order of the file's data, so writing copies nothing. Must not know where files are.
 """
 
 import json

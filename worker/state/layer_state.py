@@ -1,9 +1,8 @@
 """The state of one layer on one worker: weights, moments, gradient and version, whole or a share.
 
 The state is one flat tensor, so that it travels as one message; the gradient, this worker's own sum
-over micro-batches, is another (`layout` has the order of numbers). An update applies reduced
-gradients, which are summed over all workers: tensors given from outside, or the own sum where
-nobody else holds the layer. Must not know other layers.
+over micro-batches, is another (`layout` has the order of numbers). An update applies the reduced
+gradients, which are summed over all workers. Must not know other layers.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,8 @@
 """The flat order of a layer's numbers, and which of them belong to a share of the layer.
 
-First comes the part that is tied to another layer, then what weight decay acts on (matrices and
-embeddings, not norms), then the rest. So each of these is one slice, and so is `own`, everything
-but the tied part. A share of a layer, such as the second of three, is that share of the tied part
-and that share of the own part. Knows the model alone.
+First the part that is tied to another layer, then what weight decay acts on, then the rest; so each
+of these is one slice, and so is `own`, all but the tied part. A share of a layer, such as the
+second of three, is that share of the tied part and that of the own one. Knows the model alone.
 """
 
 import math

@@ -1,8 +1,7 @@
 """The layers that this worker holds: weights, moments, gradients and versions.
 
-Where several workers share a stage, each holds a share of its layers. Owns which layers are held or
-on their way, their versions, and the update; `layer_state` has one layer's numbers. Must not know
-stages, peers or plans: callers say which layers to hold and which version to reach.
+Owns which layers, or shares of them, are held or on their way, and the update; `layer_state` has
+one layer's numbers. Must not know stages, peers or plans.
 """
 
 from collections.abc import Collection, Container, Iterable

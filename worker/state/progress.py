@@ -11,34 +11,44 @@ from oobleck.planner.ids import Generation
 _NO_GENERATION = Generation(0)
 
 
-@dataclass(slots=True)
-class TrainingProgress:
-    """How far this worker is; outlives generations. The facts behind its `RecoveryState`."""
+@dataclass(slots=True, kw_only=True)
+class Position:
+    """How far training is on one worker, as the others are told. Steps count from 1; 0 is the
+    start, or none."""
 
-    #: Newest step applied to all layers held.
+    #: Newest step whose update it has applied to all layers held.
     committed: int = 0
-    #: Step that has been begun, and when (monotonic seconds).
+    #: Newest step that it has begun, of which it may have gradients.
     begun: int = 0
+    #: Step whose reduced gradients it holds complete, and the generation and layers they are of: it
+    #: may hold more layers, left from an earlier generation.
+    reduced: int = 0
+    reduced_generation: Generation = _NO_GENERATION
+    reduced_layers: tuple[int, ...] = ()
+    #: Newest step whose vote it has the result of, and the generation of that vote.
+    voted: int = 0
+    voted_generation: Generation = _NO_GENERATION
+    #: Steps in a row up to `committed` that were skipped: their gradients were not finite.
+    skipped: int = 0
+    #: Newest generation in which all went back to the checkpoint that this state comes of.
+    lineage: int = 0
+    #: Newest generation in which it agreed with others on a step.
+    joined: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingProgress(Position):
+    """How far this worker is, in all generations, with what only it needs to know of that."""
+
+    #: When `begun` was (monotonic seconds).
     begun_at: float = 0.0
     #: What this worker has of that step: losses by micro-batch, what it has of losses that it knows
     #: in part, and digests of token rows by position.
     losses: dict[int, float] = field(default_factory=dict)
     loss_parts: float = 0.0
     row_digests: dict[int, bytes] = field(default_factory=dict)
-    #: Step whose reduced gradients are complete in `reduced_layers`; 0: none.
-    reduced: int = 0
-    reduced_generation: Generation = _NO_GENERATION
-    reduced_layers: range = range(0)
-    #: Newest vote seen, with the vector that everyone needs who has not seen it.
-    voted: int = 0
-    voted_generation: Generation = _NO_GENERATION
+    #: The vector of the vote on `voted`, for those who have not seen it.
     ballot: torch.Tensor | None = None
-    #: Steps in a row up to `committed` that were skipped: their gradients were not finite.
-    skipped: int = 0
-    #: Newest generation in which this state's ancestors went back to a checkpoint.
-    lineage: int = 0
-    #: Newest generation in which it agreed with others on a step.
-    joined: int = 0
 
     def restart(self, step: int, lineage: int) -> None:
         """All layers held are those of a checkpoint: what is known of other steps is void."""

@@ -1,7 +1,7 @@
 """The commit of a step on one worker: counting its votes, applying it, and the step's record.
 
-The executor commits what it has just voted on; a worker that rejoins commits what others have voted
-on. Must not know peers or programs.
+The executor commits what it has voted on, a worker that rejoins what others have. Must not know
+peers or programs.
 """
 
 import math

@@ -1,10 +1,8 @@
 """Evaluation of the state after a step on held-out samples, by all workers of a generation.
 
-A forward pass without dropout over the same samples each time, in shares over all pipelines, and
-one sum over all workers. It changes no state, so a loss in the middle costs only another
-evaluation: a later generation that comes to the same step does it again, unless one worker has the
-result, which the others then take over. So every worker that goes on from a step has reported its
-evaluation before.
+A forward pass without dropout, in shares over all pipelines, and one sum over all workers. It
+changes no state: after a loss a later generation does it again, unless a worker has the result,
+which the others then take over. So whoever goes on from a step has reported its evaluation before.
 """
 
 import logging

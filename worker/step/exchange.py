@@ -1,11 +1,9 @@
-"""Stages that several workers of a node share: they share the weights and split the rows.
+"""Stages that several workers of a node share: each has a share of weights and some of the rows.
 
-Each worker keeps its share of every layer's state and computes its rows of every micro-batch. The
-weights are gathered from all shares first; then each worker's gradients of the whole layer, which
-are of its own rows, are summed into the shares (fully sharded data parallelism, as ZeRO-3 of
-Rajbhandari et al., 2020). A stage that is not resident gathers each layer for each micro-batch and
-has one layer at a time; a resident one gathers once per step. All workers of the stage do the same
-in the same order, also those without a row of a micro-batch. Must not know what is computed.
+The weights of a layer are gathered from all shares; then the gradients, each worker's of its own
+rows, are summed into the shares (fully sharded data parallelism, as ZeRO-3 of Rajbhandari et al.,
+2020). A resident stage does both once per step, any other for each micro-batch. All workers of the
+stage do the same in the same order. Must not know what is computed.
 """
 
 from collections import defaultdict

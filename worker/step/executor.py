@@ -1,9 +1,7 @@
 """One training step on one worker, top to bottom (docs/architecture.md, "A step").
 
-`run_step` begins the step, carries out the worker's program instruction by instruction (load,
-compute, messages, sums of gradients), votes and updates the weights. Owns the order of these
-effects and what each leaves in the worker's progress. How a layer computes, a tensor travels or a
-ballot is counted is below.
+Owns the order of a step's effects, and what each leaves in the worker's progress. How a layer
+computes, a tensor travels or a ballot is counted is below.
 """
 
 from collections.abc import Mapping
@@ -254,7 +252,7 @@ class Executor:
             self._sums.wait()
             self._transport.complete()
         progress.reduced, progress.reduced_generation = step.number, self._generation
-        progress.reduced_layers = self._layers
+        progress.reduced_layers = tuple(self._layers)
         self._reached("reduced", step.number)
 
         with timeline.span("ballot"):

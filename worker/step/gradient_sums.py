@@ -1,9 +1,8 @@
 """The sums of gradients over workers: when each starts, and where its result goes.
 
-A bucket's sum starts as soon as the last of its layers has its last micro-batch, while the backward
-of the layers below goes on. The result goes into a buffer of its own, so that nothing is copied
-inside of the collective and the worker's own sums stay as they are until the commit. A bucket that
-only this worker owns needs neither. Must not know how gradients are computed.
+A bucket's sum starts as soon as the last of its layers has its last micro-batch, beside the
+backward of the layers below. The result goes into a buffer of its own: the worker's own sums stay
+until the commit. Must not know how gradients are computed.
 """
 
 from collections.abc import Mapping

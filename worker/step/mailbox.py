@@ -1,9 +1,8 @@
 """A step's messages between this worker and its neighbour stages.
 
-Receives are posted ahead of their use, so that a message travels while the worker computes. A send
-and its tensor are released when a later message of the same peer shows that it has arrived; nothing
-waits for a send before the end of the step. The order of both follows from the programs. Must not
-know what is sent.
+Receives are posted ahead, so that a message travels while the worker computes. A sent tensor is
+released when a later message of the same peer shows that it has arrived; nothing waits for a send
+before the end of the step. The order follows from the programs. Must not know what is sent.
 """
 
 from collections import deque

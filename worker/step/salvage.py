@@ -1,13 +1,9 @@
 """What counts of a step that was cut off, and what must be done again. Pure.
 
-A survivor's gradient of a layer is the sum over some micro-batches. It cannot be taken apart, so it
-counts as a whole or not at all: it counts if its worker holds the same share of that layer in the
-new plan, and if no micro-batch of it is in another sum that counts. From the same table of
-`Contribution` every worker draws the same `Salvage`, which counts each (layer, micro-batch) exactly
-once: in a sum that counts, or in the work that is done again.
-
-Where several workers share a stage, their sums count together, if all of them have the same
-micro-batches.
+A survivor's gradient of a layer is a sum over micro-batches, so it counts as a whole or not at all:
+if its worker holds the same share of that layer in the new plan, and no micro-batch of it is in
+another sum that counts. The sums of workers that share a stage count together. From the same table
+of `Contribution` every worker draws the same `Salvage`, with each (layer, micro-batch) once.
 """
 
 from collections.abc import Mapping

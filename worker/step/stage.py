@@ -1,11 +1,9 @@
 """Running a stage: forward and backward of contiguous layers, micro-batch by micro-batch.
 
-Where a layer's gradient is wanted before those of the layers below it, every layer is a segment of
-its own for autograd; otherwise layers in a row are one segment. With recomputation a layer keeps
-its input alone, and is computed again, with the graph this time, when its backward comes. Owns the
-micro-batches under way, and notes in the state which ones a layer's gradient has. Knows nothing of
-peers, orders or steps. Any order of forwards and backwards is right, as long as a micro-batch's
-forward comes first and, where its backward is split, the input's gradient before the weights'.
+Owns the micro-batches under way, and notes in the state which ones a layer's gradient has. A
+segment is what autograd runs in one go: a layer, or several in a row where no gradient is wanted
+before the last. With recomputation a layer keeps its input alone and is computed again in its
+backward. Any order of micro-batches is right. Knows nothing of peers or steps.
 """
 
 from collections import deque

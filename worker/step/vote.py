@@ -1,10 +1,9 @@
 """The commit vote: one small all-reduce that ends a step for all workers or for none.
 
-The vector sums over all workers: the loss, the squared gradient norm, what each knows of a pending
-change of the plan and of checkpoints, and the ledger of samples. For every position of the global
-batch the ledger has a count and the digest of the token row that was trained on there, put in by
-the one worker that loaded it. So at the commit each worker knows that every sample was used exactly
-once, and which one it was; an exact record of the step needs no other message.
+The vector sums the loss, the squared gradient norm, what each worker knows of a pending change of
+the plan and of checkpoints, and the ledger of samples. For every position of the global batch the
+ledger has a count and the digest of the token row, put in by the one worker that loaded it: so all
+workers know that every sample was used once, and make the same record of the step.
 """
 
 import math

@@ -1,11 +1,8 @@
 """Sends tensors of a device over a transport of host memory, by way of pinned buffers.
 
-For workers that share a GPU, which NCCL refuses, and for what NCCL groups are not built for. Host
-tensors go straight through. Must not know what the transport below does.
-
-A copy out waits for the device, since the transport below reads the buffer at once. A copy in is
-queued on the device and nobody waits for it; torch's allocator of pinned memory keeps the buffer
-until the copy is over.
+For workers that share a GPU, which NCCL refuses, and for what NCCL groups are not built for. A copy
+out waits for the device, since the transport below reads the buffer at once. A copy in is queued on
+the device, and torch's allocator of pinned memory keeps the buffer until it is over.
 """
 
 import torch
