@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from oobleck.host.detection import Detection
 from oobleck.master.events.nodes import NodeLost, NodeRegistered
 from oobleck.master.events.unions import Journaled
-from oobleck.master.rules.adoption import runs_unknown
 from oobleck.master.rules.losses import last_sign, reconnect_s
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
@@ -35,7 +34,7 @@ def admit(
     known = state.nodes.get(facts.node)
     job = state.job
     same = known is not None and known.facts.incarnation == facts.incarnation
-    counted = runs_unknown(state, registration.running)
+    counted = state.lacks(registration.running)
     if job is not None and (same or known is None):
         # It was given up, and no step has been committed without it since: its workers count.
         counted |= facts.node in job.lost_nodes or _holds_state(job, registration)

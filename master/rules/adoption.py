@@ -1,10 +1,21 @@
 """The rule about plans that the journal does not have, because its end was lost.
 
-Agents tell with every registration which plan their workers run. Where that is newer than all that
-the journal knows, nothing else is decided about the job until all nodes of that plan are back: then
-it is the job's plan, and nobody has to stop for it. Where some do not come back in the time that
-agents have for that, only what the workers hold is learnt from it (`PlanFound`), and a new plan is
-made with those who are there, as after a loss.
+Agents tell with every registration which plan their workers run. A master that has found a job in
+its journal, and has made no plan of it since, takes a newer one that they tell of for the job's
+plan: then nobody has to stop for it. One agent may be broken or hostile, so its word alone is not
+enough.
+
+1. The plan must be one that a master could have made: it has every layer, each worker once, the
+   whole batch, and a generation that leaves room for later ones.
+2. An agent speaks for a plan that its own node is in. It must tell the whole plan as others do.
+3. A plan is adopted when all its nodes speak for it, and they are more than half of all nodes that
+   are in it or in the newest plan of the journal.
+4. Nodes have the time to come back that they have after any restart of the master. When all of them
+   are back, or that time is over, only those that came count in that half. Most of them may speak
+   for newer plans, and no plan have all its nodes. Then the master learns what workers hold from
+   the plan that most speak for (`PlanFound`), and makes a new plan with those who are there, as
+   after a loss.
+5. All else counts for nothing, and the job goes on by the journal.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,68 +24,105 @@ import msgspec
 
 from oobleck.host.ipc.messages import Assign
 from oobleck.master.events.plans import PlanFound, PlanMade
+from oobleck.master.rules.completion import transition
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.job import ENDED, Job
-from oobleck.master.state.node import Node
+from oobleck.master.state.job import Job
 from oobleck.planner.ids import Incarnation, NodeName, WorkerId
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.programs.plan import Pipeline
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.proto.types import Assignment
-
-
-def runs_unknown(state: ClusterState, running: Assignment | None) -> bool:
-    """Whether `running` is of a job that goes on and has a plan that is newer than those known."""
-    if running is None or running.assign is None or running.job_id not in state.jobs:
-        return False
-    job = state.jobs[running.job_id]
-    fits = running.assign.plan.layer_count == job.spec.model.layer_count
-    return fits and job.state not in ENDED and running.generation > job.newest_known
 
 
 def adopt(context: Context) -> Decision | None:
     state, job = context.state, context.state.job
     if job is None or job.cancel_requested or job.state == "profiling":
         return None
-    told = {
-        name: node.seen.running
-        for name, node in sorted(state.nodes.items())
-        if node.connected
-        and node.seen.running is not None
-        and node.seen.running.job_id == job.id
-        and runs_unknown(state, node.seen.running)
-    }
-    if not told:
+    speakers = _speakers(state, job)
+    if not speakers:
         return None
-    newest = max(told.values(), key=lambda running: running.generation).assign
-    assert newest is not None, "only assignments with a plan are told"
-    plan = newest.plan
-    leaving = {worker.node for worker in newest.leaving}
-    missing = [name for name in sorted({*plan.nodes, *leaving}) if told.get(name) is None]
-    missing += [name for name, of in told.items() if not _is_same_meeting(of.assign, newest)]
-    what = f"the workers run generation {plan.generation}, which the journal does not have"
-    if not missing:
-        return Decision(actions=(_adopted(context, job, newest, told, what),), reason=what)
+    newest = max(speakers, key=lambda running: (len(speakers[running]), running.plan.generation))
+    told, nodes = speakers[newest], _nodes(newest)
     due = job.seen.since + context.timing.return_s
-    if context.now < due:
-        reason = f"{what}; {', '.join(missing)} may still come back"
+    what = f"the workers run generation {newest.plan.generation}, which the journal does not have"
+    everyone = {*job.members, *(name for of in speakers for name in _nodes(of))}
+    here = {name for name in everyone if name in state.nodes and state.nodes[name].connected}
+    waits = here != everyone and context.now < due
+    if not waits:
+        everyone = here
+    if told.keys() == nodes and 2 * len(nodes) > len({*job.members, *nodes} & everyone):
+        event = _adopted(context, job, newest, told, what)
+        if event is not None:
+            return Decision(actions=(event,), reason=what)
+    if waits:
+        reason = f"{what}; {', '.join(sorted(everyone - here))} may still come back"
         return Decision(wake_at=due, reason=reason, holds_plans=True)
-    return Decision(actions=(PlanFound(job_id=job.id, plan=plan),), reason=what)
+    if 2 * sum(map(len, speakers.values())) > len(everyone):
+        return Decision(actions=(PlanFound(job_id=job.id, plan=newest.plan),), reason=what)
+    return None
 
 
-def _is_same_meeting(told: Assign | None, newest: Assign) -> bool:
-    return told is not None and told.rendezvous == newest.rendezvous
+def _speakers(state: ClusterState, job: Job) -> dict[Assign, dict[NodeName, Assignment]]:
+    """Plans that a master could have made, and the nodes that speak for each."""
+    told: dict[Assign, dict[NodeName, Assignment]] = {}
+    for name, node in sorted(state.nodes.items()):
+        running = node.seen.running
+        if running is None or running.assign is None or not node.connected:
+            continue
+        if running.job_id == job.id and state.lacks(running):
+            told.setdefault(running.assign, {})[name] = running
+    speakers = {
+        assign: {name: running for name, running in of.items() if name in _nodes(assign)}
+        for assign, of in told.items()
+        if _could_be_ours(job.spec, assign)
+    }
+    return {assign: of for assign, of in speakers.items() if of}
+
+
+def _could_be_ours(spec: JobSpec, assign: Assign) -> bool:
+    plan, workers = assign.plan, (*assign.plan.workers, *assign.leaving)
+    return (
+        len(set(workers)) == len(workers)
+        and plan.microbatches == spec.training.microbatches
+        and all(_is_whole(pipeline, spec.model.layer_count) for pipeline in plan.pipelines)
+    )
+
+
+def _is_whole(pipeline: Pipeline, layers: int) -> bool:
+    """Whether its stages have every layer once, and all and only its nodes have workers."""
+    ends = [0, *(stage.last_layer + 1 for stage in pipeline.stages)]
+    nodes = {worker.node for stage in pipeline.stages for worker in stage.workers}
+    return [*(stage.first_layer for stage in pipeline.stages), layers] == ends and nodes == set(
+        pipeline.nodes
+    )
+
+
+def _nodes(assign: Assign) -> set[NodeName]:
+    return {*assign.plan.nodes, *(worker.node for worker in assign.leaving)}
 
 
 def _adopted(
-    context: Context, job: Job, newest: Assign, told: Mapping[NodeName, Assignment], reason: str
-) -> PlanMade:
-    plan = newest.plan
-    first: Node = context.state.nodes[plan.nodes[0]]
-    before = set(job.members)
+    context: Context,
+    job: Job,
+    newest: Assign,
+    told: Mapping[NodeName, Assignment],
+    reason: str,
+) -> PlanMade | None:
+    """None: not every worker has a process of its own, by the word of its node."""
+    state, plan, before = context.state, newest.plan, set(job.members)
+    slots = state.nodes[plan.nodes[0]].facts.worker_slots
+    incarnations = tuple(_processes(plan.workers, told))
+    leaving = tuple(_processes(newest.leaving, told))
+    named = {process for process in (*incarnations, *leaving) if process}
+    if len(named) < len(plan.workers) + len(newest.leaving):
+        return None
+    if any(state.nodes[name].facts.worker_slots != slots for name in plan.nodes):
+        return None
     return PlanMade(
         **msgspec.structs.asdict(newest),
         job_id=job.id,
-        incarnations=tuple(_processes(plan.workers, told)),
+        incarnations=incarnations,
         cause="journal cut",
         rule="adopt",
         reason=reason,
@@ -82,16 +130,17 @@ def _adopted(
         workers_lost=(),
         nodes_joined=tuple(node for node in plan.nodes if node not in before),
         can_lose=can_lose(plan),
-        worker_slots=first.facts.worker_slots,
+        worker_slots=slots,
         detect_s=0.0,
-        leaving_incarnations=tuple(_processes(newest.leaving, told)),
+        leaving_incarnations=leaving,
+        overtaken=transition(context, job),
     )
 
 
 def _processes(
     workers: Iterable[WorkerId], told: Mapping[NodeName, Assignment]
 ) -> Iterable[Incarnation]:
-    """The plan counts on them; one that its node does not name is gone."""
+    """As its node names it; empty: it does not."""
     for worker in workers:
         named = told[worker.node].worker_incarnations
         yield named[worker.slot] if worker.slot < len(named) else Incarnation("")

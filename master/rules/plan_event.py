@@ -8,7 +8,7 @@ from oobleck.master.rules.completion import transition
 from oobleck.master.rules.decision import Context
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.evidence import carried
-from oobleck.master.state.job import Job
+from oobleck.master.state.job import MOST_GENERATION, Job
 from oobleck.planner.ids import Generation, Incarnation, WorkerId
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.reconfigure import can_lose
@@ -20,6 +20,7 @@ def next_generation(context: Context, job: Job) -> Generation:
         node.seen.status.generation
         for node in context.state.nodes.values()
         if node.connected and node.seen.status.job_id == job.id
+        if node.seen.status.generation <= MOST_GENERATION
     )
     return Generation(max(job.newest_known, *told, 0) + 1)
 

@@ -70,7 +70,7 @@ def _observe_anew(state: ClusterState, now: float, unix: float) -> None:
     for node in state.nodes.values():
         apply_nodes.restarted(node, now, unix)
     for job in state.jobs.values():
-        job.seen = JobSeen(since=now, since_unix=unix)
+        job.seen = JobSeen(since=now, since_unix=unix, inherited=True)
         job.seen.steps.committed_step = job.rollback.resumed_step
         if job.rollback.redo_until and job.rollback.restored is not None:
             job.seen.steps.furthest_step = job.rollback.restored.step

@@ -54,6 +54,9 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
     if event.cause == "no progress" and event.rule == "regroup":
         seen.since_step.stalls += 1
     seen.progressed_at = seen.planned_at = now
+    seen.inherited = False
+    for node in event.plan.nodes:
+        job.left_out.pop(node, None)  # an adopted plan may have one that was let in again
     _note_replaced(job, event)
     job.made, job.made_at = event, unix
     job.reason = event.reason

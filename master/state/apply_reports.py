@@ -1,5 +1,7 @@
 """How observed events change the `seen` part of the state. Nothing here outlives the process."""
 
+import msgspec
+
 from oobleck.master.events.reports import (
     AgentRefused,
     EvaluationReceived,
@@ -16,6 +18,9 @@ from oobleck.master.events.reports import (
 from oobleck.master.state import evidence, progress, worker_reports
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job_observed import JobSeen, LossSeen
+from oobleck.proto.types import Assignment
+
+replace = msgspec.structs.replace
 
 #: A tick that is less late than this is not lateness.
 _LATE_S = 1e-3
@@ -54,13 +59,23 @@ def observe(state: ClusterState, event: Observed, now: float) -> bool:
 
 def _open(state: ClusterState, event: StreamOpened, now: float) -> None:
     node = state.nodes[event.node]
-    node.seen.session, node.seen.running = event.session, event.running
+    node.seen.session, node.seen.running = event.session, _told(state, event.running)
     node.seen.opened_at, node.seen.heard_before = now, node.seen.last_heard
     if state.job is not None:
         evidence.forget_stream(state.job, event.node)
     node.seen.closed_at = None
     node.seen.awaited = False
     progress.take_status(state, node, event.status, now)
+
+
+def _told(state: ClusterState, running: Assignment | None) -> Assignment | None:
+    if running is None or not state.lacks(running):
+        return None
+    for node in state.nodes.values():
+        known = node.seen.running
+        if known is not None and known.job_id == running.job_id and known.assign == running.assign:
+            return replace(running, assign=known.assign)
+    return running
 
 
 def _close(state: ClusterState, event: StreamClosed, now: float) -> bool:

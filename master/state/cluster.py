@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from oobleck.master.events.jobs import MeasuringStarted
 from oobleck.master.events.plans import PlanMade
-from oobleck.master.state.job import Job, Loss
+from oobleck.master.state.job import ENDED, MOST_GENERATION, Job, Loss
 from oobleck.master.state.node import Node
 from oobleck.master.state.trust import Trust
 from oobleck.planner.ids import JobId, NodeName, WorkerId
@@ -138,6 +138,19 @@ class ClusterState:
         status = node.seen.status
         up = [w for w in status.workers if w.store and not job.seen.is_gone(w.incarnation)]
         return node.connected and status.job_id == job.id and len(up) == node.facts.worker_slots
+
+    def lacks(self, running: Assignment | None) -> bool:
+        """Whether the journal may have lost the plan that an agent tells of: its job goes on, and
+        neither this master has made a plan of it nor the journal one that is newer."""
+        if running is None or running.assign is None or running.job_id not in self.jobs:
+            return False
+        job = self.jobs[running.job_id]
+        return (
+            job.seen.inherited
+            and job.state not in ENDED
+            and running.assign.plan.layer_count == job.spec.model.layer_count
+            and job.newest_known < running.generation <= MOST_GENERATION
+        )
 
     def data_of(self, node: Node) -> str:
         """Fingerprint of the data that the node's workers read."""

@@ -34,6 +34,8 @@ KNOWN_PROCESSES = 10_000
 #: Operators ask again within seconds: so many of their last requests are known again.
 KNOWN_REQUESTS = 64
 NO_GENERATION = Generation(0)
+#: No job comes so far, and there is room above it: a higher one that an agent tells of is not true.
+MOST_GENERATION = Generation(1 << 40)
 
 JobState = Literal[
     "queued",

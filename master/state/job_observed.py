@@ -193,6 +193,9 @@ class JobSeen:
     #: When that began, or the job; and the Unix time of the former.
     since: float = 0.0
     since_unix: float = 0.0
+    #: This master found the job in its journal and has made no plan of it: agents may have a newer
+    #: one than the journal.
+    inherited: bool = False
     #: Since when it waits for nodes, where it does.
     waiting_since: float | None = None
     #: Since when the newest plan's processes have had the time to get up.

@@ -44,7 +44,8 @@ class NodeSeen:
     release_at: float | None = None
     #: Since when it is lost, by this master's clock.
     lost_at: float | None = None
-    #: What its agent had on the way when its newest session began; see `Registration`.
+    #: The plan that its agent told of when its newest session began, if the journal may have lost
+    #: it (`ClusterState.lacks`). Nodes that tell the same share one `Assign`.
     running: Assignment | None = None
 
     def hear(self, now: float) -> None:

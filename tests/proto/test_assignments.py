@@ -18,12 +18,12 @@ from oobleck.master.events.plans import PlanMade
 from oobleck.master.events.unions import Journaled
 from oobleck.master.rules.adoption import adopt
 from oobleck.planner.codec import encode
-from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import assignment_message, read_assignment
 from oobleck.proto.status import read_register, register_message
 from oobleck.proto.types import PROTOCOL, Assignment, NodeStatus, Registration
-from support.agents import A, Node
+from support.agents import A, B, Node
 from support.fake_agent import facts
 from support.plans import plan_of_cuts
 from support.trained import JOB, context, node, trained_job
@@ -35,18 +35,20 @@ ASSIGN = Assign(
     boundary=True,
     restore=True,
     anew=True,
-    leaving=(WorkerId(NodeName("n0"), 1),),
+    leaving=(WorkerId(NodeName("n2"), 0),),
     handover=True,
     data="ab" * 16,
 )
+#: Of n0, n1 and n2.
+PROCESSES = (A, B, Incarnation("cccc"))
 
 
 def made(assign: Assign) -> PlanMade:
     return PlanMade(
         **msgspec.structs.asdict(assign),
         job_id=JOB,
-        incarnations=tuple(A for _ in assign.plan.workers),
-        leaving_incarnations=tuple(A for _ in assign.leaving),
+        incarnations=PROCESSES[:2],
+        leaving_incarnations=PROCESSES[2:],
         cause="node lost",
         rule="reinstantiate",
         reason="a node is lost",
@@ -62,7 +64,7 @@ def made(assign: Assign) -> PlanMade:
 def told(assign: Assign, name: str) -> Assignment:
     """What the agent of a node reads, from an event that was in the journal."""
     event = msgspec.json.decode(encode(made(assign)), type=Journaled)  # type: ignore[arg-type]
-    state, job = trained_job([node(0), node(1)], 32, min_nodes=1)
+    state, job = trained_job([node(0), node(1), node(2)], 32, min_nodes=1)
     job.made = event
     one = state.nodes[NodeName(name)]
     one.desired = replace(one.desired, version=3, job_id=JOB, generation=assign.plan.generation)
@@ -80,17 +82,18 @@ def test_a_worker_gets_what_the_master_decided() -> None:
     agent = Node()
     agent.state.node = NodeName("n1")
     agent.after(StartWarm(), WarmReady(), Assigned(desired=told(ASSIGN, "n1")))
-    agent.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
+    agent.after(ForkAsked(slot=0, incarnation=B), WorkerForked(incarnation=B, pid=100))
     ready = Ready(pid=100, store="127.0.0.1:1", data=ASSIGN.data)
-    (send,) = agent.after(Said(incarnation=A, message=ready))
+    (send,) = agent.after(Said(incarnation=B, message=ready))
     assert isinstance(send, SendPlan)
     read = msgspec.json.decode(frame(send.assign)[4:], type=ToWorker)  # type: ignore[arg-type]
     assert read == ASSIGN
 
 
 def test_a_master_without_the_journal_s_end_learns_it_from_the_agents() -> None:
-    state, job = trained_job([node(0), node(1)], 32, min_nodes=1)
-    for name in ("n0", "n1"):
+    state, job = trained_job([node(0), node(1), node(2)], 32, min_nodes=1)
+    job.seen.inherited = True
+    for name in ("n0", "n1", "n2"):
         running = newest_plan(None, told(ASSIGN, name))
         registration = Registration(
             protocol=PROTOCOL, facts=facts(name), status=NodeStatus(), running=running
@@ -104,7 +107,7 @@ def test_a_master_without_the_journal_s_end_learns_it_from_the_agents() -> None:
     (event,) = decision.actions
     assert isinstance(event, PlanMade)
     assert event.assign == ASSIGN
-    assert event.incarnations == (A, A)
+    assert (*event.incarnations, *event.leaving_incarnations) == PROCESSES
 
 
 def test_a_journal_has_the_fields_side_by_side() -> None:

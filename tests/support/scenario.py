@@ -23,6 +23,7 @@ from typing import Any
 from oobleck.agent.connection.reports import newest_plan
 from oobleck.host.detection import Detection
 from oobleck.host.ipc.messages import (
+    Assign,
     CheckpointSaved,
     EvaluationRecord,
     Failed,
@@ -30,6 +31,7 @@ from oobleck.host.ipc.messages import (
     Measured,
     PeerLost,
     PhaseReached,
+    Rendezvous,
     Restored,
     SaveFailed,
     StepRecord,
@@ -102,7 +104,7 @@ from oobleck.planner.job.spec import (
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.measurement import LinkMeasurement, Measurement
 from oobleck.planner.profile.profile import LayerProfile, Profile
-from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.plan import Pipeline, Plan, Stage
 from oobleck.proto.types import (
     PROTOCOL,
     Assignment,
@@ -375,6 +377,39 @@ class Player:
         for name in names:
             self.agents[name].silent = False
             self._admit(self.agents[name])
+
+    def do_claim(self, name: str, generation: str, what: str, *nodes: str) -> None:
+        """The agent comes back and tells of a plan of one pipeline over `nodes` that no master has
+        made, which is `what`: whole, with a gap, with a worker twice, or without processes."""
+        job = self.state.job
+        assert job is not None
+        layers = job.spec.model.layer_count
+        cuts = [round(k * layers / len(nodes)) for k in range(len(nodes) + 1)]
+        workers = [WorkerId(NodeName(node), 0) for node in nodes]
+        if what == "twice":
+            workers[1] = workers[0]
+        stages = [
+            Stage(first_layer=first, last_layer=last - 1, workers=(worker,))
+            for first, last, worker in zip(cuts, cuts[1:], workers, strict=False)
+        ]
+        pipeline = Pipeline(
+            nodes=tuple(map(NodeName, nodes)),
+            stages=tuple(stages[:1] + stages[2:] if what == "gap" else stages),
+            first_microbatch=0,
+            microbatches=job.spec.training.microbatches,
+        )
+        plan = Plan(generation=Generation(int(generation)), pipelines=(pipeline,))
+        meeting = Rendezvous(store=f"{name}:4000", prefix="claimed")
+        agent = self.agents[name]
+        agent.running = Assignment(
+            version=1,
+            job_id=job.id,
+            assign=Assign(plan=plan, rendezvous=meeting, boundary=False),
+            worker_incarnations=()
+            if what == "nameless"
+            else tuple(worker.incarnation for worker in agent.status.workers),
+        )
+        self.do_reconnect(name)
 
     def _admit(self, agent: Agent) -> bool:
         registration = Registration(
