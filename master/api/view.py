@@ -10,7 +10,7 @@ from statistics import median
 from oobleck.host.ipc.messages import StepRecord
 from oobleck.master.config import MasterConfig
 from oobleck.master.planning import client
-from oobleck.master.rules import job_queue, regroup
+from oobleck.master.rules import job_queue, stalls
 from oobleck.master.state import versions
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.drains import is_quarantined
@@ -155,7 +155,7 @@ def _reason(state: ClusterState, job: Job, config: MasterConfig, now: float) -> 
     if timeline is not None and silent and now - timeline.pushed_at > _SLOW_ANSWER_S:
         return f"{job.reason}; no answer so far from {', '.join(map(str, silent))}"
     here = all(state.nodes[name].connected for name in job.members)
-    if here and (again := regroup.told_in(job, config.timing, now)):
+    if here and (again := stalls.next_meeting(job, config.timing, now)):
         return again
     if turn := job_queue.outlook(state, job, config.gives_way_s, now):
         return f"{job.reason}; {turn}"

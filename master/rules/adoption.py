@@ -35,9 +35,9 @@ from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.proto.types import Assignment
 
 
-def adopt(context: Context) -> Decision | None:
-    state, job = context.state, context.state.job
-    if job is None or job.cancel_requested or job.state == "profiling":
+def adopt(context: Context, job: Job) -> Decision | None:
+    state = context.state
+    if job.cancel_requested or job.state == "profiling":
         return None
     speakers = _speakers(state, job)
     if not speakers:

@@ -1,10 +1,24 @@
-"""Rules about beginnings and ends: a generation's first step, a job's end."""
+"""How far a job is: a generation's first step, steps committed again, checkpoints, the end.
 
-from oobleck.master.events.jobs import JobCancelled, JobCaughtUp, JobFailed, JobSucceeded
+Workers take checkpoints by themselves, and go back to one by themselves where a part of the model
+is with nobody. The master notes each of their words on it once, and tells operators.
+"""
+
+from oobleck.host.ipc.messages import CheckpointSaved, Restored, SaveFailed
+from oobleck.master.events.jobs import (
+    CheckpointPublished,
+    JobCancelled,
+    JobCaughtUp,
+    JobFailed,
+    JobRestored,
+    JobSucceeded,
+    SaveProblem,
+)
 from oobleck.master.events.plans import PHASES, FirstStepCommitted, Transition
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.evidence import carried
 from oobleck.master.state.job import Job
+from oobleck.master.state.job_observed import SaveReport
 from oobleck.planner.ids import NodeName
 
 
@@ -32,9 +46,8 @@ def transition(context: Context, job: Job) -> Transition | None:
     )
 
 
-def first_step(context: Context) -> Decision | None:
-    job = context.state.job
-    if job is None or not job.on_the_way:
+def first_step(context: Context, job: Job) -> Decision | None:
+    if not job.on_the_way:
         return None
     step = next((r.step for r in job.seen.steps.recent if r.generation >= job.generation), None)
     if step is None and job.seen.steps.redone is not None:
@@ -56,14 +69,9 @@ def first_step(context: Context) -> Decision | None:
     return Decision(actions=(event,), reason=f"generation {job.generation} has committed a step")
 
 
-def caught_up(context: Context) -> Decision | None:
+def caught_up(context: Context, job: Job) -> Decision | None:
     """The steps that were lost with the way back to a checkpoint are committed again."""
-    job = context.state.job
-    if (
-        job is None
-        or not job.rollback.redo_until
-        or job.seen.steps.furthest_step < job.redone_until
-    ):
+    if not job.rollback.redo_until or job.seen.steps.furthest_step < job.redone_until:
         return None
     event = JobCaughtUp(job_id=job.id, step=job.seen.steps.furthest_step)
     return Decision(actions=(event,), reason=f"step {event.step} is committed again")
@@ -110,3 +118,26 @@ def _succeed(context: Context, job: Job) -> Decision | None:
         job_id=job.id, transition=transition(context, job), missing_steps=max(0, steps - through)
     )
     return Decision(actions=(event,), reason="all workers have finished")
+
+
+def note_checkpoint(context: Context) -> Decision | None:
+    for job in context.state.jobs.values():
+        if job.seen.save_reports:
+            event = _event(job, job.seen.save_reports[0])
+            return Decision(actions=(event,), reason="a worker told of a checkpoint")
+    return None
+
+
+def _event(job: Job, report: SaveReport) -> CheckpointPublished | SaveProblem | JobRestored:
+    match report:
+        case CheckpointSaved():
+            return CheckpointPublished(job_id=job.id, saved=report)
+        case SaveFailed():
+            return SaveProblem(job_id=job.id, failed=report)
+        case Restored(step=step):
+            return JobRestored(
+                job_id=job.id,
+                restored=report,
+                resumed=job.trained is None,
+                lost_steps=max(0, job.seen.steps.furthest_step - step),
+            )

@@ -1,13 +1,23 @@
 """What a rule of `oobleck.master.rules.reconcile` looks at, and what it answers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from oobleck.host.detection import Detection
 from oobleck.master.config import GIVES_WAY_S, Retention
+from oobleck.master.events.nodes import (
+    NodeLeftOut,
+    NodeLost,
+    NodeQuarantined,
+    NodeReleased,
+    NodeReset,
+)
 from oobleck.master.events.unions import Journaled
 from oobleck.master.planning.requests import Planner, PlanRequest
 from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import Job
+
+_OF_A_NODE = NodeLost | NodeLeftOut | NodeReset | NodeQuarantined | NodeReleased
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,10 +28,16 @@ class Decision:
     wake_at: float | None = None
     #: Why this, or why nothing.
     reason: str = ""
-    #: It waits for something that the rules after it must not act before.
+    #: The rules after it must wait for what this one waits for.
     holds_plans: bool = False
     #: The plan that it waits for: to be decided anew when it is there.
     awaits: PlanRequest | None = None
+
+
+def decide(events: Sequence[Journaled], reason: str = "") -> Decision | None:
+    """To have `events` recorded; None: there are none. Without `reason`, what they say of nodes."""
+    told = (f"{e.node}: {e.reason}" for e in events if isinstance(e, _OF_A_NODE))
+    return Decision(actions=tuple(events), reason=reason or "; ".join(told)) if events else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,3 +55,5 @@ class Context:
 
 #: None: the rule does not apply. May raise StillPlanning.
 Rule = Callable[[Context], Decision | None]
+#: Of the job that has its turn.
+JobRule = Callable[[Context, Job], Decision | None]

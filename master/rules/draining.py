@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from oobleck.master.events.jobs import CheckpointRequested
 from oobleck.master.events.nodes import NodeDrained, NodeDrainRequested, NodeKept, NodeLost
 from oobleck.master.events.unions import Journaled
-from oobleck.master.rules.decision import Context, Decision
-from oobleck.master.rules.next_plan import next_plan
-from oobleck.master.rules.plan_event import next_generation, plan_made
+from oobleck.master.rules.decision import Context, Decision, decide
+from oobleck.master.rules.next_plan import next_generation, next_plan, plan_made
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.drains import moves_off
 from oobleck.master.state.evidence import carried
@@ -36,7 +35,7 @@ def take_wishes(context: Context) -> Decision | None:
         and node.seen.status.leaving
         and (node.drain is None or not (node.drain.force or node.drain.done))
     )
-    return Decision(actions=wished, reason=_names(wished)) if wished else None
+    return decide(wished, _names(wished))
 
 
 def farewell(context: Context) -> Decision | None:
@@ -47,7 +46,7 @@ def farewell(context: Context) -> Decision | None:
         for _, node in sorted(context.state.nodes.items())
         if node.registered and (node.seen.status.ending or _has_left(node))
     )
-    return Decision(actions=gone, reason=_names(gone)) if gone else None
+    return decide(gone, _names(gone))
 
 
 def _has_left(node: Node) -> bool:
@@ -78,7 +77,7 @@ def finish(context: Context) -> Decision | None:
         for name, node in sorted(context.state.nodes.items())
         if node.drain is not None and not node.drain.done and name not in needed
     )
-    return Decision(actions=done, reason=_names(done)) if done else None
+    return decide(done, _names(done))
 
 
 def _names(events: Sequence[NodeDrainRequested | NodeDrained | NodeLost]) -> str:
@@ -126,11 +125,9 @@ def _sorted(nodes: Sequence[Node]) -> list[Node]:
     return sorted(nodes, key=lambda node: node.facts.node)
 
 
-def move_off(context: Context) -> Decision | None:
+def move_off(context: Context, job: Job) -> Decision | None:
     """Make the plan without the nodes that are to be drained, and can be."""
-    state, job = context.state, context.state.job
-    if job is None or job.made is None:
-        return None
+    state = context.state
     if job.state == "waiting for nodes":
         return _give_up(job, _still_there(state, job))
     moving = on_the_move(state, job)
@@ -141,7 +138,7 @@ def move_off(context: Context) -> Decision | None:
     if job.seen.steps.furthest_step >= job.spec.training.steps:
         return Decision(reason="the job ends before work could move")
     found, events = _find(context, job, moving)
-    if found is None or job.made.plan.nodes == found.plan.nodes:
+    if found is None or (job.made and job.made.plan.nodes == found.plan.nodes):
         return Decision(actions=tuple(events)) if events else None
     staying = frozenset(found.plan.nodes)
     gone = ", ".join(node for node in job.members if node not in staying)
@@ -166,7 +163,7 @@ def _give_up(job: Job, moving: Sequence[Node]) -> Decision | None:
         return Decision(actions=forced, reason="a drain is forced while the job waits for nodes")
     kept = "it waits for nodes, and this one holds a part of its state"
     events = tuple(event for node in moving for event in _kept(job, node, kept))
-    return Decision(actions=events, reason=kept) if events else None
+    return decide(events, kept)
 
 
 def _without(job: Job, node: Node) -> NodeDrained:

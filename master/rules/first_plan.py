@@ -7,8 +7,7 @@ from oobleck.master.events.jobs import JobFailed, JobStarted
 from oobleck.master.planning import client
 from oobleck.master.rules import node_faults, profiling
 from oobleck.master.rules.decision import Context, Decision
-from oobleck.master.rules.plan_event import next_generation, plan_made
-from oobleck.master.rules.wait import names, wait
+from oobleck.master.rules.next_plan import names, next_generation, plan_made, wait
 from oobleck.master.state import versions
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED, Job
@@ -17,11 +16,9 @@ from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.units import count
 
 
-def start(context: Context) -> Decision | None:
+def start(context: Context, job: Job) -> Decision | None:
     """Plan generation 1 once every node that may still get ready is."""
-    state, job = context.state, context.state.job
-    if job is None or job.made is not None:
-        return None
+    state = context.state
     candidates, _ = versions.alike(state, job)
     ready, unlike = node_faults.like_data(
         state, [node for node in candidates if state.is_ready(node, job)]

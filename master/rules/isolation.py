@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 from oobleck.master.events.nodes import NodeQuarantined, NodeReset
-from oobleck.master.rules import holders, quarantine
+from oobleck.master.rules import holders, node_faults
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.stalls import plan_without
 from oobleck.master.state.job import Job
@@ -146,7 +146,7 @@ def _events(
         detect_s=detect_s,
     )
     if aside:
-        seconds = quarantine.next_s(node, context.timing.quarantine_s)
+        seconds = node_faults.quarantine_s(node, context.timing.quarantine_s)
         yield NodeQuarantined(node=name, reason=reason, seconds=seconds)
 
 

@@ -9,7 +9,7 @@ second node without a step in between. A job that cannot do without the node wai
 
 from oobleck.master.rules import node_faults
 from oobleck.master.rules.completion import fail
-from oobleck.master.rules.decision import Context, Decision
+from oobleck.master.rules.decision import Context, Decision, decide
 from oobleck.master.state.evidence import describe_exit
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
@@ -20,9 +20,8 @@ from oobleck.planner.units import listed
 _MOST_ENDS = 5
 
 
-def fail_jobs(context: Context) -> Decision | None:
-    job = context.state.job
-    if job is None or job.cancel_requested or (reason := _jobs_fault(context, job)) is None:
+def fail_job(context: Context, job: Job) -> Decision | None:
+    if job.cancel_requested or (reason := _jobs_fault(context, job)) is None:
         return None
     return fail(context, job, reason, _lone_node(job))
 
@@ -53,20 +52,15 @@ def _lone_node(job: Job) -> NodeName | None:
     return next(iter(job.seen.faults.ailing))
 
 
-def leave_out(context: Context) -> Decision | None:
-    job = context.state.job
-    if job is None:
-        return None
+def leave_out(context: Context, job: Job) -> Decision | None:
     suspects = _ailing(job) | {worker.node: words for worker, words in _dying(job).items()}
     news = _news(job, suspects)
     if not news:
         return None
     if (due := _wait_until(context, job, suspects)) is not None:
         return Decision(wake_at=due, reason=f"{', '.join(news)}: {next(iter(news.values()))}")
-    out = tuple(
-        node_faults.left_out(job, context.state.nodes[name], words) for name, words in news.items()
-    )
-    return Decision(actions=out, reason="; ".join(f"{o.node}: {o.reason}" for o in out))
+    nodes = context.state.nodes
+    return decide([node_faults.left_out(job, nodes[name], why) for name, why in news.items()])
 
 
 def _ailing(job: Job) -> dict[NodeName, str]:

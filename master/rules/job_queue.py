@@ -6,15 +6,17 @@ training: it gives its turn to the first job after it that could start on the no
 does a job that was trained and has waited for nodes for long, if it has a checkpoint: its workers
 are ended, and it goes on from there. Without one its state is in its workers' memory alone, and it
 keeps its turn as long as it may get on. No job that trains is interrupted for another one.
+
+Jobs that ended long ago are forgotten, or the state would grow for ever; their files stay.
 """
 
-from oobleck.master.events.jobs import JobPutBack, JobStarted
+from oobleck.master.events.jobs import JobForgotten, JobPutBack, JobStarted
 from oobleck.master.planning import client
 from oobleck.master.rules import first_plan, holders
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state import versions
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.job import Job
+from oobleck.master.state.job import ENDED, Job
 from oobleck.planner.errors import PlanInfeasible
 
 
@@ -29,9 +31,9 @@ def next_job(context: Context) -> Decision | None:
     return Decision(actions=(JobStarted(job_id=first.id),), reason=f"it is {first.id}'s turn")
 
 
-def give_way(context: Context) -> Decision | None:
-    state, job = context.state, context.state.job
-    if job is None or job.state != "waiting for nodes":
+def give_way(context: Context, job: Job) -> Decision | None:
+    state = context.state
+    if job.state != "waiting for nodes":
         return None
     if (other := _next_that_fits(state)) is None or (due := _gives_way_at(context, job)) is None:
         return None
@@ -85,3 +87,13 @@ def _fits(state: ClusterState, job: Job) -> bool:
     except PlanInfeasible:
         return job.profile_only and bool(nodes)
     return True
+
+
+def forget_jobs(context: Context) -> Decision | None:
+    ended = [job for job in context.state.jobs.values() if job.state in ENDED]
+    most = context.retention.ended_jobs
+    if len(ended) <= most:
+        return None
+    ended.sort(key=lambda job: job.finished_at)
+    forgotten = tuple(JobForgotten(job_id=job.id) for job in ended[:-most])
+    return Decision(actions=forgotten, reason=f"the last {most} jobs that ended are known")

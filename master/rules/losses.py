@@ -1,31 +1,34 @@
-"""Who is lost: which nodes and workers no longer take part, and on what evidence.
+"""Which nodes are lost, on what evidence, and when they are forgotten.
 
-A node is lost when its agent's stream is closed and, close in time, another node's worker
-reports a lost peer (two witnesses); or when nothing is heard of it for a lease. On the way into a
-generation workers have no connections that could tell of a death: there the other witness is that
-all others wait for a meeting that does not take place. A worker is lost when its agent says so.
-Pure. A master that came to itself late has extended all leases by as much
-(`Tick`), and gives everyone the time to come back that agents of a restarted master have, so its
-own pauses convict nobody; and while more than half of a plan's nodes are cut off, it is the master
-that is cut off, and only leases count. Many streams that end at once were cut together, and come
-back together; and where all nodes fall silent together, it is the head that has lost its network.
-Those nodes, too, have the time of a master's restart. Where so many come back that it takes longer,
-for the handshakes of all need processors, each has an answer's time after the last one that came.
+A node is lost when its agent's stream is closed and, close in time, another node's worker reports a
+lost peer (two witnesses). On the way into a generation workers have no connections that could tell
+of a death: there the other witness is that all others wait for a meeting that does not take place.
+A node is also lost when nothing is heard of it for a lease.
+
+A master that came to itself late has extended all leases by as much (`Tick`), and gives everyone
+the time to come back that agents of a restarted master have, so its own pauses convict nobody.
+While more than half of a plan's nodes are cut off, it is the master that is cut off, and only
+leases count. Many streams that end at once were cut together, and come back together; where all
+nodes fall silent together, it is the head that has lost its network. Those nodes, too, have the
+time of a master's restart. Where so many come back that it takes longer, for the handshakes of all
+need processors, each has an answer's time after the last one that came.
+
+A cluster whose machines come and go under other names would have a state that grows for ever, so
+nodes that were lost long ago are forgotten. Pure.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from oobleck.host.detection import Detection
-from oobleck.master.events.nodes import Evidence, NodeLost, WorkerLost
+from oobleck.master.events.nodes import NodeCleared, NodeForgotten, NodeLost
+from oobleck.master.rules.decision import Context, Decision, decide
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.evidence import carried, describe_exit, of_exit, of_hang
-from oobleck.master.state.job import Job
+from oobleck.master.state.evidence import carried
+from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.node import Node
-from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.proto.types import Hung, WorkerExited
+from oobleck.planner.ids import NodeName
 
 #: Of a heartbeat: so long all others have waited for a meeting when who is away is missed.
 _MISSED_AFTER = 0.5
@@ -38,22 +41,36 @@ _SILENT = 2
 _MOST_RETURNS = 3
 
 
-def lost_nodes(state: ClusterState, now: float, timing: Detection) -> tuple[NodeLost, ...]:
-    lost = []
-    leases = _Leases.of(state, now, timing)
-    cut_off = _cut_off(state)
+def lose_nodes(context: Context) -> Decision:
+    state, now, timing = context.state, context.now, context.timing
+    lost, ends = list[NodeLost](), list[float]()
+    leases, cut_off = _Leases(state, now, timing), _cut_off(state)
     for _, node in sorted(state.nodes.items()):
         if not node.registered:
             continue
-        silent_s = now - node.seen.last_heard
+        end, lease = leases.of(node)
         proof = None if cut_off else _proof(state, node, now, timing)
         if proof is not None:
             at, reason = proof
             lost.append(_loss(state, node, "witnesses", reason, now, at))
-        elif now >= leases.end(node):
-            reason = f"not heard of for {silent_s:.1f} s (the lease is {leases.said(node)})"
+        elif now >= end:
+            silent_s = now - node.seen.last_heard
+            reason = f"not heard of for {silent_s:.1f} s (the lease is {lease})"
             lost.append(_loss(state, node, "lease", reason, now, last_sign(state, node)))
-    return tuple(lost)
+        else:
+            ends.append(end)
+    missed = [due for name in _away(state) if (due := _missed_at(state, name, timing)) is not None]
+    wake_at = min([*ends, *(due for due in missed if due > now)], default=None)
+    return decide(lost) or Decision(wake_at=wake_at)
+
+
+def clear_nodes(context: Context) -> Decision | None:
+    cleared = [
+        NodeCleared(node=name)
+        for name, node in sorted(context.state.nodes.items())
+        if node.connected and node.stale_workers and not node.seen.status.workers
+    ]
+    return decide(cleared, "stale workers are gone")
 
 
 def last_sign(state: ClusterState, node: Node) -> float:
@@ -93,114 +110,85 @@ def _loss(
     )
 
 
-def next_verdict(state: ClusterState, now: float, timing: Detection) -> float | None:
-    """When a node may be lost though nothing has happened by then."""
-    leases = _Leases.of(state, now, timing)
-    ends = [leases.end(node) for node in state.nodes.values() if node.registered]
-    missed = [due for name in _away(state) if (due := _missed_at(state, name, timing)) is not None]
-    return min([*ends, *(due for due in missed if due > now)], default=None)
-
-
 def _away(state: ClusterState) -> list[NodeName]:
     """Members of the newest plan whose agents' streams are closed."""
     members = state.job.members if state.job is not None else ()
     return [name for name in members if not state.nodes[name].connected]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Leases:
     """For how long nodes may be silent, by what is seen of all of them."""
 
-    timing: Detection
-    #: When streams were cut, in order; empty: no node is away.
-    cuts: list[float]
-    #: When the last node came; None: none has, or no node is away.
-    opened_at: float | None
-    #: When nodes were last heard of, and when those that are back from a silence were before it, in
-    #: order; empty: none is silent for a lease.
-    heard: list[float]
-    heard_before: list[float]
-
-    @classmethod
-    def of(cls, state: ClusterState, now: float, timing: Detection) -> "_Leases":
+    def __init__(self, state: ClusterState, now: float, timing: Detection) -> None:
+        self._timing, self._silent_s = timing, _SILENT * timing.heartbeat_s
         seen = [node.seen for node in state.nodes.values() if node.registered]
-        heard, before = list[float](), list[float]()
+        # Of those that are lost by now too, so that the others' time does not change with that.
+        cuts = (node.seen.cut_at for node in state.nodes.values())
+        self._cuts = sorted(at for at in cuts if at is not None)
+        #: When the last node came; None: none has, or no node is away.
+        self._opened_at: float | None = None
+        if any(one.session is None for one in seen):
+            opened = (one.opened_at for one in seen if one.opened_at is not None)
+            self._opened_at = max(opened, default=None)
+        #: When nodes were last heard of, and when those that are back from a silence were before
+        #: it, in order; empty: none is silent for a lease.
+        self._heard, self._heard_before = list[float](), list[float]()
         if any(now >= one.last_heard + timing.lease_s for one in seen):
-            heard = sorted(one.last_heard for one in seen)
-            before = sorted(
+            self._heard = sorted(one.last_heard for one in seen)
+            self._heard_before = sorted(
                 one.heard_before
                 for one in seen
                 if one.heard_before is not None
                 and one.opened_at is not None
-                and one.opened_at - one.heard_before > _SILENT * timing.heartbeat_s
+                and one.opened_at - one.heard_before > self._silent_s
             )
-        if all(one.session is not None for one in seen):
-            return cls(timing=timing, cuts=[], opened_at=None, heard=heard, heard_before=before)
-        return cls(
-            timing=timing,
-            heard=heard,
-            heard_before=before,
-            # Of those that are lost by now too, so that the others' time does not change with that.
-            cuts=sorted(
-                node.seen.cut_at for node in state.nodes.values() if node.seen.cut_at is not None
-            ),
-            opened_at=max(
-                (one.opened_at for one in seen if one.opened_at is not None), default=None
-            ),
-        )
 
-    def lease_s(self, node: Node) -> float:
-        """While nobody comes back."""
-        back = node.seen.awaited or self._cut_with_many(node) or self._silent_with_all(node)
-        return self.timing.return_s if back else self.timing.lease_s
-
-    def said(self, node: Node) -> str:
-        why = ""
+    def of(self, node: Node) -> tuple[float, str]:
+        """Until when the node may be silent, and how long that is, in words."""
+        timing, heard_at = self._timing, node.seen.last_heard
         if node.seen.awaited:
-            why = " once the master was away"
+            why = "once the master was away"
         elif self._cut_with_many(node):
-            why = " where many streams are cut"
+            why = "where many streams are cut"
         elif self._silent_with_all(node):
-            why = " where all nodes fall silent together"
-        return f"{self.lease_s(node):g} s{why}"
+            why = "where all nodes fall silent together"
+        else:
+            return heard_at + timing.lease_s, f"{timing.lease_s:g} s"
+        end = heard_at + timing.return_s
+        if self._opened_at is not None:
+            most = heard_at + _MOST_RETURNS * timing.return_s
+            end = max(end, min(self._opened_at + timing.answer_s, most))
+        return end, f"{timing.return_s:g} s {why}"
 
     def _cut_with_many(self, node: Node) -> bool:
-        closed_at, window_s = node.seen.closed_at, self.timing.witness_window_s
-        if closed_at is None or self._fell_silent(node):
+        at, window_s = node.seen.closed_at, self._timing.witness_window_s
+        if at is None or self._fell_silent(node):
             return False
-        return (
-            bisect_right(self.cuts, closed_at + window_s)
-            - bisect_left(self.cuts, closed_at - window_s)
-            >= _MANY
-        )
+        return _between(self._cuts, at - window_s, at + window_s) >= _MANY
 
     def _silent_with_all(self, node: Node) -> bool:
         """Whether all that have been heard of since are back from the same silence."""
-        if len(self.heard) < 2 or not self._fell_silent(node):
+        if len(self._heard) < 2 or not self._fell_silent(node):
             return False
-        together_s = _SILENT * self.timing.heartbeat_s
-        first, last = node.seen.last_heard - together_s, node.seen.last_heard + together_s
-        since = len(self.heard) - bisect_right(self.heard, last)
-        back = bisect_right(self.heard_before, last) - bisect_left(self.heard_before, first)
-        return since <= back
+        first, last = node.seen.last_heard - self._silent_s, node.seen.last_heard + self._silent_s
+        since = len(self._heard) - bisect_right(self._heard, last)
+        return since <= _between(self._heard_before, first, last)
 
     def _fell_silent(self, node: Node) -> bool:
         """Rather than that its stream was cut, by the end of its agent or on the way."""
-        closed_at, last_heard = node.seen.closed_at, node.seen.last_heard
-        return closed_at is None or closed_at - last_heard > _SILENT * self.timing.heartbeat_s
+        closed_at = node.seen.closed_at
+        return closed_at is None or closed_at - node.seen.last_heard > self._silent_s
 
-    def end(self, node: Node) -> float:
-        heard_at, lease_s = node.seen.last_heard, self.lease_s(node)
-        end = heard_at + lease_s
-        if lease_s == self.timing.return_s and self.opened_at is not None:
-            most = heard_at + _MOST_RETURNS * self.timing.return_s
-            end = max(end, min(self.opened_at + self.timing.answer_s, most))
-        return end
+
+def _between(times: Sequence[float], first: float, last: float) -> int:
+    """How many of `times`, which are in order."""
+    return bisect_right(times, last) - bisect_left(times, first)
 
 
 def reconnect_s(state: ClusterState, node: Node, now: float, timing: Detection) -> float:
     """How long the node still has to come back, unless something proves its loss."""
-    return _Leases.of(state, now, timing).end(node) - now
+    end, _ = _Leases(state, now, timing).of(node)
+    return end - now
 
 
 def _missed_at(state: ClusterState, name: NodeName, timing: Detection) -> float | None:
@@ -246,51 +234,33 @@ def _proof(
     return None
 
 
-def lost_workers(state: ClusterState, job: Job, now: float) -> tuple[WorkerLost, ...]:
-    """Processes of the newest plan that their agents no longer have."""
-    return tuple(_lost_workers(state, job, now))
+def forget_nodes(context: Context) -> Decision | None:
+    """A node that an operator has drained is kept: it is to be drained when it comes back."""
+    state, now = context.state, context.now
+    due = {
+        name: node.seen.lost_at + context.retention.node_s
+        for name, node in state.nodes.items()
+        if not node.registered
+        and node.seen.lost_at is not None
+        and (node.drain is None or node.drain.by != "operator")
+    }
+    gone = [name for name, at in due.items() if now >= at]
+    needed = {name for job in state.jobs.values() for name in _needed(job)} if gone else set()
+    forgotten = [NodeForgotten(node=name) for name in sorted(gone) if name not in needed]
+    coming = min((at for at in due.values() if now < at), default=None)
+    why = f"lost for {context.retention.node_s:g} s"
+    return decide(forgotten, why) or Decision(wake_at=coming)
 
 
-def _lost_workers(state: ClusterState, job: Job, now: float) -> Iterator[WorkerLost]:
-    known, lost = job.lost_workers, job.lost_nodes
-    first_report = min((at for at, _ in job.seen.peers_lost.values()), default=now)
-    all_committed = job.seen.steps.committed_step >= job.spec.training.steps
-    for worker, incarnation in {**job.processes(), **job.leaving_processes()}.items():
-        node = state.nodes[worker.node]
-        if worker in known or worker.node in lost or not node.connected:
-            continue
-        exited, hung = (
-            job.seen.processes.exits.get(incarnation),
-            job.seen.processes.hung.get(incarnation),
-        )
-        status = node.seen.status
-        process = status.worker(worker.slot) if status.job_id == job.id else None
-        here = process is not None and process.incarnation == incarnation
-        if here and not job.seen.is_gone(incarnation):
-            continue
-        if all_committed and job.has_finished(incarnation):
-            continue
-        yield WorkerLost(
-            job_id=job.id,
-            worker=worker,
-            incarnation=incarnation,
-            reason=hung.reason if hung else _end(exited),
-            detect_s=hung.seconds if hung else max(0.0, now - first_report),
-            evidence=_evidence(job, worker, now, exited, hung),
-            hung=hung is not None,
-            words=job.seen.since_step.complaints.get(worker, ""),
-            lost_peer=worker in job.seen.peers_lost,
-        )
-
-
-def _end(exited: WorkerExited | None) -> str:
-    return describe_exit(exited) if exited else "its agent does not have it any more"
-
-
-def _evidence(
-    job: Job, worker: WorkerId, now: float, exited: WorkerExited | None, hung: Hung | None
-) -> Evidence | None:
-    """Its agent's word; None: there is none."""
-    if hung is not None:
-        return of_hang(worker, hung)
-    return of_exit(job, worker, exited, now) if exited else None
+def _needed(job: Job) -> Iterator[NodeName]:
+    """Nodes of which the job may still ask what they have."""
+    if job.state in ENDED:
+        return
+    for made in (job.made, job.trained):
+        if made is not None:
+            yield from made.plan.nodes
+            yield from (worker.node for worker in made.leaving)
+    for plan in (job.lineage.before, *job.lineage.plans.values()):
+        if plan is not None:
+            yield from plan.nodes
+    yield from job.lost_nodes

@@ -9,26 +9,22 @@ sends whichever has changed. Must not know the clock, I/O, or how messages trave
 
 from oobleck.host.detection import Detection
 from oobleck.master.config import GIVES_WAY_S, Retention
-from oobleck.master.events.nodes import NodeCleared
 from oobleck.master.planning.requests import Planner, StillPlanning
 from oobleck.master.planning.solve import AtOnce
 from oobleck.master.rules import (
     adoption,
-    checkpoints,
     completion,
     draining,
     first_plan,
     job_faults,
     job_queue,
+    losses,
     node_faults,
-    quarantine,
-    replacing,
     replan,
-    retention,
     stalls,
+    worker_losses,
 )
-from oobleck.master.rules.decision import Context, Decision, Rule
-from oobleck.master.rules.losses import lost_nodes, next_verdict
+from oobleck.master.rules.decision import Context, Decision, JobRule, Rule
 from oobleck.master.state.cluster import ClusterState
 
 _RETENTION = Retention()
@@ -59,15 +55,14 @@ def reconcile(
     )
     wake_at: float | None = None
     reasons: list[str] = []
-    held = False
+    held, awaits = False, None
     for rule in (*_RULES, *_AT_LAST):
         if held and rule in _RULES:
             continue
         try:
             decision = rule(context)
         except StillPlanning as still:
-            reason = "; ".join([*reasons, str(still)])
-            return Decision(wake_at=wake_at, reason=reason, awaits=still.request)
+            decision = Decision(reason=str(still), awaits=still.request, holds_plans=True)
         if decision is None:
             continue
         if decision.actions:
@@ -76,78 +71,79 @@ def reconcile(
             wake_at = decision.wake_at if wake_at is None else min(wake_at, decision.wake_at)
         if decision.reason:
             reasons.append(decision.reason)
-        held = held or decision.holds_plans
-    return Decision(wake_at=wake_at, reason="; ".join(reasons))
+        held, awaits = held or decision.holds_plans, awaits or decision.awaits
+    return Decision(wake_at=wake_at, reason="; ".join(reasons), awaits=awaits)
 
 
-def _lose_nodes(context: Context) -> Decision | None:
-    lost = lost_nodes(context.state, context.now, context.timing)
-    if lost:
-        return Decision(actions=lost, reason="; ".join(f"{n.node}: {n.reason}" for n in lost))
-    return Decision(wake_at=next_verdict(context.state, context.now, context.timing))
+def _of_job(rule: JobRule) -> Rule:
+    """Asked as long as a job has its turn."""
+
+    def ask(context: Context) -> Decision | None:
+        job = context.state.job
+        return rule(context, job) if job is not None else None
+
+    return ask
 
 
-def _clear_nodes(context: Context) -> Decision | None:
-    cleared = tuple(
-        NodeCleared(node=name)
-        for name, node in sorted(context.state.nodes.items())
-        if node.connected and node.stale_workers and not node.seen.status.workers
+def _of_plan(rule: JobRule, *, made: bool = True) -> Rule:
+    """Asked as long as that job has a plan, or has none yet."""
+    return _of_job(
+        lambda context, job: rule(context, job) if (job.made is not None) == made else None
     )
-    return Decision(actions=cleared, reason="stale workers are gone") if cleared else None
 
 
 #: In this order; the comment of each rule says why it stands before those that follow.
 _RULES: tuple[Rule, ...] = (
     # Everything else counts on nodes: who is gone must be known before anything is planned.
-    _lose_nodes,
+    losses.lose_nodes,
     # A node becomes a candidate by this, and the plans below shall have it.
-    _clear_nodes,
+    losses.clear_nodes,
     # A node that is to be drained is no candidate, so wishes come before plans too.
     draining.take_wishes,
     # Most rules below are about the active job: there must be one.
     job_queue.next_job,
     # What runs already is taken over before anyone declares a part of it lost, or plans anew.
-    adoption.adopt,
+    _of_job(adoption.adopt),
     # An agent that says goodbye is no failure: its node goes before failures are counted.
     draining.farewell,
     # Failures are counted before plans are made, so that a node that is put aside is in none.
-    quarantine.put_aside,
+    node_faults.put_aside,
     # A node comes back only after the same look at its failures, and in time for the plans.
-    quarantine.release,
+    node_faults.release,
     # A node that nobody needs is told so before a plan could need it again.
     draining.finish,
     # How far the job is decides all that follows; checkpoints may set it back.
-    checkpoints.note,
+    completion.note_checkpoint,
     # A step ends an incident: what is found below belongs to the next one.
-    completion.first_step,
+    _of_plan(completion.first_step),
     # The same of a step that only repeats known ones.
-    completion.caught_up,
+    _of_job(completion.caught_up),
     # A job that has failed by its own fault blames no node, and is not planned again.
-    job_faults.fail_jobs,
+    _of_job(job_faults.fail_job),
     # A job that is over, or cancelled, gets no more losses nor plans.
     completion.end_jobs,
     # A node at fault is left out as a whole before its workers are declared lost one by one.
-    job_faults.leave_out,
+    _of_job(job_faults.leave_out),
     # So is one that cannot take part; both before a first plan or the next has it.
-    node_faults.leave_out,
+    _of_job(node_faults.leave_out),
     # Losses of workers are declared before they are answered, all of one moment together.
-    replan.lose_workers,
+    _of_plan(worker_losses.lose_workers),
     # A replacement that does not get up is one more loss for the same answer.
-    replacing.give_up_late,
-    # With no plan yet there is nothing to answer: the rules below have nothing to do.
-    first_plan.start,
+    _of_plan(worker_losses.give_up_late),
+    # The first plan; the rules above and below are about losses of later ones.
+    _of_plan(first_plan.start, made=False),
     # Declared losses are answered first: they say more than want of progress does.
-    replan.replan,
+    _of_plan(replan.replan),
     # Only where nobody is missing, a lost peer means that all meet again.
-    replan.meet_after_peer_loss,
+    _of_plan(replan.meet_after_peer_loss),
     # Only a job that no plan was found for by now lets another one train.
-    job_queue.give_way,
+    _of_job(job_queue.give_way),
     # Want of progress says least about who is at fault, so it comes after all other evidence.
-    stalls.rouse,
+    _of_plan(stalls.rouse),
     # What can wait for a step boundary comes after what cannot; leaving nodes before new ones, so
     # that one plan does both.
-    draining.move_off,
-    replan.join,
+    _of_plan(draining.move_off),
+    _of_plan(replan.join),
 )
-#: Nothing above depends on what is long over; these wait for no plan but one that is being made.
-_AT_LAST: tuple[Rule, ...] = (retention.forget_nodes, retention.forget_jobs)
+#: Nothing above depends on what is long over: these wait for nothing, nor for a plan that is made.
+_AT_LAST: tuple[Rule, ...] = (losses.forget_nodes, job_queue.forget_jobs)

@@ -13,14 +13,19 @@ from oobleck.master.rules import (
     holders,
     isolation,
     node_faults,
-    regroup,
-    replacing,
+    stalls,
+    worker_losses,
 )
 from oobleck.master.rules.decision import Context, Decision
-from oobleck.master.rules.losses import lost_workers
-from oobleck.master.rules.next_plan import next_plan
-from oobleck.master.rules.plan_event import is_up, next_generation, plan_made
-from oobleck.master.rules.wait import give_up_lost, names, wait
+from oobleck.master.rules.next_plan import (
+    give_up_lost,
+    is_up,
+    names,
+    next_generation,
+    next_plan,
+    plan_made,
+    wait,
+)
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
@@ -31,21 +36,9 @@ from oobleck.planner.programs.plan import Plan
 _MOST_SETTLES = 3
 
 
-def lose_workers(context: Context) -> Decision | None:
-    job = context.state.job
-    if job is None or job.made is None:
-        return None
-    lost = lost_workers(context.state, job, context.now)
-    if not lost:
-        return None
-    return Decision(actions=lost, reason="; ".join(f"{w.worker}: {w.reason}" for w in lost))
-
-
-def replan(context: Context) -> Decision | None:
+def replan(context: Context, job: Job) -> Decision | None:
     """Answer losses, or try again while waiting, with all nodes that are ready."""
-    state, job = context.state, context.state.job
-    if job is None or job.made is None:
-        return None
+    state = context.state
     again = job.astray or job.state == "waiting for nodes"
     if not (job.losses or again or _unanswered(job) or _forsaken(state, job)):
         return None
@@ -58,10 +51,10 @@ def replan(context: Context) -> Decision | None:
     unready = [node for node in members if not state.is_ready(node, job)]
     if job.put_back and (start := first_plan.get_ready(context, job)) is not None:
         return start
-    coming = replacing.coming(state, job, unready) if job.losses and not again else []
+    coming = worker_losses.coming(state, job, unready) if job.losses and not again else []
     missing = [node for node in unready if node not in coming]
     patience = _for_replacements(context, job, missing)
-    if patience and not all(replacing.takes_longer(job, node) for node in missing):
+    if patience and not all(worker_losses.takes_longer(job, node) for node in missing):
         return patience
     live = [node for node in state.candidates(job) if state.is_ready(node, job) or node in coming]
     try:
@@ -91,7 +84,7 @@ def replan(context: Context) -> Decision | None:
     if missing:
         reason += f"; no replacement was ready in time on {names(missing)}"
     cause = _cause(job, found.plan)
-    if cause == "worker lost" and (end := regroup.enough(context, job, _worker_losses(job))):
+    if cause == "worker lost" and (end := stalls.met_enough(context, job, _worker_losses(job))):
         return end
     event = plan_made(
         context,
@@ -156,19 +149,19 @@ def _cause(job: Job, plan: Plan) -> Cause:
     return "node returned" if set(job.members) == set(plan.nodes) else "node joined"
 
 
-def meet_after_peer_loss(context: Context) -> Decision | None:
+def meet_after_peer_loss(context: Context, job: Job) -> Decision | None:
     """Workers lost a peer, and nobody is missing: let them meet again."""
-    state, job = context.state, context.state.job
-    if job is None or job.made is None or job.losses or job.state == "waiting for nodes":
+    state = context.state
+    if job.losses or job.state == "waiting for nodes":
         return None
-    if (report := regroup.first_peer_lost(job)) is None:
+    if (report := stalls.first_peer_lost(job)) is None:
         return None
     if not all(state.nodes[name].connected for name in job.members):
         return None
     if (without := isolation.give_up_at_once(context, job)) is not None:
         return without
     first, worker, detail = report
-    due = first + regroup.interval_s(job, context.timing)
+    due = first + stalls.interval_s(job, context.timing)
     if context.now < due:
         return Decision(wake_at=due, reason=f"{worker} lost a peer and nobody is missing so far")
     if (without := isolation.give_up(context, job)) is not None:
@@ -178,15 +171,15 @@ def meet_after_peer_loss(context: Context) -> Decision | None:
         out = tuple(node_faults.left_out(job, state.nodes[node], why) for node in job.newcomers)
         return Decision(actions=out, reason=why)
     reason = f"{worker} lost a peer though nobody is missing: {detail}"
-    return regroup.again(
+    return stalls.meet_again(
         context, job, cause="peers lost", reason=reason, detect_s=context.now - first
     )
 
 
-def join(context: Context) -> Decision | None:
+def join(context: Context, job: Job) -> Decision | None:
     """Take in nodes that are ready and have no part in the plan, at a step boundary."""
-    state, job = context.state, context.state.job
-    if job is None or job.made is None or job.state != "running" or job.seen.peers_lost:
+    state = context.state
+    if job.state != "running" or job.seen.peers_lost:
         return None
     if job.seen.steps.furthest_step >= job.spec.training.steps:
         return None

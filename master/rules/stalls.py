@@ -1,28 +1,32 @@
-"""Want of progress: the net under all other rules.
+"""Meetings without a step, and want of progress: the net under all other rules.
 
-Losses are told by agents and peers, and a process or thread that hangs by its own agent
-(`oobleck.agent.hangs`). What nobody tells of is that a job does not get on though every worker
-waits for another one: a message that never comes, a mistake of ours. So in every state in which
-a job should get on (its workers meet, move layers, train, save the result) it may stay without
-progress only for so long. Then, from the mildest measure to the last one:
+Workers that lost each other though nobody is missing meet anew. Most often that helps; where it
+does not, the network between them may be gone for a while. So they meet at ever longer intervals,
+and the job fails only where many meetings and a long time have led to no step.
+
+What nobody tells of is that a job does not get on though every worker waits for another one: a
+message that never comes, a mistake of ours. (Losses are told by agents and peers, and a process
+that hangs by its own agent.) So in every state in which a job should get on (its workers meet, move
+layers, train, save the result) it may stay without progress only for so long. Then:
 
 1. The workers meet anew, in a new generation of the same plan, at another worker's store.
 2. Who does not come to that meeting while others do is known then. Where the others can go on
    without their nodes, all workers there are ended and started anew; a node that never had a part
    in a step is left out. The others go on at once, and the node joins them again.
-3. Where they cannot, they meet again, each time after twice as long, until too many meetings
-   without a step end the job (`meetings`).
+3. Where they cannot, they meet again, each time after twice as long, until it is enough.
 """
 
 from collections.abc import Sequence, Set
+from dataclasses import replace
 from functools import lru_cache
 
-from oobleck.host.detection import patience_s
+from oobleck.host.detection import Detection, patience_s
 from oobleck.master.events.nodes import NodeLeftOut, NodeReset
-from oobleck.master.rules import node_faults, regroup
+from oobleck.master.events.plans import Cause
+from oobleck.master.rules import node_faults
+from oobleck.master.rules.completion import fail
 from oobleck.master.rules.decision import Context, Decision
-from oobleck.master.rules.next_plan import next_plan
-from oobleck.master.rules.plan_event import next_generation
+from oobleck.master.rules.next_plan import next_generation, next_plan, plan_made
 from oobleck.master.state.job import Job
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import NodeName, WorkerId
@@ -34,18 +38,86 @@ from oobleck.planner.programs.plan import Plan
 _KNOWN_STEPS = 2
 #: Slower than this no network and no disk moves layers.
 _SLOWEST_BYTES_PER_S = 25e6
+#: Meetings without a step, the least number that a job may fail after.
+_ENOUGH = 5
+#: Of the interval; enough for any that is worth waiting for.
+_MOST_DOUBLINGS = 20
 
 
-def rouse(context: Context) -> Decision | None:
-    job = context.state.job
-    if job is None or job.made is None or job.losses or job.state == "waiting for nodes":
+def first_peer_lost(job: Job) -> tuple[float, WorkerId, str] | None:
+    """When the newest generation first lost touch, who said so, and how."""
+    reports = ((at, worker, lost.detail) for worker, (at, lost) in job.seen.peers_lost.items())
+    return min(reports, default=None)
+
+
+def interval_s(job: Job, timing: Detection) -> float:
+    """How long after they lost each other the workers meet again."""
+    if job.newcomers:  # which are left out where a meeting with them has failed
+        return timing.regroup_s
+    longest = max(timing.regroup_s, timing.longest_regroup_s)
+    doublings = min(_MOST_DOUBLINGS, max(0, job.seen.since_step.regroups - 1))
+    return min(longest, timing.regroup_s * float(2**doublings))
+
+
+def next_meeting(job: Job, timing: Detection, now: float) -> str:
+    """For the operator: that and when the workers meet again; empty: not to be expected."""
+    if job.made is None or job.losses or (first := first_peer_lost(job)) is None:
+        return ""
+    at, worker, detail = first
+    left_s = max(0.0, at + interval_s(job, timing) - now)
+    before = (
+        f", meeting {job.seen.since_step.regroups + 1} since the last step"
+        if job.seen.since_step.regroups
+        else ""
+    )
+    return f"{worker} lost a peer: {detail}; the workers meet again in {left_s:.0f} s{before}"
+
+
+def meet_again(
+    context: Context, job: Job, *, cause: Cause, reason: str, detect_s: float
+) -> Decision:
+    """The workers of the newest plan meet anew, in the next generation, or that was enough."""
+    if (end := met_enough(context, job, reason)) is not None:
+        return end
+    assert job.made is not None, "only asked of a job with a plan"
+    event = plan_made(
+        context,
+        job,
+        replace(job.made.plan, generation=next_generation(context, job)),
+        boundary=False,
+        cause=cause,
+        rule="regroup",
+        reason=reason,
+        detect_s=detect_s,
+    )
+    return Decision(actions=(event,), reason=reason)
+
+
+def met_enough(context: Context, job: Job, reason: str) -> Decision | None:
+    """The job's end, in place of one more meeting; None: they shall meet again.
+
+    `reason`: why they would have to.
+    """
+    since, regroups = job.seen.since_step.fruitless_since, job.seen.since_step.regroups
+    if since is None or regroups < _ENOUGH or context.now < since + context.timing.fruitless_s:
+        return None
+    return fail(
+        context,
+        job,
+        f"the workers have met {regroups} times in {context.now - since:.0f} s without a committed "
+        f"step between: {reason}",
+    )
+
+
+def rouse(context: Context, job: Job) -> Decision | None:
+    if job.losses or job.state == "waiting for nodes":
         return None
     since = job.seen.progressed_at
     if since is None or job.all_finished():
         return None
     if not all(context.state.nodes[name].connected for name in job.members):
         return None  # until they are back, or their leases end
-    if regroup.first_peer_lost(job) is not None:
+    if first_peer_lost(job) is not None:
         return None  # they meet again in time anyway
     due = since + _patience_s(context, job)
     if context.now < due:
@@ -58,7 +130,7 @@ def rouse(context: Context) -> Decision | None:
     reason = f"no progress for {idle_s:.0f} s though nobody is missing"
     if absent:
         reason += f"; {names} did not come, and the others cannot go on without"
-    return regroup.again(context, job, cause="no progress", reason=reason, detect_s=idle_s)
+    return meet_again(context, job, cause="no progress", reason=reason, detect_s=idle_s)
 
 
 def _patience_s(context: Context, job: Job) -> float:

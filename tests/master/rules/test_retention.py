@@ -11,12 +11,15 @@ from oobleck.master.__main__ import choose_retention
 from oobleck.master.config import MasterConfig, Retention
 from oobleck.master.events.nodes import NodeForgotten, NodeLost, NodeRegistered
 from oobleck.master.loop import Master
+from oobleck.master.planning.requests import PlanReply, PlanRequest, StillPlanning
+from oobleck.master.planning.solve import AtOnce
+from oobleck.master.rules.decision import Decision
 from oobleck.master.rules.reconcile import reconcile
 from oobleck.master.state.apply import apply
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.storage.journal import Journal
 from oobleck.planner.ids import NodeName
-from support.scenario import facts_of, job_spec
+from support.scenario import Player, facts_of, job_spec
 
 LIMIT_S = 60.0
 
@@ -73,6 +76,35 @@ def test_a_lost_node_is_known_for_as_long_as_was_asked_for() -> None:
     assert (decided.actions, decided.wake_at) == ((), 5_410.0)
     decided = reconcile(state, 5_410.0, Detection(), nonce="", retain=retain)
     assert decided.actions == (NodeForgotten(node=NodeName("n1")),)
+
+
+class Thinking(AtOnce):
+    """A planner that no plan comes of."""
+
+    def reply(self, request: PlanRequest) -> PlanReply:
+        raise StillPlanning(request)
+
+
+def test_old_nodes_are_forgotten_while_a_plan_is_made() -> None:
+    player = Player()
+    player.play(
+        "0.0 register n9\n1.0 close n9\n80.0 register n1 n2 n3 n4\n80.0 submit demo\n"
+        "80.5 ready n1 n2 n3 n4\n80.7 enter 1 n1 n2 n3 n4\n81.0 steps 1 5 1\n"
+        "82.0 register n5\n82.0 ready n5\n"
+    )
+    retain = Retention(node_s=60.0)
+
+    def decide() -> Decision:
+        return reconcile(
+            player.state, 83.0, player.timing, nonce="", planner=Thinking(), retain=retain
+        )
+
+    assert decide().actions == (NodeForgotten(node=NodeName("n9")),)
+    apply(player.state, NodeForgotten(node=NodeName("n9")), now=83.0, unix=83.0)
+    decided = decide()
+    assert not decided.actions
+    assert decided.awaits is not None
+    assert len(decided.awaits.nodes) == 5
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,70 @@
-"""Rules about the processes that take the places of lost ones.
+"""Rules about the processes that a plan counts on: which are lost, and which take their places.
 
-An agent forks a new worker as it reports the end of the one before, and names it at once, though it
-is up only later. The next plan counts on it from then on, so that the others are told without
-waiting for it: they leave what they are blocked in and come to the meeting while it starts. One
-that is not up in time is done without, if the others can, and joins them when it is.
+A worker is lost when its agent says so. The agent forks another one as it reports the end, and
+names it at once, though it is up only later. The next plan counts on it from then on, so that the
+others are told without waiting for it: they leave what they are blocked in and come to the meeting
+while it starts. One that is not up in time is done without, if the others can, and joins them when
+it is.
 """
 
 from collections.abc import Iterator, Sequence
 
-from oobleck.master.events.nodes import WorkerLost
+from oobleck.master.events.nodes import Evidence, WorkerLost
 from oobleck.master.rules import stalls
-from oobleck.master.rules.decision import Context, Decision
+from oobleck.master.rules.decision import Context, Decision, decide
 from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.evidence import describe_exit, of_exit, of_hang
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
-from oobleck.planner.ids import NodeName
+from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.proto.types import Hung, WorkerExited
+
+_NOT_THERE = "its agent does not have it any more"
+
+
+def lose_workers(context: Context, job: Job) -> Decision | None:
+    lost = list(_lost_workers(context.state, job, context.now))
+    return decide(lost, "; ".join(f"{loss.worker}: {loss.reason}" for loss in lost))
+
+
+def _lost_workers(state: ClusterState, job: Job, now: float) -> Iterator[WorkerLost]:
+    """Processes of the newest plan that their agents no longer have."""
+    known, lost = job.lost_workers, job.lost_nodes
+    first_report = min((at for at, _ in job.seen.peers_lost.values()), default=now)
+    all_committed = job.seen.steps.committed_step >= job.spec.training.steps
+    for worker, incarnation in {**job.processes(), **job.leaving_processes()}.items():
+        node = state.nodes[worker.node]
+        if worker in known or worker.node in lost or not node.connected:
+            continue
+        exited = job.seen.processes.exits.get(incarnation)
+        hung = job.seen.processes.hung.get(incarnation)
+        status = node.seen.status
+        process = status.worker(worker.slot) if status.job_id == job.id else None
+        here = process is not None and process.incarnation == incarnation
+        if here and not job.seen.is_gone(incarnation):
+            continue
+        if all_committed and job.has_finished(incarnation):
+            continue
+        yield WorkerLost(
+            job_id=job.id,
+            worker=worker,
+            incarnation=incarnation,
+            reason=hung.reason if hung else describe_exit(exited) if exited else _NOT_THERE,
+            detect_s=hung.seconds if hung else max(0.0, now - first_report),
+            evidence=_evidence(job, worker, now, exited, hung),
+            hung=hung is not None,
+            words=job.seen.since_step.complaints.get(worker, ""),
+            lost_peer=worker in job.seen.peers_lost,
+        )
+
+
+def _evidence(
+    job: Job, worker: WorkerId, now: float, exited: WorkerExited | None, hung: Hung | None
+) -> Evidence | None:
+    """Its agent's word; None: there is none."""
+    if hung is not None:
+        return of_hang(worker, hung)
+    return of_exit(job, worker, exited, now) if exited else None
 
 
 def coming(state: ClusterState, job: Job, nodes: Sequence[Node]) -> list[Node]:
@@ -60,10 +110,10 @@ def takes_longer(job: Job, node: Node) -> bool:
     return late or (status.job_id == job.id and len(status.workers) < node.facts.worker_slots)
 
 
-def give_up_late(context: Context) -> Decision | None:
+def give_up_late(context: Context, job: Job) -> Decision | None:
     """Go on without a process that the plan counts on and that does not get up."""
-    state, job = context.state, context.state.job
-    if job is None or job.made is None or job.seen.planned_at is None:
+    state = context.state
+    if job.made is None or job.seen.planned_at is None:
         return None
     names = {worker.node for worker in job.made.starting}
     if job.losses or not names or not all(state.nodes[name].connected for name in job.members):
