@@ -2,16 +2,21 @@
 
 A plan is proven by dry runs (`oobleck.planner.programs.dryrun`) of small pieces of programs that
 stand for it. They are remembered, so that a plan costs only what is new in it. A message names a
-stage's worker by its place in the piece (p0s1/0: stage 1). Why pieces are enough:
+stage's worker by its place in the piece (p0s1/0: the second stage). Why pieces are enough:
 
 1. Pipelines meet in gradient sums and in the vote alone, and a program does not stop for a sum
    before the vote. So messages are proven pipeline by pipeline.
 2. Until the vote a stage waits for the stage before it or after it. So if some waited for ever, two
    neighbours would wait for each other, whatever the others do. It is enough to run each two
-   neighbours, at their places in the pipeline, while what comes from others is there.
+   neighbours, each in its order of compute, as if nobody stood before and after them.
 3. The stages after a pair say how many forwards it is ahead. After those each further micro-batch
    is one more round of the same instructions, which leaves the links as it found them: what passes
    once passes always. So a pair is run with a few rounds.
+4. A stage computes each micro-batch once. Where both begin with the same forwards, the first never
+   waits and the second takes what comes in its order, so the links are empty after these; where
+   both end with the same backwards, it is the other way round. Both are left out.
+
+Each link of a pair, forward and backward, is first-in-first-out in these runs.
 
 Not proven here: sums of gradients, of which every worker has its part of one list in one order
 (`oobleck.planner.programs.gradients`), though it starts those of other owners as they become ready;
@@ -20,54 +25,78 @@ a step, less what is left out on both ends of a link; an evaluation only goes fo
 all of these.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.programs.compile import add_communication, stage_compute
+from oobleck.planner.programs.compile import add_communication
 from oobleck.planner.programs.dryrun import dry_run
+from oobleck.planner.programs.instructions import Backward, BackwardWeight, Compute, Forward
 from oobleck.planner.programs.plan import Pipeline, Plan, Stage
-from oobleck.planner.schedules import Schedule
+from oobleck.planner.programs.schedule import Work, compute_order
 
 #: Micro-batches of a run beyond those that fill the stages.
 _ROUNDS = 4
+
+#: The forwards and backwards of a stage, one after the other.
+_Order = tuple[Work, ...]
 
 
 def prove(plan: Plan) -> None:
     """Raises ProgramDeadlock with who waits for what."""
     kinds = {(tuple(len(s.workers) for s in p.stages), p.microbatches) for p in plan.pipelines}
     for widths, microbatches in sorted(kinds):
-        for before in range(max(1, len(widths) - 1)):
-            pair = widths[before : before + 2]
-            after = len(widths) - before - len(pair)
-            _prove_messages(plan.schedule, pair, before, after, min(microbatches, after + _ROUNDS))
+        stages = len(widths)
+        for first in range(stages - 1):
+            count = min(microbatches, stages - first + _ROUNDS)
+            before, after = (
+                _talking(compute_order(plan.schedule, stages=stages, stage=s, microbatches=count))
+                for s in (first, first + 1)
+            )
+            _prove_messages(_shortest(before, after), widths[first : first + 2])
+
+
+def _talking(order: Iterable[Work]) -> _Order:
+    """Without the weight gradients, which nobody sends or waits for."""
+    return tuple(
+        (Forward if kind is Forward else Backward, microbatch)
+        for kind, microbatch in order
+        if kind is not BackwardWeight
+    )
+
+
+def _shortest(first: _Order, second: _Order) -> tuple[_Order, _Order]:
+    """Without what both begin and end with; micro-batches are counted anew, forward and backward
+    each, since a message of one never meets one of the other."""
+    begin, end = 0, len(first)
+    while begin < end and first[begin] == second[begin] and first[begin][0] is Forward:
+        begin += 1
+    while begin < end and first[end - 1] == second[end - 1] and first[end - 1][0] is Backward:
+        end -= 1
+    lowest: dict[type[Compute], int] = {}
+    for kind, microbatch in first[begin:end]:
+        lowest[kind] = min(lowest.get(kind, microbatch), microbatch)
+    before, after = (
+        tuple((kind, microbatch - lowest[kind]) for kind, microbatch in order[begin:end])
+        for order in (first, second)
+    )
+    return before, after
 
 
 @lru_cache(maxsize=4096)
-def _prove_messages(
-    schedule: Schedule, pair: tuple[int, ...], before: int, after: int, microbatches: int
-) -> None:
-    """Run two neighbour stages of these numbers of workers, or the only one, with so many stages
-    before and after them. Sends end at once."""
-    widths = ((1,) * before, pair, (1,) * after)
-    plan = _plan([width for part in widths for width in part], schedule, microbatches)
+def _prove_messages(orders: tuple[_Order, _Order], widths: tuple[int, ...]) -> None:
+    """Run two neighbour stages of these numbers of workers that compute in these orders."""
+    plan = _pair(widths)
     (pipeline,) = plan.pipelines
-    programs = {
-        worker: tuple(
-            add_communication(
-                stage_compute(schedule, 0, pipeline, number, range(microbatches)),
-                pipeline,
-                member,
-                lowest={},
-            )
-        )
-        for number in range(before, before + len(pair))
-        for member, worker in enumerate(pipeline.stages[number].workers)
-    }
+    programs = {}
+    for number, order in enumerate(orders):
+        compute = [kind(pipeline=0, stage=number, microbatch=m) for kind, m in order]
+        for member, worker in enumerate(pipeline.stages[number].workers):
+            programs[worker] = tuple(add_communication(compute, pipeline, member, lowest={}))
     dry_run(programs, plan)
 
 
-def _plan(widths: Sequence[int], schedule: Schedule, microbatches: int) -> Plan:
+def _pair(widths: Sequence[int]) -> Plan:
     """One pipeline, each stage a layer on a node of its own."""
     nodes = tuple(NodeName(f"p0s{number}") for number in range(len(widths)))
     stages = tuple(
@@ -78,8 +107,8 @@ def _plan(widths: Sequence[int], schedule: Schedule, microbatches: int) -> Plan:
         )
         for number, (node, width) in enumerate(zip(nodes, widths, strict=True))
     )
-    pipeline = Pipeline(nodes=nodes, stages=stages, first_microbatch=0, microbatches=microbatches)
-    return Plan(generation=Generation(0), pipelines=(pipeline,), schedule=schedule)
+    pipeline = Pipeline(nodes=nodes, stages=stages, first_microbatch=0, microbatches=1)
+    return Plan(generation=Generation(0), pipelines=(pipeline,))
 
 
 def forget() -> None:

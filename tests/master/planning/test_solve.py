@@ -9,6 +9,7 @@ from oobleck.master.planning.requests import PlanReply, PlanRequest
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation
 from oobleck.planner.programs import compile as compiler
+from oobleck.planner.programs import proof
 from oobleck.planner.programs.schedule import Work, compute_order
 from oobleck.planner.schedules import Schedule
 from support.trained import node, trained_job
@@ -43,7 +44,8 @@ def test_a_plan_that_is_not_proven_is_refused(monkeypatch: pytest.MonkeyPatch) -
     assert client.next_plan(planner, job, nodes[1:], Generation(2)).plan.pipelines
 
     solve.forget()
-    monkeypatch.setattr(compiler, "compute_order", last_stage_goes_backwards)
+    for module in (compiler, proof):
+        monkeypatch.setattr(module, "compute_order", last_stage_goes_backwards)
     waits = r"programs wait for each other: .*p0s1/0 waits at 0\.1:RECV_F\d<p0s0/0 for p0s0/0"
     for ask in (client.first_plan, client.next_plan):
         with pytest.raises(RuntimeError, match=waits):
