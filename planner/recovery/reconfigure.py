@@ -197,7 +197,7 @@ def _judged(close: Mapping[Sizes, int], demand: Demand, judge: Judge) -> dict[Si
         return dict.fromkeys(close, 1.0)
     times = judge(
         [
-            Instantiation(sizes=sizes, shares=demand.shares(sizes), step=step, bound=0)
+            Instantiation(sizes=sizes, shares=demand.shares(sizes), step=step)
             for sizes, step in close.items()
         ]
     )

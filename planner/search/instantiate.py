@@ -35,13 +35,6 @@ class Instantiation:
     shares: tuple[int, ...]
     #: Ticks of a step by the formula.
     step: int
-    #: Ticks that no instantiation of the same nodes can do better than.
-    bound: int
-
-    @property
-    def exact(self) -> bool:
-        """No instantiation is better by the formula."""
-        return self.step == self.bound
 
 
 #: The step time of each instantiation, in any unit.
@@ -142,7 +135,7 @@ class Patience:
     #: The best may be off by this part of its step time.
     slack: Fraction = EXACT
     #: Sizes in knapsacks, a microsecond or two each, after which the search ends early, if it has
-    #: a candidate or a limit; the bounds say what it has left open.
+    #: a candidate or a limit.
     effort: int | None = None
 
 
@@ -150,8 +143,7 @@ def judgeable(demand: Demand) -> tuple[Instantiation, ...]:
     """What a judge should look at, the best by the formula first. Raises PlanInfeasible."""
     found = choose(demand)
     close = worth_judging(demand, {one.sizes: one.step for one in found}, most=MOST_CANDIDATES)
-    bound = found[0].bound
-    return tuple(_instantiation(demand, sizes, step, bound) for sizes, step in close.items())
+    return tuple(_instantiation(demand, sizes, step) for sizes, step in close.items())
 
 
 def choose(demand: Demand, patience: Patience | None = None) -> tuple[Instantiation, ...]:
@@ -177,14 +169,13 @@ def choose(demand: Demand, patience: Patience | None = None) -> tuple[Instantiat
             f"no {demand.numbers.start} to {demand.numbers[-1]} pipelines of {sizes} nodes use "
             f"exactly {count(demand.nodes, 'node')}"
         )
-    bound = min(best.step, search.open_from)
     found, within = [best], best.step + int(best.step * BAND)
     search.be_quick()
     for pipelines in numbers[: 3 * patience.most]:
         if len(found) < patience.most and pipelines != len(best.sizes):
             other = search.best(pipelines, floors[pipelines], within)
             found.extend([other] if other else [])
-    return tuple(_instantiation(demand, one.sizes, one.step, bound) for one in found)
+    return tuple(_instantiation(demand, one.sizes, one.step) for one in found)
 
 
 def _best(search: SizeSearch, floors: Mapping[int, Floats], patience: Patience) -> BestSizes | None:
@@ -197,14 +188,13 @@ def _best(search: SizeSearch, floors: Mapping[int, Floats], patience: Patience) 
             limit = best.step - max(even, int(best.step * search.slack))
         spent = patience.effort is not None and search.looked_at > patience.effort
         if spent and limit is not None:
-            search.leave_open(min(floor))
             break
         best = search.best(pipelines, floor, limit) or best
     return best
 
 
-def _instantiation(demand: Demand, sizes: Sizes, step: int, bound: int) -> Instantiation:
-    return Instantiation(sizes=sizes, shares=demand.shares(sizes), step=step, bound=bound)
+def _instantiation(demand: Demand, sizes: Sizes, step: int) -> Instantiation:
+    return Instantiation(sizes=sizes, shares=demand.shares(sizes), step=step)
 
 
 def _too_few(demand: Demand) -> Iterator[str]:

@@ -14,7 +14,7 @@ of the items decides, and of all of them where it is small enough.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -32,49 +32,38 @@ class Kind(NamedTuple):
     value: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """The sizes chosen, biggest first; None: none are worth enough, or none were found."""
+def select(kinds: Sequence[Kind], *, items: int, size: int, worth: int) -> tuple[int, ...] | None:
+    """Sizes, biggest first, of so many items of `size` altogether that are worth at least `worth`;
+    None: there are none.
 
-    sizes: tuple[int, ...] | None
-    #: Sizes were found, or there are none.
-    proven: bool = True
-
-
-_NONE = Selection(sizes=None)
-
-
-def select(kinds: Sequence[Kind], *, items: int, size: int, worth: int) -> Selection:
-    """That many items of `size` altogether that are worth at least `worth`.
-
-    `kinds` rise in size. The answer is proven in any case where items x size x kinds is at most a
-    million (100 items of 10 kinds for 1,000), and nearly always beyond. Only kinds count that lose
+    `kinds` rise in size. The answer is exact where items x size x kinds is at most a million (100
+    items of 10 kinds for 1,000); beyond that a None may rarely be wrong. Only kinds count that lose
     no more than what the bound leaves.
     """
     if not kinds or not items * kinds[0].size <= size <= items * kinds[-1].size:
-        return _NONE
+        return None
     low, high = _around(_hull(kinds), items, size)
     span = high.size - low.size
     if span == 0:
-        return Selection(sizes=(low.size,) * items) if items * low.value >= worth else _NONE
+        return (low.size,) * items if items * low.value >= worth else None
     # All values are times `span` from here on, so that the line through both is whole.
     above = size - items * low.size
     bound = above * high.value + (items * span - above) * low.value
     spare = bound - worth * span
     if spare < 0:
-        return _NONE
+        return None
     slope = high.value - low.value
     losses = [(k, (low.value - k.value) * span + slope * (k.size - low.size)) for k in kinds]
     usable = [(kind, loss) for kind, loss in losses if loss <= spare]
     others = _cheapest_detour(usable, low.size, span, above % span, spare)
     if others is None:
-        return _NONE
+        return None
     bigger, rest = divmod(above - sum(s - low.size for s in others), span)
     assert rest == 0, "the detour makes up the remainder"
     smaller = items - len(others) - bigger
     if bigger >= 0 and smaller >= 0:
         sizes = (*(high.size,) * bigger, *others, *(low.size,) * smaller)
-        return Selection(sizes=tuple(sorted(sizes, reverse=True)))
+        return tuple(sorted(sizes, reverse=True))
     table = [kind for kind, _ in usable]
     return _by_table(table, low, high, items=items, size=size, worth=worth)
 
@@ -117,37 +106,34 @@ def _cheapest_detour(
         step = (kind.size - base) % span
         if step and (step not in best or loss < best[step][0]):
             best[step] = loss, kind.size
-    # Dijkstra from 0 over the remainders: (loss, items) and the last item on the way there.
-    reached: dict[int, tuple[int, int, int]] = {0: (0, 0, 0)}
-    open_remainders, done = {0}, set()
-    while open_remainders:
-        here = min(open_remainders, key=lambda r: reached[r])
+    # Dijkstra from 0 over the remainders: loss, items, and the last item on the way there.
+    last: dict[int, int] = {}
+    least = {0: 0}
+    ways = [(0, 0, 0, 0)]
+    while ways:
+        loss, count, item, here = heappop(ways)
+        if here in last:
+            continue
+        last[here] = item
         if here == remainder:
             break
-        open_remainders.remove(here)
-        done.add(here)
-        loss, count, _ = reached[here]
-        for step, (more, item) in best.items():
+        for step, (more, size) in best.items():
             there = (here + step) % span
-            label = loss + more, count + 1, item
-            if there in done or label[0] > spare:
-                continue
-            if there not in reached or label < reached[there]:
-                reached[there] = label
-                open_remainders.add(there)
-    if remainder not in reached:
+            if loss + more <= least.get(there, spare):
+                least[there] = loss + more
+                heappush(ways, (loss + more, count + 1, size, there))
+    if remainder not in last:
         return None
     sizes = []
     while remainder:
-        item = reached[remainder][2]
-        sizes.append(item)
-        remainder = (remainder - item + base) % span
+        sizes.append(last[remainder])
+        remainder = (remainder - last[remainder] + base) % span
     return tuple(sizes)
 
 
 def _by_table(
     kinds: Sequence[Kind], low: Kind, high: Kind, *, items: int, size: int, worth: int
-) -> Selection:
+) -> tuple[int, ...] | None:
     """By (max, +) steps over as many items as the table has room for; the rest is low and high."""
     free = items
     if items * size * len(kinds) > _TABLE_CELLS:
@@ -159,9 +145,9 @@ def _by_table(
     found = _best_of_all(kinds, free, rest)
     fixed_value = fixed_high * high.value + fixed_low * low.value
     if found is None or found[0] + fixed_value < worth:
-        return Selection(sizes=None, proven=free == items)
+        return None
     sizes = (*found[1], *(high.size,) * fixed_high, *(low.size,) * fixed_low)
-    return Selection(sizes=tuple(sorted(sizes, reverse=True)))
+    return tuple(sorted(sizes, reverse=True))
 
 
 def _best_of_all(

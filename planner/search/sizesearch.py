@@ -5,11 +5,10 @@ do the batch is a knapsack of p items (`oobleck.planner.search.knapsack`), and t
 follows by bisection. Gradient sync hangs on p and on the template that has the most gradients per
 GPU, so the one that does is fixed in turn. A linear program bounds each such question from below.
 
-The result is exact wherever the knapsack is; elsewhere `SizeSearch.open_from` is the least step
-time that was not ruled out. Owns no formula: they are in `oobleck.planner.cost.formula`.
+The result is exact wherever the knapsack is. Owns no formula: they are in
+`oobleck.planner.cost.formula`.
 """
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from oobleck.planner.cost.formula import PipelineCost, sync_ticks
 from oobleck.planner.search.demand import Costs, Demand, Sizes
-from oobleck.planner.search.knapsack import Kind, Selection, select
+from oobleck.planner.search.knapsack import Kind, select
 from oobleck.planner.search.shares import makespan
 
 Floats = NDArray[np.float64]
@@ -51,8 +50,6 @@ class SizeSearch:
         self._nodes = demand.nodes
         self._microbatches = demand.microbatches
         self._links = demand.links
-        #: Step times from here on were not ruled out; all below were, except the ones found.
-        self.open_from = _NEVER
         self._slack = slack
         #: Sizes in all knapsacks so far: a measure of the time spent.
         self.looked_at = 0
@@ -113,6 +110,8 @@ class SizeSearch:
         The template with the slowest sync is fixed in turn, the one with the lowest floor first.
         """
         best: BestSizes | None = None
+        if limit is not None and self._hopeless(pipelines, floors, limit):
+            return None
         for index in map(int, np.argsort(floors, kind="stable")):
             if not np.isfinite(floors[index]):
                 break
@@ -121,10 +120,9 @@ class SizeSearch:
             if limit is None:
                 continue
             if floors[index] > limit:
-                self.leave_open(floors[index])
                 break
             slowest = self._sync(self._order[index], pipelines)
-            found = self._least_time(self._up_to(index), pipelines, limit - slowest, slowest)
+            found = self._least_time(self._up_to(index), pipelines, limit - slowest)
             if found is not None:
                 time, sizes = found
                 step = time + max(self._sync(size, pipelines) for size in set(sizes))
@@ -132,22 +130,25 @@ class SizeSearch:
                 limit = step - max(1, int(step * self.slack))
         return best
 
+    def _hopeless(self, pipelines: int, floors: Floats, limit: int) -> bool:
+        """All templates together, with the least sync of any, are too slow for `limit`."""
+        open_places = np.flatnonzero(floors <= limit)
+        if not len(open_places):
+            return True
+        sync = self._sync(self._order[open_places[0]], pipelines)
+        return self._select(self._up_to(int(open_places[-1])), pipelines, limit - sync) is None
+
     @property
     def slack(self) -> Fraction:
         """The part of a step time that is not worth more search."""
         return self._slack or (CLOSE if self.looked_at > _PATIENCE else EXACT)
-
-    def leave_open(self, step: float) -> None:
-        """Steps of `step` ticks and more were not ruled out."""
-        if step < _NEVER:
-            self.open_from = min(self.open_from, math.ceil(step))
 
     def _reachable(self, pipelines: int, index: int, floor: int) -> int | None:
         """Some step time that is not too short for the templates up to `index`."""
         allowed = self._up_to(index)
         latest = max(cost.time(self._microbatches) for cost in allowed.values())
         time = max(1, floor + max(cost.period for cost in allowed.values()))
-        while self._select(allowed, pipelines, time).sizes is None:
+        while self._select(allowed, pipelines, time) is None:
             if time >= latest:
                 return None
             time *= 2
@@ -161,9 +162,7 @@ class SizeSearch:
         count = self._costs[size].gradient_bytes
         return sync_ticks(count, pipelines=pipelines, links=self._links)
 
-    def _least_time(
-        self, allowed: Costs, pipelines: int, limit: int, sync: int
-    ) -> tuple[int, Sizes] | None:
+    def _least_time(self, allowed: Costs, pipelines: int, limit: int) -> tuple[int, Sizes] | None:
         """The least time, up to `limit`, within which the pipelines can do the batch, and their
         sizes.
 
@@ -171,37 +170,21 @@ class SizeSearch:
         time that the sizes really take, a no to the next micro-batch that any template is done
         with. From a yes the steps down double, since the limit is mostly near.
         """
-        low = proven = -1
+        low = -1
         high, best = limit + 1, None
         time, step = limit, max(1, min(cost.period for cost in allowed.values()))
         while low + 1 < high - high * self.slack:
-            selection = self._select(allowed, pipelines, time)
-            if selection.sizes is not None:
-                chosen = Counter(allowed[size] for size in selection.sizes)
-                high = makespan(chosen, self._microbatches)
-                best = high, selection.sizes
+            sizes = self._select(allowed, pipelines, time)
+            if sizes is not None:
+                high = makespan(Counter(allowed[size] for size in sizes), self._microbatches)
+                best = high, sizes
             else:
                 low = _next_change(allowed, time) - 1
-                proven = low if selection.proven else proven
             time = max(high - step, low + 1) if low < 0 else (low + high) // 2
             step *= 2
-        if proven < low:
-            proven = self._ruled_out(allowed, pipelines, proven, min(low, limit))
-        self.leave_open(proven + 1 + sync)
         return best
 
-    def _ruled_out(self, allowed: Costs, pipelines: int, proven: int, high: int) -> int:
-        """The last time before `high` that is proven too short."""
-        while high - proven > 1:
-            time = (proven + high) // 2
-            selection = self._select(allowed, pipelines, time)
-            if selection.sizes is None and selection.proven:
-                proven = _next_change(allowed, time) - 1
-            else:
-                high = time
-        return proven
-
-    def _select(self, allowed: Costs, pipelines: int, time: int) -> Selection:
+    def _select(self, allowed: Costs, pipelines: int, time: int) -> Sizes | None:
         kinds = [
             Kind(size, capacity)
             for size, cost in allowed.items()
