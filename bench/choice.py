@@ -20,19 +20,17 @@ from dataclasses import dataclass, replace
 
 from bench.support.models import profile as model_profile
 from oobleck.planner.cost.estimate import Replays
-from oobleck.planner.cost.formula import StageCosts
-from oobleck.planner.cost.kinds import template_kind
+from oobleck.planner.cost.kinds import Kind
 from oobleck.planner.cost.replay import computed_s
 from oobleck.planner.cost.stagetable import StageTable
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.profile.profile import Links, Profile
-from oobleck.planner.programs.template import PipelineTemplate
-from oobleck.planner.search.catalogue import Catalogue, replay_judge
+from oobleck.planner.search.catalogue import Catalogue, Offer
 from oobleck.planner.search.choose import choose_schedule
 from oobleck.planner.search.firstplan import make_first_plan
 from oobleck.planner.search.instantiate import by_formula, instantiate
-from oobleck.planner.search.shortlist import shortlists
+from oobleck.planner.search.shortlist import Costed, shortlists
 from oobleck.planner.search.specification import node_specification
 from oobleck.planner.search.templates import least_cuts, template_of
 
@@ -72,42 +70,47 @@ def random_question(rng: random.Random) -> tuple[Profile, int, int]:
 
 def examine(given: Profile, nodes: int, microbatches: int) -> Outcome:
     sizes = node_specification(given, nodes=nodes, fault_tolerance=1)
-    costs = StageCosts(given)
+    table = StageTable(given)
     groups = [
-        [template_of(costs, StageTable(given), n, cut) for cut in cuts]
-        for n, cuts in least_cuts(StageTable(given), sizes).items()
+        [Costed(template_of(table, n, cut), given) for cut in cuts]
+        for n, cuts in least_cuts(table, sizes).items()
     ]
     first = [group[0] for group in groups]
-    chosen = [few.quickest for few in shortlists(groups, given)]
+    chosen = [few.quickest for few in shortlists(groups)]
     several = [group for group in groups if len(group) > 1]
     return Outcome(
         formula_s=step_s(first, given, nodes, microbatches, judged=False),
         ties_s=step_s(chosen, given, nodes, microbatches, judged=False),
         replay_s=step_s(chosen, given, nodes, microbatches, judged=True),
         first_s=first_step_s(given, sizes, nodes, microbatches),
-        spreads=[spread(group, given) for group in several],
+        spreads=[spread(group) for group in several],
         changed_templates=sum(a != b for a, b in zip(first, chosen, strict=True)),
         templates=len(groups),
     )
 
 
 def step_s(
-    templates: Sequence[PipelineTemplate],
+    templates: Sequence[Costed],
     given: Profile,
     nodes: int,
     microbatches: int,
     *,
     judged: bool,
 ) -> float:
-    table = {template.nodes: template for template in templates}
+    offer = Offer(
+        costed={each.template.nodes: each for each in templates},
+        equals={},
+        found={},
+        replays=Replays(given, tied=True),
+    )
     plan = instantiate(
-        table,
+        offer.templates,
         names(nodes),
         profile=given,
         microbatches=microbatches,
         min_pipelines=2,
         generation=Generation(1),
-        judge=replay_judge(table, Replays(given, tied=True)) if judged else by_formula,
+        judge=offer.judge if judged else by_formula,
     )
     return choose_schedule(plan, given, tied=True).step_s
 
@@ -121,7 +124,6 @@ def first_step_s(given: Profile, sizes: range, nodes: int, microbatches: int) ->
         microbatches=microbatches,
         min_pipelines=2,
         generation=Generation(1),
-        tied=True,
     )
     return made.choice.step_s
 
@@ -130,8 +132,8 @@ def names(nodes: int) -> list[NodeName]:
     return [NodeName(f"n{number}") for number in range(nodes)]
 
 
-def spread(group: Sequence[PipelineTemplate], given: Profile) -> float:
-    kinds = [template_kind(template, 4 * len(template.stages), given) for template in group]
+def spread(group: Sequence[Costed]) -> float:
+    kinds = [Kind(4 * len(each.template.stages), each.cut) for each in group]
     times = [max(ends) for ends in computed_s(("1f1b", kind) for kind in kinds).values()]
     return max(times) / min(times)
 

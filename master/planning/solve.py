@@ -84,7 +84,6 @@ def _first_plan(request: FirstPlanRequest) -> Plan:
         microbatches=spec.training.microbatches,
         min_pipelines=spec.fault_tolerance + 1,
         generation=request.generation,
-        tied=spec.model.tied,
         wanted=spec.training.wanted_schedule,
     ).plan
     proof.prove(plan)

@@ -7,14 +7,9 @@ Must not build programs, nor choose.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from oobleck.planner.cost.kinds import (
-    Kind,
-    cost_of,
-    pipeline_kind,
-    pipeline_kinds,
-    workers_of,
-)
+from oobleck.planner.cost.kinds import Cut, Kind, Place, cost_of, pipeline_cut, pipeline_kinds
 from oobleck.planner.cost.replay import Ends, Question, computed_s
 from oobleck.planner.cost.stagecost import StageCost
 from oobleck.planner.cost.sums import Computed, step_end_s
@@ -47,7 +42,7 @@ class KindEstimate:
         """Seconds each worker computes in a step, without the update."""
         return tuple(
             self.kind.microbatches * (stage.forward_s + stage.backward_s)
-            for stage in self.kind.stages
+            for stage in self.kind.cut.stages
         )
 
 
@@ -68,6 +63,15 @@ class StepEstimate:
         return max(peak for kind in self.kinds for peak in kind.peak_bytes)
 
 
+class _Alike(NamedTuple):
+    """Pipelines of one kind: their positions in the plan, the first of them, its stages' costs."""
+
+    numbers: tuple[int, ...]
+    pipeline: Pipeline
+    kind: Kind
+    costs: list[StageCost]
+
+
 class Replays:
     """Steps under one profile, whatever its memory; remembers the pipelines that it has replayed.
 
@@ -77,60 +81,70 @@ class Replays:
     def __init__(self, profile: Profile, *, tied: bool) -> None:
         self.profile, self._tied = profile, tied
         self._computed: dict[Question, Ends] = {}
+        self._cuts: dict[tuple[Place, ...], Cut] = {}
 
     def step_s(self, plans: Sequence[Mapping[Kind, int]]) -> list[float]:
-        """Of each plan under 1F1B: so many pipelines of each kind."""
-        self._prepare([("1f1b", kind) for plan in plans for kind in plan])
+        """Of each plan under 1F1B, in seconds: so many pipelines of each kind."""
+        self._replay([("1f1b", kind) for plan in plans for kind in plan])
         return [self._end_s("1f1b", plan) for plan in plans]
 
-    def prepare(self, plans: Sequence[Plan], schedules: Sequence[Schedule]) -> None:
-        """Replay what estimates of `plans` will ask for: all at once is faster."""
-        self._prepare(
-            [
-                (schedule, pipeline_kind(plan.pipelines[numbers[0]], self.profile))
-                for plan in plans
-                for numbers in pipeline_kinds(plan)
-                for schedule in schedules
-            ]
-        )
-
-    def estimate(self, plan: Plan, schedule: Schedule) -> StepEstimate:
-        """Time, bubble and memory of one step of `plan` under `schedule`.
+    def estimates(
+        self, plans: Sequence[Plan], schedules: Sequence[Schedule]
+    ) -> list[dict[Schedule, StepEstimate]]:
+        """Time, bubble and memory of one step of each plan under each schedule; of many plans at
+        once it is faster.
 
         Beyond some hundreds of micro-batches per pipeline, times are extrapolated from the steady
-        state, to within a fraction of a per cent.
+        state, to within a fraction of a per cent. Raises ValueError, as `stage_cost`.
         """
-        self.prepare([plan], [schedule])
-        kinds = []
-        for numbers in pipeline_kinds(plan):
+        kinds = [self._kinds(plan) for plan in plans]
+        self._replay([(s, each.kind) for some in kinds for each in some for s in schedules])
+        return [
+            {schedule: self._estimate(plan, some, schedule) for schedule in schedules}
+            for plan, some in zip(plans, kinds, strict=True)
+        ]
+
+    def _kinds(self, plan: Plan) -> list[_Alike]:
+        found = []
+        for (microbatches, places), numbers in pipeline_kinds(plan).items():
             pipeline = plan.pipelines[numbers[0]]
-            kind = pipeline_kind(pipeline, self.profile)
-            kinds.append(
-                KindEstimate(
-                    numbers=numbers,
-                    pipeline=pipeline,
-                    kind=kind,
-                    computed_s=self._computed[schedule, kind],
-                    peak_bytes=_peak_bytes(pipeline, schedule, len(plan.pipelines), self.profile),
-                )
+            costs = [cost_of(stage, self.profile) for stage in pipeline.stages]
+            if places not in self._cuts:
+                self._cuts[places] = pipeline_cut(places, costs, self.profile)
+            kind = Kind(microbatches, self._cuts[places])
+            found.append(_Alike(tuple(numbers), pipeline, kind, costs))
+        return found
+
+    def _estimate(self, plan: Plan, kinds: Sequence[_Alike], schedule: Schedule) -> StepEstimate:
+        estimates = [
+            KindEstimate(
+                numbers=each.numbers,
+                pipeline=each.pipeline,
+                kind=each.kind,
+                computed_s=self._computed[schedule, each.kind],
+                peak_bytes=_peak_bytes(
+                    each.costs, schedule, each.kind.microbatches, len(plan.pipelines)
+                ),
             )
-        step_s = self._end_s(schedule, {each.kind: each.count for each in kinds})
-        workers = sum(each.count * workers_of(each.kind.places) for each in kinds)
+            for each in kinds
+        ]
+        step_s = self._end_s(schedule, {each.kind: each.count for each in estimates})
+        workers = sum(each.count * each.kind.cut.workers for each in estimates)
         busy = sum(
             each.count * place.gpus * (busy_s + stage.update_s)
-            for each in kinds
+            for each in estimates
             for place, stage, busy_s in zip(
-                each.kind.places, each.kind.stages, each.busy_s, strict=True
+                each.kind.cut.places, each.kind.cut.stages, each.busy_s, strict=True
             )
         )
         return StepEstimate(
             schedule=schedule,
             step_s=step_s,
             bubble=1.0 - busy / (step_s * workers) if step_s else 0.0,
-            kinds=tuple(kinds),
+            kinds=tuple(estimates),
         )
 
-    def _prepare(self, questions: Sequence[Question]) -> None:
+    def _replay(self, questions: Sequence[Question]) -> None:
         unknown = dict.fromkeys(q for q in questions if q not in self._computed)
         self._computed.update(computed_s(unknown))
 
@@ -148,8 +162,9 @@ class Replays:
 def estimate_step(
     plan: Plan, profile: Profile, *, tied: bool = False, schedule: Schedule | None = None
 ) -> StepEstimate:
-    """`Replays.estimate` of one plan; `schedule` in place of the plan's own."""
-    return Replays(profile, tied=tied).estimate(plan, schedule or plan.schedule)
+    """`Replays.estimates` of one plan; `schedule` in place of the plan's own."""
+    wanted = schedule or plan.schedule
+    return Replays(profile, tied=tied).estimates([plan], [wanted])[0][wanted]
 
 
 # ---- memory
@@ -172,22 +187,19 @@ def worker_peak_bytes(plan: Plan, profile: Profile) -> dict[WorkerId, int]:
     return {worker: found[worker] for worker in plan.workers}
 
 
-def _peaks(plan: Plan, profile: Profile) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _peaks(plan: Plan, profile: Profile) -> Iterator[tuple[list[int], tuple[int, ...]]]:
     """Of each kind of pipeline its positions in the plan, and the bytes per stage."""
-    for numbers in pipeline_kinds(plan):
-        pipeline = plan.pipelines[numbers[0]]
-        yield numbers, _peak_bytes(pipeline, plan.schedule, len(plan.pipelines), profile)
+    for (microbatches, _), numbers in pipeline_kinds(plan).items():
+        costs = [cost_of(stage, profile) for stage in plan.pipelines[numbers[0]].stages]
+        yield numbers, _peak_bytes(costs, plan.schedule, microbatches, len(plan.pipelines))
 
 
 def _peak_bytes(
-    pipeline: Pipeline, schedule: Schedule, replicas: int, profile: Profile
+    costs: Sequence[StageCost], schedule: Schedule, microbatches: int, replicas: int
 ) -> tuple[int, ...]:
-    costs: list[StageCost] = [cost_of(stage, profile) for stage in pipeline.stages]
     return tuple(
         cost.worker_bytes(
-            in_flight(
-                schedule, stages=len(costs), stage=number, microbatches=pipeline.microbatches
-            ),
+            in_flight(schedule, stages=len(costs), stage=number, microbatches=microbatches),
             replicas=replicas,
         )
         for number, cost in enumerate(costs)

@@ -5,7 +5,6 @@ here (ticks of a femtosecond), so that sums are exact, equal stages are equal, a
 the slowest never hangs on rounding.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -23,58 +22,6 @@ def ticks(seconds: float) -> int:
 
 def seconds(count: int) -> float:
     return count / TICKS_PER_S
-
-
-class StageCosts:
-    """Time and memory of any run of layers, from prefix sums over the profile."""
-
-    def __init__(self, profile: Profile) -> None:
-        layers = profile.layers
-        self.layer_count = len(layers)
-        #: Numbers of GPUs that some layer may be shared by inside a node.
-        self.gpu_choices = tuple(
-            sorted({d for layer in layers for d in layer.forward_s if d <= profile.gpus_per_node})
-        )
-        self._memory = profile.gpu_memory_bytes
-        self._state = _prefix([layer.state_bytes + layer.sum_bytes for layer in layers])
-        self._activation = _prefix([layer.activation_bytes for layer in layers])
-        self._working = [layer.working_bytes for layer in layers]
-        self._mapped = [layer.mapped_bytes for layer in layers]
-        self._exchange = [layer.exchange_bytes for layer in layers]
-        self._forward: dict[int, list[int]] = {}
-        self._backward: dict[int, list[int]] = {}
-        self._missing: dict[int, list[int]] = {}
-        for gpus in self.gpu_choices:
-            self._forward[gpus] = _prefix([ticks(la.forward_s.get(gpus, 0.0)) for la in layers])
-            self._backward[gpus] = _prefix([ticks(la.backward_s.get(gpus, 0.0)) for la in layers])
-            self._missing[gpus] = _prefix([int(gpus not in layer.forward_s) for layer in layers])
-
-    def forward(self, first: int, stop: int, gpus: int) -> int:
-        return self._forward[gpus][stop] - self._forward[gpus][first]
-
-    def backward(self, first: int, stop: int, gpus: int) -> int:
-        return self._backward[gpus][stop] - self._backward[gpus][first]
-
-    def time(self, first: int, stop: int, gpus: int) -> int:
-        """Forward and backward of one micro-batch through layers first .. stop - 1."""
-        return self.forward(first, stop, gpus) + self.backward(first, stop, gpus)
-
-    def allowed(self, first: int, stop: int, gpus: int, in_flight: int) -> bool:
-        """Whether the layers may share `gpus` GPUs and fit there, that many micro-batches kept."""
-        if self._missing[gpus][stop] != self._missing[gpus][first]:
-            return False
-        state = self._state[stop] - self._state[first]
-        activation = self._activation[stop] - self._activation[first]
-        working = max(self._working[first:stop]) + max(self._mapped[first:stop])
-        exchange = max(self._exchange[first:stop]) if gpus > 1 else 0
-        return state + in_flight * activation + working <= (self._memory - exchange) * gpus
-
-
-def _prefix(values: Sequence[int]) -> list[int]:
-    sums = [0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    return sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +72,8 @@ def pipeline_cost(template: PipelineTemplate, profile: Profile) -> PipelineCost:
         inside = 0
         for end in range(start, len(stages)):
             inside += times[end] + (round_trips[end - 1] if end > start else 0)
-            period = max(period, inside // (end - start + 1))
+            if inside > period * (end - start + 1):
+                period = inside // (end - start + 1)
     gradient_bytes = max(
         sum(profile.layers[layer].parameter_bytes for layer in stage.layers) // stage.gpus
         for stage in stages

@@ -4,7 +4,8 @@ Owns what the replay has to know of them, from a template or from a plan. Must n
 step takes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -36,19 +37,33 @@ class StageTimes(NamedTuple):
     update_s: float
 
 
-class Kind(NamedTuple):
-    """Pipelines that run alike."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Cut:
+    """The stages of pipelines that run alike, first stage first.
 
-    microbatches: int
-    #: First stage first.
+    Compared by identity, so that looking up what is remembered of a kind does not hash hundreds of
+    numbers: whoever asks again for the same cut keeps the object.
+    """
+
     places: tuple[Place, ...]
     stages: tuple[StageTimes, ...]
     #: Of the message between a stage and the next one, either way, seconds.
     message_s: tuple[float, ...]
 
+    @property
+    def workers(self) -> int:
+        return sum(place.gpus for place in self.places)
 
-def template_kind(template: PipelineTemplate, microbatches: int, profile: Profile) -> Kind:
-    """A pipeline of the template, for schedules that do not split the backward.
+
+class Kind(NamedTuple):
+    """Pipelines that run alike."""
+
+    microbatches: int
+    cut: Cut
+
+
+def template_cut(template: PipelineTemplate, profile: Profile) -> Cut:
+    """Of the template's pipelines, for schedules that do not split the backward.
 
     Its times are the template's, in which stages that are equal on paper are equal.
     """
@@ -56,15 +71,13 @@ def template_kind(template: PipelineTemplate, microbatches: int, profile: Profil
     times = []
     for stage in template.stages:
         layers = profile.layers[stage.first_layer : stage.last_layer + 1]
-        update_s = sum(layer.update_s.get(stage.gpus, 0.0) for layer in layers)
+        update_s = sum([layer.update_s.get(stage.gpus, 0.0) for layer in layers])
         times.append(StageTimes(stage.forward_s, stage.backward_s, 0.0, 0.0, update_s))
-    return Kind(microbatches, tuple(places), tuple(times), _messages_s(places, profile))
+    return Cut(places=tuple(places), stages=tuple(times), message_s=_messages_s(places, profile))
 
 
-def pipeline_kind(pipeline: Pipeline, profile: Profile) -> Kind:
-    """Of a pipeline in a plan, under any schedule. Raises ValueError, as `stage_cost`."""
-    places = _places(pipeline)
-    costs = [cost_of(stage, profile) for stage in pipeline.stages]
+def pipeline_cut(places: tuple[Place, ...], costs: Iterable[StageCost], profile: Profile) -> Cut:
+    """Of a plan's pipelines with stages at these places, under any schedule."""
     times = [
         StageTimes(
             cost.forward_s,
@@ -75,7 +88,7 @@ def pipeline_kind(pipeline: Pipeline, profile: Profile) -> Kind:
         )
         for cost in costs
     ]
-    return Kind(pipeline.microbatches, places, tuple(times), _messages_s(places, profile))
+    return Cut(places=places, stages=tuple(times), message_s=_messages_s(places, profile))
 
 
 def cost_of(stage: Stage, profile: Profile) -> StageCost:
@@ -89,12 +102,12 @@ def cost_of(stage: Stage, profile: Profile) -> StageCost:
     )
 
 
-def pipeline_kinds(plan: Plan) -> list[tuple[int, ...]]:
-    """The positions in the plan of pipelines that run alike, kind by kind."""
-    kinds: dict[object, list[int]] = {}
+def pipeline_kinds(plan: Plan) -> dict[tuple[int, tuple[Place, ...]], list[int]]:
+    """Of pipelines that run alike: micro-batches and places, and their positions in the plan."""
+    kinds: dict[tuple[int, tuple[Place, ...]], list[int]] = {}
     for number, pipeline in enumerate(plan.pipelines):
         kinds.setdefault((pipeline.microbatches, _places(pipeline)), []).append(number)
-    return [tuple(numbers) for numbers in kinds.values()]
+    return kinds
 
 
 def _places(pipeline: Pipeline) -> tuple[Place, ...]:
@@ -115,8 +128,3 @@ def _messages_s(places: Iterable[Place], profile: Profile) -> tuple[float, ...]:
         )
         for before, after in pairwise(places)
     )
-
-
-def workers_of(places: Sequence[Place]) -> int:
-    """How many workers the places have together."""
-    return sum(place.gpus for place in places)

@@ -57,7 +57,7 @@ def computed_s(questions: Iterable[Question]) -> dict[Question, Ends]:
     )
     found: dict[Question, Ends] = {}
     # Alike in length, so that few go on alone.
-    ordered = sorted(short, key=lambda q: (q[0], q[1].microbatches + len(q[1].stages)))
+    ordered = sorted(short, key=lambda q: (q[0], q[1].microbatches + len(q[1].cut.stages)))
     for schedule, group in groupby(ordered, key=lambda question: question[0]):
         kinds = [kind for _, kind in group]
         for first in range(0, len(kinds), _MOST_COLUMNS):
@@ -82,7 +82,7 @@ def timeline(schedule: Schedule, kind: Kind) -> list[list[Event]]:
 def _replayed(kind: Kind) -> tuple[int, ...]:
     """The numbers of micro-batches that tell what the kind takes: its own, or two of the steady
     state, so that a replay takes bounded work."""
-    most = max(_FEW_MICROBATCHES, 4 * len(kind.stages))
+    most = max(_FEW_MICROBATCHES, 4 * len(kind.cut.stages))
     return (kind.microbatches,) if kind.microbatches <= most else (most // 2, most)
 
 
@@ -132,7 +132,7 @@ class _SideBySide:
     """
 
     def __init__(self, schedule: Schedule, kinds: Sequence[Kind]) -> None:
-        depth = max(len(kind.stages) for kind in kinds)
+        depth = max(len(kind.cut.stages) for kind in kinds)
         shape = depth + 1, len(kinds)
         self._schedule, self._kinds, self._depth = schedule, kinds, depth
         self._microbatches: Integers = np.array([kind.microbatches for kind in kinds])
@@ -144,15 +144,15 @@ class _SideBySide:
         self._before = np.zeros(shape, dtype=np.int64)
         self._splits = splits_backward(schedule)
         for column, kind in enumerate(kinds):
-            count = len(kind.stages)
-            stages = kind.stages[::-1]
+            count = len(kind.cut.stages)
+            stages = kind.cut.stages[::-1]
             self._forward_s[:count, column] = [stage.forward_s for stage in stages]
             self._backward_s[:count, column] = [stage.backward_s for stage in stages]
             if self._splits:
                 # Nobody waits for the first stage's input gradient: its backward stays whole.
                 self._backward_s[: count - 1, column] = [s.backward_input_s for s in stages[:-1]]
                 self._weight_s[: count - 1, column] = [s.backward_weight_s for s in stages[:-1]]
-            self._message_s[1:count, column] = kind.message_s[::-1]
+            self._message_s[1:count, column] = kind.cut.message_s[::-1]
             self._before[:count, column] = range(count - 1, -1, -1)
         self._clock = np.zeros(shape)
         #: When a stage, and the one after it, was done with what it computed last.
@@ -164,7 +164,7 @@ class _SideBySide:
         left = np.minimum(self._before, self._microbatches)
         self._clock += left * self._weight_s
         return [
-            tuple(self._clock[: len(kind.stages), column][::-1].tolist())
+            tuple(self._clock[: len(kind.cut.stages), column][::-1].tolist())
             for column, kind in enumerate(self._kinds)
         ]
 

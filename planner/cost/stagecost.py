@@ -5,9 +5,8 @@ things.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
-from oobleck.planner.profile.profile import LayerProfile, Profile, working_bytes
+from oobleck.planner.profile.profile import Profile, working_bytes
 from oobleck.planner.profile.sharing import exchange_bytes
 
 #: Share of the backward that makes the input's gradient where the profile does not tell: measured
@@ -59,11 +58,7 @@ def stage_cost(
     `resident`: as a stage's flag of that name (`oobleck.planner.programs.plan.Stage`). Raises
     ValueError where the profile has no time of a layer for so many GPUs.
     """
-    return _stage_cost(profile.layers[first_layer : last_layer + 1], gpus, resident)
-
-
-@lru_cache(maxsize=4096)
-def _stage_cost(layers: tuple[LayerProfile, ...], gpus: int, resident: bool) -> StageCost:
+    layers = profile.layers[first_layer : last_layer + 1]
     for layer in layers:
         if gpus not in layer.forward_s:
             raise ValueError(

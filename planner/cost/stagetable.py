@@ -1,14 +1,18 @@
 """Which stages may exist, what they take and what room they have, for all runs of layers at once.
 
-Times are whole numbers in float64, so that sums are exact and what cannot be is infinite. Must not
-know what a cut costs: that is for `oobleck.planner.search.partition`.
+Searches compare times that are whole numbers in float64, so that sums are exact and what cannot be
+is infinite; what a stage is said to take is in ticks. Must not know what a cut costs: that is for
+`oobleck.planner.search.partition`.
 """
 
 import math
+from collections.abc import Iterable
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
+from oobleck.planner.cost.formula import ticks
 from oobleck.planner.profile.profile import Profile
 
 Floats = NDArray[np.float64]
@@ -18,6 +22,8 @@ Integers = NDArray[np.int64]
 _MOST_UNITS = 2**52
 #: More micro-batches in flight, or stages, than there can be.
 UNBOUNDED = 2**31
+#: (first layer, stop, GPUs) of each stage.
+Stages = tuple[tuple[int, int, int], ...]
 
 
 class StageTable:
@@ -44,6 +50,14 @@ class StageTable:
         shape = (len(self.choices), self.layers, self.layers + 1)
         self.time = np.full(shape, np.inf)
         self.room = np.zeros(shape, dtype=np.int64)
+        #: By number of GPUs: the ticks of all layers before each one, forward and backward.
+        self._ticks = {
+            d: tuple(
+                _ticks(times.get(d, 0.0) for times in every)
+                for every in ([la.forward_s for la in layers], [la.backward_s for la in layers])
+            )
+            for d in self.choices
+        }
         state = _running([la.state_bytes + la.sum_bytes for la in layers])
         kept = _running([la.activation_bytes for la in layers])
         working = np.array([la.working_bytes for la in layers], dtype=np.int64)
@@ -83,6 +97,22 @@ class StageTable:
 
     def stage_time(self, first: int, stop: int, gpus: int) -> float:
         return float(self.time[self.choices.index(gpus), first, stop])
+
+    def stage_ticks(self, first: int, stop: int, gpus: int) -> tuple[int, int]:
+        """Forward and backward of one micro-batch."""
+        forward, backward = self._ticks[gpus]
+        return forward[stop] - forward[first], backward[stop] - backward[first]
+
+    def fits(self, cut: Stages) -> bool:
+        """Whether the memory holds the micro-batches that each stage has in flight under 1F1B."""
+        return all(
+            self.room[self.choices.index(gpus), first, stop] >= len(cut) - number
+            for number, (first, stop, gpus) in enumerate(cut)
+        )
+
+
+def _ticks(times: Iterable[float]) -> list[int]:
+    return list(accumulate(map(ticks, times), initial=0))
 
 
 def _running(values: list[int]) -> Integers:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from oobleck.planner.cost.kinds import Kind, Place, workers_of
+from oobleck.planner.cost.kinds import Kind, Place
 from oobleck.planner.profile.links import all_reduce_s
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.instructions import Share
@@ -33,7 +33,7 @@ class Computed:
 
     @property
     def places(self) -> Sequence[Place]:
-        return self.kind.places
+        return self.kind.cut.places
 
 
 def step_end_s(kinds: Sequence[Computed], profile: Profile, *, tied: bool) -> float:
@@ -57,9 +57,9 @@ def step_end_s(kinds: Sequence[Computed], profile: Profile, *, tied: bool) -> fl
         max(kinds[number].ends_s[position], _in_turn(own))
         for (number, position, _), own in sums.items()
     )
-    workers = sum(kind.count * workers_of(kind.places) for kind in kinds)
+    workers = sum(kind.count * kind.kind.cut.workers for kind in kinds)
     vote_s = all_reduce_s(_VOTE_BYTES, workers=workers, same_node=False, links=profile.links)
-    return summed_s + vote_s + max(stage.update_s for kind in kinds for stage in kind.kind.stages)
+    return summed_s + vote_s + max(s.update_s for kind in kinds for s in kind.kind.cut.stages)
 
 
 def _in_turn(sums: Iterable[_Sum]) -> float:

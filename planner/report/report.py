@@ -117,7 +117,6 @@ def make_report(
         microbatches=global_batch // profile.microbatch,
         min_pipelines=fault_tolerance + 1,
         generation=Generation(1),
-        tied=tied,
         wanted=wanted,
     )
     offer = made.offer

@@ -11,13 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from oobleck.planner.cost.estimate import Replays
-from oobleck.planner.cost.formula import PipelineCost, StageCosts, pipeline_cost
-from oobleck.planner.cost.kinds import template_kind
+from oobleck.planner.cost.formula import PipelineCost
+from oobleck.planner.cost.kinds import Kind
+from oobleck.planner.cost.stagetable import StageTable
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.template import PipelineTemplate
-from oobleck.planner.search.instantiate import Instantiation, Judge, by_formula
-from oobleck.planner.search.shortlist import Shortlist
+from oobleck.planner.search.instantiate import Instantiation
+from oobleck.planner.search.shortlist import Costed, Shortlist
 from oobleck.planner.search.templates import shortlisted_templates
 
 
@@ -25,13 +26,37 @@ from oobleck.planner.search.templates import shortlisted_templates
 class Offer:
     """Templates by their numbers of nodes, what they cost, and a judge of plans made of them."""
 
-    templates: Mapping[int, PipelineTemplate]
-    costs: Mapping[int, PipelineCost]
-    judge: Judge
+    costed: Mapping[int, Costed]
     #: By number of nodes: these, and others that are as good by T1 + T2 + T3 and fit as well.
-    equals: Mapping[int, tuple[PipelineTemplate, ...]]
+    equals: Mapping[int, tuple[Costed, ...]]
     #: Those that the search for least T has come upon first.
-    found: Mapping[int, PipelineTemplate]
+    found: Mapping[int, Costed]
+    replays: Replays
+
+    @property
+    def templates(self) -> dict[int, PipelineTemplate]:
+        return {size: each.template for size, each in self.costed.items()}
+
+    @property
+    def costs(self) -> dict[int, PipelineCost]:
+        return {size: each.cost for size, each in self.costed.items()}
+
+    def judge(self, candidates: Sequence[Instantiation]) -> list[float]:
+        """Seconds of a step of each, by a replay under 1F1B."""
+        return self.replays.step_s(
+            [
+                Counter(
+                    Kind(share, self.costed[size].cut)
+                    for size, share in zip(candidate.sizes, candidate.shares, strict=True)
+                )
+                for candidate in candidates
+            ]
+        )
+
+    def using(self, others: Iterable[Costed]) -> "Offer":
+        """The same with these in place of the ones of their sizes."""
+        named = {each.template.nodes: each for each in others}
+        return replace(self, costed={**self.costed, **named})
 
 
 class Catalogue:
@@ -39,11 +64,9 @@ class Catalogue:
 
     def __init__(self, *, tied: bool) -> None:
         self._tied = tied
-        self._templates: dict[int, Shortlist] = {}
-        self._costs: dict[PipelineTemplate, PipelineCost] = {}
+        self._shortlists: dict[int, Shortlist] = {}
         self._replays: Replays | None = None
         self._offers: dict[tuple[range, int], Offer] = {}
-        self._changed: dict[tuple[range, int, tuple[PipelineTemplate, ...]], Offer] = {}
 
     def offer(self, profile: Profile, sizes: range, plan: Plan | None = None) -> Offer:
         """The templates of these sizes; with a `plan`, as it has them, where they are as good.
@@ -54,12 +77,7 @@ class Catalogue:
         if key not in self._offers:
             self._offers[key] = self._make(profile, sizes)
         offer = self._offers[key]
-        swaps = () if plan is None else _swaps(offer, plan)
-        if not swaps:
-            return offer
-        if (*key, swaps) not in self._changed:
-            self._changed[*key, swaps] = self.swapped(offer, swaps, profile)
-        return self._changed[*key, swaps]
+        return offer if plan is None else offer.using(_of_plan(offer, plan))
 
     def replays(self, profile: Profile) -> Replays:
         """What steps take, on any memory."""
@@ -67,88 +85,48 @@ class Catalogue:
             self._replays = Replays(profile, tied=self._tied)
         return self._replays
 
-    def swapped(
-        self, offer: Offer, templates: Iterable[PipelineTemplate], profile: Profile
-    ) -> Offer:
-        """`offer` with these templates in place of the ones of their sizes."""
-        table = {**offer.templates, **{template.nodes: template for template in templates}}
-        for template in table.values():
-            if template not in self._costs:
-                self._costs[template] = pipeline_cost(template, profile)
-        return replace(
-            offer,
-            templates=table,
-            costs={size: self._costs[template] for size, template in table.items()},
-            judge=replay_judge(table, self.replays(profile)),
-        )
-
     def _make(self, profile: Profile, sizes: range) -> Offer:
         """Of what there is, and what is missing or does not fit, run of sizes by run."""
-        stages = StageCosts(profile)
+        table = StageTable(profile)
         missing = [
             size
             for size in sizes
-            if size not in self._templates or not _fits(self._templates[size].quickest, stages)
+            if size not in self._shortlists or not _fits(self._shortlists[size].quickest, table)
         ]
         while missing:
             run = range(missing[0], missing[0] + 1)
             while run.stop in missing:
                 run = range(run.start, run.stop + 1)
-            self._templates.update(shortlisted_templates(profile, run))
+            self._shortlists.update(shortlisted_templates(profile, run))
             missing = [size for size in missing if size >= run.stop]
-        few = {size: self._templates[size] for size in sizes}
-        bare = Offer(
-            templates={},
-            costs={},
-            judge=by_formula,
+        few = {size: self._shortlists[size] for size in sizes}
+        return Offer(
+            costed={size: each.quickest for size, each in few.items()},
             equals={
-                size: tuple(t for t in each.all if _fits(t, stages)) for size, each in few.items()
+                size: tuple(t for t in each.all if _fits(t, table)) for size, each in few.items()
             },
             found={
-                size: each.found if _fits(each.found, stages) else each.quickest
+                size: each.found if _fits(each.found, table) else each.quickest
                 for size, each in few.items()
             },
-        )
-        return self.swapped(bare, (each.quickest for each in few.values()), profile)
-
-
-def replay_judge(templates: Mapping[int, PipelineTemplate], replays: Replays) -> Judge:
-    """The judge that replays plans of these templates under 1F1B."""
-    one = {size: template_kind(each, 1, replays.profile) for size, each in templates.items()}
-
-    def judge(candidates: Sequence[Instantiation]) -> Sequence[float]:
-        return replays.step_s(
-            [
-                {
-                    one[size]._replace(microbatches=share): number
-                    for (size, share), number in Counter(
-                        zip(candidate.sizes, candidate.shares, strict=True)
-                    ).items()
-                }
-                for candidate in candidates
-            ]
+            replays=self.replays(profile),
         )
 
-    return judge
 
-
-def _swaps(offer: Offer, plan: Plan) -> tuple[PipelineTemplate, ...]:
+def _of_plan(offer: Offer, plan: Plan) -> list[Costed]:
     """What the plan has of the offer's templates of equal T in place of the first."""
     pipelines = {len(pipeline.nodes): pipeline for pipeline in reversed(plan.pipelines)}
-    swaps: list[PipelineTemplate] = []
+    found: list[Costed] = []
     for size, pipeline in sorted(pipelines.items()):
         cut = [(stage.first_layer, len(stage.workers)) for stage in pipeline.stages]
-        swaps += [
-            template
-            for template in offer.equals.get(size, ())[1:]
-            if cut == [(stage.first_layer, stage.gpus) for stage in template.stages]
+        found += [
+            each
+            for each in offer.equals.get(size, ())[1:]
+            if cut == [(stage.first_layer, stage.gpus) for stage in each.template.stages]
         ]
-    return tuple(swaps)
+    return found
 
 
-def _fits(template: PipelineTemplate, costs: StageCosts) -> bool:
-    count = len(template.stages)
-    return all(
-        costs.allowed(stage.first_layer, stage.last_layer + 1, stage.gpus, count - number)
-        for number, stage in enumerate(template.stages)
-    )
+def _fits(costed: Costed, table: StageTable) -> bool:
+    stages = costed.template.stages
+    return table.fits(tuple((s.first_layer, s.last_layer + 1, s.gpus) for s in stages))

@@ -41,17 +41,21 @@ def choose_schedule(
     *,
     tied: bool = False,
     wanted: Schedule | None = None,
-    replays: Replays | None = None,
 ) -> ScheduleChoice:
     """The schedule of least step time among those whose peak memory fits on every worker.
 
     Ties go to 1F1B; so does a plan for which nothing fits, since it keeps least. `tied`: the head
     shares layer 0's token embedding. With `wanted` it is that one; raises PlanInfeasible where it
-    does not fit. `replays` are of the same profile, for many plans.
+    does not fit.
     """
-    replays = replays or Replays(profile, tied=tied)
-    replays.prepare([plan], SCHEDULES)
-    estimates = {schedule: replays.estimate(plan, schedule) for schedule in SCHEDULES}
+    (estimates,) = Replays(profile, tied=tied).estimates([plan], SCHEDULES)
+    return choose_among(estimates, profile, wanted)
+
+
+def choose_among(
+    estimates: Mapping[Schedule, StepEstimate], profile: Profile, wanted: Schedule | None
+) -> ScheduleChoice:
+    """The same of a plan with these estimates under all schedules."""
     limit = profile.gpu_memory_bytes
     fitting = [s for s in SCHEDULES if estimates[s].peak_bytes <= limit]
     if wanted is not None:

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 
+from oobleck.planner.cost.estimate import Replays
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan, place
 from oobleck.planner.schedules import SCHEDULES, Schedule
 from oobleck.planner.search.catalogue import Catalogue, Offer
-from oobleck.planner.search.choose import ScheduleChoice, choose_schedule, with_residents
+from oobleck.planner.search.choose import ScheduleChoice, choose_among, with_residents
 from oobleck.planner.search.instantiate import Instantiation, instantiate
 from oobleck.planner.search.shares import share_batch
 
@@ -44,20 +45,18 @@ def make_first_plan(
     microbatches: int,
     min_pipelines: int,
     generation: Generation,
-    tied: bool,
     wanted: Schedule | None = None,
 ) -> FirstPlan:
     """The plan of least step time for `nodes`, of templates of `sizes`.
 
-    `tied`: the head shares layer 0's token embedding. `wanted`: the schedule; None: the best.
-    Raises PlanInfeasible.
+    `wanted`: the schedule; None: the best. Raises PlanInfeasible.
     """
-    maker = _Maker(catalogue=catalogue, profile=profile, tied=tied, wanted=wanted)
+    maker = _Maker(replays=catalogue.replays(profile), profile=profile, wanted=wanted)
     offer = catalogue.offer(profile, sizes)
     offers = [offer]
-    if offer.found != offer.templates:
-        offers.append(catalogue.swapped(offer, offer.found.values(), profile))
-    plans = []
+    if offer.found != offer.costed:
+        offers.append(offer.using(offer.found.values()))
+    made = []
     for each in offers:
         plan = instantiate(
             each.templates,
@@ -69,8 +68,8 @@ def make_first_plan(
             judge=partial(maker.judge, each),
             costs=each.costs,
         )
-        plans.append((each, plan))
-    plan = maker.recut(*min(plans, key=lambda made: maker.step_s(made[1])))
+        made.append((maker.step_s([plan])[0], each, plan))
+    plan = maker.recut(*min(made, key=lambda one: one[0]))
     choice = maker.choice(plan)
     return FirstPlan(
         plan=with_residents(replace(plan, schedule=choice.schedule), profile),
@@ -81,47 +80,49 @@ def make_first_plan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Maker:
-    catalogue: Catalogue
+    replays: Replays
     profile: Profile
-    tied: bool
     wanted: Schedule | None
 
     def judge(self, offer: Offer, candidates: Sequence[Instantiation]) -> list[float]:
         """Seconds of a step; infinite for those that are not worth the estimate."""
         quick = offer.judge(candidates)
         # The first one is the best by the formula, which the result must not be worse than.
-        order = sorted(range(len(candidates)), key=lambda at: (at > 0, quick[at]))
+        order = sorted(range(len(candidates)), key=lambda at: (at > 0, quick[at]))[:_MOST_ESTIMATED]
         times = [float("inf")] * len(candidates)
-        plans = {at: _sketch(offer, candidates[at]) for at in order[:_MOST_ESTIMATED]}
-        self.catalogue.replays(self.profile).prepare(list(plans.values()), SCHEDULES)
-        for at, plan in plans.items():
-            times[at] = self.step_s(plan)
+        plans = [_sketch(offer, candidates[at]) for at in order]
+        for at, step_s in zip(order, self.step_s(plans), strict=True):
+            times[at] = step_s
         return times
 
     def choice(self, plan: Plan) -> ScheduleChoice:
-        replays = self.catalogue.replays(self.profile)
-        return choose_schedule(plan, self.profile, wanted=self.wanted, replays=replays)
+        """Raises PlanInfeasible where the wanted schedule does not fit."""
+        (estimates,) = self.replays.estimates([plan], SCHEDULES)
+        return choose_among(estimates, self.profile, self.wanted)
 
-    def step_s(self, plan: Plan) -> float:
-        """Under the schedule that it would run under; infinite where the wanted one does not fit:
+    def step_s(self, plans: Sequence[Plan]) -> list[float]:
+        """Under the schedule that each would run under; infinite where the wanted one does not fit:
         should none of the plans fit, the last choice says so."""
-        try:
-            return self.choice(plan).step_s
-        except PlanInfeasible:
-            return float("inf")
+        times = []
+        for estimates in self.replays.estimates(plans, SCHEDULES):
+            try:
+                times.append(choose_among(estimates, self.profile, self.wanted).step_s)
+            except PlanInfeasible:
+                times.append(float("inf"))
+        return times
 
-    def recut(self, offer: Offer, plan: Plan) -> Plan:
+    def recut(self, best_s: float, offer: Offer, plan: Plan) -> Plan:
         """With other cuts of the same T, size by size, where the step is shorter so."""
-        best_s = self.step_s(plan)
         sizes = [len(pipeline.nodes) for pipeline in plan.pipelines]
         for size in sorted(set(sizes)):
-            for template in offer.equals[size]:
-                if template == offer.templates[size]:
+            for costed in offer.equals[size]:
+                if costed is offer.costed[size]:
                     continue
-                swapped = self.catalogue.swapped(offer, [template], self.profile)
+                swapped = offer.using([costed])
                 shares = share_batch([swapped.costs[each] for each in sizes], plan.microbatches)
                 recut = _put(swapped, [p.nodes for p in plan.pipelines], shares, plan.generation)
-                if (step_s := self.step_s(recut)) < best_s:
+                (step_s,) = self.step_s([recut])
+                if step_s < best_s:
                     offer, plan, best_s = swapped, recut, step_s
         return plan
 
@@ -142,7 +143,7 @@ def _put(
     pipelines = []
     first = 0
     for names, share in zip(nodes, shares, strict=True):
-        template = offer.templates[len(names)]
+        template = offer.costed[len(names)].template
         pipelines.append(place(template, names, first_microbatch=first, microbatches=share))
         first += share
     return Plan(generation=generation, pipelines=tuple(pipelines))

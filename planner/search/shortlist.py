@@ -7,16 +7,18 @@ Owns that choice. Sampling draws from a fixed seed: the same profile gives the s
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from oobleck.planner.cost.kinds import template_kind
+from oobleck.planner.cost.formula import PipelineCost, pipeline_cost
+from oobleck.planner.cost.kinds import Cut, Kind, template_cut
 from oobleck.planner.cost.replay import computed_s
-from oobleck.planner.cost.stagetable import Floats, Integers, StageTable
+from oobleck.planner.cost.stagetable import Floats, Integers, Stages, StageTable
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.template import PipelineTemplate
 from oobleck.planner.search.partition import Bounds, Sweep, swept_together
-from oobleck.planner.search.trace import Stages, trace
+from oobleck.planner.search.trace import trace
 
 #: Cuts that are drawn for each number of nodes, beside the one that the search has found.
 _SAMPLES = 5
@@ -62,39 +64,52 @@ def _drawn(
         yield int(queries[number]), total, cuts.stages(number)
 
 
+class Costed:
+    """A template and what follows from it, worked out once, when it is first asked for."""
+
+    def __init__(self, template: PipelineTemplate, profile: Profile) -> None:
+        self.template, self._profile = template, profile
+
+    @cached_property
+    def cost(self) -> PipelineCost:
+        return pipeline_cost(self.template, self._profile)
+
+    @cached_property
+    def cut(self) -> Cut:
+        return template_cut(self.template, self._profile)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortlist:
     """A few templates of one size and of least T, one of them twice where it is best and first."""
 
     #: Its pipeline is done first with micro-batches for all its stages.
-    quickest: PipelineTemplate
+    quickest: Costed
     #: The first one that the search has come upon.
-    found: PipelineTemplate
+    found: Costed
     #: The next quickest.
-    others: tuple[PipelineTemplate, ...] = ()
+    others: tuple[Costed, ...] = ()
 
     @property
-    def all(self) -> tuple[PipelineTemplate, ...]:
+    def all(self) -> tuple[Costed, ...]:
         return tuple(dict.fromkeys((self.quickest, self.found, *self.others)))
 
 
-def shortlists(
-    candidates: Sequence[Sequence[PipelineTemplate]], profile: Profile
-) -> list[Shortlist]:
+def shortlists(candidates: Sequence[Sequence[Costed]]) -> list[Shortlist]:
     """Of each group of templates, of one size and of equal T, those that are worth a closer look.
 
     Which one suits a plan hangs on its shares of the batch and on the other pipelines, too.
     """
-    kinds = {
-        template: template_kind(template, _MICROBATCHES * len(template.stages), profile)
-        for group in candidates
+    kinds = [
+        [Kind(_MICROBATCHES * len(each.template.stages), each.cut) for each in group]
         if len(group) > 1
-        for template in group
-    }
-    times = computed_s(("1f1b", kind) for kind in kinds.values())
+        else []
+        for group in candidates
+    ]
+    times = computed_s(("1f1b", kind) for group in kinds for kind in group)
     chosen = []
-    for group in candidates:
-        done = [max(times["1f1b", kinds[each]]) if len(group) > 1 else 0.0 for each in group]
+    for group, own in zip(candidates, kinds, strict=True):
+        done = [max(times["1f1b", kind]) for kind in own] or [0.0]
         order = [at for _, at in sorted(zip(done, range(len(group)), strict=True))]
         few = list(dict.fromkeys((order[0], 0, *order[1:])))[:_SHORTLISTED]
         chosen.append(

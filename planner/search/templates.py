@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from oobleck.planner.cost.formula import StageCosts, seconds
-from oobleck.planner.cost.stagetable import Floats, Integers, StageTable
+from oobleck.planner.cost.formula import seconds
+from oobleck.planner.cost.stagetable import Floats, Integers, Stages, StageTable
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.template import PipelineTemplate, StageTemplate
 from oobleck.planner.search.partition import Bounds, Sweep, swept_together
-from oobleck.planner.search.shortlist import Shortlist, equal_cuts, shortlists
-from oobleck.planner.search.trace import Cuts, Stages, trace
+from oobleck.planner.search.shortlist import Costed, Shortlist, equal_cuts, shortlists
+from oobleck.planner.search.trace import Cuts, trace
 
 #: Intervals of a level are no wider than this, so that the first bounds mean something.
 _COARSEST = 1.2
@@ -33,17 +33,19 @@ _PARTS = 8
 
 def generate_templates(profile: Profile, sizes: Sequence[int]) -> Mapping[int, PipelineTemplate]:
     """The best template for each number of nodes in `sizes`; raises PlanInfeasible."""
-    return {nodes: few.quickest for nodes, few in shortlisted_templates(profile, sizes).items()}
+    return {
+        nodes: few.quickest.template for nodes, few in shortlisted_templates(profile, sizes).items()
+    }
 
 
 def shortlisted_templates(profile: Profile, sizes: Sequence[int]) -> Mapping[int, Shortlist]:
     """A few templates of least T for each number of nodes. Raises PlanInfeasible."""
-    costs, table = StageCosts(profile), StageTable(profile)
+    table = StageTable(profile)
     candidates = [
-        [template_of(costs, table, nodes, cut) for cut in cuts]
+        [Costed(template_of(table, nodes, cut), profile) for cut in cuts]
         for nodes, cuts in least_cuts(table, sizes).items()
     ]
-    return {few.quickest.nodes: few for few in shortlists(candidates, profile)}
+    return {few.quickest.template.nodes: few for few in shortlists(candidates)}
 
 
 def feasible_sizes(profile: Profile, most: int) -> tuple[int, ...]:
@@ -210,24 +212,23 @@ def fitting_sizes(table: StageTable, fewest: Integers) -> tuple[int, ...]:
     return tuple(int(n) + 1 for n in np.flatnonzero(whole <= table.layers))
 
 
-def template_of(
-    costs: StageCosts, table: StageTable, nodes: int, stages: Stages
-) -> PipelineTemplate:
-    """The template of a cut; `table` says which stages are equally slow, as in the search."""
-    times = [costs.time(*stage) for stage in stages]
+def template_of(table: StageTable, nodes: int, stages: Stages) -> PipelineTemplate:
+    """The template of a cut; which stages are equally slow is as in the search."""
+    ticks = [table.stage_ticks(*stage) for stage in stages]
+    times = [forward + backward for forward, backward in ticks]
     slowest = max(range(len(stages)), key=lambda s: (table.stage_time(*stages[s]), s))
     total = sum(times) + (3 * len(stages) + slowest - 1) * times[slowest] + sum(times[slowest:])
     made = []
     used = 0
-    for first, stop, gpus in stages:
+    for (first, stop, gpus), (forward, backward) in zip(stages, ticks, strict=True):
         made.append(
             StageTemplate(
                 first_layer=first,
                 last_layer=stop - 1,
                 node=used // table.per_node,
                 gpus=gpus,
-                forward_s=seconds(costs.forward(first, stop, gpus)),
-                backward_s=seconds(costs.backward(first, stop, gpus)),
+                forward_s=seconds(forward),
+                backward_s=seconds(backward),
             )
         )
         used += gpus

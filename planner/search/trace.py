@@ -8,11 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from oobleck.planner.cost.stagetable import Floats, Integers, StageTable
+from oobleck.planner.cost.stagetable import Floats, Integers, Stages, StageTable
 from oobleck.planner.search.partition import Sweep
-
-#: (first layer, stop, GPUs) of each stage.
-Stages = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

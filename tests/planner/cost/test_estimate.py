@@ -7,8 +7,9 @@ from itertools import pairwise
 import pytest
 
 from oobleck.planner.cost.estimate import estimate_step, worker_peak_bytes
-from oobleck.planner.cost.formula import StageCosts, pipeline_cost, seconds
+from oobleck.planner.cost.formula import pipeline_cost, seconds
 from oobleck.planner.cost.kinds import pipeline_kinds
+from oobleck.planner.cost.stagetable import StageTable
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.profile.profile import Links, Profile
 from oobleck.planner.programs.compile import compile_programs
@@ -84,8 +85,8 @@ def test_what_the_heap_keeps_of_one_layer_is_beside_what_is_mapped_for_another()
     profile = replace(base, layers=layers)
     assert list(worker_peak_bytes(plan, profile).values()) == [1030, 2520, 3530]
     for memory, fits in ((3530, True), (3529, False)):
-        costs = StageCosts(replace(profile, gpu_memory_bytes=memory))
-        assert costs.allowed(0, 3, 1, in_flight=1) == fits
+        table = StageTable(replace(profile, gpu_memory_bytes=memory))
+        assert table.fits(((0, 3, 1),)) == fits
 
 
 def test_a_shared_weight_is_summed_in_every_plan_and_once_on_each_worker() -> None:
@@ -236,7 +237,7 @@ def test_many_microbatches_are_extrapolated(schedule: Schedule) -> None:
 
 def test_kinds_are_told_apart_by_cut_width_and_share() -> None:
     plan = plan_of_cuts(([2, 1], 3), ([1, 2], 3), ([2, 1], 3), ([2, 1], 4), ([(2, 2), 1], 3))
-    assert pipeline_kinds(plan) == [(0, 2), (1,), (3,), (4,)]
+    assert list(pipeline_kinds(plan).values()) == [[0, 2], [1], [3], [4]]
 
 
 def memory_profile(activation: int, memory: int) -> Profile:
@@ -309,14 +310,12 @@ def test_memory_is_counted_as_templates_count_it(seed: int) -> None:
     plan = replace(random_plan(rng, 6, range(3, 4)), schedule="zb-h1")
     memory = estimate_step(plan, profile).peak_bytes
     for limit, fits in ((memory, True), (memory - 1, False)):
-        costs = StageCosts(replace(profile, gpu_memory_bytes=limit))
+        table = StageTable(replace(profile, gpu_memory_bytes=limit))
         allowed = [
-            costs.allowed(
-                stage.first_layer,
-                stage.last_layer + 1,
-                len(stage.workers),
-                min(len(pipeline.stages), pipeline.microbatches),
-            )
+            table.room[
+                table.choices.index(len(stage.workers)), stage.first_layer, stage.last_layer + 1
+            ]
+            >= min(len(pipeline.stages), pipeline.microbatches)
             for pipeline in plan.pipelines
             for stage in pipeline.stages
         ]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from oobleck.planner.cost.estimate import Replays, estimate_step
-from oobleck.planner.cost.kinds import Kind, Place, StageTimes, template_kind
+from oobleck.planner.cost.kinds import Cut, Kind, Place, StageTimes, template_cut
 from oobleck.planner.cost.replay import Ends, Event, computed_s, timeline
 from oobleck.planner.profile.profile import Links
 from oobleck.planner.programs.compile import compile_programs
@@ -35,17 +35,18 @@ def random_kind(rng: random.Random, most_stages: int) -> Kind:
     for _ in range(stages):
         into_s, weight_s = time(), time()
         times.append(StageTimes(time(), into_s + weight_s, into_s, weight_s, 0.0))
-    return Kind(
-        microbatches=rng.randint(1, 20),
+    microbatches = rng.randint(1, 20)
+    cut = Cut(
         places=tuple(Place(stage, stage, 1, stage) for stage in range(stages)),
         stages=tuple(times),
         message_s=tuple(time() for _ in range(stages - 1)),
     )
+    return Kind(microbatches, cut)
 
 
 def alone(schedule: Schedule, kind: Kind) -> list[list[Event]]:
     """Whatever can be computed is, in the order of the schedule, one after the other."""
-    stages = range(len(kind.stages))
+    stages = range(len(kind.cut.stages))
     orders = [
         list(compute_order(schedule, stages=len(stages), stage=s, microbatches=kind.microbatches))
         for s in stages
@@ -60,7 +61,7 @@ def alone(schedule: Schedule, kind: Kind) -> list[list[Event]]:
                 if arrived is None:
                     break
                 begun = max(rows[s][-1].ended_s if rows[s] else 0.0, arrived)
-                end = begun + taken_s(kind.stages[s], what)
+                end = begun + taken_s(kind.cut.stages[s], what)
                 rows[s].append(Event(what, microbatch, begun, end))
                 if what is not BackwardWeight:
                     done[s, what is Forward, microbatch] = end
@@ -72,11 +73,11 @@ def arrival(
 ) -> float | None:
     if what is BackwardWeight or (what is Forward and s == 0):
         return 0.0
-    if what is not Forward and s == len(kind.stages) - 1:
+    if what is not Forward and s == len(kind.cut.stages) - 1:
         return 0.0
     source, between = (s - 1, s - 1) if what is Forward else (s + 1, s)
     end = done.get((source, what is Forward, m))
-    return None if end is None else end + kind.message_s[between]
+    return None if end is None else end + kind.cut.message_s[between]
 
 
 def taken_s(stage: StageTimes, what: type[Compute]) -> float:
@@ -122,13 +123,12 @@ def test_very_many_go_side_by_side() -> None:
 
 def test_of_very_many_microbatches_what_is_between_fewer_ones_goes_on() -> None:
     """A replay of all of them would take minutes."""
-    kind = Kind(
-        microbatches=10**8,
+    cut = Cut(
         places=(Place(0, 0, 1, 0), Place(1, 1, 1, 1)),
         stages=(StageTimes(1.0, 2.0, 1.0, 1.0, 0.0), StageTimes(0.5, 2.0, 1.0, 1.0, 0.0)),
         message_s=(0.0,),
     )
-    questions = [("1f1b", kind._replace(microbatches=count)) for count in (60, 10**8, 10**9)]
+    questions = [("1f1b", Kind(count, cut)) for count in (60, 10**8, 10**9)]
     few, many, more = computed_s(questions).values()
     assert (more[0] - many[0]) / 9e8 == pytest.approx(3.0)
     assert few[0] < many[0]
@@ -152,7 +152,8 @@ def test_plans_of_templates_take_what_their_programs_do(
         sizes = feasible_sizes(profile, 4)
         templates = generate_templates(profile, range(sizes[0], sizes[-1] + 1))
         drawn = [(rng.choice(sizes), rng.randint(1, 9)) for _ in range(rng.randint(1, 4))]
-        kinds = [template_kind(templates[size], share, profile) for size, share in drawn]
+        cuts = {size: template_cut(templates[size], profile) for size in sizes}
+        kinds = [Kind(share, cuts[size]) for size, share in drawn]
         (time_s,) = Replays(profile, tied=tied).step_s([{k: kinds.count(k) for k in kinds}])
         plan = plan_of_templates(templates, *drawn)
         expected = run_clocked(compile_programs(plan, tied=tied), profile, plan=plan)
@@ -164,7 +165,7 @@ def test_templates_and_plans_are_extrapolated_alike(microbatches: int) -> None:
     profile = random_profile(random.Random(1), layers=9)
     templates = generate_templates(profile, range(1, 6))
     drawn = [(5, microbatches), (4, 7), (1, microbatches // 3)]
-    kinds = {template_kind(templates[size], share, profile): 1 for size, share in drawn}
+    kinds = {Kind(share, template_cut(templates[size], profile)): 1 for size, share in drawn}
     (time_s,) = Replays(profile, tied=True).step_s([kinds])
     expected = estimate_step(plan_of_templates(templates, *drawn), profile, tied=True)
     assert time_s == pytest.approx(expected.step_s, rel=1e-9)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from oobleck.planner.cost.estimate import worker_peak_bytes
-from oobleck.planner.cost.formula import StageCosts
+from oobleck.planner.cost.stagecost import stage_cost
 from oobleck.planner.cost.stagetable import StageTable
 from oobleck.planner.profile.profile import Links, Profile
 from oobleck.planner.profile.sharing import sharing_sizes, with_exchanges
@@ -51,13 +51,17 @@ def test_a_step_gathers_weights_and_sums_gradients_once() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_table_of_stages_has_the_room_that_the_costs_allow(seed: int) -> None:
     profile = sharing(random.Random(seed), 7)
-    table, costs = StageTable(profile), StageCosts(profile)
+    table = StageTable(profile)
     for k, gpus in enumerate(table.choices):
         for first in range(7):
             for stop in range(first + 1, 8):
                 room = int(table.room[k, first, stop])
                 for kept in (1, 2, 5):
-                    allowed = costs.allowed(first, stop, gpus, kept)
+                    allowed = all(gpus in la.forward_s for la in profile.layers[first:stop])
+                    if allowed:
+                        cost = stage_cost(profile, first, stop - 1, gpus)
+                        needed = cost.worker_bytes(kept, replicas=2)
+                        allowed = needed <= profile.gpu_memory_bytes
                     assert allowed == (room >= kept), (first, stop, gpus, kept, room)
 
 

@@ -53,7 +53,7 @@ def test_templates_survive_a_change_of_memory_that_they_fit(made: list[range]) -
 def test_the_judge_prefers_what_a_replay_finds_faster() -> None:
     profile = profile_of([1.0, 1.0, 1.0, 1.0])
     offer = Catalogue(tied=False).offer(profile, range(1, 3))
-    even = Instantiation(sizes=(2, 2), shares=(4, 4), step=0, bound=0)
-    uneven = Instantiation(sizes=(2, 2), shares=(7, 1), step=0, bound=0)
+    even = Instantiation(sizes=(2, 2), shares=(4, 4), step=0)
+    uneven = Instantiation(sizes=(2, 2), shares=(7, 1), step=0)
     fast, slow = offer.judge([even, uneven])
     assert fast < slow

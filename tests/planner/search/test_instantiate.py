@@ -14,7 +14,7 @@ from oobleck.planner.cost.formula import PipelineCost, sync_ticks
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.profile.profile import Links
-from oobleck.planner.search.catalogue import replay_judge
+from oobleck.planner.search.catalogue import Offer
 from oobleck.planner.search.demand import MOST_SIZES, Demand
 from oobleck.planner.search.instantiate import (
     Instantiation,
@@ -27,6 +27,8 @@ from oobleck.planner.search.instantiate import (
     template_costs,
 )
 from oobleck.planner.search.shares import makespan, share_batch
+from oobleck.planner.search.shortlist import Costed
+from oobleck.planner.search.sizesearch import EXACT, SizeSearch
 from oobleck.planner.search.templates import feasible_sizes, generate_templates
 from support.profiles import profile_of, random_profile
 
@@ -111,7 +113,7 @@ def test_the_best_instantiation_is_found(seed: int) -> None:
             continue
         best, *others = chosen(None)
         fastest = min(every.values())
-        assert (best.step, best.bound, best.exact) == (fastest, fastest, True)
+        assert best.step == fastest
         assert len(best.sizes) == max(len(s) for s, time in every.items() if time == fastest)
         for candidate in (best, *others):
             assert every[candidate.sizes] == candidate.step
@@ -119,8 +121,7 @@ def test_the_best_instantiation_is_found(seed: int) -> None:
         assert len({len(c.sizes) for c in (best, *others)}) == 1 + len(others)
         assert chosen(fastest - 1) == ()
         assert chosen(fastest)[0].step == fastest
-        for rough in (chosen(None, slack=Fraction(1, 10)), chosen(2 * fastest, effort=0)):
-            assert all(found.bound <= fastest <= found.step for found in rough)
+        assert all(found.step >= fastest for found in chosen(2 * fastest, effort=0))
         assert chosen(None, slack=Fraction(1, 10))[0].step <= fastest / 0.9**2
 
 
@@ -128,10 +129,11 @@ def test_the_best_instantiation_is_found(seed: int) -> None:
     ("nodes", "sizes", "microbatches"),
     [(64, range(3, 62), 512), (256, range(3, 99), 4096), (1024, range(3, 99), 131_072)],
 )
-def test_hundreds_of_pipelines_come_with_a_proven_bound(
+def test_hundreds_of_pipelines_come_close_to_a_bound(
     nodes: int, sizes: range, microbatches: int
 ) -> None:
-    """Uneven templates, and sums from next to nothing to the most of the step."""
+    """Uneven templates, and sums from next to nothing to the most of the step; the bound lets parts
+    of pipelines do parts of micro-batches."""
     rng = random.Random(nodes)
     uneven = {size: 1 + rng.random() / 12 for size in sizes}
     for gradient_bytes in (10**6, 10**9, 10**11):
@@ -152,10 +154,12 @@ def test_hundreds_of_pipelines_come_with_a_proven_bound(
             links=links,
         )
         best = choose(demand)[0]
+        search = SizeSearch(demand, EXACT)
+        bound = min(min(search.floors(pipelines)) for pipelines in demand.numbers)
         assert sum(best.sizes) == nodes
         assert sum(best.shares) == microbatches
         assert len(best.sizes) >= 2
-        assert best.bound <= best.step <= best.bound * 1.0011
+        assert bound <= best.step <= bound * 1.02
         compute = max(
             costs[n].time(share) for n, share in zip(best.sizes, best.shares, strict=True)
         )
@@ -176,7 +180,12 @@ def test_few_microbatches_get_the_fastest_sizes_there_are(gpus_per_node: int) ->
         profile = random_profile(rng, layers=rng.randint(4, 10), gpus_per_node=gpus_per_node)
         templates = generate_templates(profile, feasible_sizes(profile, 8))
         nodes, microbatches = rng.randint(min(templates), 9), rng.randint(1, 10)
-        judge = replay_judge(templates, Replays(profile, tied=False))
+        judge = Offer(
+            costed={size: Costed(template, profile) for size, template in templates.items()},
+            equals={},
+            found={},
+            replays=Replays(profile, tied=False),
+        ).judge
         demand = Demand(
             costs=template_costs(templates, profile),
             nodes=nodes,
@@ -192,10 +201,7 @@ def test_few_microbatches_get_the_fastest_sizes_there_are(gpus_per_node: int) ->
         if not every:
             continue
         times = judge(
-            [
-                Instantiation(sizes=sizes, shares=demand.shares(sizes), step=0, bound=0)
-                for sizes in every
-            ]
+            [Instantiation(sizes=sizes, shares=demand.shares(sizes), step=0) for sizes in every]
         )
         best = best_judged(judgeable(demand), judge)
         assert judge([best]) == [pytest.approx(min(times), rel=1e-9)], seed

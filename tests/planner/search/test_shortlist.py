@@ -6,13 +6,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from oobleck.planner.cost.formula import StageCosts
-from oobleck.planner.cost.kinds import template_kind
+from oobleck.planner.cost.kinds import Kind
 from oobleck.planner.cost.replay import computed_s
+from oobleck.planner.cost.stagecost import stage_cost
 from oobleck.planner.cost.stagetable import StageTable
 from oobleck.planner.profile.profile import Links, Profile
-from oobleck.planner.programs.template import PipelineTemplate
-from oobleck.planner.search.shortlist import shortlists
+from oobleck.planner.search.shortlist import Costed, shortlists
 from oobleck.planner.search.templates import (
     feasible_sizes,
     generate_templates,
@@ -41,16 +40,16 @@ def question(seed: int) -> tuple[Profile, tuple[int, ...]]:
             return profile, sizes
 
 
-def tied_groups(profile: Profile, sizes: Sequence[int]) -> list[list[PipelineTemplate]]:
-    costs = StageCosts(profile)
+def tied_groups(profile: Profile, sizes: Sequence[int]) -> list[list[Costed]]:
+    table = StageTable(profile)
     return [
-        [template_of(costs, StageTable(profile), nodes, cut) for cut in cuts]
-        for nodes, cuts in least_cuts(StageTable(profile), sizes).items()
+        [Costed(template_of(table, nodes, cut), profile) for cut in cuts]
+        for nodes, cuts in least_cuts(table, sizes).items()
     ]
 
 
-def replay_s(template: PipelineTemplate, profile: Profile) -> float:
-    kind = template_kind(template, 2 * len(template.stages), profile)
+def replay_s(costed: Costed) -> float:
+    kind = Kind(2 * len(costed.template.stages), costed.cut)
     (finish,) = computed_s([("1f1b", kind)]).values()
     return max(finish)
 
@@ -58,16 +57,20 @@ def replay_s(template: PipelineTemplate, profile: Profile) -> float:
 @pytest.mark.parametrize("seed", range(20))
 def test_tied_cuts_have_the_same_t_and_fit(seed: int) -> None:
     profile, sizes = question(seed)
-    costs = StageCosts(profile)
-    groups = tied_groups(profile, sizes)
+    table = StageTable(profile)
+    groups = [[each.template for each in group] for group in tied_groups(profile, sizes)]
     assert [group[0].nodes for group in groups] == list(sizes)
     for group in groups:
         assert len({template.iteration_s for template in group}) == 1
         assert len({template.stages for template in group}) == len(group)
         for template in group:
-            for number, stage in enumerate(template.stages):
-                in_flight = len(template.stages) - number
-                assert costs.allowed(stage.first_layer, stage.last_layer + 1, stage.gpus, in_flight)
+            kept = range(len(template.stages), 0, -1)
+            for stage, in_flight in zip(template.stages, kept, strict=True):
+                cost = stage_cost(profile, stage.first_layer, stage.last_layer, stage.gpus)
+                assert cost.worker_bytes(in_flight, replicas=2) <= profile.gpu_memory_bytes
+            assert table.fits(
+                tuple((s.first_layer, s.last_layer + 1, s.gpus) for s in template.stages)
+            )
 
 
 def test_there_are_ties_to_break() -> None:
@@ -79,17 +82,21 @@ def test_there_are_ties_to_break() -> None:
 def test_the_quickest_comes_first_and_the_search_s_own_is_kept(seed: int) -> None:
     profile, sizes = question(seed)
     groups = tied_groups(profile, sizes)
-    for group, few in zip(groups, shortlists(groups, profile), strict=True):
-        times = [replay_s(template, profile) for template in group]
-        assert few.quickest == group[int(np.argmin(times))]
-        assert few.found == group[0]
+    for group, few in zip(groups, shortlists(groups), strict=True):
+        times = [replay_s(each) for each in group]
+        assert few.quickest is group[int(np.argmin(times))]
+        assert few.found is group[0]
         assert len(few.all) == min(3, len(group))
         assert set(few.all) <= set(group)
     best = generate_templates(profile, sizes)
-    assert [few.quickest for few in shortlists(groups, profile)] == list(best.values())
+    assert [few.quickest.template for few in shortlists(groups)] == list(best.values())
 
 
 def test_the_same_profile_gives_the_same_templates() -> None:
     for seed in range(5):
         profile, sizes = question(seed)
-        assert shortlisted_templates(profile, sizes) == shortlisted_templates(profile, sizes)
+        once, again = (shortlisted_templates(profile, sizes) for _ in range(2))
+        for size in sizes:
+            assert [one.template for one in once[size].all] == [
+                other.template for other in again[size].all
+            ]
