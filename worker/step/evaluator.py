@@ -13,15 +13,9 @@ import torch
 
 from oobleck.host.ipc.messages import Evaluated, EvaluationRecord
 from oobleck.planner.ids import Generation
+from oobleck.planner.programs import instructions as ops
 from oobleck.planner.programs.compile import compile_evaluation
-from oobleck.planner.programs.instructions import (
-    Action,
-    Forward,
-    Instruction,
-    LoadTokens,
-    ReceiveActivation,
-    SendActivation,
-)
+from oobleck.planner.programs.instructions import Action, Instruction
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.held_out import HeldOut
@@ -116,13 +110,13 @@ class Evaluator:
         context.faults.reached("evaluating", generation=generation, step=step, microbatch=m)
         with context.timeline.span(SPANS[type(instruction)], m):
             match instruction:
-                case LoadTokens():
+                case ops.LoadTokens():
                     with pulse.FILES:
                         rows = self._held_out.rows(m)[stage.rows.start : stage.rows.stop]
                     microbatches.load(instruction, rows, self._keys(m, stage.rows))
-                case ReceiveActivation():
+                case ops.ReceiveActivation():
                     microbatches.receive(instruction)
-                case Forward():
+                case ops.Forward():
                     x, targets = microbatches.take_input(instruction)
                     # No layer wants a backward, so nothing is kept for one.
                     lowest = context.job.model.layer_count
@@ -131,7 +125,7 @@ class Evaluator:
                     if stage.is_last(instruction):
                         return output.item()
                     microbatches.keep_output(m, output)
-                case SendActivation():
+                case ops.SendActivation():
                     microbatches.send(instruction)
                 case _:
                     raise AssertionError(f"{instruction} in an evaluation")

@@ -9,24 +9,8 @@ from dataclasses import dataclass
 
 from oobleck.host.ipc.messages import StepRecord
 from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.programs.instructions import (
-    Action,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Instruction,
-    LayerPart,
-    LoadTokens,
-    OptimizerStep,
-    Program,
-    ReceiveActivation,
-    ReceiveGradient,
-    SendActivation,
-    SendGradient,
-    SyncGradient,
-    Vote,
-)
+from oobleck.planner.programs import instructions as ops
+from oobleck.planner.programs.instructions import Action, Instruction, Program
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.prefetch import Prefetcher
@@ -65,12 +49,14 @@ class StepPlan:
         self.program = program
         self.mailbox = mailbox
         #: Micro-batches whose tokens are needed, in this order.
-        self.loads = [step.microbatch for step in program if isinstance(step, LoadTokens)]
-        backwards = [s.microbatch for s in program if isinstance(s, Backward | BackwardInput)]
+        self.loads = [step.microbatch for step in program if isinstance(step, ops.LoadTokens)]
+        backwards = [
+            s.microbatch for s in program if isinstance(s, ops.Backward | ops.BackwardInput)
+        ]
         #: The micro-batch whose backward is the last one; None: there is none.
         self.last = backwards[-1] if backwards else None
         #: Micro-batches whose backward comes in two parts.
-        self.split = frozenset(s.microbatch for s in program if isinstance(s, BackwardWeight))
+        self.split = frozenset(s.microbatch for s in program if isinstance(s, ops.BackwardWeight))
         #: Layers whose gradients have a part of the step already.
         self.counted: frozenset[int] = frozenset()
         #: Micro-batches that are not done again, whose loss this worker answers for; the same of
@@ -186,25 +172,25 @@ class Executor:
 
     def _execute(self, step: _Step, instruction: Instruction) -> None:
         match instruction:
-            case LoadTokens():
+            case ops.LoadTokens():
                 self._load(step, instruction)
-            case ReceiveActivation() | ReceiveGradient():
+            case ops.ReceiveActivation() | ops.ReceiveGradient():
                 step.microbatches.receive(instruction)
-            case Forward():
+            case ops.Forward():
                 self._forward(step, instruction)
-            case Backward() | BackwardInput() | BackwardWeight():
+            case ops.Backward() | ops.BackwardInput() | ops.BackwardWeight():
                 # The sum of a layer starts beside the backward of those below it.
                 step.microbatches.backward(instruction, self._sums.added)
-            case SendActivation() | SendGradient():
+            case ops.SendActivation() | ops.SendGradient():
                 step.microbatches.send(instruction)
-            case SyncGradient():
+            case ops.SyncGradient():
                 self._sums.check_started(instruction)
-            case Vote():
+            case ops.Vote():
                 step.result = self._vote(step, instruction.norm_parts)
-            case OptimizerStep():
+            case ops.OptimizerStep():
                 self._update(step)
 
-    def _load(self, step: _Step, instruction: LoadTokens) -> None:
+    def _load(self, step: _Step, instruction: ops.LoadTokens) -> None:
         """Take the micro-batch's token rows; the first stage answers for their digests."""
         loaded = self._prefetcher.take(step.number, instruction.microbatch)
         own = slice(self.stage.rows.start, self.stage.rows.stop)
@@ -221,7 +207,7 @@ class Executor:
         positions = tuple(range(first + rows.start, first + rows.stop))
         return RowKeys(seed=self._training.seed, step=step.number, positions=positions)
 
-    def _forward(self, step: _Step, instruction: Forward) -> None:
+    def _forward(self, step: _Step, instruction: ops.Forward) -> None:
         m, plan, progress = instruction.microbatch, step.plan, self._progress
         x, targets = step.microbatches.take_input(instruction)
         output = self.stage.runner.forward(
@@ -241,7 +227,7 @@ class Executor:
         else:
             progress.loss_parts += output.item()
 
-    def _vote(self, step: _Step, norm_parts: tuple[LayerPart, ...]) -> vote.Result:
+    def _vote(self, step: _Step, norm_parts: tuple[ops.LayerPart, ...]) -> vote.Result:
         """Have every reduced gradient in hand, say so, and learn that everybody has: from then on
         the step is committed."""
         timeline, progress, state = self._timeline, self._progress, self._context.state

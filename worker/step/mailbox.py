@@ -12,19 +12,12 @@ from typing import Any
 import torch
 
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.instructions import (
-    Message,
-    Program,
-    ReceiveActivation,
-    ReceiveGradient,
-    SendActivation,
-    SendGradient,
-    Share,
-)
+from oobleck.planner.programs import instructions as ops
+from oobleck.planner.programs.instructions import Message, Program, Share
 from oobleck.worker.transport.transport import Pending, Transport
 
-Receive = ReceiveActivation | ReceiveGradient
-Send = SendActivation | SendGradient
+Receive = ops.ReceiveActivation | ops.ReceiveGradient
+Send = ops.SendActivation | ops.SendGradient
 
 #: Receives of one direction that are posted before they are needed: one arrives while another one
 #: is computed on. Their buffers are as large as the stage's output.
@@ -73,7 +66,7 @@ class Mailbox:
 
     def begin(self) -> None:
         """Begin a step, whose first receives are posted."""
-        for kind in (ReceiveActivation, ReceiveGradient):
+        for kind in (ops.ReceiveActivation, ops.ReceiveGradient):
             self._due[kind] = deque(step for step in self._receives if isinstance(step, kind))
             for _ in range(AHEAD):
                 self._post(self._due[kind])
@@ -112,7 +105,7 @@ class Mailbox:
         step = due.popleft()
         shape = (self._rows(step), *self._shape[1:])
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
-        sender_stage = step.stage + (1 if isinstance(step, ReceiveGradient) else -1)
+        sender_stage = step.stage + (1 if isinstance(step, ops.ReceiveGradient) else -1)
         tag = self._tag(step, sender_stage)
         pending = self._transport.receive(tensor, self._rank[step.peer], tag)
         self._posted[step] = (tensor, pending)
@@ -126,7 +119,7 @@ class Mailbox:
     def _tag(self, step: Message, sender_stage: int) -> int:
         # Unique among the messages of a step between two workers; steps cannot overlap, since
         # every worker passes the vote only after its receives.
-        backward = isinstance(step, SendGradient | ReceiveGradient)
+        backward = isinstance(step, ops.SendGradient | ops.ReceiveGradient)
         return (step.microbatch * self._stages + sender_stage) * 2 + int(backward)
 
 
@@ -138,10 +131,10 @@ def acknowledged(
     arrived: list[Send] = []
     for step in program:
         match step:
-            case ReceiveActivation(peer=sender) | ReceiveGradient(peer=sender):
+            case ops.ReceiveActivation(peer=sender) | ops.ReceiveGradient(peer=sender):
                 if sender == worker:
                     arrived.append(_other_end(step, peer))
-            case SendActivation(peer=receiver) | SendGradient(peer=receiver):
+            case ops.SendActivation(peer=receiver) | ops.SendGradient(peer=receiver):
                 if receiver == worker:
                     yield _other_end(step, peer), tuple(arrived)
                     arrived.clear()
@@ -163,10 +156,10 @@ def _other_end(step: Send | Receive, peer: WorkerId) -> Any:
 
 #: For each kind the one that it is paired with, and how many stages on that is.
 _OTHER_END: Mapping[type[Message], tuple[type[Message], int]] = {
-    ReceiveActivation: (SendActivation, -1),
-    SendActivation: (ReceiveActivation, 1),
-    ReceiveGradient: (SendGradient, 1),
-    SendGradient: (ReceiveGradient, -1),
+    ops.ReceiveActivation: (ops.SendActivation, -1),
+    ops.SendActivation: (ops.ReceiveActivation, 1),
+    ops.ReceiveGradient: (ops.SendGradient, 1),
+    ops.SendGradient: (ops.ReceiveGradient, -1),
 }
 
 

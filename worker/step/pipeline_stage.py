@@ -10,24 +10,8 @@ from collections.abc import Mapping
 import torch
 
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.instructions import (
-    Action,
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Instruction,
-    LoadTokens,
-    OptimizerStep,
-    Program,
-    ReceiveActivation,
-    ReceiveGradient,
-    SendActivation,
-    SendGradient,
-    Share,
-    SyncGradient,
-    Vote,
-)
+from oobleck.planner.programs import instructions as ops
+from oobleck.planner.programs.instructions import Action, Instruction, Program, Share
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.dataset import Tokens
@@ -40,18 +24,18 @@ from oobleck.worker.transport.transport import Transport
 
 #: What an instruction is called in a timeline.
 SPANS: Mapping[type[Instruction], str] = {
-    LoadTokens: "load",
-    ReceiveActivation: "receive activation",
-    Forward: "forward",
-    SendActivation: "send activation",
-    ReceiveGradient: "receive gradient",
-    Backward: "backward",
-    BackwardInput: "backward input",
-    BackwardWeight: "backward weight",
-    SendGradient: "send gradient",
-    SyncGradient: "sync gradient",
-    Vote: "vote",
-    OptimizerStep: "optimizer",
+    ops.LoadTokens: "load",
+    ops.ReceiveActivation: "receive activation",
+    ops.Forward: "forward",
+    ops.SendActivation: "send activation",
+    ops.ReceiveGradient: "receive gradient",
+    ops.Backward: "backward",
+    ops.BackwardInput: "backward input",
+    ops.BackwardWeight: "backward weight",
+    ops.SendGradient: "send gradient",
+    ops.SyncGradient: "sync gradient",
+    ops.Vote: "vote",
+    ops.OptimizerStep: "optimizer",
 }
 
 #: What a worker sends on that has no row of a micro-batch.
@@ -127,7 +111,7 @@ class Microbatches:
         self._input_gradients: dict[int, torch.Tensor] = {}
         mailbox.begin()
 
-    def load(self, instruction: LoadTokens, rows: Tokens, keys: RowKeys) -> None:
+    def load(self, instruction: ops.LoadTokens, rows: Tokens, keys: RowKeys) -> None:
         """Keep this worker's `rows` (n, sequence_length + 1) until their forward."""
         inputs, targets = inputs_and_targets(self._stage.model, torch.from_numpy(rows), keys)
         if instruction.stage == 0:
@@ -137,17 +121,17 @@ class Microbatches:
 
     def receive(self, message: Receive) -> None:
         """Wait for the message. Raises TransportError."""
-        kept = self._inputs if isinstance(message, ReceiveActivation) else self._gradients
+        kept = self._inputs if isinstance(message, ops.ReceiveActivation) else self._gradients
         kept.setdefault(message.microbatch, []).append(self._mailbox.receive(message))
 
     def send(self, message: Send) -> None:
         """Start sending what the micro-batch has for the neighbour stage. Raises TransportError."""
-        kept = self._input_gradients if isinstance(message, SendGradient) else self._outputs
+        kept = self._input_gradients if isinstance(message, ops.SendGradient) else self._outputs
         rows = kept.get(message.microbatch, _NO_ROWS)
         if self._mailbox.send(message, rows):
             kept.pop(message.microbatch, None)
 
-    def take_input(self, instruction: Forward) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def take_input(self, instruction: ops.Forward) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The stage's input for the micro-batch, and the targets where it yields the loss."""
         m = instruction.microbatch
         x = self._tokens.pop(m) if instruction.stage == 0 else joined(self._inputs.pop(m))
@@ -159,15 +143,15 @@ class Microbatches:
         self._outputs[microbatch] = output
 
     def backward(
-        self, instruction: Backward | BackwardInput | BackwardWeight, on_layer: OnLayer
+        self, instruction: ops.Backward | ops.BackwardInput | ops.BackwardWeight, on_layer: OnLayer
     ) -> None:
         """Run it; `on_layer` is told each layer whose gradient has the micro-batch now."""
         m = instruction.microbatch
-        if isinstance(instruction, BackwardWeight):
+        if isinstance(instruction, ops.BackwardWeight):
             self._stage.runner.backward_weight(m, on_layer)
             return
         gradient = joined(self._gradients.pop(m, []))
-        if isinstance(instruction, Backward):
+        if isinstance(instruction, ops.Backward):
             gradient = self._stage.runner.backward(m, gradient, on_layer)
         else:
             gradient = self._stage.runner.backward_input(m, gradient)
