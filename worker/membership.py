@@ -36,11 +36,8 @@ def join_handover(context: WorkerContext, assign: Assign) -> "Membership":
 def join(
     context: WorkerContext, assign: Assign, programs: Mapping[WorkerId, Program]
 ) -> "Membership":
-    """Join the plan's workers, to run `programs`.
-
-    Raises TransportError when one is lost or not to be reached, Superseded when a newer generation
-    is wanted.
-    """
+    """Join the plan's workers, to run `programs`. Raises TransportError when one is lost or not to
+    be reached, Superseded when a newer generation is wanted."""
     plan = assign.plan
     _probe(context, "before:rendezvous", assign)
     groups, links = owner_groups(programs.values(), plan), links_of(programs, plan)

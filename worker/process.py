@@ -10,16 +10,8 @@ import torch
 from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.messages import Failed, Launch
 from oobleck.planner.redact import redact
-from oobleck.worker.checkpoint.output import OutputError
 from oobleck.worker.runtime.control import Control
-from oobleck.worker.runtime.device import DeviceError
-from oobleck.worker.runtime.errors import (
-    CheckpointError,
-    Diverged,
-    InvariantViolation,
-    LocationUnreachable,
-    ModelError,
-)
+from oobleck.worker.runtime.errors import InvariantViolation, JobError, NodeError
 from oobleck.worker.session import Session
 
 log = logging.getLogger(__name__)
@@ -32,9 +24,9 @@ def run(launch: Launch, control: Control, pid: int) -> int:
     except InvariantViolation as error:
         log.exception("invariant violated")
         control.report(Failed(kind="internal", message=redact(f"{type(error).__name__}: {error}")))
-    except (DataError, DeviceError, LocationUnreachable, OSError) as error:
+    except (DataError, NodeError, OSError) as error:
         control.report(Failed(kind="node", message=redact(str(error))))
-    except (CheckpointError, Diverged, ModelError, OutputError) as error:
+    except JobError as error:
         control.report(Failed(kind="user", message=redact(str(error))))
     except Exception as error:
         # The process boundary: whatever the model or the optimizer raised is the job's failure.

@@ -59,8 +59,8 @@ class Session:
     """One worker process, from its launch to its stop."""
 
     def __init__(self, launch: Launch, control: Control) -> None:
-        """Raises DataError, DeviceError, LocationUnreachable, ModelError or OutputError when this
-        node lacks the data or the device, or cannot build the model or save it."""
+        """Raises DataError or NodeError where this node lacks the data or device, JobError where
+        the model cannot be built or saved."""
         job = launch.job
         connector = Connector(launch)
         if job.output is not None:

@@ -57,10 +57,8 @@ def is_plain(path: str) -> bool:
 
 
 def read_documents(path: str, field: str, *, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
-    """The documents of file `path`; `field` is where the text stands in JSON lines.
-
-    Raises DataError where it cannot be read as what its name says.
-    """
+    """The documents of file `path`; `field` is where the text stands in JSON lines. Raises
+    DataError where it cannot be read as what its name says."""
     try:
         with open_regular(path) as raw:
             opened = gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw

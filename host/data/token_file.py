@@ -88,10 +88,8 @@ def info_path(path: str | Path) -> Path:
 
 
 def read_info(path: str | Path) -> TokenFileInfo | None:
-    """What is known of token file `path`; None where nothing stands beside it.
-
-    Raises DataError where what stands there is broken, or is not of this file.
-    """
+    """What is known of token file `path`; None where nothing stands beside it. Raises DataError
+    where what stands there is broken, or is not of this file."""
     beside = info_path(path)
     try:
         info = decode(TokenFileInfo, read_regular(beside, _MOST_INFO_BYTES))
@@ -118,11 +116,8 @@ def read_info(path: str | Path) -> TokenFileInfo | None:
 
 def type_of(path: str | Path, info: TokenFileInfo | None, wanted: Dtype | None) -> Dtype:
     """The type of the ids in token file `path`, of which `info` is known and whose reader asks for
-    `wanted`.
-
-    Raises DataError where both are there and differ, or neither is: an array of numbers does not
-    tell how wide they are, and read in the wrong width most are ids too.
-    """
+    `wanted`. Raises DataError where both are there and differ, or neither is: an array of numbers
+    does not tell how wide they are, and read in the wrong width most are ids too."""
     if info is None and wanted is None:
         raise DataError(
             f"nothing says what type the ids in {path} have: there is no "
@@ -158,9 +153,7 @@ def narrowest(vocabulary: int) -> Dtype:
 
 class TokenWriter:
     """A token file in the making: a context that leaves a whole file, or after an error nothing.
-
-    All methods raise DataError when the disk does not take it.
-    """
+    All methods raise DataError when the disk does not take it."""
 
     def __init__(self, path: str | Path, dtype: Dtype, temporary: str = "") -> None:
         """`temporary`: name of the file while it is being written, in the same directory."""

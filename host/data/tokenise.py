@@ -25,10 +25,8 @@ def tokenise(
     separator: tuple[int, ...],
     report: Report = lambda read, written: None,
 ) -> TokenFileInfo:
-    """Write the documents of `paths`, in order, each followed by `separator`, and publish.
-
-    Raises DataError for a file that cannot be used, for one that has no text, and for a full disk.
-    """
+    """Write the documents of `paths`, in order, each followed by `separator`, and publish. Raises
+    DataError for a file that cannot be used, for one that has no text, and for a full disk."""
     behind = np.asarray(separator, dtype=np.uint32)
     for batch, read_bytes in _batches(paths, field):
         parts = []

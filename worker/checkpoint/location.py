@@ -19,7 +19,7 @@ from oobleck.planner.job.spec import CheckpointSpec
 from oobleck.planner.recovery.checkpoint import misfit, step_of, why_not_begin
 from oobleck.worker.checkpoint.findings import Finding, at_fault, distinct_reasons
 from oobleck.worker.context import WorkerContext
-from oobleck.worker.runtime.errors import CheckpointError, LocationUnreachable, TransportError
+from oobleck.worker.runtime.errors import JobError, NodeError, TransportError
 from oobleck.worker.transport.tell_all import tell_all
 from oobleck.worker.transport.transport import Transport
 
@@ -50,14 +50,14 @@ class _Seen:
 
 
 def check_place(spec: CheckpointSpec) -> None:
-    """Raises CheckpointError where nobody can be told of the place, and LocationUnreachable where
+    """Raises JobError where nobody can be told of the place, and NodeError where
     this node cannot speak to it at all."""
     if why := spec.why_untold():
-        raise CheckpointError(f"checkpoint.path: {why}; name another place")
+        raise JobError(f"checkpoint.path: {why}; name another place")
     try:
         open_folder(spec.path)
     except ValueError as error:
-        raise LocationUnreachable(f"checkpoint.path: {error}") from error
+        raise NodeError(f"checkpoint.path: {error}") from error
 
 
 class CheckpointLocation:
@@ -84,7 +84,7 @@ class CheckpointLocation:
         """What a job that has not trained yet may begin with, by its `checkpoint.resume`.
 
         All workers must be able to write, rather than fail at the first checkpoint. (In a job that
-        has trained, that must not keep training from going on.) Raises CheckpointError where the
+        has trained, that must not keep training from going on.) Raises JobError where the
         job must not begin so, or with this place; where nodes cannot use it as `error_for` says.
         """
         attempt = hashlib.sha256(self._prefix.encode()).hexdigest()[:8]
@@ -95,7 +95,7 @@ class CheckpointLocation:
         try:
             if self._worker == first:
                 if problem := self._why_unusable(probes[0]):
-                    raise CheckpointError(
+                    raise JobError(
                         f"checkpoint.path: {problem}; make it a writable directory with room on "
                         f"{first.node}, or name another place"
                     )
@@ -110,14 +110,14 @@ class CheckpointLocation:
         return candidates
 
     def candidates_to_go_on(self, *, needed: bool) -> Candidates:
-        """What a job that has trained may go on from. Raises CheckpointError where there is none of
+        """What a job that has trained may go on from. Raises JobError where there is none of
         this training though one is `needed`, or only damaged ones; where nodes cannot use the place
         as `error_for` says."""
         self._require_all(self._list_patiently())
         candidates, damaged = self._agree_on_candidates(self._usable())
         if not candidates and (needed or damaged):
             what = "; ".join(self._damaged.values())
-            raise CheckpointError(
+            raise JobError(
                 f"checkpoint.path: no checkpoint in {self.folder.url} can be used: "
                 f"{what or 'none of this training is there, though one was saved'}; see that its "
                 "file system is mounted on all nodes, and submit the job again"
@@ -135,14 +135,14 @@ class CheckpointLocation:
 
     def error_for(
         self, fault: frozenset[NodeName], what: str, fix: str
-    ) -> CheckpointError | LocationUnreachable | TransportError:
+    ) -> JobError | NodeError | TransportError:
         """What this worker raises. `fault`: the nodes without which the others go on, in the next
         generation; empty: the job is at fault."""
         if not fault:
-            return CheckpointError(f"checkpoint.path: {what}; {fix}")
+            return JobError(f"checkpoint.path: {what}; {fix}")
         if self._worker.node not in fault:
             return TransportError(f"checkpoint.path: {what}")
-        return LocationUnreachable(
+        return NodeError(
             f"checkpoint.path: {what}; on other nodes it is right: mount the same there, make "
             "room, and make it writable"
         )
@@ -209,12 +209,12 @@ class CheckpointLocation:
         return [item for item in known if not misfit(item.manifest, self._job, self._data)]
 
     def _usable_to_begin(self) -> list[StoredCheckpoint]:
-        """What the job may begin with; raises CheckpointError where it may not begin."""
+        """What the job may begin with; raises JobError where it may not begin."""
         newest = next(((found.name, found.manifest) for found in self.known.values()), None)
         damaged = tuple(self._damaged.values())
         refusal = why_not_begin(self._job, self._spec, newest, damaged=damaged, data=self._data)
         if refusal:
-            raise CheckpointError(refusal)
+            raise JobError(refusal)
         return self._usable()
 
     def _agree_on_candidates(self, own: Sequence[StoredCheckpoint]) -> tuple[Candidates, bool]:

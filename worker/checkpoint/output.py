@@ -28,6 +28,7 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.control import Control
+from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.transport.collect import collect
 from oobleck.worker.transport.transport import Transport
@@ -39,10 +40,6 @@ _PROBE_BYTES = 65_536
 _MOST_MANIFEST_BYTES = 1 << 20
 #: Between two attempts to write to a disk that did not take it.
 _RETRY_S = 5.0
-
-
-class OutputError(ValueError):
-    """The directory holds no complete output, or takes none; the text says what is wrong."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,20 +59,20 @@ def layer_file(layer: int) -> str:
 
 
 def check_writable(directory: str | Path) -> None:
-    """Fail before the training rather than after it. Raises OutputError."""
+    """Fail before the training rather than after it. Raises JobError."""
     probe = f".writable.{os.getpid()}"
     _write(directory, probe, b"\0" * _PROBE_BYTES)  # an empty file fits on a full disk
     with contextlib.suppress(OSError):
         LocalFolder(directory).remove(probe)
 
 
-def _unwritable(directory: str | Path, error: OSError) -> OutputError:
+def _unwritable(directory: str | Path, error: OSError) -> JobError:
     if Path(directory).is_symlink() and not Path(directory).exists():
-        return OutputError(
+        return JobError(
             f"output: {directory} is a link to {os.readlink(directory)}, which is not there on "
             "this node; make that directory, or name another one"
         )
-    return OutputError(
+    return JobError(
         f"output: cannot write to {directory} on this node: {error.strerror}; make room there, "
         "make it writable, or name another directory"
     )
@@ -99,11 +96,8 @@ def write_manifest(directory: str | Path, job: JobSpec, job_id: str, step: int) 
 
 def write_result(context: WorkerContext, output: str, plan: Plan, transport: Transport) -> None:
     """Write the committed state to the directory `output`: each layer by its first owner, then the
-    manifest.
-
-    Every worker of `plan` calls it. Raises TransportError when one is lost, Superseded when a newer
-    generation is wanted.
-    """
+    manifest. Every worker of `plan` calls it. Raises TransportError when one is lost, Superseded
+    when a newer generation is wanted."""
     job, worker, step = context.job, context.worker, context.progress.committed
     insist = partial(_insist, context.control, plan.generation, step)
     # One layer after the other, so that there is no more than one whole in host memory.
@@ -125,7 +119,7 @@ def _insist(control: Control, generation: Generation, step: int, write: Callable
         try:
             with pulse.FILES:
                 return write()
-        except OutputError as error:
+        except JobError as error:
             log.warning("the output cannot be written", extra={"reason": error})
             control.report(SaveFailed(what="output", step=step, reason=str(error)))
             control.pause(generation, _RETRY_S)
@@ -134,7 +128,7 @@ def _insist(control: Control, generation: Generation, step: int, write: Callable
 def read_manifest(directory: str | Path) -> Manifest:
     path = Path(directory) / MANIFEST
     if not path.is_file():
-        raise OutputError(f"{path} is not there: the job has not finished, or wrote elsewhere")
+        raise JobError(f"{path} is not there: the job has not finished, or wrote elsewhere")
     return decode(Manifest, read_regular(path, _MOST_MANIFEST_BYTES))
 
 
@@ -144,7 +138,7 @@ def read_output(directory: str | Path) -> dict[str, NDArray[np.floating]]:
     for layer, name in enumerate(read_manifest(directory).files):
         path = Path(directory) / name
         if not path.is_file():
-            raise OutputError(f"{path} is not there, though the manifest names it")
+            raise JobError(f"{path} is not there, though the manifest names it")
         weights.update({f"{layer}.{key}": value for key, value in load_file(path).items()})
     return weights
 

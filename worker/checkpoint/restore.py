@@ -52,8 +52,8 @@ def restore(
     say which one that is; None: there is none.
 
     `resume`: for a job that has not trained yet, by its `checkpoint.resume`. `needed`: there must
-    be one. Raises CheckpointError where what is there is of another training or damaged, or is
-    missing though needed; where the others can go on without this node, LocationUnreachable here
+    be one. Raises JobError where what is there is of another training or damaged, or is
+    missing though needed; where the others can go on without this node, NodeError here
     and TransportError there; Superseded.
     """
     location = CheckpointLocation(context, spec, assign, transport)

@@ -146,10 +146,8 @@ def _about(key: str) -> Iterator[None]:
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """The files that match any of `patterns`, in their order: sorted by path, each once.
-
-    Raises DataError for a pattern without a file.
-    """
+    """The files that match any of `patterns`, in their order: sorted by path, each once. Raises
+    DataError for a pattern without a file."""
     found: set[str] = set()
     for pattern in patterns:
         matches = glob.glob(os.path.expanduser(pattern), recursive=True)

@@ -51,10 +51,8 @@ class Prefetcher:
                 self._loads[key] = self._thread.submit(self._load, *key)
 
     def take(self, step: int, microbatch: int) -> Loaded:
-        """Rows that `begin` was told of; they stay at hand until it is told of a later step.
-
-        Raises DataError where they cannot be read.
-        """
+        """Rows that `begin` was told of; they stay at hand until it is told of a later step. Raises
+        DataError where they cannot be read."""
         try:
             with pulse.FILES:
                 return self._loads[step, microbatch].result()

@@ -20,7 +20,7 @@ from oobleck.planner.job.families import decode_config, family_of
 from oobleck.planner.job.spec import ModelSpec
 from oobleck.worker.models.base import Dropout, Layer, draw_parameters, drop, drops
 from oobleck.worker.models.linear import Linear, TransposedLinear
-from oobleck.worker.runtime.errors import ModelError
+from oobleck.worker.runtime.errors import JobError
 
 _ATTENTION = "oobleck"
 
@@ -46,13 +46,13 @@ def _configuration(kind: Callable[..., Any], text: str) -> Any:
         config = kind(**json.loads(text), bos_token_id=None, eos_token_id=None)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         why = " ".join(str(error).split())
-        raise ModelError(f"model.config: transformers refuses it: {why}; correct it") from error
+        raise JobError(f"model.config: transformers refuses it: {why}; correct it") from error
     config._attn_implementation = _ATTENTION
     return config
 
 
 def configuration(kind: Callable[..., Any], spec: ModelSpec) -> Any:
-    """The config object of `spec`, of transformers' class `kind`; raises ModelError."""
+    """The config object of `spec`, of transformers' class `kind`; raises JobError."""
     return _configuration(kind, json.dumps(options(spec)))
 
 

@@ -16,7 +16,7 @@ from oobleck.planner.job.spec import ModelSpec
 from oobleck.planner.report.export import foreign_name
 from oobleck.worker.models.base import Layer
 from oobleck.worker.models.registry import build_layer, tied_parameter
-from oobleck.worker.runtime.errors import ModelError
+from oobleck.worker.runtime.errors import JobError
 
 #: Types that weights are computed with; what others hold means something only with a scale.
 _DTYPES = ("F64", "F32", "F16", "BF16")
@@ -26,17 +26,17 @@ _FORMER = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.b
 
 @lru_cache(maxsize=2)
 def weight_files(directory: str) -> WeightFiles:
-    """As `open_weights`, once. Raises ModelError."""
+    """As `open_weights`, once. Raises JobError."""
     try:
         return open_weights(directory)
     except WeightsError as error:
-        raise ModelError(f"model.weights: {error}") from error
+        raise JobError(f"model.weights: {error}") from error
 
 
 def check_weights(spec: ModelSpec) -> bytes:
     """Whether the files have every parameter of the model in its shape; their fingerprint.
 
-    Empty where the model has no files. Raises ModelError with the tensor and the fix.
+    Empty where the model has no files. Raises JobError with the tensor and the fix.
     """
     if spec.weights is None:
         return b""
@@ -51,7 +51,7 @@ def check_weights(spec: ModelSpec) -> bytes:
 
 @torch.no_grad()
 def load_parameters(module: Layer, spec: ModelSpec) -> None:
-    """Fill `module` from the files, in its own precision. Raises ModelError."""
+    """Fill `module` from the files, in its own precision. Raises JobError."""
     assert spec.weights is not None
     files = weight_files(spec.weights)
     for name, parameter in module.named_parameters():
@@ -62,11 +62,11 @@ def load_parameters(module: Layer, spec: ModelSpec) -> None:
 
 
 def _check_alike(files: WeightFiles, used: str, own: str) -> None:
-    """Raise ModelError where a tied parameter is in the files twice, with two values."""
+    """Raise JobError where a tied parameter is in the files twice, with two values."""
     if own == used or own not in files.tensors:
         return
     if not torch.equal(_read(own, files.tensors[own]), _read(used, files.tensors[used])):
-        raise ModelError(
+        raise JobError(
             f"model.weights: {files.directory} has other values under {own} than under {used}, "
             "and the model ties them; set model.tied to false"
         )
@@ -77,7 +77,7 @@ def _read(key: str, tensor: Tensor) -> torch.Tensor:
         with safe_open(tensor.path, framework="pt") as file:
             found: torch.Tensor = file.get_tensor(key)
     except (SafetensorError, OSError) as error:
-        raise ModelError(
+        raise JobError(
             f"model.weights: {tensor.path}: cannot read {key}: {error}; copy it anew"
         ) from error
     return found
@@ -90,18 +90,18 @@ def _find(
     names = list(_names(spec, layer, name))
     key = next((key for key in names if key in files.tensors), None)
     if key is None:
-        raise ModelError(
+        raise JobError(
             f"model.weights: {files.directory} has no tensor {names[0]}; give weights of the "
             f"same kind as the model ({spec.kind}), or correct the config"
         )
     tensor = files.tensors[key]
     if tensor.shape != shape:
-        raise ModelError(
+        raise JobError(
             f"model.weights: {tensor.path} has {key} as {list(tensor.shape)}, and the model "
             f"needs {list(shape)}; correct the config, or leave it out for that of the directory"
         )
     if tensor.dtype not in _DTYPES:
-        raise ModelError(
+        raise JobError(
             f"model.weights: {tensor.path} has {key} as {tensor.dtype}, as quantised models do; "
             f"give weights of type {', '.join(_DTYPES)}"
         )

@@ -10,7 +10,7 @@ import sys
 from oobleck.planner.job.families import FAMILIES
 from oobleck.planner.job.spec import ModelSpec
 from oobleck.worker.models.base import Family, Layer
-from oobleck.worker.runtime.errors import ModelError
+from oobleck.worker.runtime.errors import JobError
 
 
 def load(kind: str) -> bool:
@@ -23,11 +23,11 @@ def load(kind: str) -> bool:
 
 
 def family(spec: ModelSpec) -> Family:
-    """For the kind of `spec`; raises ModelError where its module cannot be imported."""
+    """For the kind of `spec`; raises JobError where its module cannot be imported."""
     try:
         found: Family = importlib.import_module(f"{__package__}.{spec.kind}").FAMILY
     except ImportError as error:
-        raise ModelError(
+        raise JobError(
             f"model.kind: {spec.kind} needs the package transformers, which this node cannot "
             f"import ({error}); on every node: pip install 'transformers>=5.0'"
         ) from error

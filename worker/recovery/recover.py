@@ -65,8 +65,8 @@ class Recovery:
 
         Returns what there is of the next step already, if anything. `received`: bytes that were
         handed over before. Raises TransportError when a peer is lost on the way, DataError when
-        nodes read different data, CheckpointError when there is no fit checkpoint though the plan
-        is to go on from one, LocationUnreachable when this node alone cannot read it, and
+        nodes read different data, JobError when there is no fit checkpoint though the plan
+        is to go on from one, NodeError when this node alone cannot read it, and
         LayersGone when nobody holds a layer of the plan and there is no checkpoint.
         """
         plan, progress = assign.plan, self._progress
@@ -164,10 +164,8 @@ class Recovery:
         return Restored(generation=plan.generation, step=0, path="")
 
     def _agree(self, plan: Plan, members: Sequence[WorkerId], transport: Transport) -> Agreement:
-        """Tell `members`, who are in rank order, this worker's state and hear theirs.
-
-        Raises DataError where they read different inputs.
-        """
+        """Tell `members`, who are in rank order, this worker's state and hear theirs. Raises
+        DataError where they read different inputs."""
         room = _ROOM_BYTES + _ROOM_BYTES_OF_A_LAYER * plan.layer_count
         own = _Told(self._context.inputs.hex(), self._recovery_state(plan.layer_count))
         told = dict(zip(members, tell_all(transport, own, _Told, room), strict=True))

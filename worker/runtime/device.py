@@ -11,23 +11,20 @@ import msgspec
 import torch
 
 from oobleck.host.device import Gpu, GpuReport
-
-
-class DeviceError(ValueError):
-    """This host does not have the device; the text says what it has."""
+from oobleck.worker.runtime.errors import NodeError
 
 
 def open_device(name: str) -> tuple[torch.device, str]:
     """The device and, of a GPU, the identity that no other GPU has (else an empty text).
 
-    `name`: cpu, or cuda:N. Raises DeviceError.
+    `name`: cpu, or cuda:N. Raises NodeError.
     """
     device = torch.device(name)
     if device.type == "cpu":
         return device, ""
     report = find_gpus()
     if device.index is None or device.index >= len(report.gpus):
-        raise DeviceError(
+        raise NodeError(
             f"device {name}: this node has {len(report.gpus)} usable GPUs"
             f"{f' ({report.problem})' if report.problem else ''}; start its agent with --device "
             "cpu, or make the GPU visible to it"

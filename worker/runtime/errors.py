@@ -42,20 +42,14 @@ class Superseded(Exception):
         self.generation = generation
 
 
-class CheckpointError(ValueError):
-    """Checkpoints cannot be used as the job says; the text names the path and the fix."""
+class JobError(ValueError):
+    """The job is at fault: it asks for what cannot be done. The text names the key or path, and the
+    fix."""
 
 
-class LocationUnreachable(ValueError):
-    """This node alone cannot use the checkpoints' place; the text names the path and the fix."""
-
-
-class ModelError(ValueError):
-    """The model cannot be built or begun as the job says; the text names the key and the fix."""
-
-
-class Diverged(ValueError):
-    """Too many steps in a row were not finite; the text names the keys that may help."""
+class NodeError(ValueError):
+    """This node alone cannot do what the job asks for; the text names what it lacks, and the
+    fix."""
 
 
 class InvariantViolation(Exception):

@@ -12,7 +12,7 @@ import torch
 from oobleck.host.ipc.messages import StepRecord
 from oobleck.planner.ids import Generation
 from oobleck.planner.job.spec import JobSpec, TrainingSpec
-from oobleck.worker.runtime.errors import Diverged
+from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.optimizer import clip_scale
 from oobleck.worker.state.progress import TrainingProgress
@@ -48,10 +48,10 @@ def commit(
 
 
 def check_skipped(training: TrainingSpec, progress: TrainingProgress) -> None:
-    """Raise Diverged where more would be skipped in vain."""
+    """Raise JobError where more would be skipped in vain."""
     limit, skipped, step = training.max_skipped_steps, progress.skipped, progress.committed
     if limit is not None and skipped >= limit:
-        raise Diverged(
+        raise JobError(
             f"the loss or the gradients of {skipped} steps in a row ({step - skipped + 1} to "
             f"{step}) were not finite, so that no weight has changed since step {step - skipped}; "
             "lower training.optimizer.lr or training.clip, look at the data of these steps, or "

@@ -43,10 +43,8 @@ class Evaluator:
 
     def run(self, step: int, plan: Plan, stage: PipelineStage, transport: Transport) -> None:
         """Evaluate the state after `step`, if that is due and not done, and report the result.
-
         Every worker of `plan` calls it at the same step, between two steps. Raises TransportError
-        when a peer is lost, Superseded when a newer generation is wanted, DataError.
-        """
+        when a peer is lost, Superseded when a newer generation is wanted, DataError."""
         if not self._held_out.due(step):
             return
         with self._context.timeline.span("evaluate", step):

@@ -98,10 +98,8 @@ class GradientSums:
         self._start_ready()
 
     def added(self, layer: int) -> None:
-        """The layer has got a micro-batch; start every sum that has waited for it alone.
-
-        Raises TransportError when a peer is lost.
-        """
+        """The layer has got a micro-batch; start every sum that has waited for it alone. Raises
+        TransportError when a peer is lost."""
         self._due[layer] -= 1
         if not self._due[layer]:
             self._start_ready()

@@ -121,10 +121,8 @@ def ballot(
 
 
 def count(vector: torch.Tensor, *, workers: int, global_batch: int, microbatches: int) -> Result:
-    """Read the summed vector.
-
-    Raises InvariantViolation when a sample of the global batch was not used exactly once.
-    """
+    """Read the summed vector. Raises InvariantViolation when a sample of the global batch was not
+    used exactly once."""
     sums = vector.numpy()
     ledger = sums[_LEDGER:].reshape(global_batch, 1 + _WORDS)
     wrong = np.flatnonzero(ledger[:, 0] != 1)

@@ -83,7 +83,7 @@ class Connector:
     """What one worker brings to every rendezvous: its address and its device."""
 
     def __init__(self, launch: Launch) -> None:
-        """Raises DeviceError when this host does not have the device."""
+        """Raises NodeError when this host does not have the device."""
         self.address = launch.address
         self.silence_s = launch.silence_s
         self.device, self._gpu = open_device(launch.device)
@@ -107,10 +107,8 @@ class Connector:
         watch: Watch = nobody_watches,
     ) -> Transport:
         """The transport of those who meet at `rendezvous`, once all have arrived. `watch` is shown
-        the connections that carry messages, with the peers' ranks.
-
-        Raises TransportError when it cannot be built, or `waits` is released meanwhile.
-        """
+        the connections that carry messages, with the peers' ranks. Raises TransportError when it
+        cannot be built, or `waits` is released meanwhile."""
         gpus = self.device.type != "cpu" and not rendezvous.has(_HOST_ONLY, timedelta(0))
         choice = choose(self.device, self._wanted, gpus_for_all=gpus)
         # Sums over owners go over NCCL then; only the vote and the like are the host's.

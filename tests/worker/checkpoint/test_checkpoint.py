@@ -35,7 +35,7 @@ from oobleck.planner.job.spec import (
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.checkpoint.location import check_place
 from oobleck.worker.checkpoint.output import read_output
-from oobleck.worker.runtime.errors import CheckpointError
+from oobleck.worker.runtime.errors import JobError
 from support.director import Director, WarmWorkers, make_plan
 from support.folders import TEXT
 from support.reference import ReferenceRun, train_reference
@@ -407,7 +407,7 @@ def go_on(cluster: Director, plan: Plan, **options: object) -> None:
 
 
 def test_a_place_that_nobody_can_be_told_of_is_the_jobs_fault() -> None:
-    with pytest.raises(CheckpointError, match=r"^checkpoint.path: has characters .* name another"):
+    with pytest.raises(JobError, match=r"^checkpoint.path: has characters .* name another"):
         check_place(CheckpointSpec(path="my\u2028checkpoints"))
 
 

@@ -9,7 +9,6 @@ import torch
 from safetensors import safe_open
 
 from oobleck.worker.checkpoint.output import (
-    OutputError,
     check_writable,
     layer_file,
     read_manifest,
@@ -17,6 +16,7 @@ from oobleck.worker.checkpoint.output import (
     write_layers,
     write_manifest,
 )
+from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.state.model_state import ModelState, StateError
 
 CPU = torch.device("cpu")
@@ -75,10 +75,10 @@ def test_writing_again_replaces(make_job, tmp_path):
 
 def test_what_is_missing_is_named(make_job, tmp_path):
     job = make_job()
-    with pytest.raises(OutputError, match="the job has not finished"):
+    with pytest.raises(JobError, match="the job has not finished"):
         read_output(tmp_path)
     write_manifest(tmp_path, job, "small-1", 6)
-    with pytest.raises(OutputError, match=r"layer-00000\.safetensors is not there"):
+    with pytest.raises(JobError, match=r"layer-00000\.safetensors is not there"):
         read_output(tmp_path)
 
 
@@ -94,10 +94,10 @@ def test_a_directory_that_takes_no_files_is_refused_before_the_training(tmp_path
     check_writable(tmp_path / "new" / "out")
     assert list((tmp_path / "new" / "out").iterdir()) == []
     (tmp_path / "file").write_text("not a directory")
-    with pytest.raises(OutputError, match=r"^output: cannot write to \S+file.*name another"):
+    with pytest.raises(JobError, match=r"^output: cannot write to \S+file.*name another"):
         check_writable(tmp_path / "file")
     (tmp_path / "link").symlink_to("gone")
-    with pytest.raises(OutputError, match="link is a link to gone, which is not there"):
+    with pytest.raises(JobError, match="link is a link to gone, which is not there"):
         check_writable(tmp_path / "link")
 
 
@@ -107,6 +107,6 @@ def test_a_full_disk_is_one_clear_line_and_leaves_no_temporary(make_job, tmp_pat
     temporary.symlink_to("/dev/full")
     state = ModelState(make_job(), CPU)
     state.initialise(1)
-    with pytest.raises(OutputError, match=r"cannot write to .*No space left on device; make room"):
+    with pytest.raises(JobError, match=r"cannot write to .*No space left on device; make room"):
         write_layers(tmp_path, state, [1])
     assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,7 @@ from oobleck.worker.models.base import keyed
 from oobleck.worker.models.foreign import attend
 from oobleck.worker.models.linear import DeferredGradients, deferring
 from oobleck.worker.profiling.measure_layers import _Bench
-from oobleck.worker.runtime.errors import ModelError
+from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.random import RowKeys
 from support import foreign
 
@@ -341,13 +341,13 @@ def test_bfloat16_autocast_stays_close(kind):
 def test_without_transformers_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "oobleck.worker.models.llama", None)
     monkeypatch.delattr("oobleck.worker.models.llama", raising=False)
-    with pytest.raises(ModelError, match=r"llama needs .* pip install 'transformers>=5.0'"):
+    with pytest.raises(JobError, match=r"llama needs .* pip install 'transformers>=5.0'"):
         build_layer(spec_of("llama"), 1)
 
 
 def test_a_config_that_transformers_refuses_is_named():
     spec = spec_of("llama", initializer_range=2.0)
-    with pytest.raises(ModelError, match=r"model\.config: transformers refuses it: .*; correct it"):
+    with pytest.raises(JobError, match=r"model\.config: transformers refuses it: .*; correct it"):
         build_layer(spec, 1)
 
 

@@ -14,7 +14,7 @@ from oobleck.planner.job.model_file import family_model
 from oobleck.planner.job.spec import ModelSpec
 from oobleck.worker.models import build_layer, check_weights, initialise_parameters
 from oobleck.worker.models.initial import weight_files
-from oobleck.worker.runtime.errors import ModelError
+from oobleck.worker.runtime.errors import JobError
 from oobleck.worker.runtime.random import RowKeys
 from support import foreign
 
@@ -128,7 +128,7 @@ def test_a_head_that_differs_from_the_embedding_does_not_go_with_tying(
 ) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(saved / "gpt2 untied", folder)
-    with pytest.raises(ModelError, match=r"other values under lm_head\.weight .*; set model\.tied"):
+    with pytest.raises(JobError, match=r"other values under lm_head\.weight .*; set model\.tied"):
         logits(spec_of("gpt2", folder), TOKENS)
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = weights["transformer.wte.weight"].clone()
@@ -193,14 +193,14 @@ def test_unusable_files_are_refused_with_the_fix(
     folder = tmp_path / "copy"
     shutil.copytree(saved / "gpt2", folder)
     edit(folder)
-    with pytest.raises(ModelError, match=r"^model\.weights: .*" + message):
+    with pytest.raises(JobError, match=r"^model\.weights: .*" + message):
         check_weights(spec_of("gpt2", folder))
 
 
 def test_another_shape_names_tensor_and_file(saved: Path) -> None:
     spec = spec_of("gpt2", saved / "gpt2", n_inner=20)
     with pytest.raises(
-        ModelError,
+        JobError,
         match=r"model\.safetensors has transformer\.h\.0\.mlp\.c_fc\.weight as \[16, 64\], and the "
         r"model needs \[16, 20\]; correct the config",
     ):
