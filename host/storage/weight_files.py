@@ -41,7 +41,7 @@ class WeightsError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class StoredTensor:
     """Where one tensor is."""
 
     path: str
@@ -55,7 +55,7 @@ class WeightFiles:
     """A directory whose files are whole, as far as headers and sizes tell."""
 
     directory: str
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, StoredTensor]
     #: 32 bytes, equal for equal files: over all headers and a part of the content.
     fingerprint: bytes
 
@@ -71,11 +71,11 @@ def open_weights(directory: str) -> WeightFiles:
         )
     index = _read_index(folder)
     names = [_ONE] if index is None else sorted(set(index.values()))
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     digest = hashlib.sha256()
     for name in names:
         found = _read_header(folder / name, digest)
-        tensors.update(found if index is None else _indexed(found, index, name))
+        tensors.update((t, w) for t, w in found.items() if index is None or index.get(t) == name)
     for tensor, name in (index or {}).items():
         if tensor not in tensors:
             raise WeightsError(
@@ -83,10 +83,6 @@ def open_weights(directory: str) -> WeightFiles:
                 "copy the model anew"
             )
     return WeightFiles(directory, tensors, digest.digest())
-
-
-def _indexed(found: Mapping[str, Tensor], index: Mapping[str, str], name: str) -> dict[str, Tensor]:
-    return {tensor: where for tensor, where in found.items() if index.get(tensor) == name}
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
@@ -118,7 +114,7 @@ def _is_file_name(name: str) -> bool:
     return os.path.basename(name) == name not in ("", ".", "..") and name.isprintable()
 
 
-def _read_header(path: Path, digest: "hashlib._Hash") -> dict[str, Tensor]:
+def _read_header(path: Path, digest: "hashlib._Hash") -> dict[str, StoredTensor]:
     """The tensors of one file; adds header and samples of the content to `digest`."""
     try:
         with open_regular(path) as file:
@@ -137,7 +133,8 @@ def _read_header(path: Path, digest: "hashlib._Hash") -> dict[str, Tensor]:
         ) from error
     found = _parse_header(header, str(path), size)
     return {
-        name: Tensor(str(path), entry.dtype, tuple(entry.shape)) for name, entry in found.items()
+        name: StoredTensor(str(path), entry.dtype, tuple(entry.shape))
+        for name, entry in found.items()
     }
 
 

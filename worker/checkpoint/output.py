@@ -25,6 +25,7 @@ from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import Generation
 from oobleck.planner.job.spec import JobSpec, ModelSpec
 from oobleck.planner.programs.plan import Plan
+from oobleck.planner.recovery.checkpoint import MANIFEST, layer_file
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.control import Control
@@ -35,7 +36,6 @@ from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
 _PROBE_BYTES = 65_536
 _MOST_MANIFEST_BYTES = 1 << 20
 #: Between two attempts to write to a disk that did not take it.
@@ -52,10 +52,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelSpec
     #: One file per layer, in layer order.
     files: tuple[str, ...]
-
-
-def layer_file(layer: int) -> str:
-    return f"layer-{layer:05}.safetensors"
 
 
 def check_writable(directory: str | Path) -> None:

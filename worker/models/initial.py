@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from safetensors import SafetensorError, safe_open
 
-from oobleck.host.storage.weight_files import Tensor, WeightFiles, WeightsError, open_weights
+from oobleck.host.storage.weight_files import StoredTensor, WeightFiles, WeightsError, open_weights
 from oobleck.planner.job.families import family_of
 from oobleck.planner.job.spec import ModelSpec
 from oobleck.planner.report.export import foreign_name
@@ -72,7 +72,7 @@ def _check_alike(files: WeightFiles, used: str, own: str) -> None:
         )
 
 
-def _read(key: str, tensor: Tensor) -> torch.Tensor:
+def _read(key: str, tensor: StoredTensor) -> torch.Tensor:
     try:
         with safe_open(tensor.path, framework="pt") as file:
             found: torch.Tensor = file.get_tensor(key)
@@ -85,7 +85,7 @@ def _read(key: str, tensor: Tensor) -> torch.Tensor:
 
 def _find(
     files: WeightFiles, spec: ModelSpec, layer: int, name: str, shape: tuple[int, ...]
-) -> tuple[str, Tensor]:
+) -> tuple[str, StoredTensor]:
     """The key in the files of a parameter of that shape, and where it is."""
     names = list(_names(spec, layer, name))
     key = next((key for key in names if key in files.tensors), None)

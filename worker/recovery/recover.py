@@ -27,9 +27,9 @@ from oobleck.worker.recovery.transfer import fetch_layers
 from oobleck.worker.runtime import pulse
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.progress import Position
-from oobleck.worker.step.commit import commit, count_votes, make_record
+from oobleck.worker.step import vote
+from oobleck.worker.step.commit import commit, make_record
 from oobleck.worker.step.salvage import Contribution, Salvage, plan_salvage
-from oobleck.worker.step.vote import ballot_length
 from oobleck.worker.transport.tell_all import tell_all
 from oobleck.worker.transport.transport import Transport
 
@@ -231,14 +231,14 @@ class Recovery:
             vector = progress.ballot
         else:
             vector = torch.zeros(
-                ballot_length(self._job.training.global_batch), dtype=torch.float64
+                vote.ballot_length(self._job.training.global_batch), dtype=torch.float64
             )
         transport.broadcast(vector, root)
         if self._worker not in agreement.roll_forward:
             return
         # The switch that this vote may have announced was overtaken, so the number of its
         # workers, which only that part of the result needs, does not matter here.
-        result = count_votes(self._job, vector, workers=1)
+        result = vote.count(vector, self._job.training, workers=1)
         progress.voted, progress.voted_generation = agreement.step, progress.reduced_generation
         progress.ballot = vector
         commit(self._state, self._job, progress, result, agreement.step)

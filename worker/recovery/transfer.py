@@ -51,7 +51,7 @@ def fetch_layers(
             state.write_own(shard.layer)
     if step > 0:
         transfers = _plan_transfers(context.job, agreement, plan)
-    received = _exchange(context, transfers, members, transport, probe)
+    received = _carry_out(context, transfers, members, transport, probe)
     if step > 0:
         for shard in needed:
             state.complete(shard.layer)
@@ -59,7 +59,7 @@ def fetch_layers(
     return received
 
 
-def _exchange(
+def _carry_out(
     context: WorkerContext,
     transfers: Iterable[Transfer],
     members: Sequence[WorkerId],

@@ -7,8 +7,6 @@ peers or programs.
 import math
 import time
 
-import torch
-
 from oobleck.host.ipc.messages import StepRecord
 from oobleck.planner.ids import Generation
 from oobleck.planner.job.spec import JobSpec, TrainingSpec
@@ -17,16 +15,6 @@ from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.optimizer import clip_scale
 from oobleck.worker.state.progress import TrainingProgress
 from oobleck.worker.step import vote
-
-
-def count_votes(job: JobSpec, vector: torch.Tensor, *, workers: int) -> vote.Result:
-    """Read the ballots' sum. Raises InvariantViolation."""
-    return vote.count(
-        vector,
-        workers=workers,
-        global_batch=job.training.global_batch,
-        microbatches=job.training.microbatches,
-    )
 
 
 def commit(

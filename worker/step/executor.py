@@ -16,7 +16,7 @@ from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.prefetch import Prefetcher
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.step import vote
-from oobleck.worker.step.commit import commit, count_votes, make_record
+from oobleck.worker.step.commit import commit, make_record
 from oobleck.worker.step.gradient_sums import GradientSums
 from oobleck.worker.step.mailbox import Mailbox
 from oobleck.worker.step.pipeline_stage import SPANS, Microbatches, PipelineStage
@@ -258,7 +258,7 @@ class Executor:
         progress.voted, progress.voted_generation = step.number, self._generation
         progress.ballot = vector
         with timeline.span("count"):
-            return count_votes(self._context.job, vector, workers=workers)
+            return vote.count(vector, self._training, workers=workers)
 
     def _update(self, step: _Step) -> None:
         """Apply the step. Local: no peer is needed, so it cannot fail half-way between workers."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from oobleck.planner.ids import Generation
+from oobleck.planner.job.spec import TrainingSpec
 from oobleck.worker.data.dataset import samples_digest
 from oobleck.worker.runtime.errors import InvariantViolation
 
@@ -120,22 +121,22 @@ def ballot(
     return torch.from_numpy(vector)
 
 
-def count(vector: torch.Tensor, *, workers: int, global_batch: int, microbatches: int) -> Result:
+def count(vector: torch.Tensor, training: TrainingSpec, *, workers: int) -> Result:
     """Read the summed vector. Raises InvariantViolation when a sample of the global batch was not
     used exactly once."""
     sums = vector.numpy()
-    ledger = sums[_LEDGER:].reshape(global_batch, 1 + _WORDS)
+    ledger = sums[_LEDGER:].reshape(training.global_batch, 1 + _WORDS)
     wrong = np.flatnonzero(ledger[:, 0] != 1)
     if wrong.size:
         uses = {int(position): int(ledger[position, 0]) for position in wrong[:8]}
         raise InvariantViolation(f"samples not used exactly once (position: uses): {uses}")
     digests = ledger[:, 1:].astype("<u4")
-    squared_norm = float(sums[_SQUARED_NORM])
+    norm = math.sqrt(sums[_SQUARED_NORM]) if sums[_SQUARED_NORM] >= 0 else math.nan
     switch_to = _common(float(sums[_PENDING]), float(sums[_PENDING_SQUARED]), workers)
     wish = _common(float(sums[_SAVE_WISH]), float(sums[_SAVE_WISH_SQUARED]), workers)
     return Result(
-        loss=float(sums[_LOSS]) / microbatches,
-        grad_norm=math.sqrt(squared_norm) / microbatches if squared_norm >= 0 else math.nan,
+        loss=float(sums[_LOSS]) / training.microbatches,
+        grad_norm=norm / training.microbatches,
         samples_digest=samples_digest(digest.tobytes() for digest in digests),
         switch_to=Generation(switch_to) if switch_to else None,
         saving=SaveVerdict(

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from oobleck.planner.recovery.checkpoint import layer_file
 from oobleck.worker.checkpoint.output import (
     check_writable,
-    layer_file,
     read_manifest,
     read_output,
     write_layers,

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from oobleck.planner.ids import Generation
+from oobleck.planner.job.spec import TrainingSpec
 from oobleck.worker.data.dataset import samples_digest
 from oobleck.worker.runtime.errors import InvariantViolation
 from oobleck.worker.step import vote
 
+TRAINING = TrainingSpec(steps=1, global_batch=4, microbatch=2)
 DIGESTS = [hashlib.sha256(bytes([n])).digest() for n in range(4)]
 
 
@@ -28,7 +30,7 @@ def share(
 
 def count(*shares: torch.Tensor) -> vote.Result:
     total = torch.stack(shares).sum(dim=0)
-    return vote.count(total, workers=len(shares), global_batch=4, microbatches=2)
+    return vote.count(total, TRAINING, workers=len(shares))
 
 
 def test_result_is_the_mean_over_the_global_batch() -> None:
