@@ -23,13 +23,16 @@ def locked(state_dir: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.pread(lock, 20, 0).decode(errors="replace") or "unknown"
+            holder = "unknown"
+            with contextlib.suppress(OSError):
+                holder = os.pread(lock, 20, 0).decode(errors="replace") or holder
             raise Unusable(
                 f"--state-dir {state_dir} is in use by another master (pid {holder}); "
                 "stop it or choose another directory"
             ) from error
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        with contextlib.suppress(OSError):  # the lock is held, also where the disk is full
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
         yield
     finally:
         os.close(lock)

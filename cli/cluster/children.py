@@ -100,7 +100,7 @@ class Child:
     def last_line(self) -> str:
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
-            lines = file.read().decode("utf-8", "replace").strip().splitlines()
+            lines = file.read(_TAIL_BYTES).decode("utf-8", "replace").strip().splitlines()
         return lines[-1] if lines else ""
 
 

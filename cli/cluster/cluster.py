@@ -119,6 +119,7 @@ class Cluster:
             master.process.kill()
             refused = master.process.wait() == USAGE
             reason = master.last_line().removeprefix("oobleck-master: ")
+            reason = reason or f"{master.how_it_ended()}; {master.log} is empty, is the disk full?"
             raise CommandFailed(
                 reason if refused else f"the master could not start: {reason}",
                 USAGE if refused else FAILED,

@@ -61,7 +61,7 @@ Ctrl-C or SIGTERM, 1 the cluster could not start or all its daemons died, 2 wron
 )
 @click.option(
     "--state-dir",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=click.Path(file_okay=False),
     metavar="DIR",
     help="Journal, metrics and logs; a used one goes on from there.  "
     "[default: a new folder in ~/.oobleck/local]",
@@ -105,7 +105,7 @@ Ctrl-C or SIGTERM, 1 the cluster could not start or all its daemons died, 2 wron
 def local(
     nodes: int,
     workers: int,
-    state_dir: Path | None,
+    state_dir: str | None,
     listen: str | None,
     fault_plan: Path | None,
     detection: Mode,
@@ -123,7 +123,10 @@ def local(
     kept = (part for flag, value in given.items() if value is not None for part in (flag, value))
     flags = ("--detection", detection, *kept, *master_flags)
     restart = not no_restart
-    cluster = Cluster(state_dir or fresh_state_dir(), master_flags=flags, restart=restart)
+    if state_dir == "":
+        raise CommandFailed("--state-dir: is empty; name a directory, or leave it out", USAGE)
+    folder = fresh_state_dir() if state_dir is None else Path(state_dir)
+    cluster = Cluster(folder, master_flags=flags, restart=restart)
     with interrupts():
         try:
             cluster.start(address, nodes, workers, memory // (nodes * workers), fault_plan)

@@ -95,6 +95,8 @@ class Journal:
     def _open(self, salvage: bool) -> None:
         if not self._path.exists():
             self._create([])
+        if not self._path.is_file():
+            raise self.unusable("is not a regular file")
         self._restore_snapshot()
         with open(self._path, "rb") as file:
             head = file.read(len(_HEADER))
@@ -149,7 +151,7 @@ class Journal:
     def _restore_snapshot(self) -> None:
         """A file whose first line is not whole, where that was a snapshot, gets in its place the
         events that it was made of."""
-        if not self._old.exists():
+        if not self._old.is_file():
             return
         content = self._path.read_bytes()
         first, newline, rest = content[len(_HEADER) :].partition(b"\n")

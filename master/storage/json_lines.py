@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from oobleck.master.storage.disk import append, storing
+from oobleck.master.storage.disk import StorageFailed, append, storing
 
 T = TypeVar("T")
 
@@ -35,7 +35,11 @@ class JsonLines:
         `read` raises ValueError for. Raises StorageFailed.
         """
         with storing(self.path):
-            return _recover(self.path, read, most) if self.path.exists() else ()
+            if not self.path.exists():
+                return ()
+            if not self.path.is_file():
+                raise StorageFailed(f"{self.path} is not a regular file; move it away")
+            return _recover(self.path, read, most)
 
     def add(self, line: bytes) -> None:
         self._unwritten.append(line + b"\n")

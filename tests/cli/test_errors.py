@@ -172,6 +172,7 @@ def test_no_such_node(master: str, verb: str) -> None:
         (("local", "--nodes", "1", "--workers", "0"), "0 is not in the range x>=1"),
         (("local", "--nodes", "100000"), "--oversubscribe"),
         (("local", "--nodes", "2", "--listen", "nowhere"), "HOST:PORT"),
+        (("local", "--nodes", "1", "--state-dir", ""), "--state-dir: is empty"),
         (("local",), "Missing option '--nodes'"),
     ],
     ids=lambda value: ascii(" ".join(value)) if isinstance(value, tuple) else "",

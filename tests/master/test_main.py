@@ -1,5 +1,7 @@
 """The master's process: what its flags refuse, and how it ends."""
 
+import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -9,13 +11,21 @@ from pathlib import Path
 import psutil
 import pytest
 
+from oobleck.host.detection import Detection
+from oobleck.host.system.environment import Environment
 from oobleck.host.system.process import end_signals
+from oobleck.master.config import MasterConfig
+from oobleck.master.events.jobs import JobSubmitted
+from oobleck.master.storage.journal import Journal
+from oobleck.master.storage.ledger import Ledger
+from oobleck.planner.ids import JobId
 from support.fake_agent import MasterProcess, master
+from support.scenario import job_spec
 from support.waiting import PATIENCE_S, all_gone
 
 
-def refused(*arguments: str) -> str:
-    """Run a master that is to refuse its flags; returns its one line."""
+def refused(*arguments: str, code: int = 2) -> str:
+    """Run a master that is to refuse its flags, or what they name; returns its one line."""
     done = subprocess.run(
         [sys.executable, "-m", "oobleck.master", *arguments],
         capture_output=True,
@@ -23,7 +33,7 @@ def refused(*arguments: str) -> str:
         timeout=PATIENCE_S,
         check=False,
     )
-    assert done.returncode == 2, done
+    assert done.returncode == code, done
     assert done.stdout == ""
     lines = [line for line in done.stderr.splitlines() if " INFO " not in line]
     assert len(lines) == 1, done.stderr
@@ -67,6 +77,42 @@ def test_a_journal_of_another_program_is_left_alone(tmp_path: Path) -> None:
     assert "is not a journal of this version of Oobleck" in line
     assert "move this one away to start anew" in line
     assert path.read_text() == "no journal " * 100
+
+
+@pytest.mark.parametrize("name", ["journal.log", "jobs/demo-1/metrics.jsonl"])
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
+def test_what_is_no_file_in_the_place_of_one(tmp_path: Path, name: str, kind: str) -> None:
+    """To read a pipe or a device would never end."""
+    state = tmp_path / "state"
+    config = MasterConfig(listen="127.0.0.1:0", state_dir=state, timing=Detection())
+    state.mkdir()
+    with contextlib.closing(Journal(state / "journal.log")) as journal:
+        ledger = Ledger(config, journal, Environment())
+        ledger.record(JobSubmitted(job_id=JobId("demo-1"), request_id="r", spec=job_spec("demo")))
+        assert ledger.commit()
+    path = state / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    match kind:
+        case "folder":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case _:
+            path.symlink_to("/dev/zero")
+    code = 2 if name == "journal.log" else 1
+    line = refused("--listen", "127.0.0.1:0", "--state-dir", str(state), code=code)
+    assert f"{path} is not a regular file" in line
+    assert "move" in line
+
+
+def test_a_state_directory_is_held_though_its_lock_takes_no_text(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    os.mkfifo(state / "lock")
+    with master(state):
+        line = refused("--listen", "127.0.0.1:0", "--state-dir", str(state))
+    assert "is in use by another master (pid unknown)" in line
 
 
 def test_no_state_directory() -> None:

@@ -209,3 +209,14 @@ def test_what_the_master_keeps_is_the_master_s_to_refuse(tmp_path: Path) -> None
     assert "--keep-jobs 0: is too few" in refused(few, 2)
     short = run("local", "--nodes", "1", *state, "--forget-nodes-after", "1s")
     assert "--forget-nodes-after: 1 s is too short" in refused(short, 2)
+
+
+def test_a_master_that_says_nothing_is_told_of_with_where_it_would(tmp_path: Path) -> None:
+    """As where the disk of its log is full."""
+    state = tmp_path / "state"
+    (state / "log").mkdir(parents=True)
+    (state / "log" / "master.log").symlink_to("/dev/null")
+    (state / "journal.log").write_text("no journal " * 100)
+    line = refused(run("local", "--nodes", "1", "--state-dir", str(state)), 2)
+    assert "ended with exit code 2" in line
+    assert f"{state}/log/master.log is empty" in line
