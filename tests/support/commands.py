@@ -7,16 +7,20 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from support.forked import run_forked
 from support.waiting import PATIENCE_S
 
 
 def run(
     *arguments: str, timeout_s: float = 2 * PATIENCE_S, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """`oobleck ARGUMENTS`, as a process; `environment` comes on top of this one's."""
+    """`oobleck ARGUMENTS`, as a process; `environment` comes on top of this one's, and has the
+    command started from the beginning, since it may say how."""
+    if environment is None:
+        return run_forked(arguments, timeout_s)
     return subprocess.run(
         [sys.executable, "-m", "oobleck.cli.main", *arguments],
-        env={**os.environ, **(environment or {})},
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=timeout_s,
