@@ -7,6 +7,7 @@ looks.
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -39,7 +40,7 @@ from oobleck.master.state.incident import (
     Setback,
 )
 from oobleck.master.state.job import Job
-from oobleck.planner.ids import WorkerId
+from oobleck.planner.ids import JobId, WorkerId
 from oobleck.proto.types import WorkerExited
 
 replace = msgspec.structs.replace
@@ -53,51 +54,51 @@ def incident_after(
 ) -> tuple[Job, Incident] | None:
     """The job that `event` is about and its incident with what the event adds; None: it adds
     nothing. Whether the event closes the incident, `closes` says."""
-    incident: Incident | None
+    # Nodes are lost, and come back, for the job that has its turn; other events name theirs.
+    named: JobId | None = getattr(event, "job_id", None)
+    job_id = state.active if isinstance(event, NodeLost | NodeRegistered) else named
+    job = state.jobs.get(job_id) if job_id is not None else None
+    if job is None or (incident := _after(state, job, event, unix)) is None:
+        return None
+    return job, incident
+
+
+def _after(state: ClusterState, job: Job, event: Journaled, unix: float) -> Incident | None:
+    incident = job.incident
     match event:
-        case NodeLost():
-            if (active := state.job) is None or not active.has_member(event.node):
-                return None
-            job = active
-            incident = _with_setback(job, _node_lost(job, event, unix))
-            incident = _with_evidence(incident, event.evidence, unix)
-        case NodeRegistered():
-            if (active := state.job) is None or active.incident is None:
-                return None
-            job, incident = active, _with_return(state, active.incident, event)
+        case NodeLost() if job.has_member(event.node):
+            setback = _setback(
+                job,
+                "agent restarted" if event.cause == "restarted" else "node lost",
+                event.node,
+                event.reason,
+                unix,
+                ago_s=event.detect_s,
+                found_by="lease" if event.cause == "lease" else "",
+            )
+            return _with_evidence(_with_setback(job, setback), event.evidence, unix)
+        case NodeRegistered() if incident is not None:
+            return _with_return(state, incident, event)
         case WorkerLost() if not event.late:
-            job = state.jobs[event.job_id]
             incident = _with_setback(job, _worker_lost(job, event, unix))
-            seen = [event.evidence] if event.evidence is not None else []
-            incident = _with_evidence(incident, seen, unix)
+            return _with_evidence(incident, [event.evidence] if event.evidence else [], unix)
         case NodeDrained():
-            if event.job_id is None:
-                return None
-            job = state.jobs[event.job_id]
-            incident = _with_setback(job, _drained(job, event, unix))
-        case NodeLeftOut() | NodeReset():
-            job = state.jobs[event.job_id]
-            if not job.has_member(event.node):
-                return None
-            incident = _with_setback(job, _put_out(job, event, unix))
-        case JobRestored():
-            job = state.jobs[event.job_id]
-            if job.incident is None:
-                return None
-            lost_steps = job.incident.lost_steps + event.lost_steps
-            incident = replace(job.incident, lost_steps=lost_steps)
+            setback = _setback(job, "drained by force", event.node, event.reason, unix)
+            return _with_setback(job, setback)
+        case NodeLeftOut() if job.has_member(event.node):
+            return _with_setback(job, _setback(job, "node unfit", event.node, event.reason, unix))
+        case NodeReset() if job.has_member(event.node):
+            return _with_setback(job, _reset(job, event, unix))
+        case JobRestored() if incident is not None:
+            return replace(incident, lost_steps=incident.lost_steps + event.lost_steps)
         case JobCaughtUp():
-            job = state.jobs[event.job_id]
-            incident = job.incident
+            return incident
         case PlanMade():
-            job = state.jobs[event.job_id]
-            incident = _with_plan(job, event, unix)
+            return _with_plan(job, event, unix)
         case FirstStepCommitted() | JobSucceeded() | JobFailed() | JobCancelled():
-            job = state.jobs[event.job_id]
-            incident = _at_end(job, event, unix)
+            return _at_end(job, event, unix)
         case _:
             return None
-    return None if incident is None else (job, incident)
 
 
 def closes(job: Job, event: Journaled) -> bool:
@@ -129,66 +130,65 @@ def _with_return(state: ClusterState, incident: Incident, event: NodeRegistered)
     return replace(incident, setbacks=setbacks)
 
 
-def _node_lost(job: Job, event: NodeLost, unix: float) -> Setback:
+def _setback(
+    job: Job, kind: Kind, node: str, reason: str, unix: float, *, ago_s: float = 0.0, **more: Any
+) -> Setback:
+    """Declared now, on evidence of `ago_s` before; `more`: other fields."""
     return Setback(
-        kind="agent restarted" if event.cause == "restarted" else "node lost",
-        node=event.node,
-        ranks=_ranks(job, event.node),
-        reason=event.reason,
-        evidence_at=unix - event.detect_s,
+        kind=kind,
+        node=node,
+        reason=reason,
+        evidence_at=unix - ago_s,
         declared_at=unix,
-        found_by="lease" if event.cause == "lease" else "",
+        **{"ranks": _ranks(job, node), **more},
     )
+
+
+def _end_of(exited: WorkerExited | None) -> dict[str, Any]:
+    """The fields of a setback that tell how a process ended."""
+    if exited is None:
+        return {}
+    return {
+        "pid": exited.pid,
+        "signal": exited.signal,
+        "exit_code": exited.exit_code,
+        "log_tail": tuple(exited.log_tail.splitlines()),
+    }
 
 
 def _worker_lost(job: Job, event: WorkerLost, unix: float) -> Setback:
-    seen = event.evidence
-    exited = seen.exited if seen is not None else None
-    return Setback(
-        kind="hang" if event.hung else "worker died",
-        node=event.worker.node,
+    seen, node = event.evidence, event.worker.node
+    return _setback(
+        job,
+        "hang" if event.hung else "worker died",
+        node,
+        event.reason,
+        unix,
+        ago_s=seen.ago_s if seen is not None else event.detect_s,
         worker=event.worker,
-        ranks=_ranks(job, event.worker.node, event.worker),
-        pid=exited.pid if exited else None,
-        signal=exited.signal if exited else None,
-        exit_code=exited.exit_code if exited else None,
+        ranks=_ranks(job, node, event.worker),
         exception=event.words,
-        log_tail=tuple(exited.log_tail.splitlines()) if exited else (),
-        reason=event.reason,
-        evidence_at=unix - (seen.ago_s if seen is not None else event.detect_s),
-        declared_at=unix,
         lost_peer=event.lost_peer,
+        **_end_of(seen.exited if seen is not None else None),
     )
 
 
-def _drained(job: Job, event: NodeDrained, unix: float) -> Setback:
-    return Setback(
-        kind="drained by force",
-        node=event.node,
-        ranks=_ranks(job, event.node),
-        reason=event.reason,
-        evidence_at=unix,
-        declared_at=unix,
-    )
-
-
-def _put_out(job: Job, event: NodeLeftOut | NodeReset, unix: float) -> Setback:
-    hangs = isinstance(event, NodeReset)
-    kind: Kind = "hang" if hangs else "node unfit"
-    if isinstance(event, NodeReset) and event.cut_off:
-        kind = "network cut"
+def _reset(job: Job, event: NodeReset, unix: float) -> Setback:
+    """It began with the first doubt about the job's progress."""
     doubts = job.incident.setbacks if job.incident is not None else ()
-    vague = ("no progress", "peers disconnected") if kind == "network cut" else ("no progress",)
-    detect_s = event.detect_s if isinstance(event, NodeReset) else 0.0
-    since = min((s.evidence_at for s in doubts if s.kind in vague), default=unix - detect_s)
-    return Setback(
-        kind=kind,
-        node=event.node,
-        ranks=_ranks(job, event.node),
-        reason=event.reason,
-        evidence_at=since if hangs else unix,
-        declared_at=unix,
-        found_by="progress" if kind == "hang" else "",
+    vague = ("no progress", "peers disconnected") if event.cut_off else ("no progress",)
+    since = min(
+        (doubt.evidence_at for doubt in doubts if doubt.kind in vague),
+        default=unix - event.detect_s,
+    )
+    return _setback(
+        job,
+        "network cut" if event.cut_off else "hang",
+        event.node,
+        event.reason,
+        unix,
+        ago_s=unix - since,
+        found_by="" if event.cut_off else "progress",
     )
 
 
@@ -197,12 +197,9 @@ def _with_plan(job: Job, event: PlanMade, unix: float) -> Incident | None:
     if event.cause in ("peers lost", "no progress") and not job.losses:
         kind: Kind = "no progress" if event.cause == "no progress" else "peers disconnected"
         if incident is None or all(s.kind != kind for s in incident.setbacks):
-            setback = Setback(
-                kind=kind,
-                reason=event.reason,
-                evidence_at=unix - event.detect_s,
-                declared_at=unix,
-                found_by="progress" if kind == "no progress" else "",
+            found_by = "progress" if kind == "no progress" else ""
+            setback = _setback(
+                job, kind, "", event.reason, unix, ago_s=event.detect_s, found_by=found_by
             )
             incident = _with_setback(job, setback)
     if incident is None:
@@ -239,22 +236,21 @@ def _job_error(job: Job, event: JobFailed, unix: float) -> Setback:
     """Who said what the job failed of; where nobody did, it is the master's verdict."""
     words = next((s for s in event.evidence if s.by == "worker" and s.saw in event.reason), None)
     if words is None:
-        return Setback(kind="job failed", reason=event.reason, evidence_at=unix, declared_at=unix)
+        return _setback(job, "job failed", "", event.reason, unix)
     node = words.observer.partition("/")[0]
     worker = next((w for w in job.processes() if str(w) == words.observer), None)
     ended = next((s.exited for s in event.evidence if s.about == words.observer and s.exited), None)
-    return Setback(
-        kind="job error" if event.node is None else "node unfit",
-        node=node,
+    return _setback(
+        job,
+        "job error" if event.node is None else "node unfit",
+        node,
+        event.reason,
+        unix,
+        ago_s=words.ago_s,
         worker=worker,
         ranks=_ranks(job, node, worker) if worker is not None else (),
-        pid=ended.pid if ended else None,
-        exit_code=ended.exit_code if ended else None,
         exception=event.reason,
-        log_tail=tuple(ended.log_tail.splitlines()) if ended else (),
-        reason=event.reason,
-        evidence_at=unix - words.ago_s,
-        declared_at=unix,
+        **_end_of(ended),
     )
 
 
@@ -292,21 +288,12 @@ def _with_late_words(
         if dated.what.exited is not None and dated.what.exited.pid not in known
     }
     return tuple(
-        _explained(setback, ends[str(setback.worker)])
-        if setback.kind == "worker died" and setback.pid is None and str(setback.worker) in ends
+        replace(setback, **_end_of(exited), reason=describe_exit(exited))
+        if setback.kind == "worker died"
+        and setback.pid is None
+        and (exited := ends.get(str(setback.worker))) is not None
         else setback
         for setback in setbacks
-    )
-
-
-def _explained(setback: Setback, exited: WorkerExited) -> Setback:
-    return replace(
-        setback,
-        pid=exited.pid,
-        signal=exited.signal,
-        exit_code=exited.exit_code,
-        log_tail=tuple(exited.log_tail.splitlines()),
-        reason=describe_exit(exited),
     )
 
 
@@ -317,10 +304,6 @@ def _key(evidence: Evidence) -> tuple[str, str, str, str]:
 def _ranks(job: Job, node: str, worker: WorkerId | None = None) -> tuple[int, ...]:
     """In the newest plan, whose workers stand in order, those of a node side by side."""
     workers = job.made.plan.workers if job.made is not None else ()
-    first = bisect_left(workers, node, key=_node)
-    end = bisect_right(workers, node, key=_node)
+    first = bisect_left(workers, node, key=lambda other: other.node)
+    end = bisect_right(workers, node, key=lambda other: other.node)
     return tuple(r for r in range(first, end) if worker is None or workers[r] == worker)
-
-
-def _node(worker: WorkerId) -> str:
-    return worker.node

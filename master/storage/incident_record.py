@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 
 from oobleck.host.system.process import signal_name
+from oobleck.master.events.plans import PHASES
 from oobleck.master.events.unions import Journaled
 from oobleck.master.state.incident import Incident, Setback
-from oobleck.master.state.incident_phases import phases
 from oobleck.master.state.incident_summary import (
     headline,
     outcome,
@@ -16,6 +16,9 @@ from oobleck.master.state.incident_summary import (
 )
 from oobleck.master.state.job import Job
 from oobleck.planner.ids import Generation
+
+#: Steps of before are committed again, after all went back to a checkpoint.
+REDO = "redo"
 
 
 def record(job: Job, incident: Incident, event: Journaled, unix: float) -> dict[str, object]:
@@ -39,7 +42,7 @@ def record(job: Job, incident: Incident, event: Journaled, unix: float) -> dict[
         "closed_at": unix,
         "trained_until": incident.trained_until or None,
         "total_s": stood_s(incident, unix),
-        "phases": phases(incident, unix, job.waiting_since),
+        "phases": _phases(incident, unix, job.waiting_since),
         "attempts": list(_attempts(incident)),
         "steps_redone": len(redone_steps(incident)) + incident.lost_steps,
         "redo_steps": redone_steps(incident),
@@ -112,3 +115,36 @@ def _attempts(incident: Incident) -> Iterator[dict[str, object]]:
             "total_s": way.total_s if way is not None else None,
             "superseded_by": following[0].generation if following else None,
         }
+
+
+def _phases(incident: Incident, closed_at: float, waiting_since: float) -> dict[str, float]:
+    """Seconds by phase; they add up to the time from `stands_since` to `closed_at`.
+
+    A generation counts until the first evidence against it. `waiting_since`: the Unix time since
+    when the job waits for nodes as the incident ends; 0: it does not.
+    """
+    spans: dict[str, float] = dict.fromkeys((*PHASES, REDO), 0.0)
+    at = incident.stands_since
+
+    def book(phase: str, until: float) -> None:
+        nonlocal at
+        if until > at:
+            spans[phase] += until - at
+            at = until
+
+    attempts = [a for a in incident.attempts if a.transition is not None]
+    between = "detect"
+    for number, attempt in enumerate(attempts):
+        assert attempt.transition is not None, "chosen so"
+        end = min([closed_at, *(later.began_at for later in attempts[number + 1 :])])
+        book(between, min(attempt.began_at, end))
+        between = REDO if incident.lost_steps else "first_step"
+        mark = attempt.began_at
+        for phase, seconds in attempt.transition.phases.items():
+            mark += seconds
+            book(phase, min(mark, end))
+    if waiting_since:
+        book(between, min(waiting_since, closed_at))
+        between = "waiting"
+    book(between, closed_at)
+    return spans
