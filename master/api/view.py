@@ -11,9 +11,7 @@ from oobleck.host.ipc.messages import StepRecord
 from oobleck.master.config import MasterConfig
 from oobleck.master.planning import client
 from oobleck.master.rules import job_queue, stalls
-from oobleck.master.state import versions
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.drains import is_quarantined
 from oobleck.master.state.incident_summary import headline_of
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.job_observed import JobSeen
@@ -221,7 +219,7 @@ def _node_state(node: Node) -> str:
         return "lost"
     if not node.connected:
         return "disconnected"
-    if is_quarantined(node):
+    if node.is_quarantined:
         return "quarantined"
     if node.drain is not None:
         return "drained" if node.drain.done else "draining"
@@ -232,7 +230,7 @@ def _node_reason(state: ClusterState, node: Node, now: float) -> str:
     if not node.registered:
         drained = node.drain is not None and node.drain.by == "operator"
         return f"{node.reason}; drained, also when it is back" if drained else node.reason
-    if is_quarantined(node) and node.drain is not None and node.seen.release_at is not None:
+    if node.is_quarantined and node.drain is not None and node.seen.release_at is not None:
         left_s = max(0.0, node.seen.release_at - now)
         return f"back in {left_s:.0f} s at the latest: {node.drain.reason}"
     if node.drain is not None:
@@ -257,7 +255,7 @@ def _node_reason(state: ClusterState, node: Node, now: float) -> str:
     if job.made is None:
         return ""
     if not job.has_member(facts.node):
-        if why := versions.why_not(node, state.required_torch(job)):
+        if why := node.why_not_with(state.required_torch(job)):
             return f"cannot join the job: {why}"
         if state.is_ready(node, job):
             return "ready to join the job"

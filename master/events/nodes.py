@@ -166,6 +166,9 @@ class NodeForgotten(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     node: NodeName
 
 
+DrainEvent = (
+    NodeDrainRequested | NodeKept | NodeDrained | NodeQuarantined | NodeReleased | NodeUndrained
+)
 NodeEvent = (
     NodeRegistered
     | NodeCleared
@@ -173,11 +176,6 @@ NodeEvent = (
     | WorkerLost
     | NodeLeftOut
     | NodeReset
-    | NodeDrainRequested
-    | NodeKept
-    | NodeDrained
-    | NodeQuarantined
-    | NodeReleased
-    | NodeUndrained
+    | DrainEvent
     | NodeForgotten
 )

@@ -16,7 +16,6 @@ from oobleck.master.events.unions import Journaled
 from oobleck.master.rules.decision import Context, Decision, decide
 from oobleck.master.rules.next_plan import next_generation, next_plan, plan_made
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.drains import moves_off
 from oobleck.master.state.evidence import carried
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Drain, Node
@@ -86,7 +85,7 @@ def _names(events: Sequence[NodeDrainRequested | NodeDrained | NodeLost]) -> str
 
 def on_the_move(state: ClusterState, job: Job) -> list[Node]:
     """Members of the plan that are to be drained, in the order of their names."""
-    return [state.nodes[name] for name in job.members if moves_off(state.nodes[name])]
+    return [state.nodes[name] for name in job.members if state.nodes[name].moves_off]
 
 
 def is_undecided(state: ClusterState, node: Node) -> bool:
@@ -95,13 +94,13 @@ def is_undecided(state: ClusterState, node: Node) -> bool:
     if job is None or drain is None or job.state != "running":
         return False
     known = drain.save if drain.force else drain.kept
-    return moves_off(node) and node.facts.node in job.members and not known
+    return node.moves_off and node.facts.node in job.members and not known
 
 
 def _still_there(state: ClusterState, job: Job) -> list[Node]:
     """Also those that the newest plan is without, and that are needed until it trains."""
     held = (state.nodes[name] for name in {*job.members, *job.leaving})
-    return _sorted([node for node in held if moves_off(node)])
+    return _sorted([node for node in held if node.moves_off])
 
 
 def plan_without_drained(context: Context, job: Job, live: Sequence[Node]) -> Reconfiguration:

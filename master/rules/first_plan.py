@@ -8,7 +8,6 @@ from oobleck.master.planning import client
 from oobleck.master.rules import node_faults, profiling
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.next_plan import names, next_generation, plan_made, wait
-from oobleck.master.state import versions
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.node import Node
@@ -19,7 +18,7 @@ from oobleck.planner.units import count
 def start(context: Context, job: Job) -> Decision | None:
     """Plan generation 1 once every node that may still get ready is."""
     state = context.state
-    candidates, _ = versions.alike(state, job)
+    candidates, _ = state.alike(job)
     ready, unlike = node_faults.like_data(
         state, [node for node in candidates if state.is_ready(node, job)]
     )

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 from oobleck.master.rules.decision import Context
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.drains import moves_off
 from oobleck.master.state.job import NO_GENERATION, Job
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import Generation, NodeName, WorkerId
@@ -100,7 +99,7 @@ def departing(state: ClusterState, job: Job, plan: Plan) -> tuple[WorkerId, ...]
         WorkerId(name, worker.slot)
         for name, node in sorted(state.nodes.items())
         # One that may stay after all is still without a part in a plan that is not trained in yet.
-        if (moves_off(node) or name in job.leaving)
+        if (node.moves_off or name in job.leaving)
         and node.connected
         and node.seen.status.job_id == job.id
         and name not in plan.nodes

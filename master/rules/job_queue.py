@@ -14,7 +14,6 @@ from oobleck.master.events.jobs import JobForgotten, JobPutBack, JobStarted
 from oobleck.master.planning import client
 from oobleck.master.rules import first_plan, holders
 from oobleck.master.rules.decision import Context, Decision
-from oobleck.master.state import versions
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import ENDED, Job
 from oobleck.planner.errors import PlanInfeasible
@@ -81,7 +80,7 @@ def _next_that_fits(state: ClusterState) -> Job | None:
 
 def _fits(state: ClusterState, job: Job) -> bool:
     """Whether it could start on the nodes that are there, as far as is known."""
-    nodes = [node for node in versions.alike(state, job)[0] if node.connected]
+    nodes = [node for node in state.alike(job)[0] if node.connected]
     try:
         client.check_enough(job, nodes)
     except PlanInfeasible:

@@ -15,7 +15,6 @@ from oobleck.master.planning import client
 from oobleck.master.rules import holders
 from oobleck.master.rules.completion import fail, transition
 from oobleck.master.rules.decision import Context, Decision
-from oobleck.master.state import versions
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.evidence import carried
 from oobleck.master.state.job import MOST_GENERATION, Job
@@ -177,7 +176,7 @@ def names(nodes: Iterable[Node]) -> str:
 
 def wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) -> Decision:
     out = _left_out(sorted(job.left_out.items()))
-    odd = _left_out((node.facts.node, why) for node, why in versions.alike(state, job)[1])
+    odd = _left_out((node.facts.node, why) for node, why in state.alike(job)[1])
     slots = state.worker_slots(job) or 0
     connected = [node for node in state.nodes.values() if node.connected]
     others = [node for node in connected if node.facts.worker_slots != slots]

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from oobleck.master.events.nodes import NodeLeftOut, NodeQuarantined, NodeReleased
 from oobleck.master.rules.decision import Context, Decision, decide
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.drains import is_quarantined
 from oobleck.master.state.evidence import describe_exit
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
@@ -120,7 +119,7 @@ def release(context: Context) -> Decision | None:
     wake_at: float | None = None
     for name, node in sorted(state.nodes.items()):
         due = node.seen.release_at
-        if not is_quarantined(node) or due is None or node.drain is None:
+        if not node.is_quarantined or due is None or node.drain is None:
             continue
         status = node.seen.status
         starts = not status.trouble and status.failed_starts < MOST_FAILED_STARTS

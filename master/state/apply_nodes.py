@@ -1,10 +1,15 @@
-"""How events of nodes change the state: who is part of the cluster, and what a job loses with them.
+"""How events of nodes change the state: who is part of the cluster, what a job loses with them, and
+what keeps a node out of plans though nothing is wrong with it.
 
-What keeps a node out of new plans though nothing is wrong with it is
-`oobleck.master.state.drains`'s.
+A drained node stays connected and idle until an operator undrains it, over restarts of its agent
+and of the master. A drain that is the agent's own wish, because it was told to end, ends with it.
+Must not know when work can move off a node: `oobleck.master.rules.draining` decides that.
 """
 
+from dataclasses import replace
+
 from oobleck.master.events.nodes import (
+    DrainEvent,
     NodeCleared,
     NodeDrained,
     NodeDrainRequested,
@@ -20,12 +25,18 @@ from oobleck.master.events.nodes import (
     NodeUndrained,
     WorkerLost,
 )
-from oobleck.master.state import drains, evidence
+from oobleck.master.state import evidence
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.job_states import lose
-from oobleck.master.state.node import Node, NodeSeen
+from oobleck.master.state.node import Drain, Failures, Node, NodeSeen
 from oobleck.planner.ids import NodeName
+from oobleck.proto.types import NodeFacts
+
+#: Failures within this time of each other count together.
+WINDOW_S = 600.0
+#: A quarantine so long after the last one is the first one again.
+FORGET_S = 3600.0
 
 
 def apply(state: ClusterState, event: NodeEvent, now: float, unix: float) -> None:
@@ -39,25 +50,23 @@ def apply(state: ClusterState, event: NodeEvent, now: float, unix: float) -> Non
         case WorkerLost():
             if not event.late:
                 what = f"{event.worker}: {event.reason}"
-                drains.note_failure(state.nodes[event.worker.node], what, unix)
+                _note_failure(state.nodes[event.worker.node], what, unix)
             lose(state.jobs[event.job_id], event, now, detect_s=event.detect_s)
         case NodeLeftOut():
             _leave_out(state.jobs[event.job_id], event, now)
         case NodeReset():
             _reset(state.nodes[event.node], state.jobs[event.job_id], event, now)
         case NodeDrained():
-            drains.apply(state, event, now, unix)
+            _drain(state, event, now, unix)
             if event.job_id is not None:
                 lose(state.jobs[event.job_id], event, now)
                 _note_emptied(state, event.node)
-        case (
-            NodeDrainRequested() | NodeKept() | NodeUndrained() | NodeQuarantined() | NodeReleased()
-        ):
-            drains.apply(state, event, now, unix)
         case NodeForgotten():
             del state.nodes[event.node]
             for job in state.jobs.values():
-                drains.forgive(job, event.node)
+                _forgive(job, event.node)
+        case _:
+            _drain(state, event, now, unix)
 
 
 def restarted(node: Node, now: float, unix: float) -> None:
@@ -66,7 +75,8 @@ def restarted(node: Node, now: float, unix: float) -> None:
     if not node.registered:
         node.seen.lost_at = now - max(0.0, unix - node.lost_at)
         node.seen.heard_at = now - max(0.0, unix - (node.heard_at or node.lost_at))
-    drains.restarted(node, now, unix)
+    if node.drain is not None and node.is_quarantined:
+        node.seen.release_at = now + max(0.0, node.drain.until - unix)
 
 
 def _register(state: ClusterState, event: NodeRegistered, now: float) -> None:
@@ -74,13 +84,13 @@ def _register(state: ClusterState, event: NodeRegistered, now: float) -> None:
     node = Node(facts=event.facts, stale_workers=event.stale_workers, seen=NodeSeen(last_heard=now))
     known = state.nodes.get(name)
     if state.job is not None:
-        drains.forgive(state.job, name)
+        _forgive(state.job, name)
     anew = known is not None and known.facts.incarnation != event.facts.incarnation
     if anew or event.stale_workers:
         _note_emptied(state, name)
     if known is not None:
         node.desired = known.desired
-        node.drain = drains.kept_by(known, event.facts)
+        node.drain = _kept_by(known, event.facts)
         node.failures = known.failures
         node.seen.release_at = known.seen.release_at
         if known.facts.incarnation == event.facts.incarnation and state.job is not None:
@@ -110,7 +120,7 @@ def _lose_node(state: ClusterState, event: NodeLost, now: float, unix: float) ->
     if event.cause == "left":
         _note_emptied(state, event.node)
     else:
-        drains.note_failure(node, event.reason, unix)
+        _note_failure(node, event.reason, unix)
     node.registered = False
     node.reason = event.reason
     node.lost_at, node.seen.lost_at = unix, now
@@ -143,3 +153,84 @@ def _reset(node: Node, job: Job, event: NodeReset, now: float) -> None:
     lose(job, event, now, detect_s=event.detect_s)
     job.seen.since_step.stalls += 1
     node.stale_workers |= not event.keeps_workers
+
+
+def _drain(state: ClusterState, event: DrainEvent, now: float, unix: float) -> None:
+    node = state.nodes[event.node]
+    match event:
+        case NodeDrainRequested():
+            _note_request(state, event.request_id)
+            node.drain = _wished(node.drain, event)
+        case NodeKept() if node.drain is not None:
+            save = max(node.drain.save, event.save)
+            node.drain = replace(node.drain, kept=event.reason, save=save)
+        case NodeDrained() if node.drain is not None:
+            node.drain = replace(node.drain, kept="", done=True)
+        case NodeQuarantined() if node.drain is None:
+            _quarantine(node, event, now, unix)
+        case NodeReleased() if node.is_quarantined:
+            node.drain = None
+        case NodeUndrained():
+            node.failures = Failures()
+            _note_request(state, event.request_id)
+            node.drain = None
+            if state.job is not None:
+                _forgive(state.job, event.node)
+        case _:
+            pass  # it was undrained in the same turn
+
+
+def _forgive(job: Job, node: NodeName) -> None:
+    """What the job holds against the node counts no more."""
+    job.left_out.pop(node, None)
+    job.seen.faults.unfit.pop(node, None)
+    job.seen.faults.stillborn.pop(node, None)
+    job.seen.faults.ailing.pop(node, None)
+    job.seen.since_step.deaths = {
+        w: ends for w, ends in job.seen.since_step.deaths.items() if w.node != node
+    }
+
+
+def _quarantine(node: Node, event: NodeQuarantined, now: float, unix: float) -> None:
+    before, until = node.failures, unix + event.seconds
+    again = unix <= before.quarantined_until + FORGET_S
+    node.drain = Drain(
+        by="quarantine",
+        reason=event.reason,
+        force=False,
+        until=until,
+        until_ready=event.until_ready,
+    )
+    node.failures = Failures(
+        quarantines=before.quarantines + 1 if again else 1, quarantined_until=until
+    )
+    node.seen.release_at = now + event.seconds
+
+
+def _note_failure(node: Node, what: str, unix: float) -> None:
+    recent = (at for at in node.failures.times if at > unix - WINDOW_S)
+    node.failures = replace(node.failures, times=(*recent, unix), last=what)
+
+
+def _note_request(state: ClusterState, request_id: str) -> None:
+    if request_id:
+        state.node_requests.append(request_id)
+
+
+def _wished(before: Drain | None, event: NodeDrainRequested) -> Drain:
+    """An agent's wish does not make an operator's one end with the agent."""
+    by_agent = not event.request_id
+    if before is None or before.by == "quarantine":
+        return Drain(by="agent" if by_agent else "operator", reason=event.reason, force=event.force)
+    force = before.force or event.force
+    if by_agent:
+        return replace(before, force=force)
+    return replace(before, by="operator", reason=event.reason or before.reason, force=force)
+
+
+def _kept_by(known: Node, facts: NodeFacts) -> Drain | None:
+    """What of the node's drain counts for the agent that registers now."""
+    drain = known.drain
+    if drain is None or drain.by != "agent" or known.facts.incarnation == facts.incarnation:
+        return drain
+    return None

@@ -4,8 +4,7 @@ Must not know how plans are made, nor what losses they answer.
 """
 
 from oobleck.master.events.plans import FirstStepCommitted, PlanEvent, PlanFound, PlanMade
-from oobleck.master.state import versions
-from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.cluster import ClusterState, version_pairs
 from oobleck.master.state.job import KNOWN_PROCESSES, Job
 from oobleck.master.state.job_observed import LossSeen, RecoveryTimeline
 from oobleck.master.state.job_states import move
@@ -19,7 +18,7 @@ def apply(state: ClusterState, event: PlanEvent, now: float, unix: float) -> Non
             job.lineage.emptied.difference_update(event.plan.nodes)
         case PlanMade():
             move(job, event)
-            told = versions.pairs(versions.among(state, event.plan.nodes))
+            told = version_pairs(state.versions_of(event.plan.nodes))
             job.lineage.mixed = tuple(sorted({*job.lineage.mixed, *told}))
             _make_plan(job, event, now, unix)
         case FirstStepCommitted():

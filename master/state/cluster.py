@@ -7,11 +7,11 @@ know the clock, files, gRPC or how decisions are made.
 """
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from oobleck.master.events.jobs import MeasuringStarted
-from oobleck.master.events.plans import PlanMade
-from oobleck.master.state.job import ENDED, MOST_GENERATION, Job, Loss
+from oobleck.host.versions import Differences, differences
+from oobleck.master.state.job import ENDED, MOST_GENERATION, Job
 from oobleck.master.state.node import Node
 from oobleck.master.state.trust import Trust
 from oobleck.planner.ids import JobId, NodeName, WorkerId
@@ -22,32 +22,9 @@ from oobleck.proto.types import Assignment
 _KNOWN_REQUESTS = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """All of the active job that what is desired of nodes hangs on."""
-
-    job_id: JobId
-    slots: int | None
-    torch: str
-    made: PlanMade | None
-    losses: tuple[Loss, ...]
-    on_the_way: bool
-    measuring: MeasuringStarted | None
-    save: int
-
-    def same_but_for_losses(self, other: "Wanted | None") -> bool:
-        """Whether it is the other one, or differs in what the plan has lost, which is no other
-        node's matter. Plans are compared as objects, not by what is in them."""
-        return (
-            other is not None
-            and self.job_id == other.job_id
-            and self.slots == other.slots
-            and self.torch == other.torch
-            and self.made is other.made
-            and self.on_the_way == other.on_the_way
-            and self.measuring is other.measuring
-            and self.save == other.save
-        )
+def version_pairs(found: Differences) -> list[str]:
+    """Each version that differs, as the job remembers that it was told."""
+    return [f"{package} {version}" for package, versions in found.items() for version in versions]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,8 +43,8 @@ class ClusterState:
     profiles: dict[str, Profile] = field(default_factory=dict)
     unusable_profiles: dict[str, str] = field(default_factory=dict)
     active: JobId | None = None
-    #: What the nodes' desired states are in line with.
-    wanted: Wanted | None = field(default=None, repr=False, compare=False)
+    #: Workers per node and series of torch that the nodes' desired states are in line with.
+    asked_of_all: tuple[int | None, str] = field(default=(None, ""), repr=False, compare=False)
     #: Who may speak to this master.
     trust: Trust = field(default_factory=Trust)
 
@@ -115,6 +92,18 @@ class ClusterState:
         slots = self.worker_slots(job)
         nodes = (node for _, node in sorted(self.nodes.items()))
         return [node for node in nodes if self._is_fit(node, job, slots)]
+
+    def alike(self, job: Job) -> tuple[list[Node], list[tuple[Node, str]]]:
+        """Of the nodes that could take part in the job, those whose torch lets them be beside each
+        other, and the others with the reason."""
+        torch = self.common_torch(job)
+        found = [(node, node.why_not_with(torch)) for node in self.fit(job)]
+        return [node for node, why in found if not why], [(n, why) for n, why in found if why]
+
+    def versions_of(self, nodes: Iterable[NodeName]) -> Differences:
+        """What the nodes have of the same packages, where it differs."""
+        known = (self.nodes[name] for name in nodes if name in self.nodes)
+        return differences((node.facts.node, node.facts.versions) for node in known)
 
     def is_candidate(self, node: Node, job: Job, slots: int | None, torch: str) -> bool:
         """Whether the node may get work of the job, which has `slots` workers per node and that

@@ -7,122 +7,87 @@ know how it gets to the agents.
 
 from dataclasses import replace
 
-from oobleck.master.events.nodes import NodeRegistered, WorkerLost
-from oobleck.master.events.unions import Event, JournalCut, MasterStarted
-from oobleck.master.state import drains
-from oobleck.master.state.cluster import ClusterState, Wanted
-from oobleck.master.state.job import Job, nodes_of
-from oobleck.master.state.node import Node
-from oobleck.planner.ids import Generation, JobId, NodeName
+from oobleck.master.events.nodes import NodeEvent, NodeRegistered, WorkerLost
+from oobleck.master.events.trust import TrustChanged
+from oobleck.master.events.unions import Journaled
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import Job
+from oobleck.master.state.node import Desired, Node
+from oobleck.planner.ids import NodeName
 
 
-def follow(state: ClusterState, event: Event, now: float, unix: float) -> None:
-    """Bring what is desired of the nodes in line after `event`; a change gets a new version.
+def follow(state: ClusterState, event: Journaled, now: float, unix: float) -> None:
+    """Bring what is desired of the nodes in line after `event`; a change gets a newer version.
 
-    Versions follow the calendar, so that they grow even where a journal was lost.
+    Versions follow the calendar, so that they grow even where a journal was lost. An event of a
+    node changes it for that node alone, unless what the job asks of all nodes changes with it.
     """
-    job = state.job
-    wanted = _wanted(state, job) if job is not None else None
-    before, state.wanted = state.wanted, wanted
-    unchanged = wanted is None if before is None else before.same_but_for_losses(wanted)
-    if isinstance(event, MasterStarted | JournalCut) or not unchanged:
-        set_desired(state, now, unix)
+    if isinstance(event, TrustChanged):
         return
-    names = _gone(before) ^ _gone(wanted)
-    if (about := _node_of(event)) is not None:
-        names |= {about}
-    for name in sorted(names):
-        if (node := state.nodes.get(name)) is not None:
-            member = job is not None and (job.has_member(name) or name in job.leaving)
-            _set(state, node, wanted, member=member, now=now, unix=unix)
-
-
-def _gone(wanted: Wanted | None) -> frozenset[NodeName]:
-    return nodes_of(wanted.losses) if wanted is not None else frozenset()
+    asked = _asked_of_all(state)
+    before, state.asked_of_all = state.asked_of_all, asked
+    if not isinstance(event, NodeEvent) or asked != before:
+        set_desired(state, now, unix)
+    elif (node := state.nodes.get(_node_of(event))) is not None:
+        _set(state, node, now, unix)
 
 
 def set_desired(state: ClusterState, now: float, unix: float) -> None:
     """Bring what is desired of every node in line."""
+    state.asked_of_all = _asked_of_all(state)
+    for node in state.nodes.values():
+        _set(state, node, now, unix)
+
+
+def _asked_of_all(state: ClusterState) -> tuple[int | None, str]:
+    """Workers per node, and the series of torch, that the job which has its turn asks for."""
     job = state.job
-    members = {*job.members, *job.leaving} if job is not None else set()
-    state.wanted = _wanted(state, job) if job is not None else None
-    for name, node in state.nodes.items():
-        _set(state, node, state.wanted, member=name in members, now=now, unix=unix)
+    return (None, "") if job is None else (state.worker_slots(job), state.required_torch(job))
 
 
-def _wanted(state: ClusterState, job: Job) -> Wanted:
-    return Wanted(
-        job_id=job.id,
-        slots=state.worker_slots(job),
-        torch=state.required_torch(job),
-        made=job.made,
-        losses=job.losses,
-        on_the_way=job.on_the_way,
-        measuring=job.profiling.under_way,
-        save=job.saves.requested if job.saves.answered < job.saves.requested else 0,
-    )
-
-
-def _node_of(event: Event) -> NodeName | None:
-    """The one node that the event is about."""
+def _node_of(event: NodeEvent) -> NodeName:
     match event:
         case NodeRegistered():
             return event.facts.node
         case WorkerLost():
             return event.worker.node
         case _:
-            node: NodeName | None = getattr(event, "node", None)
-            return node
+            return event.node
 
 
-def _set(
-    state: ClusterState,
-    node: Node,
-    wanted: Wanted | None,
-    *,
-    member: bool,
-    now: float,
-    unix: float,
-) -> None:
-    """`member`: the job's newest plan has the node, or still needs it."""
-    desired = node.desired
-    job_id: JobId | None = None
-    generation: Generation | None = None
-    attempt = save = 0
-    if wanted is not None:
-        job = state.jobs[wanted.job_id]
-        candidate = state.is_candidate(node, job, wanted.slots, wanted.torch)
-        if candidate or (member and drains.moves_off(node)):
-            job_id = job.id
-            if member:
-                generation, save = job.generation, wanted.save
-            elif job.profiling.under_way is not None:
-                attempt = job.profiling.under_way.wish.attempt
-        elif _keeps_state(node, job):
-            job_id = job.id
-    drained = node.drain is not None and node.drain.done
-    if (
-        desired.job_id != job_id
-        or desired.generation != generation
-        or desired.attempt != attempt
-        or desired.save != save
-        or desired.drained != drained
-    ):
-        if desired.job_id != job_id:
+def _set(state: ClusterState, node: Node, now: float, unix: float) -> None:
+    before, wanted = node.desired, _wanted(state, node)
+    if before != wanted:
+        if before.job_id != wanted.job_id:
             node.seen.ready_at = None
-        node.desired = replace(
-            desired,
-            version=next_version(node, unix),
-            job_id=job_id,
-            generation=generation,
-            attempt=attempt,
-            save=save,
-            drained=drained,
-        )
-    if job_id is None:
+        node.desired = replace(wanted, version=next_version(node, unix))
+    if wanted.job_id is None:
         node.seen.assigned_at = None
     elif node.seen.assigned_at is None:
         node.seen.assigned_at = now
+
+
+def _wanted(state: ClusterState, node: Node) -> Desired:
+    """As of the version of before."""
+    job, name = state.job, node.facts.node
+    works, generation, attempt, save = False, None, 0, 0
+    if job is not None:
+        member = job.has_member(name) or name in job.leaving
+        works = state.is_candidate(node, job, *state.asked_of_all) or (member and node.moves_off)
+        if works and member:
+            generation = job.generation
+            save = job.saves.requested if job.saves.answered < job.saves.requested else 0
+        elif works and job.profiling.under_way is not None:
+            attempt = job.profiling.under_way.wish.attempt
+        works = works or _keeps_state(node, job)
+    return Desired(
+        version=node.desired.version,
+        job_id=job.id if job is not None and works else None,
+        generation=generation,
+        attempt=attempt,
+        save=save,
+        drained=node.drain is not None and node.drain.done,
+    )
 
 
 def _keeps_state(node: Node, job: Job) -> bool:
@@ -132,7 +97,7 @@ def _keeps_state(node: Node, job: Job) -> bool:
     return (
         node.registered
         and not node.stale_workers
-        and drains.is_quarantined(node)
+        and node.is_quarantined
         and (name in job.lost_nodes or job.on_the_way)
         and job.trained is not None
         and name in job.trained.plan.nodes

@@ -127,6 +127,26 @@ class Node:
         what it has is taken for one that has the same."""
         return not torch or self.torch in ("", torch)
 
+    def why_not_with(self, torch: str) -> str:
+        """Why it cannot be beside nodes with that series; empty: it can. Another series may compute
+        other numbers, and a checkpoint or a layer may not mean the same to it."""
+        if self.goes_with(torch):
+            return ""
+        return (
+            f"torch {self.torch}, where the job's other nodes have {torch}: install the same, or "
+            "give the job allow_mixed_versions: true"
+        )
+
+    @property
+    def is_quarantined(self) -> bool:
+        return self.drain is not None and self.drain.by == "quarantine"
+
+    @property
+    def moves_off(self) -> bool:
+        """Whether it goes on with its part of a plan until that has moved off it."""
+        drain = self.drain
+        return drain is not None and not drain.done and self.registered and not self.stale_workers
+
     @property
     def connected(self) -> bool:
         return self.registered and self.seen.session is not None

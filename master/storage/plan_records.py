@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from oobleck.master.events.jobs import JobCancelled, JobFailed, JobSucceeded
 from oobleck.master.events.plans import FirstStepCommitted, PlanMade, Transition
-from oobleck.master.state import versions
-from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.cluster import ClusterState, version_pairs
 from oobleck.master.state.job import Job
 from oobleck.planner.ids import Generation
 from oobleck.planner.programs.plan import Plan
@@ -34,8 +33,8 @@ def plan_records(state: ClusterState, event: PlanMade) -> list[Record]:
 
 def _versions(state: ClusterState, job: Job, event: PlanMade) -> list[Record]:
     """How the versions on the plan's nodes differ, where that was not told."""
-    found = versions.among(state, event.plan.nodes)
-    if set(versions.pairs(found)) <= {*job.lineage.mixed}:
+    found = state.versions_of(event.plan.nodes)
+    if set(version_pairs(found)) <= {*job.lineage.mixed}:
         return []
     return [{"event": "versions_differ", "versions": found}]
 

@@ -19,6 +19,7 @@ from oobleck.master.events.jobs import (
     SaveProblem,
 )
 from oobleck.master.events.nodes import (
+    DrainEvent,
     NodeDrained,
     NodeDrainRequested,
     NodeKept,
@@ -34,7 +35,6 @@ from oobleck.master.events.nodes import (
 from oobleck.master.events.plans import FirstStepCommitted, PlanMade
 from oobleck.master.events.unions import JournalCut, Journaled
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.drains import CordonEvent
 from oobleck.master.state.incidents import closes, incident_after
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.storage.incident_record import record as incident_record
@@ -42,7 +42,7 @@ from oobleck.master.storage.plan_records import Record, end_records, plan_record
 from oobleck.planner.ids import JobId
 
 #: What the job that has its turn is told of nodes.
-_OfNode = NodeRegistered | NodeLost | CordonEvent
+_OfNode = NodeRegistered | NodeLost | DrainEvent
 #: What is about one job.
 _OfJob = (
     JobSubmitted
