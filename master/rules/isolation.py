@@ -12,7 +12,7 @@ say the same: with one meeting alone, whoever hosts it looks cut off in any part
 is given up is put aside as any that fails again and again, each time for longer, and joins again
 when its time is over. Where the others cannot go on without, all meet again, as they do where
 nobody knows who is to blame. Pure; what workers have told is in
-`oobleck.master.state.unreachable`.
+`oobleck.master.state.worker_reports`.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from oobleck.master.rules import holders, node_faults
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.stalls import plan_without
 from oobleck.master.state.job import Job
-from oobleck.master.state.unreachable import Pair, meeting_host, ordered
+from oobleck.master.state.worker_reports import Pair, meeting_host, ordered
 from oobleck.planner.ids import NodeName
 from oobleck.planner.recovery.reconfigure import can_lose
 

@@ -1,7 +1,8 @@
-"""What workers say, by way of their agents: ends, hangs, phases, losses, failures, checkpoints.
+"""What workers say, by way of their agents: ends, hangs, losses, failures,
+phases, checkpoints, measurements.
 
-Writes to what is `seen` of the job, and that the node was heard. What a process says that another
-one has replaced changes nothing. Must not know what is decided by it.
+Writes to what is `seen` of the job. What a process says that another one has replaced changes
+nothing. Must not know what is decided by it.
 """
 
 import msgspec
@@ -18,12 +19,15 @@ from oobleck.host.ipc.messages import (
     SaveFailed,
 )
 from oobleck.master.events.reports import WorkerReported
-from oobleck.master.state import evidence, unreachable
+from oobleck.master.state import evidence
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.job_observed import SaveReport
-from oobleck.master.state.progress import take_phase
+from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.proto.types import Hung, WorkerExited
+
+#: Two nodes, in the order of their names, one of which reported that it does not reach the other.
+Pair = tuple[NodeName, NodeName]
 
 
 def hear(state: ClusterState, event: WorkerReported, now: float) -> bool:
@@ -40,7 +44,7 @@ def hear(state: ClusterState, event: WorkerReported, now: float) -> bool:
             return _hear_save(job, event, save, now)
         case PhaseReached() as reached:
             if not _is_stale(job, event):
-                take_phase(job, event.worker, reached, now)
+                _take_phase(job, event.worker, reached, now)
         case PeerLost() as lost:
             _hear_peer_lost(state, job, event, lost, now)
         case Measured() | LinkMeasured() as measured:
@@ -118,7 +122,7 @@ def _hear_peer_lost(
         at, first = job.seen.peers_lost.setdefault(event.worker, (now, lost))
         if first.generation == lost.generation:
             job.seen.peers_lost[event.worker] = at, _with_more(first, lost)
-        unreachable.note(state, job, event.worker, lost)
+        _note_no_way(state, job, event.worker, lost)
         evidence.note(state, event, now)
 
 
@@ -156,3 +160,72 @@ def _is_stale(job: Job, event: WorkerReported) -> bool:
         newer = isinstance(event.what, CheckpointSaved) and event.what.step > newest
         return not (due or newer)
     return True
+
+
+def _note_no_way(state: ClusterState, job: Job, worker: WorkerId, lost: PeerLost) -> None:
+    """Keep to whom `worker` says that there is no way, if it does."""
+    if lost.generation != job.generation or not (lost.store_unreached or lost.unreached):
+        return
+    if (host := meeting_host(state, job)) is None:
+        return
+    others = {peer.node for peer in lost.unreached} | ({host} if lost.store_unreached else set())
+    pairs = {ordered(worker.node, other) for other in others - {worker.node}}
+    if pairs:
+        job.seen.since_step.no_way.setdefault(host, set()).update(pairs)
+
+
+def ordered(a: NodeName, b: NodeName) -> Pair:
+    return (min(a, b), max(a, b))
+
+
+def meeting_host(state: ClusterState, job: Job) -> NodeName | None:
+    """The node at whose store the newest generation meets."""
+    if job.made is None:
+        return None
+    store = job.made.rendezvous.store
+    for name in job.members:
+        node = state.nodes.get(name)  # one of a job that has ended may be forgotten
+        if node and any(worker.store == store for worker in node.seen.status.workers):
+            return name
+    return None
+
+
+def note_entered(job: Job, process: Incarnation, generation: Generation) -> None:
+    """What the process has entered, by its report or by its node's status: a master that has just
+    started did not get the report."""
+    before = job.seen.processes.entered.get(process, frozenset())
+    # Where a plan is not known any more a step has been committed in a newer one.
+    if generation in job.lineage.plans and generation not in before:
+        job.seen.processes.entered[process] = before | {generation}
+
+
+def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -> None:
+    process = job.processes().get(worker)
+    if reached.phase == "transferred" and process is not None:
+        note_entered(job, process, reached.generation)
+    timeline = job.seen.timeline
+    note_progress(job, reached.generation, now)
+    if timeline is None or reached.generation != job.generation:
+        return
+    match reached.phase:
+        case "aborted":
+            if job.made is None or worker not in job.made.starting:
+                timeline.aborted_at = now  # others have nothing to leave
+            timeline.answered.add(worker)
+        case "joined":
+            timeline.joined_at = now
+            timeline.joined.add(worker)
+            timeline.committed_step = reached.committed_step
+            timeline.redo = timeline.redo or reached.redo
+            timeline.rolled_forward = timeline.rolled_forward or reached.rolled_forward
+            timeline.salvaged_microbatches = reached.salvaged_microbatches
+        case "transferred":
+            timeline.transferred_at = now
+            timeline.entered.add(worker)
+            timeline.received_bytes += reached.received_bytes
+
+
+def note_progress(job: Job, generation: Generation, now: float) -> None:
+    """What older generations still do is no way forward for a newer one that waits for them."""
+    if generation >= job.generation:
+        job.seen.progressed_at = now

@@ -102,7 +102,7 @@ def test_a_master_without_the_journal_s_end_learns_it_from_the_agents() -> None:
         again = read_register(pb.Register.FromString(message), facts(name).incarnation)
         state.nodes[NodeName(name)].seen.running = again.running
     state.active = job.id
-    decision = adopt(context(state))
+    decision = adopt(context(state), job)
     assert decision is not None
     (event,) = decision.actions
     assert isinstance(event, PlanMade)
