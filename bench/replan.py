@@ -15,22 +15,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 
+from bench.support.trained import planned_job, ready_node
 from oobleck.host.detection import Detection
-from oobleck.host.ipc.messages import Rendezvous
-from oobleck.master.events.plans import PlanMade
-from oobleck.master.planning import client
 from oobleck.master.planning.solve import AtOnce
 from oobleck.master.rules.decision import Context
 from oobleck.master.rules.next_plan import next_plan
-from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.job import Job
-from oobleck.master.state.node import Node, NodeSeen
-from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
+from oobleck.master.state.node import Node
+from oobleck.planner.ids import Generation, JobId
 from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.profile.estimate import estimate_profile
-from oobleck.planner.recovery.reconfigure import can_lose
-from oobleck.proto.types import NodeFacts, NodeStatus, WorkerStatus
 
+JOB = JobId("replan-1")
 FAULT_TOLERANCE = 2
 NODES_PER_PIPELINE = 3
 
@@ -60,59 +55,20 @@ class Cluster:
         self.spec = job_spec(microbatches=microbatches * count)
         self._workers = workers
         self._memory = memory_per_worker(self.spec, workers)
-        self.state = ClusterState()
+        self.nodes = [self._ready(number) for number in range(count)]
+        self.state, self.job = planned_job(JOB, self.spec, self.nodes)
+        self.job.seen.steps.committed_step = 5
+        self.job.trained = self.job.made
         self.context = Context(
             state=self.state, now=0.0, timing=Detection(), nonce="", planner=AtOnce()
         )
-        self.nodes = [self.add(number) for number in range(count)]
-        self.job = Job(id=JobId("replan-1"), request_id="", spec=self.spec, submitted_at=0.0)
-        self.job.lineage.most_nodes = count
-        self.state.jobs[self.job.id] = self.job
-        plan = client.first_plan(self.context.planner, self.job, self.nodes, Generation(1))
-        self.job.lineage.plans[Generation(1)] = plan
-        self.job.seen.steps.committed_step = 5
-        self.job.made = self.job.trained = PlanMade(
-            job_id=self.job.id,
-            plan=plan,
-            rendezvous=Rendezvous(store="", prefix=""),
-            boundary=False,
-            incarnations=tuple(Incarnation(str(worker)) for worker in plan.workers),
-            cause="start",
-            rule="start",
-            reason="",
-            nodes_lost=(),
-            workers_lost=(),
-            nodes_joined=(),
-            can_lose=can_lose(plan),
-            worker_slots=workers,
-            detect_s=0.0,
-        )
+
+    def _ready(self, number: int) -> Node:
+        return ready_node(f"n{number:04}", JOB, memory=self._memory, slots=self._workers)
 
     def add(self, number: int) -> Node:
-        name = NodeName(f"n{number:04}")
-        facts = NodeFacts(
-            node=name,
-            incarnation=Incarnation(f"{number:04x}"),
-            hostname=name,
-            address="10.0.0.1",
-            pid=1,
-            worker_slots=self._workers,
-            device="cpu",
-            memory_per_worker_bytes=self._memory,
-        )
-        workers = tuple(
-            WorkerStatus(
-                slot=slot,
-                incarnation=Incarnation(f"{name}/{slot}"),
-                pid=2,
-                generation=Generation(1),
-                committed_step=5,
-            )
-            for slot in range(self._workers)
-        )
-        status = NodeStatus(job_id=JobId("replan-1"), generation=Generation(1), workers=workers)
-        node = Node(facts=facts, seen=NodeSeen(last_heard=0.0, session=1, status=status))
-        self.state.nodes[name] = node
+        node = self._ready(number)
+        self.state.nodes[node.facts.node] = node
         return node
 
     def without(self, lost: int, times: int) -> Iterator[list[Node]]:
