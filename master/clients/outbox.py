@@ -82,59 +82,38 @@ class AgentSession:
         return messages
 
 
-class Acknowledger:
-    """Gathers the jobs whose records have come since the agents were last told of any."""
+class Rounds:
+    """Tells sessions in turn of the jobs whose records have come, a few at a time: to write to a
+    thousand of them at once would keep everybody else waiting."""
 
     def __init__(self, at_most_every_s: float) -> None:
         self._at_most_every_s = at_most_every_s
-        self._jobs: set[JobId] = set()
-        self._free_at = 0.0
-
-    def note(self, job_id: JobId) -> None:
-        self._jobs.add(job_id)
-
-    @property
-    def due_at(self) -> float | None:
-        """When `take` gives something; None: nothing is to be told."""
-        return self._free_at if self._jobs else None
-
-    def take(self, now: float) -> list[JobId]:
-        """The jobs to be acknowledged now."""
-        if not self._jobs or now < self._free_at:
-            return []
-        jobs = sorted(self._jobs)
-        self._jobs.clear()
-        self._free_at = now + self._at_most_every_s
-        return jobs
-
-
-class Rounds:
-    """Tells all sessions in turn of the jobs whose records have come, a few at a time: to write
-    to a thousand of them at once would keep everybody else waiting."""
-
-    def __init__(self) -> None:
-        self._acknowledger = Acknowledger(OTHERS_S)
+        #: Whose records have come since the round began, and when the next one may.
+        self._noted: set[JobId] = set()
+        self._next_round_at = 0.0
+        #: What this round tells, to which sessions (by number) still, and when to the next few.
         self._jobs: list[JobId] = []
-        #: Numbers of the sessions that this round has not come to.
         self._left: deque[int] = deque()
         self._free_at = 0.0
 
     def note(self, job_id: JobId) -> None:
-        self._acknowledger.note(job_id)
+        self._noted.add(job_id)
 
     @property
     def due_at(self) -> float | None:
         """When `take` gives something; None: nothing is to be told."""
-        return self._free_at if self._left else self._acknowledger.due_at
+        if self._left:
+            return self._free_at
+        return self._next_round_at if self._noted else None
 
     def take(self, now: float, sessions: Iterable[int]) -> tuple[list[JobId], list[int]]:
         """What is to be told now, and to whom of all `sessions`."""
-        if self._left and now < self._free_at:
+        if (due_at := self.due_at) is None or now < due_at:
             return [], []
         if not self._left:
-            self._jobs = self._acknowledger.take(now)
-            if not self._jobs:
-                return [], []
+            self._jobs = sorted(self._noted)
+            self._noted.clear()
+            self._next_round_at = now + self._at_most_every_s
             self._left.extend(sessions)
         told = [self._left.popleft() for _ in range(min(len(self._left), _TOLD_AT_ONCE))]
         self._free_at = now + _TELLING_S

@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING
 
 from oobleck.host.ipc.messages import Evaluated
 from oobleck.master.clients.incoming import Incoming, Output, Records
-from oobleck.master.clients.outbox import (
-    SENDERS_S,
-    Acknowledger,
-    AgentSession,
-    Rounds,
-)
+from oobleck.master.clients.outbox import OTHERS_S, SENDERS_S, AgentSession, Rounds
 from oobleck.master.config import MasterConfig
 from oobleck.master.events.reports import (
     AgentRefused,
@@ -51,8 +46,8 @@ class Sessions:
         self._ledger = ledger
         self._inbox = inbox
         self._changes = changes
-        self._to_senders = Acknowledger(SENDERS_S)
-        self._to_all = Rounds()
+        self._to_senders = Rounds(SENDERS_S)
+        self._to_all = Rounds(OTHERS_S)
         #: Sessions that records came from, since those were last acknowledged.
         self._senders: set[int] = set()
         self._open: dict[int, AgentSession] = {}
@@ -218,9 +213,9 @@ class Sessions:
     def acknowledge(self) -> None:
         """Have the agents told how far the records are on disk."""
         now = self._ledger.now()
-        if jobs := self._to_senders.take(now):
-            senders, self._senders = self._senders, set()
-            self._tell_stored(jobs, senders)
+        jobs, senders = self._to_senders.take(now, self._senders)
+        self._senders.difference_update(senders)
+        self._tell_stored(jobs, senders)
         self._tell_stored(*self._to_all.take(now, self._open))
 
     def _tell_stored(self, jobs: Iterable[JobId], sessions: Iterable[int]) -> None:

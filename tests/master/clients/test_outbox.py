@@ -17,7 +17,7 @@ def told_in(rounds: Rounds, until: float) -> list[tuple[float, list[JobId], list
 
 
 def test_a_round_comes_to_every_session_once() -> None:
-    rounds = Rounds()
+    rounds = Rounds(OTHERS_S)
     rounds.note(FIRST)
     told = told_in(rounds, OTHERS_S)
     assert len(told) > 1
@@ -27,7 +27,7 @@ def test_a_round_comes_to_every_session_once() -> None:
 
 
 def test_a_job_that_comes_in_a_round_is_told_of_in_the_next_one() -> None:
-    rounds = Rounds()
+    rounds = Rounds(OTHERS_S)
     rounds.note(FIRST)
     first = rounds.take(0.0, SESSIONS)
     rounds.note(SECOND)
