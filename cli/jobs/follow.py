@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from oobleck.cli.client import MasterClient, Unreachable
 from oobleck.cli.jobs.away import Away
 from oobleck.cli.output import text
+from oobleck.cli.output.events import event_line
 from oobleck.cli.output.table import cut
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
@@ -157,7 +158,7 @@ def follow(master: MasterClient, job_id: str, out: TextIO = sys.stdout) -> pb.Jo
                         events_seen += 1
                         if events_seen > shown:
                             shown = events_seen
-                            progress.above(text.event_line(record, progress.width))
+                            progress.above(event_line(record, progress.width))
                     case _Closed(error=Unreachable() as error):
                         lost = error
                     case _Closed(error=CommandFailed() as failure):

@@ -100,6 +100,7 @@ def events(job_id: str, follow: bool, incidents: bool, master: Endpoint, as_json
     from oobleck.cli.client import MasterClient
     from oobleck.cli.jobs.away import follow_events
     from oobleck.cli.output import incident, text
+    from oobleck.cli.output.events import event_line
 
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     told = 0
@@ -120,7 +121,7 @@ def events(job_id: str, follow: bool, incidents: bool, master: Endpoint, as_json
                     incident.block(event, colour=colour, width=terminal_width()), color=colour
                 )
             else:
-                click.echo(text.event_line(event, terminal_width()))
+                click.echo(event_line(event, terminal_width()))
     if incidents and told == 0:
         click.echo(
             f"no failure of {job_id} is over; 'oobleck status {job_id}' names one that is not",

@@ -15,6 +15,7 @@ from oobleck.cli.jobs import show
 from oobleck.cli.jobs.follow import progress_line
 from oobleck.cli.main import oobleck
 from oobleck.cli.output import incident, text
+from oobleck.cli.output.events import event_line
 from oobleck.host.log import FieldFormatter
 from oobleck.planner.job.spec import ModelSpec, TrainingSpec
 from oobleck.planner.recovery.checkpoint import LayerFile, Manifest, format_manifest, layer_file
@@ -70,7 +71,7 @@ def test_status_and_nodes() -> None:
 def test_events(event: str) -> None:
     numbers = {"step": 1, "bytes": 1, "seconds": 1.0, "detect_s": 0.1, "time": 1.0}
     texts = {**dict.fromkeys(EVENT_FIELDS, HOSTILE), "passed_over": [HOSTILE]}
-    assert is_shown(text.event_line({"event": event, **numbers, **texts}))
+    assert is_shown(event_line({"event": event, **numbers, **texts}))
 
 
 def test_an_incident() -> None:

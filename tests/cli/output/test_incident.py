@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from oobleck.cli.output import incident, text
+from oobleck.cli.output.events import event_line
 from oobleck.proto import control_pb2 as pb
 
 AT = 1_700_000_010.0
@@ -177,4 +178,4 @@ def test_status_names_the_newest_incident_in_one_line() -> None:
 
 
 def test_elsewhere_an_incident_is_one_line() -> None:
-    assert text.event_line(RECORD).endswith(f"incident 2: {RECORD['summary']}")
+    assert event_line(RECORD).endswith(f"incident 2: {RECORD['summary']}")

@@ -6,6 +6,7 @@ import pytest
 
 from oobleck.cli.cluster.pki import credentials_table
 from oobleck.cli.output import text
+from oobleck.cli.output.events import event_line
 from oobleck.cli.output.table import folded, table
 from oobleck.cli.planning.plan import report_text
 from oobleck.planner.report.report import make_report
@@ -148,11 +149,11 @@ def test_a_long_name_in_a_last_column_stands_whole_below_its_row() -> None:
 
 def test_an_event_that_is_too_long_goes_on_below_its_text() -> None:
     event = {"event": "waiting", "time": 1.25, "reason": REASON}
-    lines = text.event_line(event, 80).splitlines()
+    lines = event_line(event, 80).splitlines()
     assert len(lines) == 3
     assert max(map(len, lines)) <= 80
     assert [line[:14].strip() for line in lines[1:]] == ["", ""]
-    assert " ".join(" ".join(lines).split()) == " ".join(text.event_line(event).split())
+    assert " ".join(" ".join(lines).split()) == " ".join(event_line(event).split())
 
 
 def test_a_plan_fits_80_columns() -> None:

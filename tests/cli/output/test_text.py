@@ -6,6 +6,7 @@ import pytest
 
 from oobleck.cli.jobs.follow import LiveLine, progress_line
 from oobleck.cli.output import text
+from oobleck.cli.output.events import event_line
 from oobleck.proto import control_pb2 as pb
 
 
@@ -326,7 +327,7 @@ def test_elsewhere_a_line_comes_each_second_or_with_a_change_of_state() -> None:
     ids=lambda value: value["event"] if isinstance(value, dict) else "",
 )
 def test_event_lines(record: dict[str, object], sentence: str) -> None:
-    line = text.event_line({"time": 1.25, **record})
+    line = event_line({"time": 1.25, **record})
     assert line.split("  ", 1)[1] == sentence
     assert line.split("  ", 1)[0].endswith(".250")
 
@@ -346,7 +347,7 @@ def test_what_workers_say_stays_in_its_line_and_moves_no_cursor() -> None:
         text.jobs_table([job]),
         text.nodes_table([node]),
         text.job_text(job),
-        text.event_line(event),
+        event_line(event),
         progress_line(job),
     ]
     for one in shown:
