@@ -3,9 +3,11 @@
 import base64
 import contextlib
 import errno
+import os
 import random
 import resource
 import shutil
+import stat
 import zlib
 from pathlib import Path
 
@@ -214,13 +216,14 @@ def test_without_its_snapshot_it_has_the_events_that_led_to_it(tmp_path: Path) -
 def test_a_snapshot_that_is_not_known_to_stay_is_written_behind_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(directory: Path) -> None:
-        raise OSError(errno.EIO, f"{directory} takes nothing")
+    def fail(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EIO, "the folder takes nothing")
 
     path = tmp_path / "journal.log"
     filled(path)
     with contextlib.closing(Journal(path)) as journal:
-        monkeypatch.setattr("oobleck.master.storage.journal._sync_directory", fail)
+        monkeypatch.setattr(os, "fsync", fail)
         with pytest.raises(StorageFailed):
             journal.compact("anything", 5.0)
         monkeypatch.undo()
