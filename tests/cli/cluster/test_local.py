@@ -17,7 +17,7 @@ from oobleck.cli.cluster.local import NODE_BYTES
 from support.commands import end, refused, run
 from support.waiting import PATIENCE_S, all_gone, until
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("quick_start")]
 
 
 class Local:

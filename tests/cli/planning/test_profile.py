@@ -15,13 +15,13 @@ from oobleck.planner.profile.file import parse_profile
 from support.commands import end, refused, run, start_master
 from support.waiting import all_gone
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("quick_start")]
 
 JobFile = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def measured(tmp_path_factory: pytest.TempPathFactory, quick_start: None) -> tuple[Path, str]:
     """A job file and the profile file that this machine's workers measured for it."""
     folder = tmp_path_factory.mktemp("measured")
     (folder / "data.txt").write_text("some text " * 100)
