@@ -17,6 +17,7 @@ from oobleck.agent.__main__ import default_name, read_faults
 from oobleck.agent.connection.address import local_address
 from support.commands import end, start_master
 from support.folders import SUPPORT
+from support.forked import run_forked
 from support.waiting import PATIENCE_S, all_gone, is_stopped, until
 
 AGENT = [sys.executable, "-m", "oobleck.agent"]
@@ -45,9 +46,7 @@ AGENT = [sys.executable, "-m", "oobleck.agent"]
     ids=lambda value: " ".join(map(os.path.basename, value)) if isinstance(value, list) else "",
 )
 def test_wrong_usage_is_one_line(arguments: list[str], part: str) -> None:
-    result = subprocess.run(
-        [*AGENT, *arguments], capture_output=True, text=True, check=False, timeout=PATIENCE_S
-    )
+    result = run_forked("oobleck-agent", *arguments)
     assert result.returncode == 2
     (line,) = result.stderr.strip().split("\n")
     assert line.startswith("oobleck-agent: ")

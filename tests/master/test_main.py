@@ -20,19 +20,14 @@ from oobleck.master.storage.journal import Journal
 from oobleck.master.storage.ledger import Ledger
 from oobleck.planner.ids import JobId
 from support.fake_agent import MasterProcess, master
+from support.forked import run_forked
 from support.scenario import job_spec
 from support.waiting import PATIENCE_S, all_gone
 
 
 def refused(*arguments: str, code: int = 2) -> str:
     """Run a master that is to refuse its flags, or what they name; returns its one line."""
-    done = subprocess.run(
-        [sys.executable, "-m", "oobleck.master", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    done = run_forked("oobleck-master", *arguments)
     assert done.returncode == code, done
     assert done.stdout == ""
     lines = [line for line in done.stderr.splitlines() if " INFO " not in line]

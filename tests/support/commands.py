@@ -17,7 +17,7 @@ def run(
     """`oobleck ARGUMENTS`, as a process; `environment` comes on top of this one's, and has the
     command started from the beginning, since it may say how."""
     if environment is None:
-        return run_forked(arguments, timeout_s)
+        return run_forked("oobleck", *arguments, timeout_s=timeout_s)
     return subprocess.run(
         [sys.executable, "-m", "oobleck.cli.main", *arguments],
         env={**os.environ, **environment},

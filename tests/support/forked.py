@@ -1,10 +1,11 @@
-"""The `oobleck` command in a fork of a process that has its modules loaded.
+"""The programs in a fork of a process that has its modules loaded.
 
-Loading them takes a third of a second of a core for each of some hundred commands. What runs is the
+Loading them takes a third of a second of a core for each of some hundred starts. What runs is the
 same `main`, in a process of its own, with the arguments, folder and environment that it is given.
 Nothing in the first process talks to anybody: gRPC must not be in use where a process forks.
 """
 
+import importlib
 import multiprocessing
 import os
 import subprocess
@@ -17,13 +18,21 @@ from multiprocessing.context import ForkServerContext
 
 import pytest
 
-from oobleck.cli.main import COMMANDS, main
+from oobleck.cli.main import COMMANDS
+from support.waiting import PATIENCE_S
+
+_MAIN = {
+    "oobleck": "oobleck.cli.main",
+    "oobleck-master": "oobleck.master.__main__",
+    "oobleck-agent": "oobleck.agent.__main__",
+}
 
 
 @cache
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([where.partition(":")[0] for where, _ in COMMANDS.values()])
+    verbs = [where.partition(":")[0] for where, _ in COMMANDS.values()]
+    context.set_forkserver_preload([*_MAIN.values(), *verbs])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPC_VERBOSITY", "NONE")  # as `main` does before gRPC is loaded
         forkserver.ensure_running()
@@ -31,6 +40,7 @@ def _server() -> ForkServerContext:
 
 
 def _main(
+    program: str,
     arguments: tuple[str, ...],
     folder: str,
     environment: Mapping[str, str],
@@ -45,16 +55,18 @@ def _main(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = ["oobleck", *arguments]
-    main()
+    sys.argv = [program, *arguments]
+    importlib.import_module(_MAIN[program]).main()
 
 
-def run_forked(arguments: tuple[str, ...], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Raises TimeoutExpired, and has then killed it."""
+def run_forked(
+    program: str, *arguments: str, timeout_s: float = PATIENCE_S
+) -> subprocess.CompletedProcess[str]:
+    """One of the three programs, to its end. Raises TimeoutExpired, and has then killed it."""
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as errors:
         process = _server().Process(
             target=_main,
-            args=(arguments, os.getcwd(), dict(os.environ), (out.name, errors.name)),
+            args=(program, arguments, os.getcwd(), dict(os.environ), (out.name, errors.name)),
         )
         process.start()
         process.join(timeout_s)
