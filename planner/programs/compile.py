@@ -128,7 +128,6 @@ def add_communication(
 ) -> Iterator[Instruction]:
     """Receives stand right before their use, sends right after what they send.
 
-    So wherever both neighbours would send first, each one's send and receive are one exchange.
     `member`: which worker of the stage it is; between stages of different numbers of workers each
     talks to those that hold the same rows. Gradients go no further than to the stage of layer
     `lowest` of their micro-batch, by default layer 0.

@@ -8,7 +8,7 @@ came about.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from oobleck.planner.errors import ProgramDeadlock
@@ -20,7 +20,6 @@ from oobleck.planner.programs.instructions import (
     Compute,
     Forward,
     Instruction,
-    LoadTokens,
     Message,
     Program,
     ReceiveActivation,
@@ -34,28 +33,20 @@ from oobleck.planner.programs.instructions import (
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.text import format_instruction
 
-_SENDS = (SendActivation, SendGradient)
-_RECEIVES = (ReceiveActivation, ReceiveGradient)
-
 #: Sender and receiver.
 _Link = tuple[WorkerId, WorkerId]
 #: What travels on a link: whether it is a gradient, pipeline, micro-batch, rows.
 _Content = tuple[bool, int, int, Share]
 
 
-def dry_run(
-    programs: Mapping[WorkerId, Program], plan: Plan, *, blocking_sends: bool = False
-) -> None:
+def dry_run(programs: Mapping[WorkerId, Program], plan: Plan) -> None:
     """Run `programs` once. Raises ProgramDeadlock with who waits for what.
 
-    Links are first-in-first-out: a worker that receives messages in another order than they were
-    sent waits for ever. Programs may be those of some workers: messages with others pass at once.
-
-    `blocking_sends`: a send ends when the message is received, instead of at once; sends directly
-    followed by receives are posted together and end together. No transport has such sends; tests
-    hold the schedules to them.
+    Sends end at once. Links are first-in-first-out: a worker that receives messages in another
+    order than they were sent waits for ever. Programs may be those of some workers: messages with
+    others pass at once.
     """
-    _Run(programs, plan, blocking_sends).finish()
+    _Run(programs, plan).finish()
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +59,6 @@ class _Runner:
     #: Gradient sums that it has come to, and how many of them are over, oldest first.
     started: list[SyncGradient] = field(default_factory=list)
     summed: int = 0
-    #: With blocking sends: the messages of its exchange that have not passed yet.
-    pending: set[tuple[_Link, _Content]] = field(default_factory=set)
 
     @property
     def next(self) -> Instruction | None:
@@ -77,7 +66,7 @@ class _Runner:
 
 
 class _Run:
-    def __init__(self, programs: Mapping[WorkerId, Program], plan: Plan, blocking: bool) -> None:
+    def __init__(self, programs: Mapping[WorkerId, Program], plan: Plan) -> None:
         self._runners = {w: _Runner(w, program) for w, program in sorted(programs.items())}
         self._width = {
             (number, position): len(stage.workers)
@@ -88,14 +77,10 @@ class _Run:
         #: Messages that are on their way, and who waits for the next one.
         self._sent: dict[_Link, deque[_Content]] = defaultdict(deque)
         self._receiver: dict[_Link, _Runner] = {}
-        #: With blocking sends, who has come first to a message: its sender, if True, or receiver.
-        self._posted: dict[tuple[_Link, _Content, bool], _Runner] = {}
         #: Workers of a stage that have come to a piece of compute.
         self._gathered: dict[tuple[int, int, int, type[Compute]], list[_Runner]] = {}
         #: By bucket: the workers that have it as their oldest open sum.
         self._ready_to_sum: dict[int, set[WorkerId]] = defaultdict(set)
-        self._send: Callable[[_Runner, Message], bool] = self._exchange if blocking else self._go
-        self._receive = self._exchange if blocking else self._take
 
     def finish(self) -> None:
         while self._runnable:
@@ -131,14 +116,14 @@ class _Run:
 
     # ---- messages
 
-    def _go(self, runner: _Runner, step: Message) -> bool:
+    def _send(self, runner: _Runner, step: Message) -> bool:
         link, content = _message(runner.id, step)
         self._sent[link].append(content)
         if link in self._receiver:
             self._runnable.append(self._receiver.pop(link))
         return True
 
-    def _take(self, runner: _Runner, step: Message) -> bool:
+    def _receive(self, runner: _Runner, step: Message) -> bool:
         link, content = _message(runner.id, step)
         sent = self._sent[link]
         if sent and sent[0] == content:
@@ -146,27 +131,6 @@ class _Run:
             return True
         self._receiver[link] = runner
         return False
-
-    def _exchange(self, runner: _Runner, first: Message) -> bool:
-        """Post the exchange that the worker stands before; go on once all of it has passed."""
-        last = runner.position
-        for position, step in _exchanged(runner):
-            last = position
-            if step.peer not in self._runners:
-                continue
-            link, content = _message(runner.id, step)
-            sends = isinstance(step, _SENDS)
-            peer = self._posted.pop((link, content, not sends), None)
-            if peer is None:
-                self._posted[link, content, sends] = runner
-                runner.pending.add((link, content))
-                continue
-            peer.pending.discard((link, content))
-            if not peer.pending:
-                peer.position += 1
-                self._runnable.append(peer)
-        runner.position = last
-        return not runner.pending
 
     # ---- what several workers do together
 
@@ -213,12 +177,6 @@ class _Run:
 
     def _describe(self, runner: _Runner) -> str:
         step = runner.next
-        if runner.pending:  # of an exchange, name a message that has not passed
-            step = next(
-                s
-                for s in reversed(runner.program[: runner.position + 1])
-                if isinstance(s, Message) and _message(runner.id, s) in runner.pending
-            )
         assert step is not None
         words = f"{runner.id} waits at {format_instruction(step)}"
         match step:
@@ -237,22 +195,9 @@ class _Run:
                 return words
 
 
-def _exchanged(runner: _Runner) -> Iterator[tuple[int, Message]]:
-    """The messages of the exchange that the worker stands before, with their positions: sends,
-    then receives, with nothing computed between them."""
-    receiving = False
-    for position in range(runner.position, len(runner.program)):
-        step = runner.program[position]
-        if isinstance(step, LoadTokens):
-            continue
-        receiving = receiving or isinstance(step, _RECEIVES)
-        if not isinstance(step, Message) or (receiving and isinstance(step, _SENDS)):
-            return
-        yield position, step
-
-
 def _message(worker: WorkerId, step: Message) -> tuple[_Link, _Content]:
     """Of an instruction of `worker`, the same on both sides."""
-    link = (worker, step.peer) if isinstance(step, _SENDS) else (step.peer, worker)
+    sends = isinstance(step, SendActivation | SendGradient)
+    link = (worker, step.peer) if sends else (step.peer, worker)
     gradient = isinstance(step, SendGradient | ReceiveGradient)
     return link, (gradient, step.pipeline, step.microbatch, step.share)

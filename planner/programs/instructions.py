@@ -6,9 +6,7 @@ pipeline, stage and micro-batch it acts on and, where it talks, the peer worker,
 may also execute micro-batches of another pipeline's stage whose layers it holds.
 
 Sends are asynchronous (the executor starts them and goes on); receives, which the executor posts
-ahead, `SyncGradient`'s end and `Vote` wait. Sends directly followed by receives, with no compute
-between them, are one *exchange*: on a transport whose sends block until they are received (NCCL),
-they are posted together as one group. Micro-batches are numbered over the global batch.
+ahead, `SyncGradient`'s end and `Vote` wait. Micro-batches are numbered over the global batch.
 """
 
 from dataclasses import dataclass

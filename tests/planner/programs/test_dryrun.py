@@ -9,16 +9,18 @@ from oobleck.planner.errors import ProgramDeadlock
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.compile import compile_programs
 from oobleck.planner.programs.dryrun import dry_run
-from oobleck.planner.programs.instructions import Backward, Forward, SendActivation, SyncGradient
-from oobleck.planner.programs.text import (
-    format_instruction,
-    format_programs,
-    parse_instruction,
-    parse_programs,
+from oobleck.planner.programs.instructions import (
+    Backward,
+    Forward,
+    SendActivation,
+    Share,
+    SyncGradient,
 )
+from oobleck.planner.programs.text import format_instruction
 from oobleck.planner.search.templates import generate_templates
 from support.plans import plan_of_cuts, plan_of_templates, worker
 from support.profiles import profile_of, random_profile
+from support.program_text import format_programs, parse_instruction, parse_programs
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -70,25 +72,6 @@ def test_programs_of_any_plan_end_and_do_everything_once(seed: int, tied: bool) 
     for owners, issued in order.items():
         assert tuple(sorted(owner for owner, _ in issued)) == owners
         assert len({tuple(numbers) for _, numbers in issued}) == 1
-
-
-def test_blocking_sends_deadlock_and_the_report_names_both_sides() -> None:
-    profile = profile_of([1.0, 1.0])
-    plan = plan_of_templates(generate_templates(profile, range(2, 3)), (2, 2))
-    programs = parse_programs(
-        # Compute between a send and the receive that answers it: they are no exchange any more.
-        "n0/0: 0.0:LOAD0 0.0:F0 0.0:SEND_F0>n1/0 0.0:LOAD1 0.0:F1 0.0:SEND_F1>n1/0 "
-        "0.0:LOAD2 0.0:F2 0.0:RECV_B0<n1/0 0.0:B0 0.0:RECV_B1<n1/0 0.0:B1 VOTE[] STEP\n"
-        "n1/0: 0.1:LOAD0 0.1:RECV_F0<n0/0 0.1:F0 0.1:B0 0.1:SEND_B0>n0/0 "
-        "0.1:LOAD2 0.1:F2 0.1:LOAD1 0.1:RECV_F1<n0/0 0.1:F1 0.1:B1 0.1:SEND_B1>n0/0 VOTE[] STEP\n"
-    )
-    dry_run(programs, plan)
-    with pytest.raises(ProgramDeadlock) as caught:
-        dry_run(programs, plan, blocking_sends=True)
-    assert caught.value.waiting == (
-        "n0/0 waits at 0.0:SEND_F1>n1/0 for n1/0",
-        "n1/0 waits at 0.1:SEND_B0>n0/0 for n0/0",
-    )
 
 
 def test_a_send_that_is_missing_is_found() -> None:
@@ -149,29 +132,9 @@ def test_program_text_reads_like_this() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "word",
-    [
-        "",
-        "JUMP",
-        "0.0:F",
-        "0.0:F1<n0/0",
-        "0.0:F1(0:1/2)",
-        "0.0:RECV_F1",
-        "0.0:RECV_F1<n0",
-        "0.0:RECV_F1>n0/0",
-        "0.0:RECV_F1(x)<n0/0",
-        "SYNC0[1]",
-    ],
-)
-def test_words_that_are_no_instruction_are_refused(word: str) -> None:
-    with pytest.raises(ValueError, match="is not"):
-        parse_instruction(word)
-
-
 def test_an_empty_share_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a share is 2:2/4; it must not be empty"):
-        parse_instruction("0.0:RECV_F1(2:2/4)<n0/0")
+        Share(2, 2, 4)
 
 
 def test_every_word_survives() -> None:
