@@ -48,9 +48,15 @@ def _packed(told: Assign | Measure) -> bytes:
     return pack(told)
 
 
-@lru_cache(maxsize=4)
+#: The newest job that was told of, and its text.
+_told: list[tuple[JobSpec, str]] = []
+
+
 def _job_text(job: JobSpec) -> str:
-    return format_job(job)
+    """Remembered by identity: what a job holds need not have a hash."""
+    if not _told or _told[0][0] is not job:
+        _told[:] = [(job, format_job(job))]
+    return _told[0][1]
 
 
 @lru_cache(maxsize=4)

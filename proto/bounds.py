@@ -6,8 +6,10 @@ cluster sends, so what breaks one is damage or malice. Must not know what the fi
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any
 
 import msgspec
 from google.protobuf.message import Message
@@ -77,51 +79,63 @@ _SIGNED = frozenset(
 
 def check_bounds(value: object) -> None:
     """All that a message, a Struct or a dataclass holds. Raises ValueError that names the field."""
-    kind, found = _fields_of(value)
-    for name, inner in found:
-        _check(kind, name, inner)
+    if isinstance(value, Message):
+        message = value.DESCRIPTOR.name
+        for field, inner in value.ListFields():
+            _check(f"{message}.{field.name}", list(inner) if field.is_repeated else inner)
+        return
+    kind: Any = type(value)
+    for name, key in _fields(kind):
+        _check(key, getattr(value, name))
 
 
-def _fields_of(value: object) -> tuple[str, Iterable[tuple[str, object]]]:
-    """The name of its type, and its fields."""
-    match value:
-        case Message():
-            return value.DESCRIPTOR.name, [(field.name, each) for field, each in value.ListFields()]
-        case msgspec.Struct():
-            names: Iterable[str] = value.__struct_fields__
-        case _ if is_dataclass(value):
-            names = [field.name for field in fields(value)]
-        case _:
-            raise TypeError(f"there is no bound for {type(value).__name__}")
-    return type(value).__name__, [(name, getattr(value, name)) for name in names]
+@cache
+def _fields(kind: type) -> tuple[tuple[str, str], ...]:
+    """Names and keys in the tables of what a Struct or dataclass holds."""
+    if issubclass(kind, msgspec.Struct):
+        names: Iterable[str] = kind.__struct_fields__
+    elif is_dataclass(kind):
+        names = [field.name for field in fields(kind)]
+    else:
+        raise TypeError(f"there is no bound for {kind.__name__}")
+    return tuple((name, f"{kind.__name__}.{name}") for name in names)
 
 
-def _check(kind: str, name: str, value: object) -> None:
+def _check(key: str, value: object) -> None:
+    """`key`: the type that the value stands in, and the field."""
     match value:
         case str():
-            _check_text(f"{kind}.{name}", name, value)
+            _check_text(key, value)
         case None | bool():
             pass
         case int() | float():
-            if isinstance(value, int) and abs(value) > MOST_NUMBER:
-                raise ValueError(f"{name}: the number is above {MOST_NUMBER}")
-            if not math.isfinite(value):
-                raise ValueError(f"{name}: {value} is not a number")
-            if value < 0 and f"{kind}.{name}" not in _SIGNED:
-                raise ValueError(f"{name}: {value} is below 0")
+            _check_number(key, value)
         case bytes():  # of what is looked at when it is read
             if len(value) > MOST_BYTES:
-                raise ValueError(f"{name}: {len(value)} bytes are more than {MOST_BYTES}")
+                raise _wrong(key, f"{len(value)} bytes are more than {MOST_BYTES}")
         case WorkerId():
             _check_worker(value)
-        case Sequence() | Mapping():
-            if len(value) > (most := _LISTS.get(f"{kind}.{name}", MOST_ITEMS)):
-                raise ValueError(f"{name}: {len(value)} items are more than {most}")
-            items = (*value, *value.values()) if isinstance(value, Mapping) else value
-            for item in items:
-                _check(kind, name, item)
+        case tuple() | list() | dict():
+            if len(value) > (most := _LISTS.get(key, MOST_ITEMS)):
+                raise _wrong(key, f"{len(value)} items are more than {most}")
+            for item in (*value, *value.values()) if isinstance(value, dict) else value:
+                _check(key, item)
         case _:
             check_bounds(value)
+
+
+def _wrong(key: str, problem: str) -> ValueError:
+    return ValueError(f"{key.rpartition('.')[2]}: {problem}")
+
+
+def _check_number(key: str, value: float) -> None:
+    if isinstance(value, int):
+        if abs(value) > MOST_NUMBER:
+            raise _wrong(key, f"the number is above {MOST_NUMBER}")
+    elif not math.isfinite(value):
+        raise _wrong(key, f"{value} is not a number")
+    if value < 0 and key not in _SIGNED:
+        raise _wrong(key, f"{value} is below 0")
 
 
 def _check_worker(worker: WorkerId) -> None:
@@ -130,10 +144,10 @@ def _check_worker(worker: WorkerId) -> None:
         raise ValueError(f"slot: {worker.slot} is not below {MOST_SLOTS}")
 
 
-def _check_text(key: str, name: str, text: str) -> None:
+def _check_text(key: str, text: str) -> None:
     line = key in _LINES
     most = MOST_LINE if line else _TEXTS.get(key, MOST_CHARACTERS)
     if len(text) > most:
-        raise ValueError(f"{name}: {len(text)} characters are more than {most}")
+        raise _wrong(key, f"{len(text)} characters are more than {most}")
     if line and not text.isprintable():
-        raise ValueError(f"{name}: {text[:80]!r} has characters that cannot be printed")
+        raise _wrong(key, f"{text[:80]!r} has characters that cannot be printed")

@@ -16,7 +16,7 @@ T = TypeVar("T")
 _LEVEL = 1
 #: How much larger the text may be than its data. A plan's is 10 to 15 times as large.
 _MOST_RATIO = 64
-#: Bytes of a text that may always be there: a log may have the same line again and again.
+#: Bytes of a text that may always be there.
 _SMALL = 1 << 20
 
 
@@ -25,10 +25,10 @@ def pack(value: object) -> bytes:
     return zlib.compress(encode(value), _LEVEL)
 
 
-def unpack(kind: type[T], data: bytes, most: int = MOST_BYTES) -> T:
-    """Raises ValueError where the data are no `kind`, or break a bound. `most`: bytes of the text;
-    with more it is not looked at, nor where it is far more than honest data of that size hold."""
-    most = min(most, _SMALL + _MOST_RATIO * len(data))
+def unpack(kind: type[T], data: bytes) -> T:
+    """Raises ValueError where the data are no `kind`, or break a bound. A text that is far larger
+    than honest data of that size hold is not looked at."""
+    most = min(MOST_BYTES, _SMALL + _MOST_RATIO * len(data))
     unpacking = zlib.decompressobj()
     try:
         text = unpacking.decompress(data, most)

@@ -1,9 +1,11 @@
-"""What happens to workers, packed and back."""
+"""What happens to workers, as JSON text and back. Most are too short to be compressed."""
 
 from typing import Any
 
 import msgspec
 
+from oobleck.planner.codec import decode, encode
+from oobleck.proto.bounds import check_bounds
 from oobleck.proto.checks import (
     in_field,
     read_incarnation,
@@ -11,17 +13,16 @@ from oobleck.proto.checks import (
     read_slot,
     shortened,
 )
-from oobleck.proto.packed import pack, unpack
 from oobleck.proto.types import WorkerReport
 
-#: Of the text of a report. The master reads reports in its loop; as many as this of a list of
-#: workers were measured to take it 30 ms.
+#: Of a report. The master reads reports in its loop; as many as this of a list of workers were
+#: measured to take it 30 ms.
 MOST_REPORT_BYTES = 1 << 20
 
 
 def report_bytes(report: WorkerReport) -> bytes:
     """Of a text that is too long for a message its end is told."""
-    return pack(_shortened(msgspec.to_builtins(report)))
+    return encode(_shortened(msgspec.to_builtins(report)))
 
 
 def _shortened(value: Any) -> Any:
@@ -39,7 +40,10 @@ def _shortened(value: Any) -> Any:
 def read_report(data: bytes) -> WorkerReport:
     """Raises ValueError that names the field."""
     with in_field("report"):
-        report = unpack(WorkerReport, data, MOST_REPORT_BYTES)
+        if len(data) > MOST_REPORT_BYTES:
+            raise ValueError(f"{len(data)} bytes are more than {MOST_REPORT_BYTES}")
+        report = decode(WorkerReport, data)
+        check_bounds(report)
         read_job_id(report.job_id)
         read_slot(report.slot)
         read_incarnation(report.incarnation)

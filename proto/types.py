@@ -98,6 +98,10 @@ class WorkerExited(msgspec.Struct, frozen=True, kw_only=True, tag="exited"):
     #: It was the kernel that killed it, for want of memory on the host.
     out_of_memory: bool = False
 
+    def __post_init__(self) -> None:
+        if (self.exit_code is None) == (self.signal is None):
+            raise ValueError("exit_code: a process ends with either that or a signal")
+
 
 class Hung(msgspec.Struct, frozen=True, kw_only=True, tag="hung"):
     """Its agent has killed it, because it did not get on."""

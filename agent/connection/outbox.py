@@ -134,8 +134,8 @@ class Outbox:
         A phase comes before the steps that follow it, the last step before the news that the
         worker has finished.
         """
-        packed = [_packed(report) for report in self._reports]
-        found = [pb.AgentMessage(report=data) for data in packed if data is not None]
+        texts = [_text_of(report) for report in self._reports]
+        found = [pb.AgentMessage(report=text) for text in texts if text is not None]
         self._reports.clear()
         while records := self._records.due(now, first=self._has_rank_0):
             assert self._records.job_id is not None
@@ -159,7 +159,7 @@ class Outbox:
         return self._records.next_due(now, first=self._has_rank_0)
 
 
-def _packed(report: WorkerReport) -> bytes | None:
+def _text_of(report: WorkerReport) -> bytes | None:
     """None: the master would refuse it, and end the session, and the next one for the same."""
     data = report_bytes(report)
     try:

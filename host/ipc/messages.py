@@ -245,6 +245,10 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
     #: Unix time of its end.
     time: float
 
+    def __post_init__(self) -> None:
+        if self.step < 1:
+            raise ValueError(f"step: {self.step} is below 1")
+
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True, tag="evaluated"):
     record: EvaluationRecord
@@ -296,6 +300,10 @@ class LinkMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="link_measured
     scope: Scope
     link: LinkMeasurement | None
     problem: str = ""
+
+    def __post_init__(self) -> None:
+        if self.link is not None and self.link.scope != self.scope:
+            raise ValueError(f"scope: {self.scope}, and the link is {self.link.scope}")
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True, tag="recorded"):

@@ -2,7 +2,6 @@
 again without those before it."""
 
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
@@ -227,7 +226,7 @@ HAPPENINGS: tuple[Happening, ...] = (
 
 
 def report_bytes(random: Random, job: str, slot: int, generation: int, worker: str) -> bytes:
-    """A report packed, of which one value may be something else."""
+    """A report, of which one value may be something else."""
     values = msgspec.to_builtins(
         WorkerReport(
             job_id=JobId(job),
@@ -240,7 +239,7 @@ def report_bytes(random: Random, job: str, slot: int, generation: int, worker: s
         values["what"]["generation"] = generation
     if random.random() < 0.5:
         change_value(random, values)
-    return zlib.compress(msgspec.json.encode(values))
+    return msgspec.json.encode(values)
 
 
 def change_value(random: Random, values: dict[str, Any]) -> None:

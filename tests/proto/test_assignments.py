@@ -143,6 +143,15 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, object], reason: str) -
         read_assignment(pb.Assignment(version=1, assign=packed))
 
 
+def test_a_job_that_has_no_hash_is_told_too() -> None:
+    _, job = trained_job([node(0), node(1), node(2)], 32, min_nodes=1)
+    data = replace(job.spec.data, text=["a.txt"])  # type: ignore[arg-type]
+    for spec in (replace(job.spec, data=data), job.spec):
+        told_of = read_assignment(assignment_message(Assignment(version=1, job=spec)))
+        assert told_of.job is not None
+        assert list(told_of.job.data.text) == list(spec.data.text)
+
+
 def test_only_a_master_tells_of_a_job() -> None:
     registration = Registration(
         protocol=PROTOCOL, facts=facts("n1"), status=NodeStatus(), running=told(ASSIGN, "n1")

@@ -3,6 +3,7 @@
 import pytest
 
 from oobleck.host.ipc.messages import Failed, LinkMeasured, Measured, PeerLost, Restored, SaveFailed
+from oobleck.planner.codec import encode
 from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.bounds import check_bounds
@@ -43,3 +44,39 @@ def test_so_does_the_trouble_of_a_node() -> None:
     message = status_message(NodeStatus(trouble=LONG))
     check_bounds(message)
     assert read_status(message).trouble.endswith("the end")
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ({"type": "exited", "pid": 1, "exit_code": 1, "signal": 9}, "exit_code: a process ends"),
+        ({"type": "exited", "pid": 1, "exit_code": None, "signal": None}, "exit_code: a process"),
+        (
+            {
+                "type": "link_measured",
+                "attempt": 1,
+                "scope": "intra_node",
+                "link": {"scope": "inter_node", "latency_s": 1e-4, "bytes_per_s": 1e9},
+            },
+            "scope: intra_node, and the link is inter_node",
+        ),
+        (
+            {
+                "type": "evaluated",
+                "record": {
+                    "step": 0,
+                    "loss": 2.0,
+                    "samples": 4,
+                    "generation": 1,
+                    "seconds": 0.1,
+                    "time": 1.7e9,
+                },
+            },
+            "step: 0 is below 1",
+        ),
+    ],
+)
+def test_what_cannot_have_happened_is_refused(what: dict[str, object], reason: str) -> None:
+    told = {"job_id": "demo-1", "slot": 0, "incarnation": "abcd", "what": what}
+    with pytest.raises(ValueError, match=rf"^report: .*{reason}"):
+        read_report(encode(told))
