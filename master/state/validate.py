@@ -6,7 +6,7 @@ everything and changes nothing.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
 from oobleck.master.events.nodes import NodeYielded, WorkerLost
@@ -30,19 +30,29 @@ class InvariantViolation(Exception):
         self.last_events: tuple[str, ...] = ()
 
 
-def validate(state: ClusterState) -> None:
-    """Raises InvariantViolation with the first sentence that does not hold."""
-    for sentence, holds in OF_THE_CLUSTER:
-        if not holds(state, state):
-            raise InvariantViolation(sentence, "the cluster")
+def validate(state: ClusterState, known: Collection[str] = ()) -> None:
+    """Raises InvariantViolation with the first sentence that does not hold, but for those `known`:
+    the texts of violations that were there before."""
+    for violation in violations(state):
+        if str(violation) not in known:
+            raise violation
+
+
+def violations(state: ClusterState) -> Iterator[InvariantViolation]:
+    """Of every sentence that does not hold."""
+    yield from _broken(OF_THE_CLUSTER, state, "the cluster", state)
     for job in state.jobs.values():
-        for sentence, of_job in OF_A_JOB:
-            if not of_job(state, job):
-                raise InvariantViolation(sentence, f"job {job.id}")
+        yield from _broken(OF_A_JOB, state, f"job {job.id}", job)
     for node in state.nodes.values():
-        for sentence, of_node in OF_A_NODE:
-            if not of_node(state, node):
-                raise InvariantViolation(sentence, f"node {node.facts.node}")
+        yield from _broken(OF_A_NODE, state, f"node {node.facts.node}", node)
+
+
+def _broken(
+    invariants: tuple[Invariant[T], ...], state: ClusterState, subject: str, of: T
+) -> Iterator[InvariantViolation]:
+    for sentence, holds in invariants:
+        if not holds(state, of):
+            yield InvariantViolation(sentence, subject)
 
 
 def _under_way(job: Job) -> bool:

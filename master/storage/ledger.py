@@ -16,7 +16,7 @@ from oobleck.master.events.reports import EvaluationReceived, Observed, RecordsR
 from oobleck.master.events.unions import Event, JournalCut, Journaled, MasterStarted
 from oobleck.master.state.apply import apply
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.validate import InvariantViolation, validate
+from oobleck.master.state.validate import InvariantViolation, validate, violations
 from oobleck.master.storage.archive import Archive
 from oobleck.master.storage.disk import StorageFailed, storing
 from oobleck.master.storage.journal import Journal, Snapshot
@@ -45,8 +45,9 @@ class Ledger:
         #: Not even the journal can be written.
         self.stuck = False
         self._profiles = config.profiles
-        #: From its start on: before, what was observed is not made anew yet.
-        self._validates = False
+        #: What the journal of earlier masters broke, which does not end this one; None: the state
+        #: is not validated, nor is it before what was observed is made anew.
+        self._broken_before: frozenset[str] | None = None
         #: The last events that were applied.
         self._last = deque[tuple[float, Event]](maxlen=_LAST_EVENTS)
         self._journal = journal
@@ -104,8 +105,11 @@ class Ledger:
                 self._apply_event(entry, now, unix)
         if self._journal.cut is not None or archive.events.ahead():
             self.record(self._cut())
-        self._validates = validates
         self.record(MasterStarted())
+        if validates:
+            self._broken_before = frozenset(map(str, violations(self.state)))
+            for found in sorted(self._broken_before):
+                log.warning("the journal has a state that is not sound", extra={"reason": found})
         for job in self.state.jobs.values():
             archive.metrics(job.id).start_after(job.rollback.resumed_step)
             records = archive.metrics(job.id).recent
@@ -148,10 +152,10 @@ class Ledger:
     def _apply(self, event: Event, now: float, unix: float) -> None:
         self.dirty |= apply(self.state, event, now=now, unix=unix)
         self._last.append((unix, event))
-        if not self._validates:
+        if self._broken_before is None:
             return
         try:
-            validate(self.state)
+            validate(self.state, self._broken_before)
         except InvariantViolation as violation:
             told = (f"{at:.3f} {event!r}"[:_EVENT_WIDTH] for at, event in self._last)
             violation.last_events = tuple(told)

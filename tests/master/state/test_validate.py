@@ -10,7 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from oobleck.master.events.jobs import JobCancelled, JobSubmitted
 from oobleck.master.events.plans import PlanMade
+from oobleck.master.events.unions import Journaled, MasterStarted
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.incident import LastIncident
 from oobleck.master.state.job import Job
@@ -20,7 +22,7 @@ from oobleck.master.state.validate import InvariantViolation, validate
 from oobleck.master.storage.journal import Journal
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from support.fake_agent import master
-from support.scenario import Player, copied
+from support.scenario import Player, copied, job_spec
 from support.waiting import PATIENCE_S
 
 TRAINS = (
@@ -155,44 +157,56 @@ def test_a_state_that_no_history_leads_to_is_found_and_named(
     assert found.value.sentence in str(found.value)
 
 
-def _run(state_dir: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "oobleck.master", "--listen", "127.0.0.1:0"]
-    return subprocess.run(
-        [*command, "--state-dir", str(state_dir), *flags],
+def _journal(path: Path, events: list[Journaled]) -> None:
+    with contextlib.closing(Journal(path)) as journal:
+        for event in events:
+            journal.append(event, 1_700_000_000.0)
+        journal.commit()
+
+
+def test_a_master_that_validates_ends_with_the_sentence_and_the_last_events(tmp_path: Path) -> None:
+    """Its journal has two ended jobs of one request, of which it forgets the first."""
+    ended: list[Journaled] = [
+        event
+        for job_id in (JobId("demo-1"), JobId("demo-2"))
+        for event in (
+            JobSubmitted(job_id=job_id, request_id="same", spec=job_spec("demo")),
+            JobCancelled(job_id=job_id),
+        )
+    ]
+    path = tmp_path / "journal.log"
+    _journal(path, ended)
+    command = [sys.executable, "-m", "oobleck.master", "--listen", "127.0.0.1:0", "--validate"]
+    run = subprocess.run(
+        [*command, "--state-dir", str(tmp_path), "--keep-jobs", "1"],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
         check=False,
     )
+    assert run.returncode == 3, run.stderr
+    lines = run.stderr.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("oobleck-master: "))
+    sentence = "jobs and nodes are known by their own names, and jobs by their requests"
+    assert lines[first] == (
+        f"oobleck-master: the cluster breaks an invariant: {sentence}; the last events:"
+    )
+    assert "JobSubmitted(" in lines[first + 1]
+    assert " JobForgotten(" in lines[-1]
+    with contextlib.closing(Journal(path)) as journal:
+        assert [event for _, event in journal.replay()] == [*ended, MasterStarted()]
 
 
-def test_a_master_that_validates_ends_with_the_sentence_and_the_last_events(tmp_path: Path) -> None:
-    """Its journal has a plan that waits for a worker that is not in it."""
+def test_what_an_earlier_master_broke_is_a_warning(tmp_path: Path) -> None:
+    """The journal has a plan that waits for a worker that is not in it."""
     player = Player()
     player.play(TRAINS)
+    nobody = (WorkerId(NodeName("n9"), 0),)
     events = [
-        replace(event, starting=(WorkerId(NodeName("n9"), 0),))
-        if isinstance(event, PlanMade)
-        else event
+        replace(event, starting=nobody) if isinstance(event, PlanMade) else event
         for _, event in player.journal
     ]
-    path = tmp_path / "journal.log"
-    with contextlib.closing(Journal(path)) as journal:
-        for (unix, _), event in zip(player.journal, events, strict=True):
-            journal.append(event, unix)
-        journal.commit()
-    ended = _run(tmp_path, "--validate")
-    assert ended.returncode == 3, ended.stderr
-    lines = ended.stderr.splitlines()
-    first = next(n for n, line in enumerate(lines) if line.startswith("oobleck-master: "))
-    sentence = "every worker of a plan has a process of its own, and leaves or takes part"
-    assert lines[first] == (
-        f"oobleck-master: job demo-1 breaks an invariant: {sentence}; the last events:"
-    )
-    assert lines[-1].endswith(" MasterStarted()")
-    assert any(" PlanMade(" in line for line in lines[first:])
-    assert "NodeRegistered(" in lines[first + 1]
-    with contextlib.closing(Journal(path)) as journal:
-        assert [event for _, event in journal.replay()] == events
-    with master(tmp_path):
-        pass  # without the flag, it goes on as well as it can
+    _journal(tmp_path / "journal.log", events)
+    with master(tmp_path, "--validate") as running:
+        warned = running.errors.read_text()
+    assert "job demo-1 breaks an invariant: every worker of a plan has a process" in warned
