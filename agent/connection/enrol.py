@@ -23,11 +23,11 @@ from oobleck.host.security import pki
 from oobleck.host.security.credential_folder import check_free, check_holder, keep, own_key
 from oobleck.host.security.credentials import (
     CERTIFICATE,
+    TOKEN_VARIABLE,
     Credentials,
     read_credentials,
-    read_secret,
 )
-from oobleck.host.security.join_token import read_token
+from oobleck.host.security.join_token import shown_token
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.control_pb2_grpc import PkiStub
 from oobleck.proto.secure import open_aio_channel
@@ -50,8 +50,6 @@ _FINAL = (
 )
 
 
-#: Where a join token may stand in the environment.
-TOKEN_VARIABLE = "OOBLECK_JOIN_TOKEN"
 #: Where operators' credentials are, for `oobleck`.
 OPERATOR_VARIABLE = "OOBLECK_CREDENTIALS"
 
@@ -65,16 +63,7 @@ class Denied(Exception):
 def read_join_token(path: Path | None) -> Credentials | None:
     """The token in the file, else that of the environment, which is taken out of there so that no
     worker inherits it; None: there is neither. Raises ValueError."""
-    text = os.environ.pop(TOKEN_VARIABLE, "")
-    source = TOKEN_VARIABLE
-    if path is not None:
-        text, source = read_secret(path).decode(errors="replace"), f"--token-file {path}"
-    if not text and path is None:
-        return None
-    try:
-        return read_token(text)
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from error
+    return shown_token(path, os.environ.pop(TOKEN_VARIABLE, ""))
 
 
 def choose_way(

@@ -17,6 +17,10 @@ from oobleck.host.security import pki
 from oobleck.host.security.credential_folder import check_free, keep, own_key
 from oobleck.host.security.credentials import (
     AUTHORITY,
+    AUTHORITY_KEY,
+    MASTER_CERTIFICATE,
+    MASTER_KEY,
+    MASTER_LIFE_S,
     Role,
     create_private,
     make_private,
@@ -25,16 +29,11 @@ from oobleck.host.security.credentials import (
     write_private,
 )
 
-AUTHORITY_KEY = "ca.key"
-MASTER_CERTIFICATE = "master.crt"
-MASTER_KEY = "master.key"
 OPERATOR = "operator"
 #: What the folder is made of, and what is never written over.
 _PARTS = (AUTHORITY, AUTHORITY_KEY, MASTER_CERTIFICATE, MASTER_KEY, OPERATOR)
-#: Of certificates that are made here and not by the master, and of the master's own, which it
-#: renews by itself.
+#: Of certificates that are made here and not by the master.
 _LIFE_S = 365 * 86_400.0
-_MASTER_LIFE_S = 90 * 86_400.0
 _SERVER_NAME = re.compile(r"[A-Za-z0-9*]([A-Za-z0-9.*-]{0,251}[A-Za-z0-9])?|[0-9A-Fa-f:]{2,39}")
 
 
@@ -58,7 +57,7 @@ def make_authority(folder: Path, names: Sequence[str]) -> None:
         write_private(folder / MASTER_KEY, pki.key_pem(key))
         write_private(
             folder / MASTER_CERTIFICATE,
-            authority.sign_master(key.public_key(), names, _MASTER_LIFE_S),
+            authority.sign_master(key.public_key(), names, MASTER_LIFE_S),
         )
         _keep_signed(authority, folder / OPERATOR, "operator", "admin")
         # Last: with it the folder is whole.

@@ -26,6 +26,14 @@ ROLES: tuple[Role, ...] = ("agent", "worker", "operator", "viewer")
 AUTHORITY = "ca.crt"
 CERTIFICATE = "client.crt"
 KEY = "client.key"
+#: Beside the first one, in the folder of the authority itself.
+AUTHORITY_KEY = "ca.key"
+MASTER_CERTIFICATE = "master.crt"
+MASTER_KEY = "master.key"
+#: Of the master's own certificate, which it renews by itself.
+MASTER_LIFE_S = 90 * 86_400.0
+#: Where a join token may stand in the environment.
+TOKEN_VARIABLE = "OOBLECK_JOIN_TOKEN"
 _MOST_BYTES = 64 << 10
 #: Of a file's mode: what all but its owner may do.
 _OTHERS = 0o077

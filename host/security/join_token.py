@@ -7,11 +7,12 @@ environment, never from the command line, which other users of the host can read
 
 import base64
 import binascii
+from pathlib import Path
 
 import msgspec
 
 from oobleck.host.security import pki
-from oobleck.host.security.credentials import Credentials
+from oobleck.host.security.credentials import TOKEN_VARIABLE, Credentials, read_secret
 
 _PREFIX = "oobleck1."
 _MOST_CHARACTERS = 4096
@@ -27,6 +28,18 @@ def format_token(credentials: Credentials) -> str:
         number.to_bytes(_KEY_BYTES, "big"),
     )
     return _PREFIX + base64.urlsafe_b64encode(msgspec.msgpack.encode(parts)).decode().rstrip("=")
+
+
+def shown_token(path: Path | None, held: str) -> Credentials | None:
+    """The token in the file, else in `held`, the text in the environment; None: there is neither.
+    Raises ValueError, which says where it is from."""
+    source = TOKEN_VARIABLE if path is None else f"--token-file {path}"
+    try:
+        if path is not None:
+            held = read_secret(path).decode(errors="replace")
+        return read_token(held) if held or path is not None else None
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
 
 
 def read_token(text: str) -> Credentials:

@@ -13,16 +13,21 @@ from pathlib import Path
 import grpc
 
 from oobleck.host.security import pki
-from oobleck.host.security.credentials import AUTHORITY, read_file, read_secret, write_private
+from oobleck.host.security.credentials import (
+    AUTHORITY,
+    AUTHORITY_KEY,
+    MASTER_CERTIFICATE,
+    MASTER_KEY,
+    MASTER_LIFE_S,
+    read_file,
+    read_secret,
+    write_private,
+)
 
 log = logging.getLogger(__name__)
 
-AUTHORITY_KEY = "ca.key"
-MASTER_CERTIFICATE = "master.crt"
-MASTER_KEY = "master.key"
 
 #: Of the master's own certificate, which it renews itself when this part of its life is left.
-MASTER_LIFE_S = 90 * 86_400.0
 _RENEW_PART = 1 / 3
 
 _FIX = (
