@@ -9,6 +9,7 @@ from click.core import ParameterSource
 
 from oobleck.host.address import split_address
 from oobleck.host.ipc.endpoint import Endpoint, choose_endpoint
+from oobleck.planner.units import parse_seconds
 
 DEFAULT_MASTER = "127.0.0.1:4600"
 
@@ -24,8 +25,30 @@ _INSECURE = "oobleck.insecure"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def endpoint(ctx: click.Context, parameter: click.Parameter, value: str) -> Endpoint:
-    """The master to ask and what to show there, or a usage error."""
+class Seconds(click.ParamType):  # type: ignore[type-arg]  # not at run time of older ones
+    """A time like 30s, 10m or 2h, in seconds."""
+
+    name = "time"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        try:
+            return parse_seconds(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def time_option(flag: str, name: str, default: str, help_text: str) -> Callable[[F], F]:
+    return click.option(
+        flag, name, type=Seconds(), default=default, show_default=True, help=help_text
+    )
+
+
+def endpoint(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Endpoint | None:
+    """The master to ask and what to show there, or a usage error; None: no value."""
+    if value is None:
+        return None
     try:
         _, port = split_address(value)
     except ValueError as error:

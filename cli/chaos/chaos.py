@@ -4,8 +4,7 @@ Owns what an operator may ask for, and who is struck. `drill` runs it.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import click
 
@@ -18,37 +17,14 @@ from oobleck.cli.client import MasterClient
 from oobleck.cli.output import text
 from oobleck.host.command import CommandFailed
 from oobleck.host.ipc.endpoint import Endpoint
-from oobleck.planner.units import parse_seconds
 from oobleck.proto import control_pb2 as pb
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 EPILOG = "\b\nKinds:\n" + "\n".join(f"  {kind:<12} {what}" for kind, what in KINDS.items())
 
 
-def span(ctx: click.Context, parameter: click.Parameter, value: str) -> float:
-    """Seconds, or a usage error that says how to write them."""
-    try:
-        return parse_seconds(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
-
-
-def time_option(flag: str, name: str, default: str, help_text: str) -> Callable[[F], F]:
-    return click.option(
-        flag,
-        name,
-        default=default,
-        show_default=True,
-        metavar="TIME",
-        callback=span,
-        help=help_text,
-    )
-
-
 @click.command(epilog=EPILOG)
 @click.argument("job_id", metavar="JOB")
-@time_option("--mtbf", "mtbf_s", "30s", "Mean time between two faults of the cluster.")
+@options.time_option("--mtbf", "mtbf_s", "30s", "Mean time between two faults of the cluster.")
 @click.option(
     "--kinds",
     default=",".join(DEFAULT_KINDS),
@@ -57,9 +33,9 @@ def time_option(flag: str, name: str, default: str, help_text: str) -> Callable[
     help="What to do; listed below.",
 )
 @click.option("--nodes", metavar="NAME,...", help="Strike only these.  [default: all live ones]")
-@time_option("--for", "for_s", "10m", "How long the drill lasts.")
-@time_option("--stop-for", "stop_for_s", "5s", "How long what is stopped stays so.")
-@time_option(
+@options.time_option("--for", "for_s", "10m", "How long the drill lasts.")
+@options.time_option("--stop-for", "stop_for_s", "5s", "How long what is stopped stays so.")
+@options.time_option(
     "--patience", "patience_s", "5m", "A job that does not go on for so long has failed the drill."
 )
 @click.option("--seed", type=int, help="The same seed gives the same faults.  [default: a new one]")

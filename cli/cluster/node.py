@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from oobleck.cli.options import FAILED, NO_SUCH_THING, USAGE, master_option
+from oobleck.cli.options import FAILED, NO_SUCH_THING, USAGE, Seconds, master_option
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
-from oobleck.planner.units import parse_seconds
 
 if TYPE_CHECKING:
     from oobleck.cli.client import MasterClient
@@ -31,7 +30,8 @@ def node() -> None:
 @click.option("--wait", is_flag=True, help="Return when nothing is on the node any more.")
 @click.option(
     "--timeout",
-    metavar="TIME",
+    "timeout_s",
+    type=Seconds(),
     help="How long to wait, as in 10m; then it ends with exit code 1, and the drain goes on.  "
     "[default: for ever]",
 )
@@ -43,7 +43,7 @@ def node() -> None:
 )
 @master_option
 def drain(
-    name: str, reason: str, wait: bool, timeout: str | None, force: bool, master: Endpoint
+    name: str, reason: str, wait: bool, timeout_s: float | None, force: bool, master: Endpoint
 ) -> None:
     """Move the work off NODE at the next step boundary, and give it none until it is undrained.
 
@@ -59,7 +59,9 @@ def drain(
         raise CommandFailed(f"--reason: is longer than {MOST_REASON} characters", USAGE)
     if not reason.isprintable():
         raise CommandFailed("--reason: is one line, of characters that can be printed", USAGE)
-    until = _deadline(timeout, wait)
+    if timeout_s is not None and not wait:
+        raise CommandFailed("--timeout: is of --wait; give that too, or leave both out", USAGE)
+    until = math.inf if timeout_s is None else time.monotonic() + timeout_s
     with MasterClient(master) as connection:
         told = _tell(connection.drain(name, reason, force=force))
         away = Away()
@@ -69,7 +71,9 @@ def drain(
                 info = _find(connection, name)
             except Unreachable as unreachable:
                 if time.monotonic() >= until:
-                    raise CommandFailed(f"--timeout {timeout}: {told}", FAILED) from unreachable
+                    raise CommandFailed(
+                        f"--timeout {timeout_s:g}s: {told}", FAILED
+                    ) from unreachable
                 away.wait(unreachable)
                 continue
             away.answered()
@@ -77,7 +81,7 @@ def drain(
             if info.state in ("drained", "lost"):
                 break
             if time.monotonic() >= until:
-                raise CommandFailed(f"--timeout {timeout}: {told}", FAILED)
+                raise CommandFailed(f"--timeout {timeout_s:g}s: {told}", FAILED)
             time.sleep(_POLL_S)
 
 
@@ -91,18 +95,6 @@ def undrain(name: str, master: Endpoint) -> None:
 
     with MasterClient(master) as connection:
         _tell(connection.undrain(name))
-
-
-def _deadline(timeout: str | None, wait: bool) -> float:
-    """Of the monotonic clock."""
-    if timeout is None:
-        return math.inf
-    if not wait:
-        raise CommandFailed("--timeout: is of --wait; give that too, or leave both out", USAGE)
-    try:
-        return time.monotonic() + parse_seconds(timeout)
-    except ValueError as error:
-        raise CommandFailed(f"--timeout: {error}", USAGE) from error
 
 
 def _find(connection: "MasterClient", name: str) -> "pb.NodeInfo":

@@ -7,21 +7,28 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from oobleck.cli.options import FAILED, NO_SUCH_THING, USAGE, F, json_option, master_option
+from oobleck.cli.options import (
+    FAILED,
+    NO_SUCH_THING,
+    USAGE,
+    F,
+    json_option,
+    master_option,
+    time_option,
+)
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import inline
 from oobleck.host.ipc.endpoint import Endpoint
 from oobleck.host.security.credentials import (
     ROLES,
+    TOKEN_VARIABLE,
     Credentials,
     check_writable,
     read_credentials,
     read_file,
-    read_secret,
     write_private,
 )
 from oobleck.planner.ids import check_name
-from oobleck.planner.units import parse_seconds
 
 if TYPE_CHECKING:
     from oobleck.host.security.credentials import Role
@@ -29,7 +36,6 @@ if TYPE_CHECKING:
 
 DEFAULT_DIR = Path("~/.oobleck/pki")
 DEFAULT_CREDENTIALS = Path("~/.oobleck/credentials")
-TOKEN_VARIABLE = "OOBLECK_JOIN_TOKEN"
 #: Whom a token may let in; workers talk to their agent alone.
 _JOINING = [role for role in ROLES if role != "worker"]
 
@@ -105,13 +111,7 @@ def issue(name: str, role: "Role", folder: Path, out: Path) -> None:
 @click.option(
     "--name", default="", metavar="NAME", help="The only name that may join by it.  [default: any]"
 )
-@click.option(
-    "--ttl",
-    default="10m",
-    show_default=True,
-    metavar="TIME",
-    help="How long it is good: 30s, 10m, 2h.",
-)
+@time_option("--ttl", "ttl_s", "10m", "How long it is good: 30s, 10m, 2h.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -120,13 +120,12 @@ def issue(name: str, role: "Role", folder: Path, out: Path) -> None:
     "nothing else.  [default: print it]",
 )
 @master_option
-def token(role: "Role", name: str, ttl: str, out: Path | None, master: Endpoint) -> None:
+def token(role: "Role", name: str, ttl_s: float, out: Path | None, master: Endpoint) -> None:
     """Make a join token: good for one certificate of that role, for a short time.
 
     Hand it over in a file that nobody else can read, as --out makes one, or in OOBLECK_JOIN_TOKEN;
     never as an argument, which other users of a host can read.
     """
-    ttl_s = _seconds(ttl)
     if name:
         _check_name(name, role)
     if out is not None:
@@ -189,9 +188,16 @@ def join(name: str, master: str, token_file: Path | None, folder: Path) -> None:
     from oobleck.cli.client import MasterClient
     from oobleck.host.security import pki as certificates
     from oobleck.host.security.credential_folder import check_free, keep, own_key
+    from oobleck.host.security.join_token import shown_token
 
     folder = folder.expanduser()
-    shown = _read_token(token_file)
+    try:
+        shown = shown_token(token_file, os.environ.get(TOKEN_VARIABLE, ""))
+    except ValueError as error:
+        raise CommandFailed(str(error), USAGE) from error
+    if shown is None:
+        text = f"give a join token by --token-file FILE, or in {TOKEN_VARIABLE}"
+        raise CommandFailed(f"{text}; 'oobleck pki token' makes one", USAGE)
     role = certificates.identity_of(shown.certificate).role
     _check_name(name, role)
     try:
@@ -352,19 +358,6 @@ def _role_of(name: str, known: "pb.ListCredentialsReply") -> "Role":
             raise CommandFailed(f"{name} has several roles ({several}): name one by --role", USAGE)
 
 
-def _read_token(path: Path | None) -> Credentials:
-    from oobleck.host.security.join_token import read_token
-
-    try:
-        text = os.environ.get(TOKEN_VARIABLE, "")
-        if path is not None:
-            text = read_secret(path).decode(errors="replace")
-        return read_token(text)
-    except ValueError as error:
-        source = f"--token-file {path}" if path is not None else TOKEN_VARIABLE
-        raise CommandFailed(f"{source}: {error}", USAGE) from error
-
-
 def _check_out(out: Path) -> None:
     from oobleck.host.security.join_token import read_token
 
@@ -384,10 +377,3 @@ def _check_name(name: str, role: str) -> None:
         check_name(name, role)
     except ValueError as error:
         raise CommandFailed(str(error), USAGE) from error
-
-
-def _seconds(text: str) -> float:
-    try:
-        return parse_seconds(text)
-    except ValueError as error:
-        raise CommandFailed(f"--ttl: {error}", USAGE) from error

@@ -53,12 +53,6 @@ Exit codes: 0 done, 1 it could not be measured or written, 2 wrong usage or a jo
 4 the master cannot be reached, 130 Ctrl-C (the measurement is called off)."""
 
 
-def _check_master(
-    ctx: click.Context, parameter: click.Parameter, value: str | None
-) -> Endpoint | None:
-    return None if value is None else endpoint(ctx, parameter, value)
-
-
 @click.command(epilog=EPILOG)
 @click.argument(
     "job_file",
@@ -78,7 +72,7 @@ def _check_master(
     envvar="OOBLECK_MASTER",
     show_envvar=True,
     metavar="HOST:PORT",
-    callback=_check_master,
+    callback=endpoint,
     help="Let the agents of this master measure.  [default: --local]",
 )
 @credential_options

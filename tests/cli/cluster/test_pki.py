@@ -369,7 +369,7 @@ def test_nothing_secret_is_in_logs_arguments_or_the_journal(
         (("pki", "token"), "this master has no authority"),
         # Before a token is asked for.
         (("pki", "token", "--out", "/nowhere/x"), "--out /nowhere/x: No such file or directory"),
-        (("pki", "join", "x", "--master", "127.0.0.1:1"), "is not a join token"),
+        (("pki", "join", "x", "--master", "127.0.0.1:1"), "give a join token by --token-file"),
         (("pki", "revoke"), "give a NAME, or --token ID"),
         (("pki", "init", "--dir", "/proc/pki"), "choose another"),
         (("pki", "init", "--dir", "/nowhere/x", "--name", "a b"), "is no DNS name or IP address"),

@@ -148,4 +148,4 @@ def test_a_drain_is_not_waited_for_beyond_its_time_while_the_master_is_away() ->
     with answering(DrainNode=lambda request: draining) as address:
         done = run("node", "drain", "n1", "--wait", "--timeout", "1ms", "--master", address)
     assert (done.returncode, done.stdout) == (1, "n1 draining\n")
-    assert done.stderr == "oobleck: --timeout 1ms: n1 draining\n"
+    assert done.stderr == "oobleck: --timeout 0.001s: n1 draining\n"
