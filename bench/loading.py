@@ -76,7 +76,8 @@ def main() -> None:
 
         def take_ahead(step: int, microbatch: int) -> object:
             if microbatch == 0:
-                prefetcher.begin(step, range(ROWS // MICROBATCH))
+                microbatches = range(ROWS // MICROBATCH)
+                prefetcher.begin(step, microbatches, microbatches)
             return prefetcher.take(step, microbatch)
 
         for name, take in (("when needed", read_now), ("a step ahead", take_ahead)):

@@ -40,11 +40,6 @@ class StoredCheckpoint:
     #: First 8 bytes of the manifest's SHA-256: the same number on all who see the same one.
     identity: int
 
-    @property
-    def age_order(self) -> tuple[int, float]:
-        """Later is newer."""
-        return self.manifest.step, self.manifest.created
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
@@ -112,7 +107,7 @@ def list_checkpoints(folder: Folder) -> Listing:
         else:
             found.append(checkpoint)
     for some in (found, aside):
-        some.sort(key=lambda item: item.age_order, reverse=True)
+        some.sort(key=lambda item: (item.manifest.step, item.manifest.created), reverse=True)
     return Listing(
         checkpoints=tuple(found), damaged=damaged, set_aside=tuple(aside), torn=tuple(torn)
     )

@@ -161,22 +161,13 @@ class Saver:
         assert self._assign is not None, "steps are run in a generation"
         assert self._transport is not None, "it comes with the assignment"
         writer_of = {layer: writer for writer, layers in chosen.items() for layer in layers}
-        found = {
-            layer: collect(
-                self._context.state,
-                layer,
-                self._transport,
-                self._assign.plan,
-                worker=self._worker,
-                writer=writer,
-            )
-            for layer, writer in sorted(writer_of.items())
-        }
-        return {
-            layer: whole
-            for layer, whole in found.items()
-            if whole is not None and writer_of[layer] == self._worker
-        }
+        found: dict[int, torch.Tensor] = {}
+        for layer, writer in sorted(writer_of.items()):
+            state, plan, transport = self._context.state, self._assign.plan, self._transport
+            whole = collect(state, layer, transport, plan, worker=self._worker, writer=writer)
+            if whole is not None:
+                found[layer] = whole
+        return found
 
     def finish(self, transport: Transport, step: int, *, needed: bool) -> None:
         """After the last step: see the save under way to its end, and have the last state saved;

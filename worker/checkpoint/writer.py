@@ -127,8 +127,11 @@ class CheckpointWriter:
     # ---- in the thread
 
     def _run(self) -> None:
+        manifest: Manifest | None = None
         try:
             self._write()
+            if self.order.publishes:
+                manifest = self._publish()
         except _Abandoned:
             self.failed = True
         except Exception as error:
@@ -137,8 +140,11 @@ class CheckpointWriter:
             self._fail(_describe(error))
         finally:
             self._snapshots.clear()
-        if self.order.publishes:
-            self._publish()
+        if manifest is not None:
+            self._tell_saved(manifest)
+            self._tidy()
+        elif self.order.publishes:
+            self._give_up()
 
     def _fail(self, reason: str) -> None:
         self.failed = True
@@ -186,23 +192,13 @@ class CheckpointWriter:
         size = sum(memoryview(part).nbytes for part in content)
         return LayerFile(name=name, layer=layer, bytes=size, sha256=digest.hexdigest())
 
-    def _publish(self) -> None:
+    def _publish(self) -> Manifest:
+        manifest = self._manifest(self._all_files())
+        self._folder.write(f"{self.order.name}/{MANIFEST}", [format_manifest(manifest)])
+        return manifest
+
+    def _tell_saved(self, manifest: Manifest) -> None:
         order = self.order
-        try:
-            if self.failed:
-                raise _Abandoned
-            manifest = self._manifest(self._all_files())
-            self._folder.write(f"{order.name}/{MANIFEST}", [format_manifest(manifest)])
-        except _Abandoned:
-            self.failed = True
-            self._give_up()
-            return
-        except Exception as error:
-            # As above: the checkpoint's failure, not the training's.
-            log.exception("checkpoint not published")
-            self._fail(_describe(error))
-            self._give_up()
-            return
         saved = CheckpointSaved(
             step=order.step,
             path=f"{self._folder.url.rstrip('/')}/{order.name}",
@@ -212,7 +208,6 @@ class CheckpointWriter:
         )
         log.info("checkpoint saved", extra={"step": saved.step, "path": saved.path})
         self._report(saved)
-        self._tidy()
 
     def _manifest(self, files: list[LayerFile]) -> Manifest:
         job = self.order.job

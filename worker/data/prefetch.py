@@ -35,15 +35,11 @@ class Prefetcher:
         #: By step and micro-batch.
         self._loads: dict[tuple[int, int], Future[Loaded]] = {}
 
-    def begin(
-        self, step: int, microbatches: Iterable[int], following: Iterable[int] | None = None
-    ) -> None:
-        """Read `microbatches` of `step`, in this order, and then `following` of the step after it,
-        by default the same."""
+    def begin(self, step: int, microbatches: Iterable[int], following: Iterable[int]) -> None:
+        """Read `microbatches` of `step`, in this order, and then `following` of the step after."""
         wanted = [(step, m) for m in microbatches]
         if step < self._training.steps:
-            ahead = [m for _, m in wanted] if following is None else following
-            wanted += [(step + 1, m) for m in ahead]
+            wanted += [(step + 1, m) for m in following]
         for key in self._loads.keys() - set(wanted):
             self._loads.pop(key).cancel()
         for key in wanted:

@@ -42,7 +42,7 @@ def check(prefetcher: Prefetcher, dataset: Watched, step: int, microbatches: lis
 def test_each_row_is_read_once_by_the_thread_a_step_ahead(dataset):
     prefetcher = Prefetcher(dataset, TRAINING)
     for step in range(1, 6):
-        prefetcher.begin(step, [4, 1])
+        prefetcher.begin(step, [4, 1], [4, 1])
         check(prefetcher, dataset, step, [4, 1])
     prefetcher.close()
     assert [read[:2] for read in dataset.reads] == [(s, m) for s in range(1, 6) for m in (4, 1)]
@@ -51,15 +51,15 @@ def test_each_row_is_read_once_by_the_thread_a_step_ahead(dataset):
 
 def test_a_step_that_is_done_again_on_another_plan_reads_only_what_is_new(dataset):
     prefetcher = Prefetcher(dataset, TRAINING)
-    prefetcher.begin(2, [0, 1, 2])
+    prefetcher.begin(2, [0, 1, 2], [0, 1, 2])
     check(prefetcher, dataset, 2, [0, 1, 2])
     prefetcher.take(3, 2)
     dataset.reads.clear()
-    prefetcher.begin(2, [1, 2, 5])
+    prefetcher.begin(2, [1, 2, 5], [1, 2, 5])
     check(prefetcher, dataset, 2, [1, 2, 5])
-    prefetcher.begin(3, [5])
+    prefetcher.begin(3, [5], [5])
     check(prefetcher, dataset, 3, [5])
-    prefetcher.begin(2, [0])  # back to an older step, as after a checkpoint
+    prefetcher.begin(2, [0], [0])  # back to an older step, as after a checkpoint
     check(prefetcher, dataset, 2, [0])
     prefetcher.take(3, 0)
     prefetcher.close()
@@ -68,13 +68,13 @@ def test_a_step_that_is_done_again_on_another_plan_reads_only_what_is_new(datase
 
 def test_what_cannot_be_read_is_told_in_its_step_and_not_before(dataset, tmp_path):
     prefetcher = Prefetcher(dataset, TRAINING)
-    prefetcher.begin(1, range(6))
+    prefetcher.begin(1, range(6), range(6))
     check(prefetcher, dataset, 1, list(range(6)))
     prefetcher.take(2, 5)
     (tmp_path / "a.txt").write_bytes(b"short")
-    prefetcher.begin(2, range(6))
+    prefetcher.begin(2, range(6), range(6))
     assert len(prefetcher.take(2, 0).rows) == 2
-    prefetcher.begin(3, range(6))
+    prefetcher.begin(3, range(6), range(6))
     with pytest.raises(DataError, match=r"has become shorter .* \(step 3\)"):
         prefetcher.take(3, 0)
     prefetcher.close()
