@@ -40,8 +40,8 @@ from oobleck.host.ipc.messages import (
 from oobleck.planner.ids import Generation, Incarnation, WorkerId
 from oobleck.planner.profile.measurement import LinkMeasurement
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.transfer import LayerLost, Shard, plan_transfers, require_holders
-from oobleck.worker.recovery.rejoin import Agreement, Held, RecoveryState, agree
+from oobleck.planner.programs.transfer import LayerLost, Shard, plan_transfers
+from oobleck.worker.recovery.rejoin import Agreement, Held, RecoveryState, agree, is_whole
 from oobleck.worker.runtime.errors import Superseded, TransportError, Unreached
 from oobleck.worker.state.progress import Position
 from support.scenario import measurement
@@ -259,9 +259,7 @@ class Trainer:
         agreement = agree(
             await self._exchange(gathering, "states", self.recovery_state(plan.layer_count))
         )
-        try:
-            require_holders(agreement.held, plan.layer_count)
-        except LayerLost:
+        if not is_whole(agreement.held, plan.layer_count):
             return
         await self._roll_forward(plan, agreement, gathering)
         await self._transfer(plan, agreement, gathering)
@@ -297,11 +295,7 @@ class Trainer:
             return False
         plan = assign.plan
         fresh = agreement.step == 0 and not any(agreement.held.values())
-        try:
-            require_holders(agreement.held, plan.layer_count)
-            lost = False
-        except LayerLost:
-            lost = agreement.step > 0
+        lost = agreement.step > 0 and not is_whole(agreement.held, plan.layer_count)
         if not (assign.restore or fresh or lost):
             return False
         await self._work("restore", self.world.draw.uniform(0.05, 1.0))

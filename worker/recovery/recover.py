@@ -15,14 +15,13 @@ import torch
 
 from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.messages import Assign, Committed, PhaseReached, Restored
-from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.transfer import ShardTable, plan_shards, require_holders
+from oobleck.planner.programs.transfer import plan_shards
 from oobleck.worker.checkpoint.restore import restore
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.membership import handover_members
-from oobleck.worker.recovery.rejoin import Agreement, Held, RecoveryState, agree
+from oobleck.worker.recovery.rejoin import Agreement, Held, RecoveryState, agree, is_whole
 from oobleck.worker.recovery.transfer import fetch_layers
 from oobleck.worker.runtime import pulse
 from oobleck.worker.state.layer_state import LayerState
@@ -111,7 +110,7 @@ class Recovery:
         plan, members, progress = assign.plan, handover_members(assign), self._progress
         self._state.drop_partial()
         agreement = self._agree(plan, members, transport)
-        if _is_lost(agreement.held, plan.layer_count):
+        if not is_whole(agreement.held, plan.layer_count):
             return 0
         if agreement.vote_holder is not None:
             self._learn_vote(members, agreement, transport)
@@ -127,7 +126,7 @@ class Recovery:
         if spec is None and not assign.anew:
             return False
         fresh = agreement.step == 0 and not any(agreement.held.values())
-        lost = agreement.step > 0 and _is_lost(agreement.held, assign.plan.layer_count)
+        lost = agreement.step > 0 and not is_whole(agreement.held, assign.plan.layer_count)
         if not (assign.restore or fresh or lost):
             return False
         restored: Restored | None = None
@@ -256,11 +255,3 @@ def _held(states: Mapping[int, LayerState], count: int) -> tuple[Held, ...]:
         else Held()
         for layer in range(count)
     )
-
-
-def _is_lost(held: ShardTable, layer_count: int) -> bool:
-    try:
-        require_holders(held, layer_count)
-    except LayerLost:
-        return True
-    return False

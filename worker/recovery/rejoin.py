@@ -68,9 +68,11 @@ def agree(states: Mapping[WorkerId, RecoveryState]) -> Agreement:
     # Since the others went back to a checkpoint, what a worker has that did not is of no use.
     lineage = max(state.lineage for state in states.values())
     members, states = states, {w: s for w, s in states.items() if s.lineage == lineage}
+    layer_count = max(len(state.layers) for state in states.values())
     while outrun := _outrun(states):
         without, alone = _without_newest(states, outrun), _followers(states, outrun)
-        states = alone if _is_whole(alone) and not _is_whole(without) else without
+        whole = [is_whole(_held(some), layer_count) for some in (alone, without)]
+        states = alone if whole == [True, False] else without
     step = _newest(states)
     holders = sorted(w for w, s in states.items() if s.voted == step and step > 0)
     if len(generations := {states[w].voted_generation for w in holders}) > 1:
@@ -106,11 +108,10 @@ def _held(states: Mapping[WorkerId, RecoveryState]) -> dict[WorkerId, frozenset[
     return held
 
 
-def _is_whole(states: Mapping[WorkerId, RecoveryState]) -> bool:
-    """Whether they hold all layers of the model."""
-    layer_count = max(len(state.layers) for state in states.values())
+def is_whole(held: ShardTable, layer_count: int) -> bool:
+    """Whether somebody holds each layer of the model."""
     try:
-        require_holders(_held(states), layer_count)
+        require_holders(held, layer_count)
     except LayerLost:
         return False
     return True
