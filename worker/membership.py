@@ -100,12 +100,12 @@ class Membership:
         links: Sequence[Link],
         suffix: str,
     ) -> None:
-        """Returns when all `members` have joined. `suffix`: tells apart the several rendezvous of
-        one generation.
+        """Returns when all `members` have joined. `suffix`: tells apart the meetings of one
+        generation.
 
         Raises TransportError when a member is lost on the way, Superseded when a newer generation
-        is wanted; nothing is left open then. Once all have arrived, the loss of a peer is reported
-        at any time, from another thread, and releases whatever waits for others.
+        is wanted; nothing is left open then. Later losses are reported from another thread, and
+        release whatever waits for others.
         """
         generation = assign.plan.generation
         control, connector = context.control, context.connector

@@ -115,9 +115,8 @@ def read_info(path: str | Path) -> TokenFileInfo | None:
 
 
 def type_of(path: str | Path, info: TokenFileInfo | None, wanted: Dtype | None) -> Dtype:
-    """The type of the ids in token file `path`, of which `info` is known and whose reader asks for
-    `wanted`. Raises DataError where both are there and differ, or neither is: an array of numbers
-    does not tell how wide they are, and read in the wrong width most are ids too."""
+    """The type of the ids in token file `path`. Raises DataError where `info`, its description, and
+    `wanted` differ, or neither says it: in the wrong width most numbers are ids too."""
     if info is None and wanted is None:
         raise DataError(
             f"nothing says what type the ids in {path} have: there is no "

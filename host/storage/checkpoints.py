@@ -174,13 +174,10 @@ def _check(file: LayerFile, size: int, sha256: str) -> None:
 def prune(
     folder: Folder, *, keep: int, newest: str, is_own: Callable[[Manifest], bool], now: float
 ) -> None:
-    """Remove all but the `keep` newest checkpoints of one training, of which `newest` is one.
-    Raises OSError.
-
-    What is damaged does not count, and goes once `keep` whole ones were published after it was
-    found so. `is_own`: whether a checkpoint is of that training; those of another one stay. To be
-    called by who has just published `newest`; `now`: Unix time.
-    """
+    """Remove all but the `keep` newest checkpoints of one training, of which `newest` was just
+    published. What is damaged does not count, and goes once `keep` whole ones were published after
+    it was found so. `is_own`: whether a checkpoint is of that training; `now`: Unix time. Raises
+    OSError."""
     listing = list_checkpoints(folder)
     own = [c for c in listing.checkpoints if is_own(c.manifest)]
     others = [c for c in own if c.name != newest]

@@ -36,12 +36,9 @@ def export(
     file_bytes: int = FILE_BYTES,
     on_layer: Callable[[], object] = lambda: None,
 ) -> list[str]:
-    """Write the model of the checkpoint in `folder` to `output`, a directory that is new or empty;
-    returns the files' names. `on_layer` is called after each layer.
-
-    Raises InvalidCheckpoint where a layer is damaged, OSError, and ValueError where something is
-    in `output` already; what was written is removed then.
-    """
+    """Write the model of the checkpoint in `folder` to `output`, a directory that is not there or
+    empty; returns the files' names. Raises InvalidCheckpoint where a layer is damaged, OSError, and
+    ValueError where something is in `output`; what was written is removed then."""
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"{output} is not empty; name a new directory")
     made_here = not output.exists()

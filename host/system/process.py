@@ -9,11 +9,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process `signum` as soon as its parent ends, however it ends.
-
-    `parent_pid` is the parent that the caller knows of: if that one is gone already, this process
-    ends at once. Linux only; elsewhere the closed channel to the parent must do.
-    """
+    """Have the kernel send this process `signum` as soon as its parent ends, however it ends; at
+    once, if `parent_pid`, the parent that the caller knows of, is gone already. Linux alone."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

@@ -51,8 +51,7 @@ def at_fault(found: Sequence[Finding]) -> frozenset[NodeName]:
 
 def second_readers(found: Sequence[Finding]) -> dict[int, WorkerId]:
     """By layer whose file a worker finds damaged: the first worker on another node, who reads it
-    too. What is wrong may be the node that reads; where all workers are on one node, nobody can
-    tell."""
+    too, since the first reader's node may be at fault."""
     finders: dict[int, NodeName] = {}
     for finding in found:
         if finding.layer is not None:

@@ -81,11 +81,11 @@ class CheckpointLocation:
         self._transport = transport
 
     def candidates_to_begin(self) -> Candidates:
-        """What a job that has not trained yet may begin with, by its `checkpoint.resume`.
+        """What a job that has not trained yet may begin with, by its `checkpoint.resume`. All
+        workers must be able to write, rather than fail at the first checkpoint.
 
-        All workers must be able to write, rather than fail at the first checkpoint. (In a job that
-        has trained, that must not keep training from going on.) Raises JobError where the
-        job must not begin so, or with this place; where nodes cannot use it as `error_for` says.
+        Raises JobError where the job must not begin so, and where nodes cannot use the place as
+        `error_for` says.
         """
         attempt = hashlib.sha256(self._prefix.encode()).hexdigest()[:8]
         probes = [f".shared.{attempt}.{rank}" for rank in range(self._transport.size)]
@@ -110,9 +110,8 @@ class CheckpointLocation:
         return candidates
 
     def candidates_to_go_on(self, *, needed: bool) -> Candidates:
-        """What a job that has trained may go on from. Raises JobError where there is none of
-        this training though one is `needed`, or only damaged ones; where nodes cannot use the place
-        as `error_for` says."""
+        """What a job that has trained may go on from. Raises JobError where there are only damaged
+        ones, or none though one is `needed`, and what `error_for` makes."""
         self._require_all(self._list_patiently())
         candidates, damaged = self._agree_on_candidates(self._usable())
         if not candidates and (needed or damaged):
@@ -136,8 +135,8 @@ class CheckpointLocation:
     def error_for(
         self, fault: frozenset[NodeName], what: str, fix: str
     ) -> JobError | NodeError | TransportError:
-        """What this worker raises. `fault`: the nodes without which the others go on, in the next
-        generation; empty: the job is at fault."""
+        """What this worker raises. `fault`: the nodes that the next generation does without; empty:
+        the job is at fault."""
         if not fault:
             return JobError(f"checkpoint.path: {what}; {fix}")
         if self._worker.node not in fault:

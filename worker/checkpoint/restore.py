@@ -49,11 +49,10 @@ def restore(
     needed: bool,
 ) -> Restored | None:
     """Hold the plan's layers as the newest checkpoint that is whole for all workers has them, and
-    say which one that is; None: there is none.
+    say which one that is; None: there is none. `resume`: for a job that has not trained yet, by its
+    `checkpoint.resume`. `needed`: there must be one.
 
-    `resume`: for a job that has not trained yet, by its `checkpoint.resume`. `needed`: there must
-    be one. Raises JobError where what is there is of another training or damaged, or is
-    missing though needed; where the others can go on without this node, NodeError here
+    Raises JobError where none can be used; where the others go on without this node, NodeError here
     and TransportError there; Superseded.
     """
     location = CheckpointLocation(context, spec, assign, transport)

@@ -116,10 +116,8 @@ class CheckpointWriter:
             self._changed.set()
 
     def abandon(self, *, disturbed: bool) -> None:
-        """Stop at the next file; what is there already may still make the checkpoint complete.
-
-        `disturbed`: because workers are lost, and not because one of them could not write.
-        """
+        """Stop at the next file; what is there may still make the checkpoint complete. `disturbed`:
+        since workers are lost, not since one could not write."""
         self._abandoned = True
         self._disturbed = self._disturbed or disturbed
         self._changed.set()
@@ -267,10 +265,8 @@ class CheckpointWriter:
         )
 
     def _give_up(self) -> None:
-        """Remove what is there, once nobody writes to it any more.
-
-        After a loss nobody tells when that is; the next save sweeps the folder away.
-        """
+        """Remove what is there, once nobody writes to it any more. After a loss nobody tells when
+        that is: the next save sweeps the folder away."""
         until = time.monotonic() + _LINGER_S
         while self._others_done_at is None and time.monotonic() < until and not self._disturbed:
             self._changed.wait(_LONGEST_POLL_S)

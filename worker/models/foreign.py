@@ -64,11 +64,8 @@ def table(rows: int, width: int, padding: int | None = None) -> nn.Embedding:
 
 
 def adapt(module: nn.Module, layer: int, swaps: Mapping[type, Swap] | None = None) -> nn.Module:
-    """`module` of transformers with the parts replaced that training here does differently.
-
-    Linear layers, whose weight gradients may be left for later; dropout, by sample; the slow form
-    of GELU, by torch's own; and what `swaps` says by type. Parameters keep their names.
-    """
+    """`module` of transformers with parts replaced: linear layers, dropout, the slow form of GELU,
+    and what `swaps` says by type. Parameters keep their names."""
     chosen: dict[type, Swap] = {
         nn.Linear: lambda old: Linear(old.in_features, old.out_features, bias=old.bias is not None),
         Conv1D: lambda old: TransposedLinear(old.nx, old.nf),
@@ -92,11 +89,8 @@ def draw(
     scaled: tuple[str, ...] = (),
     scale: float = 1.0,
 ) -> None:
-    """Initial weights as transformers' `_init_weights` draws them: one deviation for matrices.
-
-    Of the parameters whose names end with one of `scaled`, times `scale`. The row of the padding
-    token is zero in every table that has one.
-    """
+    """Initial weights as transformers' `_init_weights` draws them, with one deviation for matrices:
+    times `scale` where a name ends with one of `scaled`. The row of the padding token is zero."""
     base = options(spec)["initializer_range"]
     draw_parameters(
         module,
@@ -129,11 +123,8 @@ def attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers: (b, heads, T, width) to (b, T, heads, width).
-
-    `module` says with `is_causal` what a token sees, and with `layer_idx` its place in the model.
-    Keys and values may have fewer heads than queries, each for a group of these.
-    """
+    """An attention function of transformers: (b, heads, T, width) to (b, T, heads, width). Keys and
+    values may have fewer heads than queries, each for a group of these."""
     assert attention_mask is None, "all rows are full"
     groups = query.shape[1] // key.shape[1]
     if groups > 1:

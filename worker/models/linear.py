@@ -19,11 +19,8 @@ from torch import Tensor, nn
 
 
 class DeferredGradients:
-    """Weight gradients that the backward of one micro-batch leaves for later.
-
-    Keeps for each linear layer its input and its output's gradient until `add`; everything else of
-    the micro-batch is freed by the backward that makes the input's gradient.
-    """
+    """Weight gradients that the backward of one micro-batch leaves for later: each linear layer's
+    input and its output's gradient, until `add`."""
 
     def __init__(self) -> None:
         self._due: deque[tuple[Linear, Tensor, Tensor]] = deque()
@@ -44,11 +41,8 @@ class DeferredGradients:
 
     @torch.no_grad()
     def add(self) -> None:
-        """Add them to the weights' gradients, freeing each after its use.
-
-        The same product, of the same layout, as autograd's own for a linear layer, so the result
-        is the same to the last bit.
-        """
+        """Add them to the weights' gradients, freeing each after its use: the same product as
+        autograd's own, so the result is the same to the last bit."""
         while self._due:
             layer, x, gradient = self._due.popleft()
             weight = layer.weight

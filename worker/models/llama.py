@@ -31,11 +31,8 @@ class Embedding(Layer):
 
 
 class _Norm(LlamaRMSNorm):  # type: ignore[misc]  # transformers is not followed
-    """The same in float32 and below, and true in float64, which the original rounds to float32.
-
-    That rounding would turn a difference in the last bit, as another order of sums gives, into
-    one of float32's size.
-    """
+    """The same in float32 and below, and true in float64, which the original rounds to float32: a
+    difference in the last bit, as another order of sums gives, would become one of that size."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -183,11 +183,8 @@ class _Bench:
         self._step = 0
 
     def kept_blocks(self) -> list[int]:
-        """Bytes of all that one micro-batch keeps of one layer from its forward to its backward.
-
-        The layer's input counts, and not its output, which is the next layer's input. Parameters
-        are part of the state.
-        """
+        """Bytes of each block that one micro-batch keeps of one layer until its backward. The
+        layer's input counts; its output is the next layer's input."""
         kept: dict[int, Tensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -204,10 +201,9 @@ class _Bench:
         return [tensor.untyped_storage().nbytes() for tensor in kept.values()]
 
     def working_bytes(self, kept: Sequence[int]) -> tuple[int, int]:
-        """The most that one micro-batch takes at a moment of its forward or backward beside the
-        blocks `kept` and the state, in the heap, with its holes, and mapped; with the gradient that
-        comes in, and the messages of a stage that ends with this layer on both sides, posted ahead
-        of their use."""
+        """The most that one micro-batch takes at a moment beside the state and the blocks `kept`:
+        in the heap, with its holes, and mapped. The gradient that comes in counts, and the messages
+        of a stage that this layer ends on both sides, which are posted ahead."""
         runner = self._runners[0]
         messages = [self._input.nbytes, self.output_bytes]
 
@@ -232,11 +228,8 @@ class _Bench:
         return heap_and_mapped(blocks) if self._device.type == "cpu" else (sum(blocks), 0)
 
     def repeat(self) -> None:
-        """Forward of all, backward of all in the other order, and the update of all.
-
-        A repeat counts with its mean over the layers: what a busy host takes from a worker now
-        and then is part of a step too, and the median of single pieces would miss it.
-        """
+        """Forward of all, backward of all in the other order, and the update of all. The mean over
+        the layers counts: what a busy host takes now and then is part of a step too."""
         self.seconds.forward.append(fmean(map(self._forward_s, self._runners)))
         self.seconds.backward.append(fmean(map(self._backward_s, reversed(self._runners))))
         self.seconds.backward_input.append(fmean(map(self._backward_input_s, self._runners)))

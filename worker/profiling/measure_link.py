@@ -31,9 +31,8 @@ _LEAST_S = 1e-9
 def measure_link(
     transport: Transport, scope: Scope, device: torch.device, check: Check
 ) -> LinkMeasurement | None:
-    """Both of the transport's two workers call this; None for the one that answers. `device`: where
-    the tensors lie that training sends. Raises TransportError when the peer is lost, and what
-    `check` raises."""
+    """Both workers of the transport call this; None for the one that answers. `device`: where the
+    tensors lie that training sends. Raises TransportError, and what `check` raises."""
     if transport.rank != 0:
         _answer(transport, device, check)
         return None

@@ -60,13 +60,12 @@ class Recovery:
         self._control = context.control
 
     def run(self, assign: Assign, transport: Transport, *, received: int = 0) -> Salvage | None:
-        """Agree where training stands, roll forward or back to it, and fetch missing layers.
+        """Agree where training stands, go there, and fetch missing layers; returns what there is of
+        the next step already. `received`: bytes that were handed over before.
 
-        Returns what there is of the next step already, if anything. `received`: bytes that were
-        handed over before. Raises TransportError when a peer is lost on the way, DataError when
-        nodes read different data, JobError when there is no fit checkpoint though the plan
-        is to go on from one, NodeError when this node alone cannot read it, and
-        LayersGone when nobody holds a layer of the plan and there is no checkpoint.
+        Raises TransportError when a peer is lost, DataError when nodes read different data,
+        JobError and NodeError where no checkpoint can be used as the plan wants, and LayersGone
+        when nobody holds a layer and there is none.
         """
         plan, progress = assign.plan, self._progress
         self._state.drop_partial()
@@ -103,10 +102,7 @@ class Recovery:
 
     def hand_over(self, assign: Assign, transport: Transport) -> int:
         """Come to hold the plan's layers, those who leave among the sources; the bytes received.
-
-        What none of them holds is left for the rendezvous of the plan's own workers. Raises as
-        `run` does.
-        """
+        What none of them holds is left to the plan's own meeting. Raises as `run` does."""
         plan, members, progress = assign.plan, handover_members(assign), self._progress
         self._state.drop_partial()
         agreement = self._agree(plan, members, transport)

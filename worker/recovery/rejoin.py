@@ -124,9 +124,8 @@ def _newest(states: Mapping[WorkerId, RecoveryState]) -> int:
 
 
 def _outrun(states: Mapping[WorkerId, RecoveryState]) -> frozenset[WorkerId]:
-    """Workers that have committed the newest step, and without which others have agreed on another
-    one since, and begun it again: they have not the gradients any more to follow, or have committed
-    it in another vote."""
+    """Workers that have committed the newest step, and without which others have begun it again
+    since: those lack the gradients to follow, or have committed it in another vote."""
     step = _newest(states)
     ahead = {w: s for w, s in states.items() if max(s.committed, s.voted) == step}
     joined = max(s.joined for s in ahead.values())

@@ -29,10 +29,8 @@ def fetch_layers(
     transport: Transport,
 ) -> int:
     """Come to hold every layer of the plan at the agreed step; returns the bytes received.
-
-    `members`: who takes part, in rank order. Raises TransportError when one is lost, and LayersGone
-    when nobody holds a layer of the plan.
-    """
+    `members`: who takes part, in rank order. Raises TransportError, and LayersGone when nobody
+    holds a layer."""
     step, state, worker = agreement.step, context.state, context.worker
     generation = plan.generation
     probe = partial(context.faults.reached, generation=generation, step=step)

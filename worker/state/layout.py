@@ -62,11 +62,9 @@ class Layout:
 
 @lru_cache(maxsize=4096)
 def layout(spec: ModelSpec, layer: int) -> Layout:
-    """The flat layout of `layer`: a function of the model alone, so all holders agree on it.
-
-    What is not decayed begins at a multiple of `CUT_NUMBERS` from the own part's begin, as shares
-    do. The few numbers between are zeros for ever, since their gradients are.
-    """
+    """The flat layout of `layer`: a function of the model alone, the same for all holders. What is
+    not decayed begins at a multiple of `CUT_NUMBERS`, as shares do; the gap before it stays
+    zero."""
     with torch.device("meta"):
         module = build_layer(spec, layer)
     tied_name = tied_parameter(spec, layer)

@@ -63,11 +63,7 @@ class ModelState:
 
     def allocate(self, layer: int, *, version: int, part: int = 0, parts: int = 1) -> LayerState:
         """Room for `layer`, or a share of it, after `version` steps, to be received into its
-        `storage`.
-
-        It is held and may be used only from `complete` on, so that a transfer which breaks off
-        leaves no garbage behind that others would take for the layer.
-        """
+        `storage`. It is held from `complete` on, so a transfer that breaks off leaves nothing."""
         flat, module = layout(self._job.model, layer), empty_module(self._job.model, layer)
         shard = Shard(layer, part, parts)
         size = sum(map(len, flat.shard(shard)))
@@ -87,11 +83,8 @@ class ModelState:
         return self._partial[layer]
 
     def complete(self, layer: int) -> None:
-        """The `storage` of an allocated layer has been received as a whole.
-
-        It takes the place of another share of the layer, which is kept as `former` until the next
-        commit: others may need it once more where a transfer breaks off.
-        """
+        """The `storage` of an allocated layer is there. Another share of the layer is kept as
+        `former` until the next commit: others may need it where a transfer breaks off."""
         state = self._partial.pop(layer)
         before = self.layers.get(layer)
         if before is not None and before.version == state.version:
@@ -206,11 +199,8 @@ class ModelState:
         self.layers[part.layer].reduced[part] = reduced
 
     def squared_norm(self, parts: Iterable[LayerPart]) -> float:
-        """Sum of the squares of the reduced gradients of `parts`, in float64.
-
-        A norm in another type than its tensor's makes a copy in that type first; here it is made
-        piece by piece, and in the same place.
-        """
+        """Sum of the squares of the reduced gradients of `parts`, in float64: piece by piece, since
+        a norm in another type makes a copy of the whole tensor first."""
         wide = torch.empty(_NORM_PIECE, dtype=torch.float64, device=self._device)
         norms = [
             torch.linalg.vector_norm(wide[: piece.numel()].copy_(piece))
@@ -221,11 +211,7 @@ class ModelState:
 
     def apply(self, step: int, *, scale: float) -> None:
         """Take every held layer from version `step` - 1 to `step` with its reduced gradient times
-        `scale`.
-
-        A layer that is at `step` already stays as it is, so that rolling forward may be repeated;
-        so does one that is still being received.
-        """
+        `scale`; one that is at `step` already stays as it is."""
         due = self._due(step)
         # Two places of the tied weight on one worker have one reduced gradient.
         reduced = {

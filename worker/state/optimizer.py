@@ -34,10 +34,8 @@ def learning_rate(schedule: ScheduleSpec, step: int, steps: int, base: float) ->
 
 
 def clip_scale(grad_norm: float, clip: float | None) -> float:
-    """Factor that brings a gradient of `grad_norm` to at most `clip`.
-
-    As torch.nn.utils.clip_grad_norm_ computes it, with its 1e-6 against division by zero.
-    """
+    """Factor that brings a gradient of `grad_norm` to at most `clip`, as
+    torch.nn.utils.clip_grad_norm_ computes it."""
     return 1.0 if clip is None else min(1.0, clip / (grad_norm + 1e-6))
 
 
@@ -56,10 +54,9 @@ class Slice:
 def update(slices: Iterable[Slice], training: TrainingSpec, step: int) -> None:
     """Take step `step` (from 1) of the job's optimizer on all slices.
 
-    By torch.optim's functions and not its classes: nothing but storage and step number need travel
-    with a layer, and the first object of such a class loads the compiler (torch._dynamo), a second
-    and 100 MB of every process. A momentum of zeros before the first step gives what torch's SGD
-    does there, where it takes the gradient as the momentum.
+    By torch.optim's functions: the first object of its classes loads the compiler (torch._dynamo),
+    a second and 100 MB of every process. A momentum of zeros before the first step gives what
+    torch's SGD does there.
     """
     spec = training.optimizer
     rate = learning_rate(training.schedule, step, training.steps, spec.lr)

@@ -127,12 +127,8 @@ class Executor:
         return StepPlan(worker, self._layers, programs[worker], mailbox, salvage)
 
     def run_step(self, step: int, redo: Redo | None = None) -> tuple[StepRecord, Generation | None]:
-        """Train step `step` to its commit, or what `redo` has left of it to do.
-
-        Returns its record and the generation that all workers switch to now, if any. Raises
-        TransportError when a peer is lost, Superseded when a newer generation is wanted; in both
-        cases `TrainingProgress` says how far the step came.
-        """
+        """Train step `step` to its commit, or what `redo` has left of it. Returns its record, and
+        the generation that all switch to now, if any. Raises TransportError, Superseded."""
         control, timeline = self._context.control, self._timeline
         wanted = control.record
         timeline.begin_step(step, wanted)

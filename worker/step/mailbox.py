@@ -40,12 +40,9 @@ class Mailbox:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`shape`, `dtype` and `device`: of a whole micro-batch's message; `stages`: of the
-        longest pipeline.
-
-        `own`: this worker's share of each micro-batch's rows. Messages are shares of them where
-        stages have several workers; those without a row are neither sent nor received.
-        """
+        """`shape`, `dtype` and `device`: of a whole micro-batch's message; `stages`: of the longest
+        pipeline; `own`: this worker's share of each micro-batch's rows. Messages without a row are
+        neither sent nor received."""
         self._own = own
         self._transport = transport
         self._rank = rank

@@ -26,11 +26,8 @@ def collect(
     writer: WorkerId,
 ) -> Tensor | None:
     """The whole state of `layer` (1 + moments, n) in host memory, for `writer`, who holds it or a
-    share of it; None for all others.
-
-    All workers of the writer's stage, of which `worker` may be one, call this for the same layers
-    in the same order. Raises TransportError when one of them is lost.
-    """
+    share of it; None for all others. All workers of the writer's stage call this for the same
+    layers in the same order. Raises TransportError."""
     members = plan.stage_of(writer).workers
     if worker not in members:
         return None

@@ -235,11 +235,9 @@ class NcclTransport:
                 group.abort()
 
     def dispose(self) -> None:
-        """Communicators are aborted, not closed: closing one is a talk with its other members.
-
-        Later, as peers that are a moment behind may still read what was sent last. No daemon
-        thread: an interpreter that ends while a group is being freed in one aborts the process.
-        """
+        """Communicators are aborted, not closed, which would be a talk with their other members;
+        later, as peers may still read what was sent last. No daemon thread: an interpreter that
+        ends while one frees a group aborts the process."""
         threading.Thread(target=self._free, name="dispose-groups").start()
         self._host.dispose()
 
