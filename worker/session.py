@@ -35,7 +35,7 @@ from oobleck.worker.membership import Membership, join, join_handover, report_lo
 from oobleck.worker.models import check_weights
 from oobleck.worker.profiling.measuring import Measuring
 from oobleck.worker.recovery.recover import Recovery
-from oobleck.worker.runtime import heap, stacks
+from oobleck.worker.runtime import heap
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.errors import Superseded, TransportError
 from oobleck.worker.runtime.faults import FaultInjector
@@ -107,7 +107,7 @@ class Session:
         """Live through one generation and return the assignment that follows it."""
         context, generation = self._context, assign.plan.generation
         control, timeline = context.control, context.timeline
-        stacks.answered()
+        control.answered()
         timeline.enter(generation)
         log.info("entering generation", extra={"generation": generation})
         membership: Membership | None = None

@@ -8,6 +8,7 @@ it.
 """
 
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
@@ -37,7 +38,6 @@ from oobleck.host.ipc.messages import (
 from oobleck.host.system.process import allow_open_files, die_with_parent
 from oobleck.worker import process
 from oobleck.worker.models import registry
-from oobleck.worker.runtime import stacks
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.heap import keep_freed_memory
 from oobleck.worker.transport.gloo_work import LIBRARY, aborts
@@ -77,7 +77,7 @@ def run_worker(channel_fd: int, output_fd: int, warm_pid: int) -> NoReturn:
     os.close(null)
     os.close(output_fd)
     host_log.configure()
-    stacks.tell_on_signal()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # for stacks in the log
 
     status = 1
     try:

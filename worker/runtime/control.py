@@ -6,6 +6,7 @@ transport and ends the process.
 """
 
 import contextlib
+import faulthandler
 import logging
 import os
 import threading
@@ -26,10 +27,15 @@ from oobleck.host.ipc.messages import (
     ToWorker,
 )
 from oobleck.planner.ids import Generation
-from oobleck.worker.runtime import pulse, stacks
+from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import Superseded
 
 log = logging.getLogger(__name__)
+
+#: From the push of a new generation until a worker has left the old one, where nothing hangs. Then
+#: a thread of the interpreter's own writes the stacks of all threads to the log: neither a lock nor
+#: a native call that never returns prevents it.
+ANSWER_S = 5.0
 
 
 class Control:
@@ -59,6 +65,10 @@ class Control:
         """Tell the agent; when the agent is gone, the listening thread ends the process anyway."""
         with contextlib.suppress(OSError):
             self._channel.send(message)
+
+    def answered(self) -> None:
+        """The worker has left its old generation."""
+        faulthandler.cancel_dump_traceback_later()
 
     def report_recorded(self, recorded: Recorded) -> None:
         """Tell the agent what was asked for, once."""
@@ -194,7 +204,7 @@ class Control:
                 self._abrupt = assign
                 self._boundaries = {g: a for g, a in self._boundaries.items() if g > generation}
                 callback = self._on_abrupt
-                stacks.expect_answer()
+                faulthandler.dump_traceback_later(ANSWER_S)
             self._changed.notify_all()
         if callback is not None:
             callback()
