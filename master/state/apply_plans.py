@@ -3,11 +3,14 @@
 Must not know how plans are made, nor what losses they answer.
 """
 
+from typing import Any
+
 from oobleck.master.events.plans import FirstStepCommitted, PlanEvent, PlanFound, PlanMade
 from oobleck.master.state.cluster import ClusterState, version_pairs
 from oobleck.master.state.job import KNOWN_PROCESSES, Job
 from oobleck.master.state.job_observed import LossSeen, RecoveryTimeline
 from oobleck.master.state.job_states import move
+from oobleck.planner.ids import Incarnation
 
 
 def apply(state: ClusterState, event: PlanEvent, now: float, unix: float) -> None:
@@ -76,7 +79,7 @@ def _note_replaced(job: Job, event: PlanMade) -> None:
 
 
 def _step(state: ClusterState, job: Job, event: FirstStepCommitted, unix: float) -> None:
-    job.stepped, job.trained = event.generation, job.made
+    job.trained = job.made
     for node in job.members:
         job.seen.faults.stillborn.pop(node, None)
     job.lineage.plans = {g: plan for g, plan in job.lineage.plans.items() if g >= event.generation}
@@ -99,16 +102,13 @@ def _forget_processes(state: ClusterState, job: Job) -> None:
     """Of processes that neither the plan nor any agent knows, nothing is asked any more."""
     known = set(job.processes().values())
     known |= {w.incarnation for node in state.nodes.values() for w in node.seen.status.workers}
-    seen = job.seen
-    seen.processes.exits = {
-        process: end for process, end in seen.processes.exits.items() if process in known
-    }
-    seen.processes.hung = {
-        process: word for process, word in seen.processes.hung.items() if process in known
-    }
-    seen.processes.entered = {
-        process: at for process, at in seen.processes.entered.items() if process in known
-    }
-    seen.processes.finished = {
-        process: at for process, at in seen.processes.finished.items() if process in known
-    }
+    seen = job.seen.processes
+    by_process: tuple[dict[Incarnation, Any], ...] = (
+        seen.exits,
+        seen.hung,
+        seen.entered,
+        seen.finished,
+    )
+    for told in by_process:
+        for process in told.keys() - known:
+            del told[process]

@@ -112,4 +112,4 @@ def transitions(incident: Incident) -> list[Transition]:
 
 
 def redone_steps(incident: Incident) -> list[int]:
-    return sorted({way.redo_step for way in transitions(incident) if way.redo_step is not None})
+    return sorted({t.redo_step for t in transitions(incident) if t.redo_step is not None})

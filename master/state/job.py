@@ -146,9 +146,8 @@ class Job:
     #: Newest plan and its Unix time; None: none yet.
     made: PlanMade | None = None
     made_at: float = 0.0
-    #: Newest plan that a step was committed in, and its generation, at most the newest plan's.
+    #: Newest plan that a step was committed in: `made`, or one before it.
     trained: PlanMade | None = None
-    stepped: Generation = NO_GENERATION
     #: Newest generation that was not to be entered at a step boundary.
     abrupt: Generation = NO_GENERATION
     #: Losses of the newest plan's nodes and workers that no plan has answered yet.
@@ -181,6 +180,11 @@ class Job:
     @property
     def generation(self) -> Generation:
         return self.made.plan.generation if self.made else NO_GENERATION
+
+    @property
+    def stepped(self) -> Generation:
+        """The newest one with a committed step; 0: none."""
+        return self.trained.plan.generation if self.trained else NO_GENERATION
 
     @property
     def newest_known(self) -> Generation:

@@ -199,16 +199,12 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
     ),
     (
         "a job has started as soon as a step was committed",
-        lambda _, job: (job.stepped > 0) == (job.started_at > 0.0) == (job.trained is not None),
+        lambda _, job: (job.started_at > 0.0) == (job.trained is not None),
     ),
     (
         "generations only grow, and none has committed a step or was entered at once that is "
         "newer than the newest plan's",
         lambda _, job: _generations_grow(job),
-    ),
-    (
-        "the plan that was trained last is that of the newest generation with a step",
-        lambda _, job: job.trained is None or job.trained.plan.generation == job.stepped,
     ),
     (
         "plans are kept by their generation, the newest one among them until the job ends",

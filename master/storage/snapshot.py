@@ -46,6 +46,8 @@ _GROUPED = {
     "reconfigurations": ("lineage", "reconfigurations"),
     "mixed": ("lineage", "mixed"),
 }
+#: Fields of a job that snapshots may have and that follow from others.
+_DERIVED = ("stepped",)
 
 
 class _Text(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +96,7 @@ def _parts(value: Any) -> dict[str, msgspec.Raw]:
 
 def _grouped(parts: Mapping[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
     """The same with each field of a job in its group."""
-    whole = {name: text for name, text in parts.items() if name not in _GROUPED}
+    whole = {name: text for name, text in parts.items() if name not in (*_GROUPED, *_DERIVED)}
     groups: dict[str, dict[str, msgspec.Raw]] = {}
     for name in parts.keys() & _GROUPED.keys():
         group, field = _GROUPED[name]

@@ -83,7 +83,7 @@ CORRUPTIONS: tuple[tuple[str, str, Callable[[ClusterState], None]], ...] = (
     ("demo-1", "time of their end", _set(_job, finished_at=1.0)),
     ("demo-1", "profiling", _set(_job, state="profiling")),
     ("demo-1", "knows since when", _set(_job, state="waiting for nodes")),
-    ("demo-1", "running job", _set(_job, stepped=Generation(0), trained=None, started_at=0.0)),
+    ("demo-1", "running job", _set(_job, trained=None, started_at=0.0)),
     ("demo-1", "started as soon", _set(_job, started_at=0.0)),
     ("demo-1", "generations only grow", _set(_job, abrupt=Generation(7))),
     ("demo-1", "plans are kept", lambda s: _job(s).lineage.plans.clear()),
