@@ -1,8 +1,8 @@
 """How a plan that is asked for is made and proven, with templates at hand.
 
-Every plan is proven before it is answered: nobody waits for ever in its programs. Pure, and
-remembered: what one request has led to serves the next ones. A first plan of a thousand nodes takes
-a second or two. Must not know who asks, or why.
+Every plan is proven before it is answered, as for `oobleck plan`: nobody waits for ever in its
+programs. Pure, and remembered: what one request has led to serves the next ones. A first plan of a
+thousand nodes takes a second or two. Must not know who asks, or why.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ from oobleck.planner.programs import proof
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.reconfigure import reconfigure
 from oobleck.planner.search.catalogue import Catalogue
-from oobleck.planner.search.choose import keep_schedule, with_residents
+from oobleck.planner.search.choose import keep_schedule, settled
 from oobleck.planner.search.firstplan import make_first_plan
 
 
@@ -76,7 +76,7 @@ def _first_plan(request: FirstPlanRequest) -> Plan:
     """Raises PlanInfeasible."""
     spec, machines = request.spec, request.machines
     profile = profile_on(spec, machines)
-    plan = make_first_plan(
+    return make_first_plan(
         _known(spec, profile),
         template_sizes(spec, machines, len(request.nodes)),
         request.nodes,
@@ -86,8 +86,6 @@ def _first_plan(request: FirstPlanRequest) -> Plan:
         generation=request.generation,
         wanted=spec.training.wanted_schedule,
     ).plan
-    proof.prove(plan)
-    return plan
 
 
 def _next_plan(request: NextPlanRequest) -> NextPlanReply:
@@ -106,9 +104,8 @@ def _next_plan(request: NextPlanRequest) -> NextPlanReply:
         judge=offer.judge,
         costs=offer.costs,
     )
-    made = with_residents(keep_schedule(found.plan, profile), profile)
-    proof.prove(made)
-    return NextPlanReply(found=replace(found, plan=made))
+    plan = settled(keep_schedule(found.plan, profile), profile)
+    return NextPlanReply(found=replace(found, plan=plan))
 
 
 def forget() -> None:

@@ -18,7 +18,7 @@ from oobleck.planner.search.choose import (
     ScheduleChoice,
     choose_schedule,
     keep_schedule,
-    with_residents,
+    settled,
 )
 from oobleck.planner.search.firstplan import make_first_plan
 from oobleck.planner.search.specification import node_specification
@@ -220,8 +220,8 @@ def _under_best_schedule(
     wanted: Schedule | None,
 ) -> Outcome:
     choice = choose_schedule(plan, profile, tied=tied, wanted=wanted)
-    settled = with_residents(replace(plan, schedule=choice.schedule), profile)
-    return Outcome(plan=settled, idle=_unused(plan, live), choice=choice)
+    final = settled(replace(plan, schedule=choice.schedule), profile)
+    return Outcome(plan=final, idle=_unused(plan, live), choice=choice)
 
 
 def _unused(plan: Plan, live: Sequence[NodeName]) -> tuple[NodeName, ...]:

@@ -1,7 +1,8 @@
 """Which schedule a plan should run under: the fastest of those that fit the memory.
 
-Owns the comparison, and which stages of several workers may keep what they gather for a whole
-step. What a step takes is `oobleck.planner.cost.estimate`'s to say.
+Owns the comparison, which stages of several workers may keep what they gather for a whole step, and
+the last step of every plan, its proof (`settled`). What a step takes is
+`oobleck.planner.cost.estimate`'s to say.
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from oobleck.planner.cost.stagecost import stage_cost
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Pipeline, Plan
+from oobleck.planner.programs.proof import prove
 from oobleck.planner.programs.schedule import in_flight
 from oobleck.planner.schedules import SCHEDULES, Schedule
 from oobleck.planner.units import format_bytes
@@ -69,6 +71,14 @@ def choose_among(
     return ScheduleChoice(
         schedule=best, reason=_reason(best, fitting, estimates, limit), estimates=estimates
     )
+
+
+def settled(plan: Plan, profile: Profile) -> Plan:
+    """`plan` as it is handed out, whoever asks: `with_residents`, and proven. Raises
+    ProgramDeadlock, an error of ours."""
+    final = with_residents(plan, profile)
+    prove(final)
+    return final
 
 
 def with_residents(plan: Plan, profile: Profile) -> Plan:

@@ -19,7 +19,7 @@ from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan, place
 from oobleck.planner.schedules import SCHEDULES, Schedule
 from oobleck.planner.search.catalogue import Catalogue, Offer
-from oobleck.planner.search.choose import ScheduleChoice, choose_among, with_residents
+from oobleck.planner.search.choose import ScheduleChoice, choose_among, settled
 from oobleck.planner.search.instantiate import Instantiation, instantiate
 from oobleck.planner.search.shares import share_batch
 
@@ -72,7 +72,7 @@ def make_first_plan(
     plan = maker.recut(*min(made, key=lambda one: one[0]))
     choice = maker.choice(plan)
     return FirstPlan(
-        plan=with_residents(replace(plan, schedule=choice.schedule), profile),
+        plan=settled(replace(plan, schedule=choice.schedule), profile),
         choice=choice,
         offer=catalogue.offer(profile, sizes, plan),
     )

@@ -1,18 +1,37 @@
 """What `oobleck plan` prints."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.errors import PlanInfeasible, ProgramDeadlock
 from oobleck.planner.ids import WorkerId
+from oobleck.planner.programs import proof
+from oobleck.planner.programs.schedule import Work, compute_order
 from oobleck.planner.report.report import Outcome, draw, make_report
+from oobleck.planner.schedules import Schedule
 from oobleck.planner.search.choose import choose_schedule
 from support.plans import plan_of_cuts
 from support.profiles import profile_of
 
 PROFILE = profile_of([0.1] * 8, memory=5000)
+
+
+def newest_first(schedule: Schedule, **places: int) -> Iterator[Work]:
+    """On all stages but the first."""
+    last = places["microbatches"] - 1
+    for kind, microbatch in compute_order(schedule, **places):
+        yield kind, last - microbatch if places["stage"] else microbatch
+
+
+def test_a_plan_that_is_shown_was_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    proof.forget()
+    monkeypatch.setattr(proof, "compute_order", newest_first)
+    with pytest.raises(ProgramDeadlock, match="programs wait for each other"):
+        make_report(PROFILE, nodes=5, fault_tolerance=1, global_batch=16)
+    proof.forget()
 
 
 def test_the_report_has_the_documented_keys() -> None:
