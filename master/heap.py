@@ -1,8 +1,8 @@
-"""The heap of the master's process: given back where much is free, and not looked through for long.
+"""The heap of the master's process: free memory goes back to the kernel, and collections are short.
 
-Python's collector of cycles looks through all that lives, and everybody waits meanwhile: with a
-thousand agents 115 to 135 ms, once in ten seconds. So what has outlived one such look is left out
-of the next ones, until a time has passed after which all is looked through again.
+Python's cycle collector looks at every living object while everybody waits: with a thousand agents
+for 115 to 135 ms, once in ten seconds. So objects that have survived one full collection are left
+out of the next ones, until all are looked at again after ten minutes.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
-"""Who may call what: a table of every RPC, and the check that stands before each of them.
+"""Who may call what: a table of every RPC, and the check before each call.
 
-Who calls is read from the certificate that the connection was made with. What is not in the table
-is denied to all. A service in the clear is bound to this host, and there everybody may do
-everything that the table knows. Must not know what the calls do.
+The certificate of the connection says who calls. A method that is not in the table is denied to
+all. A service without certificates listens on this host alone, and there everybody may call
+everything in the table. Must not know what the calls do.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """The agents' side of the service: one bidirectional stream is one session.
 
-Reads the stream into the loop's inbox and the session's outbox into the stream. The session ends
-with either; what it means that it has ended is the loop's to say.
+What the agent sends goes into the loop's inbox, and the session's outbox goes into the stream. When
+either side ends, the session is over; the loop decides what follows from that.
 """
 
 import asyncio

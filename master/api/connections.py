@@ -1,11 +1,11 @@
 """The connections to the master's port, and how many of them may wait.
 
-A connection on which a call with a certificate of this cluster was allowed is *proven*, as far as
-its holder has not too many and is not revoked. All others wait: in their handshake, silent, with
-garbage, or with a join token. gRPC has one limit for all connections, of which one host could take
-all, and the memory with them. So each source has a share of those that wait: who has more is let in
-no more until it has had less for a while. Agents that come in a crowd from behind one address fit
-in. Must not know who may call what.
+A connection is *proven* once a call with a certificate of this cluster was allowed on it, unless
+its holder is revoked or has too many. All others wait: in their handshake, silent, with garbage, or
+with a join token. gRPC has only one limit for all connections, so one host could take all of them,
+and the memory too. So each source has a share of the waiting connections. A source with more gets
+no new ones until it has had less for a while. The share is large enough for a crowd of agents
+behind one address. Must not know who may call what.
 """
 
 import asyncio

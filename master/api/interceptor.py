@@ -1,9 +1,9 @@
-"""What stands around every method: who calls is checked first, then what was sent, and whatever the
-method raises ends the call with a status instead of gRPC's traceback.
+"""What stands around every method: it checks the caller, reads the request, and turns what the
+method raises into a status.
 
-Bytes that are no message of ours are answered with INVALID_ARGUMENT, what is asked of a master that
-ends with UNAVAILABLE, what takes longer than any caller should wait with DEADLINE_EXCEEDED, and a
-fault of ours with INTERNAL, of which the log alone tells more.
+Bytes that are no message of ours give INVALID_ARGUMENT, a master that ends UNAVAILABLE, a call that
+takes longer than any caller should wait DEADLINE_EXCEEDED, and a fault of ours INTERNAL, with its
+details in the log alone.
 """
 
 import asyncio

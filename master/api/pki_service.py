@@ -1,7 +1,7 @@
 """The service by which certificates are given out and taken back: joins, renewals, tokens.
 
-Every answer is journaled by the loop before it leaves. Who may call what is decided before, by
-`oobleck.master.api.access`; here it is what the caller may get.
+The loop journals every answer before it leaves. `oobleck.master.api.access` has decided before who
+may call; this module decides what the caller gets.
 """
 
 import time

@@ -1,7 +1,7 @@
 """The state as operators see it, in the wire's messages. Reads, never writes.
 
-It says what is so at this moment: what no journaled event says (a stream that has just closed, a
-silent agent) is told as the reason.
+It shows this moment. The reason also says what no journaled event tells, such as a stream that has
+just closed or a silent agent.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,8 +1,8 @@
-"""One session of an agent, what is to be told to it, and when records are acknowledged.
+"""One session of an agent: what it is to be told, and when records are acknowledged.
 
-An outbox holds at most one message of each kind: a newer assignment replaces an older one, a
-higher acknowledgement a lower one; beside these only what operators ask. So nothing piles up for
-an agent that reads slowly, and nobody waits for it.
+An outbox holds at most one message of each kind, besides operators' questions: a newer assignment
+replaces an older one, a higher acknowledgement a lower one. So nothing piles up for an agent that
+reads slowly, and nobody waits for it.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """What operators ask for: jobs, checkpoints, drains, and who may speak to the master.
 
-Each request becomes an event, once: one that is repeated with the same id is answered as the first
-time. The answer comes when the event is on disk. Whoever asks has to be trusted in the turn that
-decides on it: when the request came is before that. Must not know gRPC, nor who may ask what.
+Each request becomes one event. A request that is repeated with the same id gets the first answer
+again. The answer comes when the event is on disk. The caller must still be trusted in the turn that
+decides, which comes after the request. Must not know gRPC, nor who may ask what.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""The agents' sessions: who is admitted, what becomes of what they tell, and what each is told.
+"""The agents' sessions: who is admitted, where their messages go, and what each is told.
 
-Handlers run in the loop's turn, in the order of arrival; `brief` and `acknowledge` are for the loop
-alone, once all that they tell is on disk. Must not know gRPC.
+Handlers run in the loop's turn, in the order of arrival. Only the loop calls `brief` and
+`acknowledge`, once everything that they tell is on disk. Must not know gRPC.
 """
 
 import logging

@@ -1,9 +1,9 @@
 """Timelines: has the workers of a job record the same steps, and gathers what they recorded.
 
-Nothing of it is state: it is not journaled, and a master that restarts forgets it. The recordings
-are put on the master's clock. How a node's clock lies to it is told by round trips over the
-agent's stream: the true offset is within half of the fastest one's time. Nodes on the master's own
-machine have its clock.
+A timeline is not state: it is not journaled, and a master that restarts forgets it. All times are
+put on the master's clock. Round trips over an agent's stream measure the offset of its node's
+clock: the true offset is within half of the fastest round trip. Nodes on the master's machine have
+its clock.
 """
 
 import asyncio

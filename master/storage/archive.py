@@ -1,7 +1,8 @@
 """The files of jobs: metrics, evaluations, events and output, and whether the disk takes them.
 
-What the disk does not take waits here, bounded, and is written when it does; output of workers is
-not kept. So a full disk stops no job (`oobleck.master.storage.disk`). Must not know the journal.
+What the disk does not take waits in memory, up to a bound, and is written later; workers' output is
+dropped meanwhile. So a full disk stops no job (`oobleck.master.storage.disk`). Must not know the
+journal.
 """
 
 import logging

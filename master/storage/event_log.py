@@ -1,9 +1,9 @@
 """events.jsonl of every job: its records, numbered from 1, each written exactly once.
 
-The records follow from the journal, so after a crash the file lacks at most those of the last
-commits: they are made again on the start, and those that the file has are passed over by their
-numbers. A file that has more than the journal gives shows that the journal has lost its end.
-Only records that are not in a file yet are kept in memory.
+The records follow from the journal, so a crash can cost a file only those of the last commits. The
+next start makes all records again and skips those that the file has, by their numbers. A file with
+more records than the journal gives shows that the journal has lost its end. Memory holds only
+records that are not in a file yet.
 """
 
 import os

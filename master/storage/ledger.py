@@ -1,8 +1,8 @@
 """The state and what of it is on disk: the journal that it follows from, and the files of jobs.
 
-Whatever changes the state passes here: `record` journals an event first and `observe` does not,
-and both apply it. Has the state replayed from the journal when it is made. Who is told of a change,
-and when a decision is due, is not known here. Must not know gRPC, agents' sessions or time-outs.
+Every change of the state passes here: `record` journals an event and applies it, `observe` only
+applies it. A new ledger replays the journal. Must not know who is told of a change, when a decision
+is due, gRPC, agents' sessions or time-outs.
 """
 
 import logging
