@@ -53,10 +53,6 @@ class Pipeline:
         if len(set(self.nodes)) != len(self.nodes):
             raise ValueError(f"a node stands twice in one pipeline: {self.nodes}")
 
-    @property
-    def template_nodes(self) -> int:
-        return len(self.nodes)
-
 
 def place(
     template: PipelineTemplate,

@@ -17,19 +17,6 @@ from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.balance import Task, balance
 from oobleck.planner.programs.plan import Plan
 
-__all__ = [
-    "CUT_NUMBERS",
-    "LayerLost",
-    "LayerTable",
-    "Shard",
-    "ShardTable",
-    "Transfer",
-    "cut",
-    "plan_shards",
-    "plan_transfers",
-    "require_holders",
-]
-
 _WHOLE = Fraction(1)
 
 #: Shares of a layer's numbers begin at multiples of this. Vectorised kernels round the last few

@@ -37,10 +37,11 @@ from oobleck.host.ipc.messages import (
     StepRecord,
     Stop,
 )
+from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import Generation, Incarnation, WorkerId
 from oobleck.planner.profile.measurement import LinkMeasurement
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.transfer import LayerLost, Shard, plan_transfers
+from oobleck.planner.programs.transfer import Shard, plan_transfers
 from oobleck.worker.recovery.rejoin import Agreement, Held, RecoveryState, agree, is_whole
 from oobleck.worker.runtime.errors import Superseded, TransportError, Unreached
 from oobleck.worker.state.progress import Position

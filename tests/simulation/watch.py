@@ -10,8 +10,9 @@ from oobleck.master.events.jobs import JobCancelled, JobFailed, JobRestored, Job
 from oobleck.master.events.plans import FirstStepCommitted, PlanMade
 from oobleck.master.events.unions import Journaled
 from oobleck.master.state.desired import set_desired
+from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import Generation, Incarnation, JobId
-from oobleck.planner.programs.transfer import LayerLost, Shard, require_holders
+from oobleck.planner.programs.transfer import Shard, require_holders
 from oobleck.worker.recovery.rejoin import Agreement
 
 if TYPE_CHECKING:
