@@ -4,7 +4,7 @@ Owns which part of an event's meaning is whose: incidents first, while the state
 before; then the event itself, by what it is about; then what follows for the nodes.
 """
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from oobleck.master.events.nodes import NodeEvent
 from oobleck.master.events.plans import FirstStepCommitted, PlanEvent, PlanMade

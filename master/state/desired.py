@@ -5,7 +5,9 @@ node alone, so an event that changes nothing of the job is followed for its own 
 know how it gets to the agents.
 """
 
-from dataclasses import replace
+from collections.abc import Iterable
+
+from msgspec.structs import replace
 
 from oobleck.master.events.nodes import NodeEvent, NodeRegistered, WorkerLost
 from oobleck.master.events.trust import TrustChanged
@@ -24,19 +26,20 @@ def follow(state: ClusterState, event: Journaled, now: float, unix: float) -> No
     """
     if isinstance(event, TrustChanged):
         return
-    asked = _asked_of_all(state)
-    before, state.asked_of_all = state.asked_of_all, asked
-    if not isinstance(event, NodeEvent) or asked != before:
-        set_desired(state, now, unix)
-    elif (node := state.nodes.get(_node_of(event))) is not None:
-        _set(state, node, now, unix)
+    asked, members = _asked_of_all(state), _members(state)
+    names: Iterable[NodeName] = state.nodes
+    if isinstance(event, NodeEvent) and asked == state.asked_of_all:
+        names = (_node_of(event),)
+    state.asked_of_all = asked
+    for name in names:
+        if (node := state.nodes.get(name)) is not None:
+            _set(state, node, name in members, now, unix)
 
 
-def set_desired(state: ClusterState, now: float, unix: float) -> None:
-    """Bring what is desired of every node in line."""
-    state.asked_of_all = _asked_of_all(state)
-    for node in state.nodes.values():
-        _set(state, node, now, unix)
+def _members(state: ClusterState) -> set[NodeName]:
+    """Nodes that the newest plan has, or still needs."""
+    job = state.job
+    return set() if job is None else {*job.members, *job.leaving}
 
 
 def _asked_of_all(state: ClusterState) -> tuple[int | None, str]:
@@ -55,8 +58,8 @@ def _node_of(event: NodeEvent) -> NodeName:
             return event.node
 
 
-def _set(state: ClusterState, node: Node, now: float, unix: float) -> None:
-    before, wanted = node.desired, _wanted(state, node)
+def _set(state: ClusterState, node: Node, member: bool, now: float, unix: float) -> None:
+    before, wanted = node.desired, _wanted(state, node, member)
     if before != wanted:
         if before.job_id != wanted.job_id:
             node.seen.ready_at = None
@@ -67,12 +70,11 @@ def _set(state: ClusterState, node: Node, now: float, unix: float) -> None:
         node.seen.assigned_at = now
 
 
-def _wanted(state: ClusterState, node: Node) -> Desired:
+def _wanted(state: ClusterState, node: Node, member: bool) -> Desired:
     """As of the version of before."""
-    job, name = state.job, node.facts.node
+    job = state.job
     works, generation, attempt, save = False, None, 0, 0
     if job is not None:
-        member = job.has_member(name) or name in job.leaving
         works = state.is_candidate(node, job, *state.asked_of_all) or (member and node.moves_off)
         if works and member:
             generation = job.generation

@@ -8,6 +8,8 @@ of jobs other than by name.
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from oobleck.host.versions import series
 from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.proto.types import Assignment, NodeFacts, NodeStatus
@@ -53,8 +55,7 @@ class NodeSeen:
         self.awaited = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Desired:
+class Desired(msgspec.Struct, frozen=True, kw_only=True):
     """What a node shall do, by reference; `version` grows with every change."""
 
     version: int = 0
@@ -114,7 +115,7 @@ class Node:
     #: None: it may get work.
     drain: Drain | None = None
     failures: Failures = Failures()
-    desired: Desired = Desired()
+    desired: Desired = field(default_factory=Desired)
     seen: NodeSeen
 
     @property

@@ -67,7 +67,9 @@ def told(assign: Assign, name: str) -> Assignment:
     state, job = trained_job([node(0), node(1), node(2)], 32, min_nodes=1)
     job.made = event
     one = state.nodes[NodeName(name)]
-    one.desired = replace(one.desired, version=3, job_id=JOB, generation=assign.plan.generation)
+    one.desired = msgspec.structs.replace(
+        one.desired, version=3, job_id=JOB, generation=assign.plan.generation
+    )
     message = assignment_message(state.assignment(one)).SerializeToString()
     return read_assignment(pb.Assignment.FromString(message))
 

@@ -8,8 +8,8 @@ from oobleck.agent.connection.records import LIMIT
 from oobleck.host.ipc.messages import Assign
 from oobleck.master.events.jobs import JobCancelled, JobFailed, JobRestored, JobSucceeded
 from oobleck.master.events.plans import FirstStepCommitted, PlanMade
-from oobleck.master.events.unions import Journaled
-from oobleck.master.state.desired import set_desired
+from oobleck.master.events.unions import Journaled, MasterStarted
+from oobleck.master.state.desired import follow
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import Generation, Incarnation, JobId
 from oobleck.planner.programs.transfer import Shard, require_holders
@@ -299,7 +299,7 @@ class Watch:
         assert self._world.master is not None
         state = self._world.master.core.state
         before = {name: node.desired for name, node in state.nodes.items()}
-        set_desired(state, self._world.loop.clock, unix=0.0)
+        follow(state, MasterStarted(), self._world.loop.clock, unix=0.0)
         if before != {name: node.desired for name, node in state.nodes.items()}:
             self.broken("what is desired of nodes was not followed")
 

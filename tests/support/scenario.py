@@ -85,7 +85,7 @@ from oobleck.master.rules.admission import Refusal, admit
 from oobleck.master.rules.reconcile import reconcile
 from oobleck.master.state.apply import apply
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.desired import set_desired
+from oobleck.master.state.desired import follow
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import NodeSeen
 from oobleck.master.state.validate import validate
@@ -202,7 +202,7 @@ def facts_of(name: str, life: int, slots: int, torch: str = "") -> NodeFacts:
 def check_desired(state: ClusterState, now: float, unix: float) -> None:
     """An event is followed for the nodes that it changes something for: so no other lacks it."""
     before = {name: (node.desired, node.seen.assigned_at) for name, node in state.nodes.items()}
-    set_desired(state, now, unix)
+    follow(state, MasterStarted(), now, unix)
     after = {name: (node.desired, node.seen.assigned_at) for name, node in state.nodes.items()}
     assert before == after, "what is desired of nodes was not followed"
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from oobleck.master.planning import client, solve
@@ -92,7 +93,9 @@ def test_nodes_with_more_slots_than_the_model_has_layers() -> None:
     assert client.idle_slots(plan, 8) == ""
     change = next_plan(context(state), job, nodes[1:], Generation(2))
     assert change.plan.nodes == ("n2", "n3")
-    nodes[0].desired = replace(nodes[0].desired, job_id=JOB, generation=Generation(1))
+    nodes[0].desired = msgspec.structs.replace(
+        nodes[0].desired, job_id=JOB, generation=Generation(1)
+    )
     counted_on = state.assignment(nodes[0]).worker_incarnations
     assert counted_on == tuple(f"n1/{slot}" for slot in range(8))
 
