@@ -8,7 +8,7 @@ import msgspec
 
 from oobleck.host.ipc.messages import CheckpointSaved, Measure, Restored, SaveFailed
 from oobleck.master.events.nodes import Evidence
-from oobleck.master.events.plans import Transition
+from oobleck.master.events.plans import ReconfigurationStats
 from oobleck.planner.ids import Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.profile import Profile
@@ -117,7 +117,7 @@ class JobCaughtUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class JobSucceeded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
     #: Of a generation that came after the last step and has only saved the result.
-    transition: Transition | None = None
+    transition: ReconfigurationStats | None = None
     #: Records of steps that nobody has any more, so that metrics.jsonl ends before them.
     missing_steps: int = 0
 
@@ -127,14 +127,14 @@ class JobFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
     #: It failed for want of this node alone, by the word of a worker there.
     node: NodeName | None = None
-    transition: Transition | None = None
+    transition: ReconfigurationStats | None = None
     #: As in PlanMade.
     evidence: tuple[Evidence, ...] = msgspec.field(name="sightings", default=())
 
 
 class JobCancelled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
-    transition: Transition | None = None
+    transition: ReconfigurationStats | None = None
 
 
 JobEnded = JobSucceeded | JobFailed | JobCancelled

@@ -1,7 +1,7 @@
 """Journaled events of plans: a generation is made or found, and has come to its first step.
 
 Owns the words for what a plan answers (`Cause`) and for how the way into a generation went
-(`Transition`). Must not know what the events change.
+(`ReconfigurationStats`). Must not know what the events change.
 """
 
 from typing import Literal, get_args
@@ -34,7 +34,7 @@ Cause = Literal[
 ]
 
 
-class Transition(msgspec.Struct, frozen=True, kw_only=True):
+class ReconfigurationStats(msgspec.Struct, frozen=True, kw_only=True):
     """How the way into a generation went, as far as it went."""
 
     #: By `Phase`; they add up to `total_s`.
@@ -74,7 +74,7 @@ class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
     #: The series of torch that its nodes have; empty: more than one, or not known.
     torch: str = ""
     #: Of the generation before, where it did not come to its first step.
-    overtaken: Transition | None = None
+    overtaken: ReconfigurationStats | None = None
     #: What was seen of failures since the last event that carries such.
     evidence: tuple[Evidence, ...] = msgspec.field(name="sightings", default=())
 
@@ -98,7 +98,7 @@ class FirstStepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
     generation: Generation
     step: int
-    transition: Transition
+    transition: ReconfigurationStats
     #: As in PlanMade.
     evidence: tuple[Evidence, ...] = msgspec.field(name="sightings", default=())
     #: Unix time of the last step of a generation before, by the calendar of a worker's host; 0: not

@@ -24,7 +24,7 @@ import msgspec
 
 from oobleck.host.ipc.messages import Assign
 from oobleck.master.events.plans import PlanFound, PlanMade
-from oobleck.master.rules.completion import transition
+from oobleck.master.rules.completion import reconfiguration_stats
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
@@ -133,7 +133,7 @@ def _adopted(
         worker_slots=slots,
         detect_s=0.0,
         leaving_incarnations=leaving,
-        overtaken=transition(context, job),
+        overtaken=reconfiguration_stats(context, job),
     )
 
 

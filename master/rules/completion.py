@@ -14,7 +14,7 @@ from oobleck.master.events.jobs import (
     JobSucceeded,
     SaveProblem,
 )
-from oobleck.master.events.plans import PHASES, FirstStepCommitted, Transition
+from oobleck.master.events.plans import PHASES, FirstStepCommitted, ReconfigurationStats
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.evidence import carried
 from oobleck.master.state.job import Job
@@ -22,21 +22,21 @@ from oobleck.master.state.job_observed import SaveReport
 from oobleck.planner.ids import NodeName
 
 
-def transition(context: Context, job: Job) -> Transition | None:
+def reconfiguration_stats(context: Context, job: Job) -> ReconfigurationStats | None:
     """How far the way into the newest generation has come; None: it is not on the way."""
     if job.made is None or not job.on_the_way:
         return None
     timeline = job.seen.timeline
     if timeline is not None:
         end = context.now if timeline.first_step_at is None else timeline.first_step_at
-        return timeline.transition(end, job.unanswered())
+        return timeline.stats(end, job.unanswered())
     # Another master process made the plan, and only the calendar spans both.
     unix = job.seen.since_unix + (context.now - job.seen.since)
     first = next((r.time for r in job.seen.steps.recent if r.generation >= job.generation), unix)
     phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     phases["detect"], phases["waiting"] = job.made.detect_s, job.waited_s
     phases["first_step"] = max(0.0, first - job.made_at)
-    return Transition(
+    return ReconfigurationStats(
         phases=phases,
         total_s=sum(phases.values()),
         redo_step=None,
@@ -53,7 +53,7 @@ def first_step(context: Context, job: Job) -> Decision | None:
     if step is None and job.seen.steps.redone is not None:
         generation, first, last = job.seen.steps.redone
         step = last if generation == job.generation and last > first else None
-    how = transition(context, job)
+    how = reconfiguration_stats(context, job)
     if step is None or how is None:
         return None
     older = (r for r in reversed(job.seen.steps.recent) if r.generation < job.generation)
@@ -80,7 +80,7 @@ def caught_up(context: Context, job: Job) -> Decision | None:
 def end_jobs(context: Context) -> Decision | None:
     for job in context.state.jobs.values():
         if job.cancel_requested and job.finished_at == 0.0:
-            event = JobCancelled(job_id=job.id, transition=transition(context, job))
+            event = JobCancelled(job_id=job.id, transition=reconfiguration_stats(context, job))
             return Decision(actions=(event,), reason="the operator cancelled the job")
     active = context.state.job
     if active is None:
@@ -94,7 +94,7 @@ def fail(context: Context, job: Job, reason: str, node: NodeName | None = None) 
         job_id=job.id,
         reason=reason,
         node=node,
-        transition=transition(context, job),
+        transition=reconfiguration_stats(context, job),
         evidence=carried(job, context.now),
     )
     return Decision(actions=(event,), reason=reason)
@@ -115,7 +115,9 @@ def _succeed(context: Context, job: Job) -> Decision | None:
         if context.now < (due := last + context.timing.meeting_s):
             return Decision(wake_at=due, reason=missing)
     event = JobSucceeded(
-        job_id=job.id, transition=transition(context, job), missing_steps=max(0, steps - through)
+        job_id=job.id,
+        transition=reconfiguration_stats(context, job),
+        missing_steps=max(0, steps - through),
     )
     return Decision(actions=(event,), reason="all workers have finished")
 

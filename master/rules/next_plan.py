@@ -13,7 +13,7 @@ from oobleck.master.events.nodes import NodeLost, NodeYielded, WorkerLost
 from oobleck.master.events.plans import Cause, PlanMade
 from oobleck.master.planning import client
 from oobleck.master.rules import holders
-from oobleck.master.rules.completion import fail, transition
+from oobleck.master.rules.completion import fail, reconfiguration_stats
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.evidence import carried
@@ -85,7 +85,7 @@ def plan_made(
         torch=_torch(context.state, plan),
         restore=go_back,
         anew=go_back and not job.has_checkpoint,
-        overtaken=transition(context, job),
+        overtaken=reconfiguration_stats(context, job),
         evidence=() if boundary else carried(job, context.now),
     )
 

@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from oobleck.master.events.nodes import Evidence
-from oobleck.master.events.plans import Cause, Transition
+from oobleck.master.events.plans import Cause, ReconfigurationStats
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.units import listed
 
@@ -99,7 +99,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     cause: Cause
     rule: str
     #: How it went, and the Unix time of its end; None: not known yet.
-    transition: Transition | None = None
+    transition: ReconfigurationStats | None = None
     ended_at: float = 0.0
 
     @property

@@ -2,7 +2,7 @@
 
 from oobleck.host.system.process import signal_name
 from oobleck.master.events.jobs import JobCancelled, JobCaughtUp, JobFailed, JobSucceeded
-from oobleck.master.events.plans import FirstStepCommitted, Transition
+from oobleck.master.events.plans import FirstStepCommitted, ReconfigurationStats
 from oobleck.master.events.unions import Journaled
 from oobleck.master.state.incident import Incident, Setback
 from oobleck.planner.units import listed
@@ -107,9 +107,9 @@ def stood_s(incident: Incident, unix: float) -> float:
     return max(0.0, unix - incident.stands_since)
 
 
-def transitions(incident: Incident) -> list[Transition]:
+def all_stats(incident: Incident) -> list[ReconfigurationStats]:
     return [a.transition for a in incident.attempts if a.transition is not None]
 
 
 def redone_steps(incident: Incident) -> list[int]:
-    return sorted({t.redo_step for t in transitions(incident) if t.redo_step is not None})
+    return sorted({s.redo_step for s in all_stats(incident) if s.redo_step is not None})

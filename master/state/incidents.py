@@ -27,7 +27,7 @@ from oobleck.master.events.nodes import (
     NodeReset,
     WorkerLost,
 )
-from oobleck.master.events.plans import FirstStepCommitted, PlanMade, Transition
+from oobleck.master.events.plans import FirstStepCommitted, PlanMade, ReconfigurationStats
 from oobleck.master.events.unions import Journaled
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.evidence import describe_exit
@@ -204,7 +204,7 @@ def _with_plan(job: Job, event: PlanMade, unix: float) -> Incident | None:
             incident = _with_setback(job, setback)
     if incident is None:
         return None
-    incident = _with_transition(job, incident, event.overtaken, unix)
+    incident = _with_stats(job, incident, event.overtaken, unix)
     if event.boundary:
         return incident  # it answers nothing, and training goes on
     attempt = Attempt(generation=event.plan.generation, cause=event.cause, rule=event.rule)
@@ -222,7 +222,7 @@ def _at_end(
             incident = _with_setback(job, guilty)
     if incident is None:
         return None
-    incident = _with_transition(job, incident, event.transition, unix)
+    incident = _with_stats(job, incident, event.transition, unix)
     if isinstance(event, FirstStepCommitted | JobFailed):
         incident = _with_evidence(incident, event.evidence, unix)
     if isinstance(event, FirstStepCommitted) and incident.trained_until is None:
@@ -254,14 +254,14 @@ def _job_error(job: Job, event: JobFailed, unix: float) -> Setback:
     )
 
 
-def _with_transition(
-    job: Job, incident: Incident, transition: Transition | None, unix: float
+def _with_stats(
+    job: Job, incident: Incident, stats: ReconfigurationStats | None, unix: float
 ) -> Incident:
     """How the newest generation went, if it is one that answers the incident."""
     last = incident.attempts[-1] if incident.attempts else None
-    if transition is None or last is None or last.generation != job.generation:
+    if stats is None or last is None or last.generation != job.generation:
         return incident
-    last = replace(last, transition=transition, ended_at=unix)
+    last = replace(last, transition=stats, ended_at=unix)
     return replace(incident, attempts=(*incident.attempts[:-1], last))
 
 

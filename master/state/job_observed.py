@@ -19,7 +19,7 @@ from oobleck.host.ipc.messages import (
     StepRecord,
 )
 from oobleck.master.events.nodes import Evidence
-from oobleck.master.events.plans import Phase, Transition
+from oobleck.master.events.plans import Phase, ReconfigurationStats
 from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.planner.profile.measurement import Scope
 from oobleck.proto.types import Hung, WorkerExited
@@ -53,7 +53,7 @@ class RecoveryTimeline:
     joined: set[WorkerId] = field(default_factory=set)
     entered: set[WorkerId] = field(default_factory=set)
 
-    def transition(self, end: float, unanswered: tuple[WorkerId, ...] = ()) -> Transition:
+    def stats(self, end: float, unanswered: tuple[WorkerId, ...] = ()) -> ReconfigurationStats:
         """The phases up to `end`; one that was not reported took no time of its own. A way that has
         not come to its first step has stayed in the phase after the last one that was reported."""
         waited_from = self.pushed_at - self.waited_s
@@ -80,7 +80,7 @@ class RecoveryTimeline:
         redo_step = None
         if self.redo and self.committed_step is not None:
             redo_step = self.committed_step + 1
-        return Transition(
+        return ReconfigurationStats(
             phases=phases,
             total_s=end - began_at,
             redo_step=redo_step,

@@ -7,12 +7,12 @@ from oobleck.master.events.plans import PHASES
 from oobleck.master.events.unions import Journaled
 from oobleck.master.state.incident import Incident, Setback
 from oobleck.master.state.incident_summary import (
+    all_stats,
     headline,
     outcome,
     redone_steps,
     stood_s,
     summary_of,
-    transitions,
 )
 from oobleck.master.state.job import Job
 from oobleck.planner.ids import Generation
@@ -48,8 +48,8 @@ def record(job: Job, incident: Incident, event: Journaled, unix: float) -> dict[
         "redo_steps": redone_steps(incident),
         "salvaged_microbatches": _salvaged(incident),
         "salvaged_samples": _salvaged(incident) * job.spec.training.microbatch,
-        "rolled_forward": any(t.rolled_forward for t in transitions(incident)),
-        "received_bytes": sum(t.received_bytes for t in transitions(incident)),
+        "rolled_forward": any(s.rolled_forward for s in all_stats(incident)),
+        "received_bytes": sum(s.received_bytes for s in all_stats(incident)),
         "from_generation": incident.from_generation,
         "to_generation": _last_generation(job, incident),
         "can_lose": made.can_lose if made is not None and ended == "recovered" else 0,
@@ -99,20 +99,20 @@ def _last_generation(job: Job, incident: Incident) -> Generation:
 
 def _salvaged(incident: Incident) -> int:
     """Of the step that was done again last; what was salvaged before counts in it again."""
-    redone = [t for t in transitions(incident) if t.redo_step is not None]
+    redone = [s for s in all_stats(incident) if s.redo_step is not None]
     return redone[-1].salvaged_microbatches if redone else 0
 
 
 def _attempts(incident: Incident) -> Iterator[dict[str, object]]:
     """Each generation that answered, and whether another one overtook it."""
     for number, attempt in enumerate(incident.attempts):
-        transition, following = attempt.transition, incident.attempts[number + 1 : number + 2]
+        stats, following = attempt.transition, incident.attempts[number + 1 : number + 2]
         yield {
             "generation": attempt.generation,
             "cause": attempt.cause,
             "rule": attempt.rule,
-            "phases": transition.phases if transition is not None else None,
-            "total_s": transition.total_s if transition is not None else None,
+            "phases": stats.phases if stats is not None else None,
+            "total_s": stats.total_s if stats is not None else None,
             "superseded_by": following[0].generation if following else None,
         }
 

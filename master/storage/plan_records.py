@@ -6,7 +6,7 @@ Pure. Must not know files.
 from collections.abc import Mapping
 
 from oobleck.master.events.jobs import JobCancelled, JobFailed, JobSucceeded
-from oobleck.master.events.plans import FirstStepCommitted, PlanMade, Transition
+from oobleck.master.events.plans import FirstStepCommitted, PlanMade, ReconfigurationStats
 from oobleck.master.state.cluster import ClusterState, version_pairs
 from oobleck.master.state.job import Job
 from oobleck.planner.ids import Generation
@@ -61,11 +61,11 @@ def end_records(
 
 
 def _reconfigured(
-    job: Job, transition: Transition | None, superseded_by: Generation | None = None
+    job: Job, stats: ReconfigurationStats | None, superseded_by: Generation | None = None
 ) -> list[Record]:
     """How the newest generation of `job` came about; nothing for the first one."""
     made, before = job.made, job.lineage.before
-    if transition is None or made is None or before is None:
+    if stats is None or made is None or before is None:
         return []
     record: dict[str, object] = {
         "event": "reconfigured",
@@ -78,21 +78,21 @@ def _reconfigured(
         "workers_lost": [str(worker) for worker in made.workers_lost],
         "nodes_joined": made.nodes_joined,
         "boundary": made.boundary,
-        "phases": transition.phases,
-        "total_s": transition.total_s,
-        "redo_step": transition.redo_step,
-        "rolled_forward": transition.rolled_forward,
-        "salvaged_microbatches": transition.salvaged_microbatches,
-        "received_bytes": transition.received_bytes,
+        "phases": stats.phases,
+        "total_s": stats.total_s,
+        "redo_step": stats.redo_step,
+        "rolled_forward": stats.rolled_forward,
+        "salvaged_microbatches": stats.salvaged_microbatches,
+        "received_bytes": stats.received_bytes,
         "pipelines_before": pipelines(before),
         "pipelines_after": pipelines(made.plan),
         "can_lose": made.can_lose,
     }
     if superseded_by is not None:
         record["superseded_by"] = superseded_by
-    if transition.unanswered:
-        record["unanswered"] = [str(worker) for worker in transition.unanswered]
-    if transition.master_restarted:
+    if stats.unanswered:
+        record["unanswered"] = [str(worker) for worker in stats.unanswered]
+    if stats.master_restarted:
         record["master_restarted"] = True
     return [record]
 
