@@ -82,6 +82,6 @@ def _read_measure(data: bytes) -> Measure:
         measure = unpack(Measure, data)
         at_least(measure.attempt, 1, "attempt")
         at_least(measure.gpus, 1, "gpus")
-        for meeting in measure.meetings:
-            read_address(meeting.rendezvous.store, "store")
+        for pair in measure.meetings:
+            read_address(pair.rendezvous.store, "store")
         return measure

@@ -16,7 +16,7 @@ from oobleck.planner.programs.plan import Plan
 
 
 class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the workers of a generation meet: a worker's store and a prefix of that meeting."""
+    """Where the workers of a generation meet: a worker's store and a prefix of its own."""
 
     #: host:port of a TCPStore that a worker of the generation serves.
     store: str
@@ -106,7 +106,7 @@ class Save(msgspec.Struct, frozen=True, kw_only=True, tag="save"):
     number: int
 
 
-class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+class LinkPair(msgspec.Struct, frozen=True, kw_only=True):
     """Two workers measure the link between them; the first one reports it."""
 
     scope: Scope
@@ -122,7 +122,7 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True, tag="measure"):
     """
 
     attempt: int
-    meetings: tuple[Meeting, ...] = ()
+    meetings: tuple[LinkPair, ...] = ()
     #: Workers of a node, among which layers may be shared.
     gpus: int = 1
 
@@ -262,7 +262,7 @@ class PeerLost(msgspec.Struct, frozen=True, kw_only=True, tag="peer_lost"):
     detail: str
     #: To whom there is no way from here; none: not known, or that all peers are reached.
     unreached: tuple[WorkerId, ...] = ()
-    #: There is no way to the store of the meeting.
+    #: There is no way to the store of the rendezvous.
     store_unreached: bool = False
 
 
@@ -294,7 +294,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
 
 
 class LinkMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="link_measured"):
-    """A link is measured, or why it could not be; from the first worker of its meeting."""
+    """A link is measured, or why it could not be; from the first worker of its pair."""
 
     attempt: int
     scope: Scope

@@ -153,7 +153,7 @@ def _reason(state: ClusterState, job: Job, config: MasterConfig, now: float) -> 
     if timeline is not None and silent and now - timeline.pushed_at > _SLOW_ANSWER_S:
         return f"{job.reason}; no answer so far from {', '.join(map(str, silent))}"
     here = all(state.nodes[name].connected for name in job.members)
-    if here and (again := stalls.next_meeting(job, config.timing, now)):
+    if here and (again := stalls.next_rendezvous(job, config.timing, now)):
         return again
     if turn := job_queue.outlook(state, job, config.gives_way_s, now):
         return f"{job.reason}; {turn}"

@@ -92,7 +92,7 @@ class NodeLeftOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class NodeReset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Workers of the node do not come to a meeting of the others: all that it has are ended, and
+    """Workers of the node do not come to a rendezvous of the others: all that it has are ended, and
     it gets new ones."""
 
     job_id: JobId

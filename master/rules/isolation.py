@@ -1,18 +1,17 @@
 """Which nodes the data network has cut off from the others, though all agents are heard.
 
 Workers that lose each other say to whom there is no way: peers whose hosts are silent in the middle
-of training, and in a meeting its store or a member. Each such pair of nodes cannot both take part.
-The nodes to go on without are the fewest that leave no such pair; where either way round will do,
-as of two nodes that do not reach each other, those whose loss costs less.
+of training, and in a rendezvous its store or a member. The two nodes cannot both take part. The
+nodes to go on without are the fewest that leave no such pair; where either way round will do, as of
+two nodes that do not reach each other, those whose loss costs less.
 
 Where all others have told, and of peers rather than of a store, that is proof enough: they go on at
 once. One node's word against another's is none. And not without half of the nodes or more, since a
-network that is gone as a whole often comes back. Else two meetings at different nodes' stores must
-say the same: with one meeting alone, whoever hosts it looks cut off in any partition. A node that
-is given up is put aside as any that fails again and again, each time for longer, and joins again
-when its time is over. Where the others cannot go on without, all meet again, as they do where
-nobody knows who is to blame. Pure; what workers have told is in
-`oobleck.master.state.worker_reports`.
+network that is gone as a whole often comes back. Else two rendezvous at different nodes' stores
+must say the same: with one alone, whoever hosts it looks cut off in any partition. A node that is
+given up is put aside as any that fails again and again, each time for longer, and joins again when
+its time is over. Where the others cannot go on without, all meet again, as they do where nobody
+knows who is to blame. Pure; what workers have told is in `oobleck.master.state.worker_reports`.
 """
 
 from collections import Counter
@@ -24,7 +23,7 @@ from oobleck.master.rules import holders, node_faults
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.stalls import plan_without
 from oobleck.master.state.job import Job
-from oobleck.master.state.worker_reports import Pair, meeting_host, ordered
+from oobleck.master.state.worker_reports import Pair, ordered, rendezvous_host
 from oobleck.planner.ids import NodeName
 from oobleck.planner.recovery.reconfigure import can_lose
 
@@ -71,7 +70,7 @@ def _proven(accusations: Set[tuple[NodeName, NodeName]], told: Set[NodeName]) ->
 def give_up(context: Context, job: Job) -> Decision | None:
     """Have the others go on without nodes that are cut off; None: it is not known, or they are
     needed."""
-    host = meeting_host(context.state, job)
+    host = rendezvous_host(context.state, job)
     no_way = job.seen.since_step.no_way
     if host is None or host not in no_way:
         return None
@@ -80,7 +79,7 @@ def give_up(context: Context, job: Job) -> Decision | None:
 
     def agreed(nodes: Nodes) -> bool:
         if nodes <= set(job.newcomers):
-            # They have trained nothing, and cost the others every meeting.
+            # They have trained nothing, and cost the others every rendezvous.
             return bool(job.seen.since_step.regroups and context.timing.quarantine_s)
         return nodes in _ways(job, before)
 

@@ -2,8 +2,8 @@
 
 A node is lost when its agent's stream is closed and, close in time, another node's worker reports a
 lost peer (two witnesses). On the way into a generation workers have no connections that could tell
-of a death: there the other witness is that all others wait for a meeting that does not take place.
-A node is also lost when nothing is heard of it for a lease.
+of a death: there the other witness is that all others wait at the rendezvous. A node is also lost
+when nothing is heard of it for a lease.
 
 A master that came to itself late has extended all leases by as much (`Tick`), and gives everyone
 the time to come back that agents of a restarted master have, so its own pauses convict nobody.
@@ -30,7 +30,7 @@ from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.node import Node
 from oobleck.planner.ids import NodeName
 
-#: Of a heartbeat: so long all others have waited for a meeting when who is away is missed.
+#: Of a heartbeat: so long all others have waited at a rendezvous when who is away is missed.
 _MISSED_AFTER = 0.5
 #: So many streams that end within the witness window are cut together.
 _MANY = 8

@@ -139,7 +139,7 @@ def _process(state: ClusterState, worker: WorkerId) -> Incarnation:
 def _rendezvous(context: Context, job: Job, plan: Plan) -> Rendezvous:
     """At a survivor's store if there is one (its address has proven itself), lowest name first.
 
-    Where meetings have led to no step, at the next one's: it may be the store that fails.
+    Where rendezvous have led to no step, at the next one's: it may be the store that fails.
     """
     old = job.processes()
     up = [worker for worker in plan.workers if is_up(context.state, worker)]

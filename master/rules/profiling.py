@@ -10,7 +10,7 @@ was asked for is for this job alone. Pure.
 from collections import Counter
 from collections.abc import Sequence
 
-from oobleck.host.ipc.messages import Measure, Meeting, Rendezvous
+from oobleck.host.ipc.messages import LinkPair, Measure, Rendezvous
 from oobleck.master.events.jobs import JobFailed, JobSucceeded, MeasuringStarted, ProfileChosen
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.cluster import ClusterState
@@ -72,13 +72,13 @@ def _choose(context: Context, job: Job, ready: Sequence[Node]) -> Decision:
     if measuring is None:
         return _begin(context, job, ready, "" if job.profile_only else passed_over)
     gone = _gone(context.state, measuring, ready)
-    pending = {meeting.scope: meeting for meeting in measuring.wish.meetings}
+    pending = {pair.scope: pair for pair in measuring.wish.meetings}
     for scope in job.seen.profiling.links_measured:
         pending.pop(scope, None)
     broken = {
-        scope: meeting
-        for scope, meeting in pending.items()
-        if any(worker in gone for worker in meeting.workers)
+        scope: pair
+        for scope, pair in pending.items()
+        if any(worker in gone for worker in pair.workers)
     }
     if broken and measuring.wish.attempt < _MOST_ATTEMPTS:
         return _begin(context, job, ready)
@@ -131,7 +131,7 @@ def _begin(context: Context, job: Job, ready: Sequence[Node], passed_over: str =
         job_id=job.id,
         wish=Measure(
             attempt=attempt,
-            meetings=tuple(_meetings(context, job, ready, attempt)),
+            meetings=tuple(_pairs(context, job, ready, attempt)),
             gpus=ready[0].facts.worker_slots,
         ),
         workers=tuple(workers),
@@ -141,7 +141,7 @@ def _begin(context: Context, job: Job, ready: Sequence[Node], passed_over: str =
     return Decision(actions=(event,), reason=f"{count(len(workers), 'worker')} measure{again}")
 
 
-def _meetings(context: Context, job: Job, ready: Sequence[Node], attempt: int) -> list[Meeting]:
+def _pairs(context: Context, job: Job, ready: Sequence[Node], attempt: int) -> list[LinkPair]:
     """Inside the first node that has two workers, and between the first two nodes."""
     pairs: list[tuple[Scope, WorkerId, WorkerId]] = []
     roomy = [node.facts.node for node in ready if node.facts.worker_slots > 1]
@@ -151,7 +151,7 @@ def _meetings(context: Context, job: Job, ready: Sequence[Node], attempt: int) -
         one, other = ready[0].facts.node, ready[1].facts.node
         pairs.append(("inter_node", WorkerId(one, 0), WorkerId(other, 0)))
     return [
-        Meeting(
+        LinkPair(
             scope=scope,
             workers=(first, second),
             rendezvous=Rendezvous(
@@ -228,12 +228,12 @@ def _unlinked(job: Job) -> list[str]:
     """Which links were to be measured and have not been."""
     assert job.profiling.under_way is not None, "this is asked at the end of a measurement"
     found = []
-    for meeting in job.profiling.under_way.wish.meetings:
-        answer = job.seen.profiling.links_measured.get(meeting.scope)
+    for pair in job.profiling.under_way.wish.meetings:
+        answer = job.seen.profiling.links_measured.get(pair.scope)
         if answer is None or answer.link is None:
             why = f": {answer.problem}" if answer is not None and answer.problem else ""
-            pair = " and ".join(map(str, meeting.workers))
-            found.append(f"the link between {pair} was not measured{why}")
+            ends = " and ".join(map(str, pair.workers))
+            found.append(f"the link between {ends} was not measured{why}")
     return found
 
 

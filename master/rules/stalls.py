@@ -1,8 +1,8 @@
-"""Meetings without a step, and want of progress: the net under all other rules.
+"""Rendezvous without a step, and want of progress: the net under all other rules.
 
 Workers that lost each other though nobody is missing meet anew. Most often that helps; where it
 does not, the network between them may be gone for a while. So they meet at ever longer intervals,
-and the job fails only where many meetings and a long time have led to no step.
+and the job fails only if many rendezvous and a long time have led to no step.
 
 What nobody tells of is that a job does not get on though every worker waits for another one: a
 message that never comes, a mistake of ours. (Losses are told by agents and peers, and a process
@@ -10,7 +10,7 @@ that hangs by its own agent.) So in every state in which a job should get on (it
 layers, train, save the result) it may stay without progress only for so long. Then:
 
 1. The workers meet anew, in a new generation of the same plan, at another worker's store.
-2. Who does not come to that meeting while others do is known then. Where the others can go on
+2. Who does not come to that rendezvous while others do is known then. Where the others can go on
    without their nodes, all workers there are ended and started anew; a node that never had a part
    in a step is left out. The others go on at once, and the node joins them again.
 3. Where they cannot, they meet again, each time after twice as long, until it is enough.
@@ -38,7 +38,7 @@ from oobleck.planner.programs.plan import Plan
 _KNOWN_STEPS = 2
 #: Slower than this no network and no disk moves layers.
 _SLOWEST_BYTES_PER_S = 25e6
-#: Meetings without a step, the least number that a job may fail after.
+#: Rendezvous without a step, the least number that a job may fail after.
 _ENOUGH = 5
 #: Of the interval; enough for any that is worth waiting for.
 _MOST_DOUBLINGS = 20
@@ -52,14 +52,14 @@ def first_peer_lost(job: Job) -> tuple[float, WorkerId, str] | None:
 
 def interval_s(job: Job, timing: Detection) -> float:
     """How long after they lost each other the workers meet again."""
-    if job.newcomers:  # which are left out where a meeting with them has failed
+    if job.newcomers:  # which are left out where a rendezvous with them has failed
         return timing.regroup_s
     longest = max(timing.regroup_s, timing.longest_regroup_s)
     doublings = min(_MOST_DOUBLINGS, max(0, job.seen.since_step.regroups - 1))
     return min(longest, timing.regroup_s * float(2**doublings))
 
 
-def next_meeting(job: Job, timing: Detection, now: float) -> str:
+def next_rendezvous(job: Job, timing: Detection, now: float) -> str:
     """For the operator: that and when the workers meet again; empty: not to be expected."""
     if job.made is None or job.losses or (first := first_peer_lost(job)) is None:
         return ""
@@ -94,7 +94,7 @@ def meet_again(
 
 
 def met_enough(context: Context, job: Job, reason: str) -> Decision | None:
-    """The job's end, in place of one more meeting; None: they shall meet again.
+    """The job's end, in place of one more rendezvous; None: they shall meet again.
 
     `reason`: why they would have to.
     """
@@ -185,7 +185,7 @@ def _moving_s(spec: JobSpec, plan: Plan, worker_slots: int) -> float:
 
 
 def _absent(job: Job) -> tuple[WorkerId, ...]:
-    """Who has not come where others have, in the meeting of the newest generation; none where
+    """Who has not come where others have, at the rendezvous of the newest generation; none where
     nobody can be told from the others."""
     made, timeline = job.made, job.seen.timeline
     if made is None or made.boundary or timeline is None:

@@ -2,9 +2,9 @@
 
 A worker is lost when its agent says so. The agent forks another one as it reports the end, and
 names it at once, though it is up only later. The next plan counts on it from then on, so that the
-others are told without waiting for it: they leave what they are blocked in and come to the meeting
-while it starts. One that is not up in time is done without, if the others can, and joins them when
-it is.
+others are told without waiting for it: they leave what they are blocked in and come to the
+rendezvous while it starts. One that is not up in time is done without, if the others can, and joins
+them when it is.
 """
 
 from collections.abc import Iterator, Sequence

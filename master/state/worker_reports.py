@@ -166,7 +166,7 @@ def _note_no_way(state: ClusterState, job: Job, worker: WorkerId, lost: PeerLost
     """Keep to whom `worker` says that there is no way, if it does."""
     if lost.generation != job.generation or not (lost.store_unreached or lost.unreached):
         return
-    if (host := meeting_host(state, job)) is None:
+    if (host := rendezvous_host(state, job)) is None:
         return
     others = {peer.node for peer in lost.unreached} | ({host} if lost.store_unreached else set())
     pairs = {ordered(worker.node, other) for other in others - {worker.node}}
@@ -178,7 +178,7 @@ def ordered(a: NodeName, b: NodeName) -> Pair:
     return (min(a, b), max(a, b))
 
 
-def meeting_host(state: ClusterState, job: Job) -> NodeName | None:
+def rendezvous_host(state: ClusterState, job: Job) -> NodeName | None:
     """The node at whose store the newest generation meets."""
     if job.made is None:
         return None

@@ -23,9 +23,9 @@ from oobleck.host.detection import Detection
 from oobleck.host.ipc.messages import (
     Failed,
     LinkMeasured,
+    LinkPair,
     Measure,
     Measured,
-    Meeting,
     PeerLost,
     PhaseReached,
     Rendezvous,
@@ -270,12 +270,12 @@ async def test_an_agent_without_rank_0_holds_its_records_back() -> None:
 @scenario
 async def test_what_was_measured_is_told_and_told_again_to_a_master_that_came_back() -> None:
     async with cluster() as (master, _, stream):
-        meeting = Meeting(
+        pair = LinkPair(
             scope="inter_node",
             workers=(WorkerId(NodeName("n1"), 0), WorkerId(NodeName("n2"), 0)),
             rendezvous=Rendezvous(store="127.0.0.1:20000", prefix="p"),
         )
-        await stream.assign("demo-1", job("demo"), measure=Measure(attempt=1, meetings=(meeting,)))
+        await stream.assign("demo-1", job("demo"), measure=Measure(attempt=1, meetings=(pair,)))
         await stream.until(lambda m: len(stream.reports(LinkMeasured)) == 1)
         again = await master.restart()
         await again.until(lambda m: len(again.reports(LinkMeasured)) == 1)

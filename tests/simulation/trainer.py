@@ -179,11 +179,11 @@ class Trainer:
         await self._work("measure", self.world.draw.uniform(0.1, 1.0))
         attempt = wish.attempt
         self.say(Measured(attempt=attempt, measurement=measurement(0.001)))
-        for meeting in wish.meetings:
-            if meeting.workers[0] == self.worker:
+        for pair in wish.meetings:
+            if pair.workers[0] == self.worker:
                 await asyncio.sleep(0.05)
-                link = LinkMeasurement(scope=meeting.scope, latency_s=1e-4, bytes_per_s=1e9)
-                self.say(LinkMeasured(attempt=attempt, scope=meeting.scope, link=link))
+                link = LinkMeasurement(scope=pair.scope, latency_s=1e-4, bytes_per_s=1e9)
+                self.say(LinkMeasured(attempt=attempt, scope=pair.scope, link=link))
 
     async def _enter(self, assign: Assign) -> Assign:
         generation = assign.plan.generation

@@ -107,11 +107,9 @@ def work(channel: Channel[ToWorker]) -> int:
                 case Measure(attempt=attempt, meetings=meetings):
                     # That it fails is an answer too.
                     channel.send(Measured(attempt=attempt, measurement=None, problem="no torch"))
-                    for meeting in meetings:
-                        link = LinkMeasurement(
-                            scope=meeting.scope, latency_s=0.001, bytes_per_s=1e9
-                        )
-                        channel.send(LinkMeasured(attempt=attempt, scope=meeting.scope, link=link))
+                    for pair in meetings:
+                        link = LinkMeasurement(scope=pair.scope, latency_s=0.001, bytes_per_s=1e9)
+                        channel.send(LinkMeasured(attempt=attempt, scope=pair.scope, link=link))
                 case Assign(plan=plan):
                     generation = plan.generation
                     for phase in ("aborted", "joined", "transferred"):

@@ -7,7 +7,7 @@ nothing else; an assignment or a newer wish calls it off at once.
 import logging
 from contextlib import ExitStack
 
-from oobleck.host.ipc.messages import LinkMeasured, Measure, Measured, Meeting
+from oobleck.host.ipc.messages import LinkMeasured, LinkPair, Measure, Measured
 from oobleck.planner.ids import Generation
 from oobleck.planner.profile.measurement import LinkMeasurement
 from oobleck.planner.profile.sharing import sharing_sizes
@@ -40,9 +40,9 @@ class Measuring:
         self._context.faults.reached("before:measure", generation=_BEFORE, step=0)
         try:
             self._control.report(self._measure_layers(wish))
-            for meeting in wish.meetings:
-                if self._context.worker in meeting.workers:
-                    self._measure_link(wish, meeting)
+            for pair in wish.meetings:
+                if self._context.worker in pair.workers:
+                    self._measure_link(wish, pair)
         except Superseded:
             log.info("measuring was called off")
 
@@ -65,23 +65,23 @@ class Measuring:
             return Measured(attempt=wish.attempt, measurement=None, problem=problem)
         return Measured(attempt=wish.attempt, measurement=found)
 
-    def _measure_link(self, wish: Measure, meeting: Meeting) -> None:
+    def _measure_link(self, wish: Measure, pair: LinkPair) -> None:
         link: LinkMeasurement | None = None
         problem = ""
         try:
-            link = self._meet(meeting)
+            link = self._meet(pair)
         except TransportError as error:
             self._check()  # it was aborted because it is no longer wanted
             log.warning("link was not measured", extra={"reason": str(error)})
             problem = str(error)
-        if meeting.workers[0] == self._context.worker:
+        if pair.workers[0] == self._context.worker:
             report = LinkMeasured(
-                attempt=wish.attempt, scope=meeting.scope, link=link, problem=problem
+                attempt=wish.attempt, scope=pair.scope, link=link, problem=problem
             )
             self._control.report(report)
 
-    def _meet(self, meeting: Meeting) -> LinkMeasurement | None:
-        where, rank = meeting.rendezvous, meeting.workers.index(self._context.worker)
+    def _meet(self, pair: LinkPair) -> LinkMeasurement | None:
+        where, rank = pair.rendezvous, pair.workers.index(self._context.worker)
         connector, store = self._context.connector, self._context.store
         waits = Waits()
         with ExitStack() as undo:
@@ -99,7 +99,7 @@ class Measuring:
         self._control.on_abrupt(transport.abort)
         try:
             self._check()
-            return measure_link(transport, meeting.scope, connector.device, self._check)
+            return measure_link(transport, pair.scope, connector.device, self._check)
         except BaseException:
             transport.abort()  # release the other one
             raise

@@ -10,9 +10,9 @@ from oobleck.host.ipc.messages import (
     Committed,
     FaultRule,
     LinkMeasured,
+    LinkPair,
     Measure,
     Measured,
-    Meeting,
     Rendezvous,
 )
 from oobleck.planner.ids import Generation, NodeName, WorkerId
@@ -85,8 +85,8 @@ def test_it_ends_as_soon_as_it_is_not_wanted(make_job: MakeJob) -> None:
 
 def wish(cluster: Director, attempt: int = 1) -> Measure:
     rendezvous = Rendezvous(store=cluster.workers[A].store, prefix=f"measure-{attempt}")
-    meeting = Meeting(scope="inter_node", workers=(A, B), rendezvous=rendezvous)
-    return Measure(attempt=attempt, meetings=(meeting,))
+    pair = LinkPair(scope="inter_node", workers=(A, B), rendezvous=rendezvous)
+    return Measure(attempt=attempt, meetings=(pair,))
 
 
 def losses(warm: WarmWorkers, job: JobSpec, *, measured: bool) -> dict[int, float | None]:
