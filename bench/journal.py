@@ -24,7 +24,7 @@ from oobleck.master.storage.ledger import Ledger
 from oobleck.planner.ids import Incarnation, NodeName
 from oobleck.proto.types import NodeFacts
 
-#: Events that are committed together, as those of one turn are.
+#: Events that are committed together, as those of one iteration are.
 _PER_COMMIT = 10
 
 

@@ -1,6 +1,6 @@
 """How other tasks reach the owner of the state: handlers that it calls in order of arrival.
 
-`ask` answers only when the turn that computed the answer is on disk.
+`ask` answers only when the iteration that computed the answer is on disk.
 """
 
 import asyncio

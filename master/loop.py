@@ -1,9 +1,9 @@
 """The owner of the state: takes what comes in, decides, puts it on disk, and tells the agents.
 
-One task runs `Master.run`; nobody else writes to the state. Each turn takes everything that has
-arrived, applies it, lets `reconcile` decide until nothing is left to decide, commits the journal,
-and only then lets the outside world see anything of it. Reading the state between turns is safe
-for every task of the same event loop. Must not know gRPC.
+One task runs `Master.run`; nobody else writes to the state. Each iteration takes everything that
+has arrived, applies it, lets `reconcile` decide until nothing is left to decide, commits the
+journal, and only then lets the outside world see anything of it. Reading the state between
+iterations is safe for every task of the same event loop. Must not know gRPC.
 """
 
 import asyncio
@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 
 #: The loop looks at least this often, so that it notices when it is late.
 _TICK_S = 0.25
-#: After a turn that took longer than the first, what comes in gathers for so many times as long,
-#: at most the last: a thousand nodes that enter a plan send thousands of messages within a second,
-#: and a turn for every few of them would leave no time for anything else.
-_SHORT_TURN_S = 2e-3
-_REST_TURNS = 2.0
+#: After an iteration that took longer than the first, what comes in gathers for so many times as
+#: long, at most the last: a thousand nodes that enter a plan send thousands of messages within a
+#: second, and an iteration for every few of them would leave no time for anything else.
+_SHORT_ITERATION_S = 2e-3
+_REST_FACTOR = 2.0
 _LONGEST_REST_S = 20e-3
-#: Messages and questions of one turn; the rest waits for the next, and others come in between.
+#: Messages and questions of one iteration; the rest waits for the next, and others come in between.
 _MOST_HANDLED = 200
-#: Decisions of one turn; more would never end.
+#: Decisions of one iteration; more would never end.
 _MOST_DECISIONS = 1000
 _MAY_BE_DONE = "what was asked may still be done once it can be written"
 #: Between two tries to write a journal that takes nothing.
@@ -86,7 +86,7 @@ class Master:
         """Never returns; ends by cancellation or a broken invariant."""
         looked_at, late_s = self.now(), 0.0
         while True:
-            await self._turn(looked_at, late_s)
+            await self._iterate(looked_at, late_s)
             await self._rest(self.now() - looked_at)
             wake_at = looked_at + _TICK_S
             for at in (self._wake_at, self.sessions.acknowledges_at):
@@ -96,13 +96,13 @@ class Master:
             late_s = looked_at - before - _TICK_S
 
     async def _rest(self, took_s: float) -> None:
-        """Between two turns, all other tasks of the loop have theirs."""
+        """Between two iterations, all other tasks of the event loop run."""
         if self._inbox.waiting:
             await asyncio.sleep(0)
-        elif took_s > _SHORT_TURN_S:
-            await asyncio.sleep(min(_REST_TURNS * took_s, _LONGEST_REST_S))
+        elif took_s > _SHORT_ITERATION_S:
+            await asyncio.sleep(min(_REST_FACTOR * took_s, _LONGEST_REST_S))
 
-    async def _turn(self, now: float, late_s: float) -> None:
+    async def _iterate(self, now: float, late_s: float) -> None:
         """`now`: when it began; a pause in the middle of it counts for the next one. `late_s`: how
         much later than it should have."""
         ledger = self._ledger

@@ -123,7 +123,7 @@ def _read_authority(config: MasterConfig) -> "AuthorityFolder | None":
 
 
 async def _all_ended() -> None:
-    """Calls outlive the server that answers them by some turns of the event loop; one that is
+    """Calls outlive the server that answers them by some iterations of the event loop; one that is
     cancelled in these ends in a traceback."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:

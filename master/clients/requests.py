@@ -1,8 +1,8 @@
 """What operators ask for: jobs, checkpoints, drains, and who may speak to the master.
 
 Each request becomes one event. A request that is repeated with the same id gets the first answer
-again. The answer comes when the event is on disk. The caller must still be trusted in the turn that
-decides, which comes after the request. Must not know gRPC, nor who may ask what.
+again. The answer comes when the event is on disk. The caller must still be trusted in the iteration
+that decides, which comes after the request. Must not know gRPC, nor who may ask what.
 """
 
 from collections.abc import Callable
@@ -164,7 +164,7 @@ class Requests:
         return await self._ask(answer)
 
     async def _ask(self, answer: Callable[[float], T]) -> T:
-        """What `answer` gives in the turn, if the caller is trusted then."""
+        """What `answer` gives in the iteration, if the caller is trusted then."""
         if self._ledger.stuck:
             raise StorageFailed(self._ledger.problem)
 

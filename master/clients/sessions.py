@@ -1,6 +1,6 @@
 """The agents' sessions: who is admitted, where their messages go, and what each is told.
 
-Handlers run in the loop's turn, in the order of arrival. Only the loop calls `brief` and
+Handlers run in an iteration of the loop, in the order of arrival. Only the loop calls `brief` and
 `acknowledge`, once everything that they tell is on disk. Must not know gRPC.
 """
 

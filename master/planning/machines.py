@@ -73,7 +73,7 @@ def template_sizes(spec: JobSpec, machines: Machines, nodes: int) -> range:
 
 @lru_cache(maxsize=128)
 def _template_sizes(spec: JobSpec, machines: Machines, nodes: int) -> range | PlanInfeasible:
-    """A job that waits for nodes asks again in every turn, so the refusal is remembered too."""
+    """A job that waits for nodes asks in every iteration, so the refusal is remembered too."""
     try:
         return node_specification(
             profile_on(spec, machines),

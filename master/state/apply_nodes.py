@@ -177,7 +177,7 @@ def _drain(state: ClusterState, event: DrainEvent, now: float, unix: float) -> N
             if state.job is not None:
                 _forgive(state.job, event.node)
         case _:
-            pass  # it was undrained in the same turn
+            pass  # it was undrained in the same iteration
 
 
 def _forgive(job: Job, node: NodeName) -> None:

@@ -125,8 +125,8 @@ def check_new_token(trust: Trust, unix: float) -> None:
 def check_caller(trust: Trust, who: "Identity", unix: float) -> None:
     """Whether what the caller shows is still good; of tokens joining says so. Raises Denied.
 
-    Asked when a call comes, and again in the turn that decides on it: the caller may be revoked
-    between the two.
+    Asked when a call comes, and again in the iteration that decides on it: the caller may be
+    revoked between the two.
     """
     if was_revoked(trust, who):
         raise Denied(f"the certificate of {who.role} {who.name} was revoked; join anew by a token")

@@ -1,4 +1,4 @@
-"""A master that dies as by `kill -9` at any point of a turn, and the one that follows it.
+"""A master that dies as by `kill -9` at any point of an iteration, and the one that follows it.
 
 Real processes and the real protocol; only the workers are made up. Whatever the point, the history
 is whole: every step once, every event once, and the job goes on in the generation it was in or the

@@ -96,7 +96,7 @@ class VirtualLoop(base_events.BaseEventLoop):
         self._limit_s = limit_s
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._asked = 0
-        self.turns = 0
+        self.iterations = 0
         #: Called when all is done at a moment, before time passes.
         self.at_rest: Callable[[], None] = lambda: None
         #: Exceptions that nobody took.
@@ -165,7 +165,7 @@ class VirtualLoop(base_events.BaseEventLoop):
             if process is not None and process.stopped:
                 process.held.append(handle)
                 continue
-            self.turns += 1
+            self.iterations += 1
             handle._run()  # type: ignore[attr-defined]
         else:
             raise RuntimeError(f"time stands still at {self.clock}")

@@ -60,7 +60,7 @@ class Outcome:
     ends: list[str] = field(default_factory=list)
     incidents: int = 0
     reconfigurations: int = 0
-    turns: int = 0
+    iterations: int = 0
     #: Events of each kind that were journaled.
     facts: Counter[str] = field(default_factory=Counter)
     #: What was done in peace; empty: nothing.
@@ -100,7 +100,7 @@ class Drill:
         world = self.world
         self.outcome.faults, self.outcome.facts = self.faults.struck, world.watch.facts
         self.outcome.reconfigurations = len(world.watch.plans) - len(world.ledgers)
-        self.outcome.turns = world.loop.turns
+        self.outcome.iterations = world.loop.iterations
         self.operator.process.kill()
         world.end()
 

@@ -84,7 +84,7 @@ class Outages:
         return "master to be killed at a commit"
 
     def kill_master_at_point(self) -> str:
-        """In the middle of a turn, or of a write."""
+        """In the middle of an iteration, or of a write."""
         if (master := self._world.live_master) is None:
             return ""
         point = self._draw.choice(crash.POINTS)

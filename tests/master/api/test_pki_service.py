@@ -141,14 +141,14 @@ def test_what_a_caller_asks_who_is_revoked_in_that_turn_is_denied(tmp_path: Path
         timing = DETECTIONS["wan"]
         config = MasterConfig(listen="127.0.0.1:0", state_dir=tmp_path, timing=timing)
         running = Master(config, Journal(tmp_path / "journal.log"))
-        turns = asyncio.create_task(running.run())
+        loop = asyncio.create_task(running.run())
         try:
             async with asyncio.timeout(LIMIT_S):
                 job_id = await running.requests.submit("r1", job_spec("demo"))
                 before = running.state.sequence
                 await _revoke_and_ask(running, job_id)
         finally:
-            turns.cancel()
+            loop.cancel()
             running.close()
         assert running.state.sequence == before + 2  # the revocations
         assert not running.state.nodes

@@ -1,4 +1,4 @@
-"""The turn of a real master: what stops in the middle of it, and who or what is gone before it."""
+"""Iterations of a real master: what stops in the middle of one, and who is gone before it."""
 
 import asyncio
 import time
@@ -47,12 +47,12 @@ async def running(state_dir: Path, clock: Clock) -> AsyncIterator[Master]:
     config = MasterConfig(listen="127.0.0.1:0", state_dir=state_dir, timing=TIMING)
     environment = replace(Environment(), now=clock)
     master = Master(config, Journal(state_dir / "journal.log"), environment)
-    turns = asyncio.create_task(master.run())
+    loop = asyncio.create_task(master.run())
     try:
         async with asyncio.timeout(LIMIT_S):
             yield master
     finally:
-        turns.cancel()
+        loop.cancel()
         master.close()
 
 
@@ -112,7 +112,7 @@ def test_an_agent_that_is_gone_before_its_turn_has_no_session(tmp_path: Path) ->
     async def play() -> None:
         async with running(tmp_path, Clock()) as master:
             asking = asyncio.create_task(master.sessions.open(registration()))
-            await asyncio.sleep(0)  # its registration waits for the turn
+            await asyncio.sleep(0)  # its registration waits for the iteration
             asking.cancel()
             while N1 not in master.state.nodes or master.state.nodes[N1].connected:
                 await turned(master)
