@@ -14,7 +14,7 @@ others agreed on without it holds, unless all of them can still roll forward, or
 layer since and those with s have all.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from oobleck.planner.errors import LayerLost
@@ -123,13 +123,18 @@ def _newest(states: Mapping[WorkerId, RecoveryState]) -> int:
     return max(max(s.committed, s.voted) for s in states.values())
 
 
+def _newest_vote(step: int, states: Iterable[RecoveryState]) -> int:
+    """The newest generation in which one of them voted on the step; 0: none."""
+    return max((state.voted_generation for state in states if state.voted == step), default=0)
+
+
 def _outrun(states: Mapping[WorkerId, RecoveryState]) -> frozenset[WorkerId]:
     """Workers that have committed the newest step, and without which others have begun it again
     since: those lack the gradients to follow, or have committed it in another vote."""
     step = _newest(states)
     ahead = {w: s for w, s in states.items() if max(s.committed, s.voted) == step}
     joined = max(s.joined for s in ahead.values())
-    voted = max((s.voted_generation for s in ahead.values() if s.voted == step), default=0)
+    voted = _newest_vote(step, ahead.values())
     if any(s.joined > joined and not _follows(s, step, voted) for s in states.values()):
         return frozenset(ahead)
     return frozenset(
@@ -150,10 +155,14 @@ def _rolls_forward(state: RecoveryState, step: int, generation: int) -> bool:
 def _followers(
     states: Mapping[WorkerId, RecoveryState], outrun: Set[WorkerId]
 ) -> dict[WorkerId, RecoveryState]:
-    """Those in `outrun`, and who can roll forward to the newest step by their newest vote."""
+    """Those in `outrun`, and who can roll forward to the newest step by their newest vote on it."""
     step = _newest(states)
-    voted = max(states[worker].voted_generation for worker in outrun)
-    return {w: s for w, s in states.items() if w in outrun or _rolls_forward(s, step, voted)}
+    voted = _newest_vote(step, [states[worker] for worker in outrun])
+    return {
+        worker: state
+        for worker, state in states.items()
+        if worker in outrun or (state.voted < step and _rolls_forward(state, step, voted))
+    }
 
 
 def _without_newest(

@@ -1,5 +1,7 @@
 """Where training goes on after a loss: every combination of states that can occur."""
 
+import contextlib
+import random
 from dataclasses import replace
 
 import pytest
@@ -183,6 +185,37 @@ def test_a_full_copy_counts_where_those_who_went_on_without_it_have_lost_a_layer
     }
     # Who has committed a newer step has outrun them for good.
     assert agree({A: ahead, B: recovery_state(7, joined=2)}).step == 7
+
+
+def test_who_has_committed_by_another_vote_than_the_others_reduced_does_not_lead_them() -> None:
+    # Nobody has the vote on step 6, so b cannot follow, and a is left out until b has lost a layer.
+    ahead = recovery_state(6, voted=(5, 3), layers=(0, 1, 2), joined=3)
+    behind = recovery_state(5, reduced=(6, 3), layers=(0, 1), joined=4)
+    agreement = agree({A: ahead, B: behind})
+    assert (agreement.step, agreement.roll_forward) == (6, frozenset())
+    assert agreement.held == {A: whole(0, 1, 2), B: frozenset()}
+    assert agree({A: ahead, B: behind, C: replace(behind, layers=(Held(5),) * 3)}).step == 5
+
+
+@pytest.mark.timeout(20)
+def test_whatever_workers_tell_the_agreement_comes_to_an_end() -> None:
+    rng = random.Random(1)
+    drawn = 0
+    for _ in range(5000):
+        states = {}
+        for worker in (A, B, C, D)[: rng.randint(1, 4)]:
+            committed = rng.randint(0, 3)
+            states[worker] = recovery_state(
+                committed,
+                reduced=(rng.choice([0, committed, committed + 1]), rng.randint(0, 3)),
+                voted=(rng.randint(0, committed + 1), rng.randint(0, 3)),
+                layers=tuple(layer for layer in range(3) if rng.random() < 0.8),
+                joined=rng.randint(0, 3),
+            )
+        with contextlib.suppress(InvariantViolation):
+            agree(states)
+            drawn += 1
+    assert drawn > 4000
 
 
 def test_who_met_without_the_only_voter_follows_it_while_all_still_can() -> None:
