@@ -114,6 +114,17 @@ def test_everyone_hears_what_everyone_says(everywhere):
     assert everywhere(talk) == [[("",), ("ü",), ("üü",)]] * SIZE
 
 
+def test_what_is_no_message_is_the_fault_of_the_peer_and_not_of_the_job(everywhere):
+    def talk(transport: Transport):
+        if transport.rank == 1:
+            return len(transport.all_gather(torch.full((16,), 255, dtype=torch.uint8)))
+        with pytest.raises(TransportError, match=r"^what came from rank 1 is not a valid tuple: "):
+            tell_all(transport, ("",), tuple[str, ...], 16)
+        return None
+
+    assert everywhere(talk) == [None, SIZE, None]
+
+
 def test_sums_over_every_group_are_in_place(everywhere):
     def add(transport: Transport):
         results = []
