@@ -12,9 +12,11 @@ stage's worker by its place in the piece (p0s1/0: the second stage). Why pieces 
 3. The stages after a pair say how many forwards it is ahead. After those each further micro-batch
    is one more round of the same instructions, which leaves the links as it found them: what passes
    once passes always. So a pair is run with a few rounds.
-4. A stage computes each micro-batch once. Where both begin with the same forwards, the first never
-   waits and the second takes what comes in its order, so the links are empty after these; where
-   both end with the same backwards, it is the other way round. Both are left out.
+4. Messages stand beside their compute, the same for each micro-batch. Where both begin with the
+   same forwards, the first never waits and the second takes what comes in its order, so the links
+   are empty after these; where both end with the same backwards, it is the other way round. A few
+   of each are run, so that every kind of message is seen to find its receiver; the rest is left
+   out.
 
 Each link of a pair, forward and backward, is first-in-first-out in these runs.
 
@@ -27,6 +29,7 @@ all of these.
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import chain, takewhile
 
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.programs.compile import add_communication
@@ -37,6 +40,9 @@ from oobleck.planner.programs.schedule import Work, compute_order
 
 #: Micro-batches of a run beyond those that fill the stages.
 _ROUNDS = 4
+#: How many are run of the forwards that both begin with, and of the backwards that both end with:
+#: two can stand in a wrong order.
+_ALIKE = 2
 
 #: The forwards and backwards of a stage, one after the other.
 _Order = tuple[Work, ...]
@@ -66,21 +72,24 @@ def _talking(order: Iterable[Work]) -> _Order:
 
 
 def _shortest(first: _Order, second: _Order) -> tuple[_Order, _Order]:
-    """Without what both begin and end with; micro-batches are counted anew, forward and backward
-    each, since a message of one never meets one of the other."""
-    begin, end = 0, len(first)
-    while begin < end and first[begin] == second[begin] and first[begin][0] is Forward:
-        begin += 1
-    while begin < end and first[end - 1] == second[end - 1] and first[end - 1][0] is Backward:
-        end -= 1
+    """Without most of what both begin and end with; micro-batches are counted anew, forward and
+    backward each, since a message of one never meets one of the other."""
+    begin = max(0, _alike(first, second, Forward) - _ALIKE)
+    end = max(0, _alike(first[::-1], second[::-1], Backward) - _ALIKE)
+    orders = first[begin : len(first) - end], second[begin : len(second) - end]
     lowest: dict[type[Compute], int] = {}
-    for kind, microbatch in first[begin:end]:
+    for kind, microbatch in chain(*orders):
         lowest[kind] = min(lowest.get(kind, microbatch), microbatch)
     before, after = (
-        tuple((kind, microbatch - lowest[kind]) for kind, microbatch in order[begin:end])
-        for order in (first, second)
+        tuple((kind, microbatch - lowest[kind]) for kind, microbatch in order) for order in orders
     )
     return before, after
+
+
+def _alike(first: _Order, second: _Order, kind: type[Compute]) -> int:
+    """How many of the kind both begin with, in the same order."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] and pair[0][0] is kind, pairs))
 
 
 @lru_cache(maxsize=4096)

@@ -4,14 +4,27 @@ import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from oobleck.planner.errors import ProgramDeadlock
 from oobleck.planner.programs import compile as compiler
 from oobleck.planner.programs import proof
-from oobleck.planner.programs.compile import compile_programs
+from oobleck.planner.programs.compile import add_communication, compile_programs
 from oobleck.planner.programs.dryrun import dry_run
+from oobleck.planner.programs.instructions import (
+    Backward,
+    BackwardInput,
+    Compute,
+    Forward,
+    Instruction,
+    Message,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+)
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.schedule import Work, compute_order
 from oobleck.planner.schedules import SCHEDULES, Schedule
@@ -101,3 +114,48 @@ def test_what_waits_for_ever_is_refused(seed: int, monkeypatch: pytest.MonkeyPat
             with pytest.raises(ProgramDeadlock, match="waits at"):
                 proof.prove(plan)
     assert refused
+
+
+def one_kind_of_message_is_left_out(kind: type[Message]) -> Callable[..., Iterator[Instruction]]:
+    def add(*told: Any, **named: Any) -> Iterator[Instruction]:
+        return (step for step in add_communication(*told, **named) if not isinstance(step, kind))
+
+    return add
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", [SendActivation, ReceiveActivation, SendGradient, ReceiveGradient])
+def test_every_kind_of_message_is_seen_to_find_its_receiver(
+    schedule: Schedule, kind: type[Message], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also under GPipe, where neighbours compute alike from end to end."""
+    plan = plan_of_cuts(([(3, 2), (3, 3), 2], 6), schedule=schedule)
+    proof.prove(plan)
+    fault = one_kind_of_message_is_left_out(kind)
+    monkeypatch.setattr(compiler, "add_communication", fault)
+    monkeypatch.setattr(proof, "add_communication", fault)
+    proof.forget()
+    waits = not whole_runs_end(plan, tied=True)
+    assert waits == (kind in (SendActivation, SendGradient))
+    if waits:
+        with pytest.raises(ProgramDeadlock, match="waits at"):
+            proof.prove(plan)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", [Forward, BackwardInput, Backward])
+def test_a_stage_that_leaves_a_micro_batch_out_is_refused(
+    schedule: Schedule, kind: type[Compute], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def order(schedule: Schedule, **places: int) -> Iterator[Work]:
+        left_out = (kind, 1) if places["stage"] == 1 else None
+        return (work for work in compute_order(schedule, **places) if work != left_out)
+
+    monkeypatch.setattr(compiler, "compute_order", order)
+    monkeypatch.setattr(proof, "compute_order", order)
+    plan = plan_of_cuts(([3, 3, 2], 6), schedule=schedule)
+    if whole_runs_end(plan, tied=True):  # the schedule has no such compute
+        proof.prove(plan)
+    else:
+        with pytest.raises(ProgramDeadlock, match="waits at"):
+            proof.prove(plan)
