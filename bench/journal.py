@@ -55,12 +55,12 @@ def live(state_dir: Path, events: int, nodes: int) -> None:
     for number in range(events):
         node, life = number // 2 % nodes, number // 2 // nodes
         if number % 2 == 0:
-            ledger.record(registered(node, life))
+            ledger.journal(registered(node, life))
         else:
             name = NodeName(f"n{node:04}")
             incarnation = Incarnation(f"{life:016x}")
             reason = "not heard of for 4.0 s (the lease is 4 s)"
-            ledger.record(
+            ledger.journal(
                 NodeLost(
                     node=name, incarnation=incarnation, cause="lease", reason=reason, detect_s=4.0
                 )

@@ -165,7 +165,7 @@ class Master:
                     self._reason = decision.reason
                 return
             for event in decision.actions:
-                self._ledger.record(event)
+                self._ledger.journal(event)
         raise RuntimeError(f"decisions do not end; the last: {decision.reason}")
 
     def _planned(self) -> None:

@@ -100,7 +100,7 @@ class ControlService(rpc.ControlServicer):
             match message.WhichOneof("body"):
                 case "recorded":
                     check_slot(message.recorded.slot, slots)
-                    self._master.timelines.recorded(session.node, message.recorded)
+                    self._master.timelines.take_recording(session.node, message.recorded)
                     continue
                 case "clock":
                     self._master.timelines.clock_read(session.node, message.clock)

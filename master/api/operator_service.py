@@ -17,7 +17,7 @@ from oobleck.master.api.access import caller
 from oobleck.master.api.limits import MOST_DETAILS
 from oobleck.master.api.view import job_status, node_info
 from oobleck.master.clients.requests import Requests
-from oobleck.master.clients.timelines import NotRecorded
+from oobleck.master.clients.timelines import NoTimeline
 from oobleck.master.loop import Master
 from oobleck.master.rules.draining import is_undecided
 from oobleck.master.rules.first_plan import shortfall
@@ -143,7 +143,7 @@ class OperatorService(rpc.OperatorServicer):
         job = await self._job(request.job_id, context)
         try:
             trace = await self._master.timelines.trace(job, max(1, request.steps))
-        except NotRecorded as reason:
+        except NoTimeline as reason:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(reason))
         self._requests(context).check()  # it took its time
         return pb.TimelineReply(trace=trace.decode())

@@ -86,7 +86,7 @@ class Requests:
                 profile=profile,
                 profile_only=profile_only,
             )
-            ledger.record(submitted)
+            ledger.journal(submitted)
             return job_id
 
         return await self._ask(answer)
@@ -113,7 +113,7 @@ class Requests:
             if (known := job.saves.numbers.get(request_id)) is not None:
                 return known
             number = job.saves.requested + 1
-            self._ledger.record(
+            self._ledger.journal(
                 CheckpointRequested(job_id=job_id, request_id=request_id, number=number)
             )
             return number
@@ -126,7 +126,7 @@ class Requests:
         def answer(_: float) -> None:
             job = self._ledger.state.jobs.get(job_id)  # one that has ended may be forgotten
             if job is not None and job.state not in ENDED and not job.cancel_requested:
-                self._ledger.record(JobCancelRequested(job_id=job_id, request_id=request_id))
+                self._ledger.journal(JobCancelRequested(job_id=job_id, request_id=request_id))
 
         await self._ask(answer)
 
@@ -145,7 +145,7 @@ class Requests:
             state = self._ledger.state
             # One that is lost may be forgotten meanwhile.
             if event.node in state.nodes and event.request_id not in state.node_requests:
-                self._ledger.record(event)
+                self._ledger.journal(event)
 
         await self._ask(answer)
 
@@ -155,7 +155,7 @@ class Requests:
         def answer(_: float) -> T:
             event, value = decide(self._ledger.state.trust, self._ledger.unix())
             if event is not None:
-                self._ledger.record(event)
+                self._ledger.journal(event)
             if isinstance(event, CredentialsRevoked) and event.role == "agent":
                 refusal = Refusal(reason="its certificate was revoked", temporary=False)
                 self._sessions.end_of(NodeName(event.name), refusal)

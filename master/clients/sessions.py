@@ -97,7 +97,7 @@ class Sessions:
             ledger.observe(refused, arrived_at)
             return verdict
         for event in verdict:
-            ledger.record(event)
+            ledger.journal(event)
         self._last_number += 1
         session = AgentSession(
             number=self._last_number, node=facts.node, incarnation=facts.incarnation

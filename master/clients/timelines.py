@@ -35,7 +35,7 @@ _LOOK_S = 1.0
 _CHANGE_LOOKS = 30
 
 
-class NotRecorded(Exception):
+class NoTimeline(Exception):
     """There is no timeline; the text says why."""
 
 
@@ -60,7 +60,7 @@ class Timelines:
 
     # ---- what agents tell
 
-    def recorded(self, node: NodeName, message: pb.Recorded) -> None:
+    def take_recording(self, node: NodeName, message: pb.Recorded) -> None:
         """Raises ValueError where the recording cannot be read."""
         try:
             recording = decode(Recording, message.recording)
@@ -79,14 +79,14 @@ class Timelines:
     # ---- what operators ask
 
     async def trace(self, job: Job, steps: int) -> bytes:
-        """The Chrome trace of `steps` steps to come. Raises NotRecorded."""
+        """The Chrome trace of `steps` steps to come. Raises NoTimeline."""
         for attempt in range(_ATTEMPTS):
             plan = await self._next_plan(job)
             clocks = await self._clocks(plan)
-            found = await self._record(job, plan, steps, _AHEAD_S * 4**attempt)
+            found = await self._recordings(job, plan, steps, _AHEAD_S * 4**attempt)
             if found is not None:
                 return msgspec.json.encode(chrome_trace(_tracks(plan, found, clocks)))
-        raise NotRecorded(f"job {job.id}: its steps are too short, or its plan changes too often")
+        raise NoTimeline(f"job {job.id}: its steps are too short, or its plan changes too often")
 
     async def _next_plan(self, job: Job) -> Plan:
         """The plan that the job trains by, after a change of it that is under way."""
@@ -96,14 +96,14 @@ class Timelines:
             await asyncio.sleep(_LOOK_S)
         return _training(job)
 
-    async def _record(
+    async def _recordings(
         self, job: Job, plan: Plan, steps: int, ahead_s: float
     ) -> Mapping[WorkerId, Recording] | None:
         """What all workers of `plan` recorded; None: not all of them did in that generation."""
         first = _step_in(job, ahead_s)
         last = min(first + steps - 1, job.spec.training.steps)
         if first > last:
-            raise NotRecorded(f"job {job.id} is about to end: no step is left to record")
+            raise NoTimeline(f"job {job.id} is about to end: no step is left to record")
         self._last_number += 1
         number = self._last_number
         wish = self._wishes[number] = _Wish(job.id)
@@ -135,7 +135,7 @@ class Timelines:
         nodes = {worker.node for worker in plan.workers}
         found = {session.node: session for session in self._sessions() if session.node in nodes}
         if missing := sorted(nodes - set(found)):
-            raise NotRecorded(f"node {missing[0]} is not connected; try again when it is")
+            raise NoTimeline(f"node {missing[0]} is not connected; try again when it is")
         return list(found.values())
 
     async def _clocks(self, plan: Plan) -> Mapping[NodeName, Clock]:
@@ -157,7 +157,7 @@ class Timelines:
                     read = await reading
             except TimeoutError:
                 self._readings.pop((session.node, number), None)
-                raise NotRecorded(f"node {session.node} does not answer; try again") from None
+                raise NoTimeline(f"node {session.node} does not answer; try again") from None
             if self._boot and read.boot == self._boot:
                 return Clock()
             found.append(round_trip(asked_ns, read.monotonic_ns, time.monotonic_ns()))
@@ -171,9 +171,9 @@ def round_trip(asked_ns: int, read_ns: int, heard_ns: int) -> Clock:
 
 
 def _training(job: Job) -> Plan:
-    """The plan that the job trains by. Raises NotRecorded."""
+    """The plan that the job trains by. Raises NoTimeline."""
     if job.state in ENDED or job.made is None or job.state != "running":
-        raise NotRecorded(f"job {job.id} is {job.state}; a timeline is of one that is running")
+        raise NoTimeline(f"job {job.id} is {job.state}; a timeline is of one that is running")
     return job.made.plan
 
 

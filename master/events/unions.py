@@ -37,7 +37,7 @@ class JournalCut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     #: What was cut off, and the name of the file that has it.
     bytes: int
     kept_as: str
-    #: Of jobs whose events.jsonl has more records than the journal gives: how many it has.
+    #: Of jobs whose events.jsonl has more lines than the journal gives: how many it has.
     records: dict[JobId, int]
 
 

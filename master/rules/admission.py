@@ -23,7 +23,7 @@ class Refusal:
 def admit(
     state: ClusterState, registration: Registration, now: float, timing: Detection
 ) -> Refusal | tuple[Journaled, ...]:
-    """What is to be recorded of the registration, or why it is refused."""
+    """What is to be journaled of the registration, or why it is refused."""
     facts = registration.facts
     if registration.protocol != PROTOCOL:
         return Refusal(

@@ -22,7 +22,7 @@ _OF_A_NODE = NodeLost | NodeLeftOut | NodeReset | NodeQuarantined | NodeReleased
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    #: To be recorded and applied, in this order.
+    #: To be journaled and applied, in this order.
     actions: tuple[Journaled, ...] = ()
     #: When to look again though nothing has happened; None: no need.
     wake_at: float | None = None
@@ -35,7 +35,7 @@ class Decision:
 
 
 def decide(events: Sequence[Journaled], reason: str = "") -> Decision | None:
-    """To have `events` recorded; None: there are none. Without `reason`, what they say of nodes."""
+    """To have `events` journaled; None: there are none. `reason`: else what they say of nodes."""
     told = (f"{e.node}: {e.reason}" for e in events if isinstance(e, _OF_A_NODE))
     return Decision(actions=tuple(events), reason=reason or "; ".join(told)) if events else None
 

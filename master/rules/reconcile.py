@@ -2,7 +2,7 @@
 
 `reconcile` looks at the level of things, not at the event that came last: each rule compares what
 is with what should be, and the first rule with something to decide wins. What it decides are
-facts (`Journaled` events); the shell records and applies them and asks again until nothing is
+facts (`Journaled` events); the shell journals and applies them and asks again until nothing is
 left. Telling the agents needs no action: their assignments follow from the state, and the shell
 sends whichever has changed. Must not know the clock, I/O, or how messages travel.
 """

@@ -1,7 +1,7 @@
 """What an incident is: a failure with all that came of it, until training goes on or the job ends.
 
 Plain data that follows from journaled events (`oobleck.master.state.incidents` makes it,
-`oobleck.master.storage.incident_record` tells it). One incident has any number of setbacks, since a
+`oobleck.master.storage.incident_line` tells it). One incident has any number of setbacks, since a
 second loss may come while the first is answered; `root_cause` tells which of them began it. A
 peer's closed connection is never a setback, only evidence: it says that something is wrong, not
 who is to blame.

@@ -1,8 +1,8 @@
 """Follows an incident from its first loss to the step, or the end, that closes it.
 
 It follows from journaled events alone, so a restarted master knows as much. It looks at the state
-that an event finds, before the event has changed it. Must not know how a record of an incident
-looks.
+that an event finds, before the event has changed it. Must not know how events.jsonl tells of an
+incident.
 """
 
 from bisect import bisect_left, bisect_right

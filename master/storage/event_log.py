@@ -1,9 +1,9 @@
-"""events.jsonl of every job: its records, numbered from 1, each written exactly once.
+"""events.jsonl of every job: its lines, numbered from 1, each written exactly once.
 
-The records follow from the journal, so a crash can cost a file only those of the last commits. The
-next start makes all records again and skips those that the file has, by their numbers. A file with
-more records than the journal gives shows that the journal has lost its end. Memory holds only
-records that are not in a file yet.
+The lines follow from the journal, so a crash can cost a file only those of the last commits. The
+next start makes all lines again and skips those that the file has, by their numbers. A file with
+more lines than the journal gives shows that the journal has lost its end. Memory holds only
+lines that are not in a file yet.
 """
 
 import os
@@ -15,7 +15,7 @@ import msgspec
 
 from oobleck.master.storage.disk import storing
 from oobleck.master.storage.json_lines import JsonLines
-from oobleck.master.storage.plan_records import Record
+from oobleck.master.storage.plan_lines import EventLine
 from oobleck.planner.codec import decode
 from oobleck.planner.ids import JobId
 
@@ -26,10 +26,10 @@ _READ_BYTES = 1 << 20
 class EventLog:
     def __init__(self, state_dir: Path) -> None:
         self._jobs = state_dir / "jobs"
-        #: How many records the journal has given so far.
+        #: How many lines the journal has given so far.
         self._given: dict[JobId, int] = {}
         self._files: dict[JobId, JsonLines] = {}
-        #: Number of the last record that is in the file, or waits to be.
+        #: Number of the last line that is in the file, or waits to be.
         self._known: dict[JobId, int] = {}
         #: Files that have grown since they were last forced to the disk.
         self._unsynced: set[JobId] = set()
@@ -39,16 +39,16 @@ class EventLog:
         return self._given
 
     def resume(self, given: Mapping[JobId, int]) -> None:
-        """Go on behind so many records, which came of events that are not replayed."""
+        """Go on behind so many lines, which came of events that are not replayed."""
         for job_id, count in given.items():
             self._given[job_id] = max(self._given.get(job_id, 0), count)
 
-    def add(self, job_id: JobId, record: Record, unix: float) -> None:
-        """Number the record; `write` puts it into the file, if it is not there."""
+    def add(self, job_id: JobId, line: EventLine, unix: float) -> None:
+        """Number the line; `write` puts it into the file, if it is not there."""
         number = self._given.get(job_id, 0) + 1
         self._given[job_id] = number
         if number > self._known_of(job_id):
-            self._files[job_id].add(msgspec.json.encode({"id": number, "time": unix, **record}))
+            self._files[job_id].add(msgspec.json.encode({"id": number, "time": unix, **line}))
             self._known[job_id] = number
 
     def ahead(self) -> dict[JobId, int]:

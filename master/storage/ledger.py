@@ -1,8 +1,8 @@
 """The state and what of it is on disk: the journal that it follows from, and the files of jobs.
 
-Every change of the state passes here: `record` journals an event and applies it, `observe` only
-applies it. A new ledger replays the journal. Must not know who is told of a change, when a decision
-is due, gRPC, agents' sessions or time-outs.
+Every change of the state passes here: `journal` has an event in the journal and applies it,
+`observe` only applies it. A new ledger replays the journal. Must not know who is told of a change,
+when a decision is due, gRPC, agents' sessions or time-outs.
 """
 
 import logging
@@ -19,10 +19,10 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.validate import InvariantViolation, validate, violations
 from oobleck.master.storage.archive import Archive
 from oobleck.master.storage.disk import StorageFailed, storing
+from oobleck.master.storage.event_lines import lines_of
 from oobleck.master.storage.journal import Journal, Snapshot
 from oobleck.master.storage.narrate import tell
 from oobleck.master.storage.profiles import read_profiles, write_profile
-from oobleck.master.storage.records import records_of
 from oobleck.master.storage.snapshot import restore, take
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Ledger:
         """For operators: what keeps the master from storing; empty: nothing."""
         return self.archive.storage.problem
 
-    def record(self, event: Journaled) -> None:
+    def journal(self, event: Journaled) -> None:
         """Journal the event and apply it. Nobody outside may see it before it is committed."""
         unix = self.unix()
         self._journal.append(event, unix)
@@ -75,7 +75,7 @@ class Ledger:
         self.observe(read_profiles(self._profiles), self.now())
 
     def commit(self) -> bool:
-        """Have what was recorded on disk; whether it is."""
+        """Have what was journaled on disk; whether it is."""
         try:
             self._journal.commit()
         except StorageFailed as failed:
@@ -88,10 +88,10 @@ class Ledger:
         if not self._journal.wants_compaction or self.problem:
             return
         self.archive.write()
-        if self.problem:  # records that are in no file yet are made of these events alone
+        if self.problem:  # lines that are in no file yet are made of these events alone
             return
         try:
-            self.archive.events.sync()  # records of before are not made again
+            self.archive.events.sync()  # lines of before are not made again
             self._journal.compact(take(self.state, self.archive.events.given), self.unix())
         except StorageFailed as failed:
             self.archive.storage.failed(failed)
@@ -104,8 +104,8 @@ class Ledger:
             else:
                 self._apply_event(entry, now, unix)
         if self._journal.cut is not None or archive.events.ahead():
-            self.record(self._cut())
-        self.record(MasterStarted())
+            self.journal(self._cut())
+        self.journal(MasterStarted())
         if validates:
             self._broken_before = frozenset(map(str, violations(self.state)))
             for found in sorted(self._broken_before):
@@ -141,8 +141,8 @@ class Ledger:
     def _apply_event(self, event: Journaled, now: float, unix: float) -> None:
         if isinstance(event, JournalCut):
             self.archive.events.resume(event.records)
-        for job_id, record in records_of(self.state, event, unix):
-            self.archive.events.add(job_id, record, unix)
+        for job_id, line in lines_of(self.state, event, unix):
+            self.archive.events.add(job_id, line, unix)
         self._apply(event, now, unix)
         if isinstance(event, JobForgotten):
             self.archive.forget(event.job_id)

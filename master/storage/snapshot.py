@@ -55,17 +55,17 @@ class _Text(msgspec.Struct, frozen=True, kw_only=True):
     state: dict[str, msgspec.Raw]
     nodes: dict[str, dict[str, msgspec.Raw]]
     jobs: dict[str, dict[str, msgspec.Raw]]
-    #: How many records of each job's events.jsonl the events before have given.
+    #: How many lines of each job's events.jsonl the events before have given.
     records: dict[JobId, int]
 
 
-def take(state: ClusterState, records: Mapping[JobId, int]) -> str:
-    """The text of all of `state` that is durable, and of how many records it has given."""
+def take(state: ClusterState, lines: Mapping[JobId, int]) -> str:
+    """The text of all of `state` that is durable, and of how many event lines it has given."""
     text = _Text(
         state=_parts(state),
         nodes={name: _parts(node) for name, node in state.nodes.items()},
         jobs={job_id: _parts(job) for job_id, job in state.jobs.items()},
-        records=dict(records),
+        records=dict(lines),
     )
     return base64.b64encode(zlib.compress(msgspec.msgpack.encode(text), _LEVEL)).decode()
 

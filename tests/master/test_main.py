@@ -83,7 +83,7 @@ def test_what_is_no_file_in_the_place_of_one(tmp_path: Path, name: str, kind: st
     state.mkdir()
     with contextlib.closing(Journal(state / "journal.log")) as journal:
         ledger = Ledger(config, journal, Environment())
-        ledger.record(JobSubmitted(job_id=JobId("demo-1"), request_id="r", spec=job_spec("demo")))
+        ledger.journal(JobSubmitted(job_id=JobId("demo-1"), request_id="r", spec=job_spec("demo")))
         assert ledger.commit()
     path = state / name
     path.parent.mkdir(parents=True, exist_ok=True)

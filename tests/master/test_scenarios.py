@@ -51,8 +51,8 @@ def test_versions_that_differ_in_a_plan_are_told_once() -> None:
     player = Player()
     player.play(commands("versions"))
     told = {
-        job_id: [record["versions"] for record in records if record["event"] == "versions_differ"]
-        for job_id, records in player.records.items()
+        job_id: [line["versions"] for line in lines if line["event"] == "versions_differ"]
+        for job_id, lines in player.event_lines.items()
     }
     known = {"2.13.0": ("n1",), "2.13.0+cpu": ("n3",), "2.13.1": ("n4",), "none": ("n5",)}
     assert told["demo-1"] == [{"torch": known}], "at the start, and not when n2 joins"
@@ -64,52 +64,52 @@ def test_versions_that_differ_in_a_plan_are_told_once() -> None:
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_every_reconfiguration_is_recorded_once_and_its_phases_add_up(path: Path) -> None:
     player, _ = played(path)
-    for job_id, records in player.records.items():
-        told = [r for r in records if r["event"] == "reconfigured"]
+    for job_id, lines in player.event_lines.items():
+        told = [r for r in lines if r["event"] == "reconfigured"]
         generations = [r["to_generation"] for r in told]
         assert generations == sorted(set(generations))
         job = player.state.jobs[job_id]
         under_way = job.on_the_way and job.lineage.before is not None and job.finished_at == 0.0
         pending = 1 if under_way else 0
         assert len(told) == job.lineage.reconfigurations - pending
-        for record in told:
-            assert record["from_generation"] < record["to_generation"]
-            assert math.isclose(sum(record["phases"].values()), record["total_s"], abs_tol=1e-9)
-            assert all(seconds >= 0 for seconds in record["phases"].values())
-            json.dumps(record, default=list)
+        for line in told:
+            assert line["from_generation"] < line["to_generation"]
+            assert math.isclose(sum(line["phases"].values()), line["total_s"], abs_tol=1e-9)
+            assert all(seconds >= 0 for seconds in line["phases"].values())
+            json.dumps(line, default=list)
 
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_every_incident_is_recorded_once_and_blames_nobody_for_a_closed_socket(path: Path) -> None:
     player, _ = played(path)
-    for job_id, records in player.records.items():
+    for job_id, lines in player.event_lines.items():
         job = player.state.jobs[job_id]
-        found = [r for r in records if r["event"] == "incident"]
+        found = [r for r in lines if r["event"] == "incident"]
         open_ones = 0 if job.incident is None else 1
         assert [r["incident"] for r in found] == list(range(1, job.incidents + 1 - open_ones))
-        lost = [r for r in records if r["event"] in ("worker_lost", "node_reset")]
-        lost += [r for r in records if r["event"] == "node_lost" and r["in_plan"]]
+        lost = [r for r in lines if r["event"] in ("worker_lost", "node_reset")]
+        lost += [r for r in lines if r["event"] == "node_lost" and r["in_plan"]]
         assert len(lost) == sum(_losses(r) for r in found) + _open_losses(job)
-        for record in found:
-            json.dumps(record, default=list)
-            causes = [record["root_cause"], *record["also_lost"]]
+        for line in found:
+            json.dumps(line, default=list)
+            causes = [line["root_cause"], *line["also_lost"]]
             assert all(cause["summary"] for cause in causes)
-            times = [seen["time"] for seen in record["witnesses"]]
+            times = [seen["time"] for seen in line["witnesses"]]
             assert times == sorted(times)
-            assert record["closed_at"] >= record["opened_at"]
-            spans = record["phases"].values()
-            assert math.isclose(sum(spans), record["total_s"], abs_tol=1e-6)
+            assert line["closed_at"] >= line["opened_at"]
+            spans = line["phases"].values()
+            assert math.isclose(sum(spans), line["total_s"], abs_tol=1e-6)
             assert all(seconds >= 0 for seconds in spans)
-            if record["outcome"] == "recovered":
-                assert record["attempts"][-1]["generation"] == record["to_generation"]
-                assert record["attempts"][-1]["phases"] is not None
+            if line["outcome"] == "recovered":
+                assert line["attempts"][-1]["generation"] == line["to_generation"]
+                assert line["attempts"][-1]["phases"] is not None
 
 
 LOSSES = ("worker died", "node lost", "agent restarted", "hang", "network cut")
 
 
-def _losses(record: dict) -> int:
-    return sum(c["kind"] in LOSSES for c in [record["root_cause"], *record["also_lost"]])
+def _losses(line: dict) -> int:
+    return sum(c["kind"] in LOSSES for c in [line["root_cause"], *line["also_lost"]])
 
 
 def _open_losses(job: Job) -> int:
@@ -119,7 +119,7 @@ def _open_losses(job: Job) -> int:
 def test_an_overtaken_generation_is_recorded_with_its_successor() -> None:
     player = Player()
     player.play(commands("overtaken"))
-    told = [r for r in player.records[JobId("demo-1")] if r["event"] == "reconfigured"]
+    told = [r for r in player.event_lines[JobId("demo-1")] if r["event"] == "reconfigured"]
     assert [(r["to_generation"], r.get("superseded_by")) for r in told] == [
         (2, 3),
         (3, None),
@@ -135,7 +135,7 @@ def test_an_overtaken_generation_is_recorded_with_its_successor() -> None:
 def test_who_does_not_answer_stands_in_the_record() -> None:
     player = Player()
     player.play(commands("no_progress"))
-    told = [r for r in player.records[JobId("demo-1")] if r["event"] == "reconfigured"]
+    told = [r for r in player.event_lines[JobId("demo-1")] if r["event"] == "reconfigured"]
     assert [(r["cause"], r.get("unanswered")) for r in told] == [
         ("no progress", ["n1/0"]),
         ("peers lost", ["n1/0"]),
@@ -176,7 +176,7 @@ def test_a_network_that_stays_cut_fails_a_job_only_after_many_meetings_and_a_lon
 def test_the_end_says_how_many_records_it_lacks() -> None:
     player = Player()
     player.play(commands("lost_records"))
-    last = player.records[JobId("demo-1")][-1]
+    last = player.event_lines[JobId("demo-1")][-1]
     assert last == {"event": "succeeded", "generation": 1, "missing_steps": 92}
 
 

@@ -90,7 +90,7 @@ from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import NodeSeen
 from oobleck.master.state.validate import validate
 from oobleck.master.storage import snapshot
-from oobleck.master.storage.records import records_of
+from oobleck.master.storage.event_lines import lines_of
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job.spec import (
     CheckpointSpec,
@@ -246,7 +246,7 @@ class Player:
         self.wake_at: float | None = None
         self.seen: list[str] = []
         self.written: list[str] = []
-        self.records: dict[JobId, list[dict]] = {}
+        self.event_lines: dict[JobId, list[dict]] = {}
         self.profiles: dict[str, Profile] = {}
         self.swapped: dict[WorkerId, WorkerStatus] = {}
 
@@ -294,7 +294,7 @@ class Player:
                 break
             for event in decision.actions:
                 self.written.append(f"> {prefix}{told(event)}")
-                self._record(event)
+                self._journal(event)
         else:
             raise AssertionError(f"decisions do not end: {decision}")
         if self.wake_at is not None and self.wake_at <= self.now:
@@ -314,10 +314,10 @@ class Player:
     def _jobs(self) -> Iterator:
         yield from self.state.jobs.values()
 
-    def _record(self, event: Journaled, unix: float | None = None) -> None:
+    def _journal(self, event: Journaled, unix: float | None = None) -> None:
         unix = UNIX + self.now if unix is None else unix
-        for job_id, record in records_of(self.state, event, unix):
-            self.records.setdefault(job_id, []).append(record)
+        for job_id, line in lines_of(self.state, event, unix):
+            self.event_lines.setdefault(job_id, []).append(line)
         self.journal.append((unix, event))
         apply(self.state, event, now=self.now, unix=unix)
         validate(self.state)
@@ -344,7 +344,7 @@ class Player:
         values = {key: int(value) for key, value in (o.split("=") for o in options)}
         profile_only = bool(values.pop("profile_only", 0))
         job_id = JobId(f"{name}-{len(self.state.jobs) + 1}")
-        self._record(
+        self._journal(
             JobSubmitted(
                 job_id=job_id,
                 request_id=job_id,
@@ -354,7 +354,7 @@ class Player:
         )
 
     def do_cancel(self, job_id: str) -> None:
-        self._record(JobCancelRequested(job_id=JobId(job_id), request_id="cancel"))
+        self._journal(JobCancelRequested(job_id=JobId(job_id), request_id="cancel"))
 
     def do_register(self, *names: str) -> None:
         """New agents; NAME:SLOTS for more than one worker, NAME@VERSION for one of torch."""
@@ -424,7 +424,7 @@ class Player:
             return False
         for event in verdict:
             self.written.append(f"> {told(event)}")
-            self._record(event)
+            self._journal(event)
         self.lives += 1
         agent.session = self.lives
         name = agent.facts.node
@@ -772,7 +772,7 @@ class Player:
         assert job is not None
         number = job.saves.requested + 1
         request_id = f"save {number}"
-        self._record(CheckpointRequested(job_id=job.id, request_id=request_id, number=number))
+        self._journal(CheckpointRequested(job_id=job.id, request_id=request_id, number=number))
 
     def do_saved(self, step: str, request: str = "0") -> None:
         saved = CheckpointSaved(
@@ -833,17 +833,17 @@ class Player:
         names = [type(event).__name__ for _, event in self.journal]
         last = len(names) - 1 - names[::-1].index(since)
         kept = self.journal[:last]
-        self.state, self.journal, self.records = ClusterState(), [], {}
+        self.state, self.journal, self.event_lines = ClusterState(), [], {}
         for unix, event in kept:
-            self._record(event, unix)
-        self._record(JournalCut(bytes=1, kept_as="journal.cut-1", records={}))
+            self._journal(event, unix)
+        self._journal(JournalCut(bytes=1, kept_as="journal.cut-1", records={}))
         self.do_restart()
 
     def do_restart(self) -> None:
         """A new master process replays the journal; every stream is gone."""
         steps = {job.id: tuple(job.seen.steps.recent) for job in self.state.jobs.values()}
         self.state = self._replayed()
-        self._record(MasterStarted())
+        self._journal(MasterStarted())
         self._observe(ProfilesFound(profiles=self.profiles))
         for job_id, records in steps.items():
             self._observe(RecordsReceived(job_id=job_id, records=records))
@@ -862,11 +862,11 @@ class Player:
             reason="new memory",
             force="force" in options,
         )
-        self._record(wish)
+        self._journal(wish)
 
     def do_undrain(self, name: str) -> None:
         self.lives += 1
-        self._record(NodeUndrained(node=NodeName(name), request_id=f"request-{self.lives}"))
+        self._journal(NodeUndrained(node=NodeName(name), request_id=f"request-{self.lives}"))
 
     def do_leave(self, *names: str) -> None:
         """The agents were told to end."""
@@ -893,11 +893,11 @@ class Player:
         pass
 
     def do_incidents(self) -> None:
-        """Write down what the records of all incidents so far say."""
-        for job_id, records in self.records.items():
-            for record in records:
-                if record["event"] == "incident":
-                    self.written += [f"> {line}" for line in incident_lines(job_id, record)]
+        """Write down what events.jsonl says of all incidents so far."""
+        for job_id, told in self.event_lines.items():
+            for incident in told:
+                if incident["event"] == "incident":
+                    self.written += [f"> {line}" for line in incident_text(job_id, incident)]
 
     def do_assigned(self, *names: str) -> None:
         """Write down what the nodes are to do."""
@@ -909,22 +909,22 @@ class Player:
             self.written.append(f"> {name}: {desired.job_id or 'no job'}{plan}{save}")
 
 
-def incident_lines(job_id: JobId, record: dict[str, Any]) -> Iterator[str]:
-    yield f"{job_id} incident {record['incident']} {record['outcome']}: {record['summary']}"
-    for other in record["also_lost"]:
+def incident_text(job_id: JobId, told: dict[str, Any]) -> Iterator[str]:
+    yield f"{job_id} incident {told['incident']} {told['outcome']}: {told['summary']}"
+    for other in told["also_lost"]:
         kind = "a consequence" if other["consequence"] else "on its own"
         yield f"  also lost ({kind}): {other['summary']}"
-    for seen in record["witnesses"]:
-        after_s = seen["time"] - record["opened_at"]
+    for seen in told["witnesses"]:
+        after_s = seen["time"] - told["opened_at"]
         about = f" of {seen['about']}" if seen["about"] else ""
         yield f"  +{after_s:.2f} {seen['by']} {seen['observer']}{about}: {seen['saw']}"
-    for attempt in record["attempts"]:
+    for attempt in told["attempts"]:
         overtaken = attempt["superseded_by"]
         end = f", overtaken by {overtaken}" if overtaken else ""
         yield f"  generation {attempt['generation']} by {attempt['rule']}{end}"
-    spans = [f"{phase} {s:.2f}" for phase, s in record["phases"].items() if s >= 0.005]
+    spans = [f"{phase} {s:.2f}" for phase, s in told["phases"].items() if s >= 0.005]
     yield f"  seconds: {', '.join(spans) or 'none'}"
-    if tail := record["root_cause"]["log_tail"]:
+    if tail := told["root_cause"]["log_tail"]:
         yield f"  last words: {' | '.join(tail)}"
 
 

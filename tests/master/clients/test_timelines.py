@@ -12,7 +12,7 @@ from simulation.clockwork import VirtualLoop
 from oobleck.host.ipc.messages import Rendezvous
 from oobleck.host.timeline import Recording, Span
 from oobleck.master.clients.outbox import AgentSession
-from oobleck.master.clients.timelines import NotRecorded, Timelines, round_trip
+from oobleck.master.clients.timelines import NoTimeline, Timelines, round_trip
 from oobleck.master.events.plans import PlanMade
 from oobleck.master.state.job import Job
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
@@ -72,8 +72,10 @@ async def answer(timelines: Timelines, session: AgentSession, late: int) -> list
                 case "record":
                     asked.append(message.record.first_step)
                     found = recording(message.record, late=len(asked) <= late)
-                    text = msgspec.json.encode(found).decode()
-                    timelines.recorded(session.node, pb.Recorded(job_id="demo-1", recording=text))
+                    told = pb.Recorded(
+                        job_id="demo-1", recording=msgspec.json.encode(found).decode()
+                    )
+                    timelines.take_recording(session.node, told)
                     if len(asked) > late:
                         return asked
 
@@ -155,7 +157,7 @@ def test_what_cannot_be_recorded_is_refused(nodes: tuple[str, ...], state: str, 
     job = running_job()
     job.state = state  # type: ignore[assignment]
     there = sessions(*nodes)
-    with pytest.raises(NotRecorded, match=said):
+    with pytest.raises(NoTimeline, match=said):
         asyncio.run(Timelines(lambda: there).trace(job, steps=1))
 
 

@@ -163,5 +163,5 @@ def test_what_was_known_of_a_drain_is_not_known_of_a_forced_one(force: bool) -> 
     node = player.state.nodes[NodeName("n2")]
     assert not is_undecided(player.state, node)
     wish = NodeDrainRequested(node=NodeName("n2"), request_id="again", reason="", force=force)
-    player._record(wish)
+    player._journal(wish)
     assert is_undecided(player.state, node) is force

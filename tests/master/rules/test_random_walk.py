@@ -97,8 +97,8 @@ def test_random_walk(seed: int) -> None:
                 versions[name] = node.desired.version
                 state.assignment(node)
                 assert node.registered or node.desired.job_id is None
-            for records in walk.player.records.values():
-                told = [r["to_generation"] for r in records if r["event"] == "reconfigured"]
+            for lines in walk.player.event_lines.values():
+                told = [r["to_generation"] for r in lines if r["event"] == "reconfigured"]
                 assert told == sorted(set(told))
         # Then nobody says anything any more: no job may wait for ever for what does not come.
         for job in range(1, len(walk.player.state.jobs) + 1):  # each may need the others' end

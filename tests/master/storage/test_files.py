@@ -371,9 +371,9 @@ def test_records_that_are_in_no_file_keep_the_events_that_they_are_made_of(tmp_p
     in_the_way.touch()
     ledger, journal = start()
     submitted = JobSubmitted(job_id=JOB, request_id="r1", spec=job_spec("demo"))
-    ledger.record(submitted)
+    ledger.journal(submitted)
     for _ in range(3):  # more than a journal has before it is worth a snapshot
-        ledger.record(JobCancelRequested(job_id=JOB, request_id="r" * (1 << 20)))
+        ledger.journal(JobCancelRequested(job_id=JOB, request_id="r" * (1 << 20)))
     assert ledger.commit()
     assert journal.wants_compaction
     ledger.compact()

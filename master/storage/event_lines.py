@@ -37,8 +37,8 @@ from oobleck.master.events.unions import JournalCut, Journaled
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.incidents import closes, incident_after
 from oobleck.master.state.job import ENDED, Job
-from oobleck.master.storage.incident_record import record as incident_record
-from oobleck.master.storage.plan_records import Record, end_records, plan_records
+from oobleck.master.storage.incident_line import incident_line
+from oobleck.master.storage.plan_lines import EventLine, end_lines, plan_lines
 from oobleck.planner.ids import JobId
 
 #: What the job that has its turn is told of nodes.
@@ -59,41 +59,41 @@ _OfJob = (
 )
 
 
-def records_of(state: ClusterState, event: Journaled, unix: float) -> list[tuple[JobId, Record]]:
-    """The records that `event` gives when it comes to `state` (which it has not changed yet) at the
+def lines_of(state: ClusterState, event: Journaled, unix: float) -> list[tuple[JobId, EventLine]]:
+    """The lines that `event` gives when it comes to `state` (which it has not changed yet) at the
     Unix time `unix`."""
-    records = _records_of(state, event)
+    lines = _lines_of(state, event)
     found = incident_after(state, event, unix)
     if found is not None and closes(found[0], event):
         job, incident = found
-        last = [records.pop()] if isinstance(event, JobEnded) else []  # the end stays the last line
-        records += [(job.id, incident_record(job, incident, event, unix)), *last]
-    return records
+        last = [lines.pop()] if isinstance(event, JobEnded) else []  # the end stays the last line
+        lines += [(job.id, incident_line(job, incident, event, unix)), *last]
+    return lines
 
 
-def _records_of(state: ClusterState, event: Journaled) -> list[tuple[JobId, Record]]:
+def _lines_of(state: ClusterState, event: Journaled) -> list[tuple[JobId, EventLine]]:
     match event:
         case JournalCut():
             going_on = [job.id for job in state.jobs.values() if job.state not in ENDED]
-            return [(job_id, _cut_record(event, job_id)) for job_id in going_on]
+            return [(job_id, _cut_line(event, job_id)) for job_id in going_on]
         case PlanMade():
-            return [(event.job_id, record) for record in plan_records(state, event)]
+            return [(event.job_id, line) for line in plan_lines(state, event)]
         case FirstStepCommitted() | JobSucceeded() | JobFailed() | JobCancelled():
-            return [(event.job_id, record) for record in end_records(state, event)]
+            return [(event.job_id, line) for line in end_lines(state, event)]
         case event if isinstance(event, _OfNode):
-            return [(state.job.id, _node_record(state, state.job, event))] if state.job else []
+            return [(state.job.id, _node_line(state, state.job, event))] if state.job else []
         case event if isinstance(event, _OfJob):
-            return [(event.job_id, _job_record(event))]
+            return [(event.job_id, _job_line(event))]
         case _:
             return []
 
 
 def _with(name: str, source: object, *fields: str) -> dict[str, object]:
-    """The record of that name, with some fields of what it is made of."""
+    """The line of that name, with some fields of what it is made of."""
     return {"event": name, **{field: getattr(source, field) for field in fields}}
 
 
-def _node_record(state: ClusterState, job: Job, event: _OfNode) -> Record:
+def _node_line(state: ClusterState, job: Job, event: _OfNode) -> EventLine:
     match event:
         case NodeRegistered(facts=facts):
             return _with("node_joined", facts, "node", "hostname", "worker_slots")
@@ -117,7 +117,7 @@ def _node_record(state: ClusterState, job: Job, event: _OfNode) -> Record:
             return _with("node_released", event, "node", "reason")
 
 
-def _job_record(event: _OfJob) -> Record:
+def _job_line(event: _OfJob) -> EventLine:
     match event:
         case JobSubmitted(spec=spec):
             return _with("submitted", spec, "name")
@@ -151,7 +151,7 @@ def _job_record(event: _OfJob) -> Record:
             return _with("put_back", event, "instead")
 
 
-def _cut_record(event: JournalCut, job_id: JobId) -> Record:
+def _cut_line(event: JournalCut, job_id: JobId) -> EventLine:
     reason = "the end of the master's journal was not whole"
     if event.bytes:
         reason += f": {event.bytes} bytes are cut off, and kept as {event.kept_as}"

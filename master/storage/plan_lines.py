@@ -13,10 +13,10 @@ from oobleck.planner.ids import Generation
 from oobleck.planner.programs.plan import Plan
 
 #: `event` and the fields that go with it.
-Record = Mapping[str, object]
+EventLine = Mapping[str, object]
 
 
-def plan_records(state: ClusterState, event: PlanMade) -> list[Record]:
+def plan_lines(state: ClusterState, event: PlanMade) -> list[EventLine]:
     job = state.jobs[event.job_id]
     if job.made is not None:
         overtaken = _reconfigured(job, event.overtaken, superseded_by=event.plan.generation)
@@ -31,7 +31,7 @@ def plan_records(state: ClusterState, event: PlanMade) -> list[Record]:
     return [started, *_versions(state, job, event)]
 
 
-def _versions(state: ClusterState, job: Job, event: PlanMade) -> list[Record]:
+def _versions(state: ClusterState, job: Job, event: PlanMade) -> list[EventLine]:
     """How the versions on the plan's nodes differ, where that was not told."""
     found = state.versions_of(event.plan.nodes)
     if set(version_pairs(found)) <= {*job.lineage.mixed}:
@@ -39,11 +39,11 @@ def _versions(state: ClusterState, job: Job, event: PlanMade) -> list[Record]:
     return [{"event": "versions_differ", "versions": found}]
 
 
-def end_records(
+def end_lines(
     state: ClusterState, event: FirstStepCommitted | JobSucceeded | JobFailed | JobCancelled
-) -> list[Record]:
+) -> list[EventLine]:
     job = state.jobs[event.job_id]
-    records = _reconfigured(job, event.transition)
+    lines = _reconfigured(job, event.transition)
     match event:
         case FirstStepCommitted():
             pass
@@ -51,23 +51,23 @@ def end_records(
             succeeded: dict[str, object] = {"event": "succeeded", "generation": job.generation}
             if event.missing_steps:
                 succeeded["missing_steps"] = event.missing_steps
-            records.append(succeeded)
+            lines.append(succeeded)
         case JobFailed():
             failed = {"event": "failed", "generation": job.generation, "reason": event.reason}
-            records.append(failed)
+            lines.append(failed)
         case JobCancelled():
-            records.append({"event": "cancelled", "generation": job.generation})
-    return records
+            lines.append({"event": "cancelled", "generation": job.generation})
+    return lines
 
 
 def _reconfigured(
     job: Job, stats: ReconfigurationStats | None, superseded_by: Generation | None = None
-) -> list[Record]:
+) -> list[EventLine]:
     """How the newest generation of `job` came about; nothing for the first one."""
     made, before = job.made, job.lineage.before
     if stats is None or made is None or before is None:
         return []
-    record: dict[str, object] = {
+    line: dict[str, object] = {
         "event": "reconfigured",
         "from_generation": before.generation,
         "to_generation": made.plan.generation,
@@ -89,12 +89,12 @@ def _reconfigured(
         "can_lose": made.can_lose,
     }
     if superseded_by is not None:
-        record["superseded_by"] = superseded_by
+        line["superseded_by"] = superseded_by
     if stats.unanswered:
-        record["unanswered"] = [str(worker) for worker in stats.unanswered]
+        line["unanswered"] = [str(worker) for worker in stats.unanswered]
     if stats.master_restarted:
-        record["master_restarted"] = True
-    return [record]
+        line["master_restarted"] = True
+    return [line]
 
 
 def pipelines(plan: Plan) -> list[list[dict[str, object]]]:

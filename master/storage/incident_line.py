@@ -1,4 +1,4 @@
-"""The record of an incident in events.jsonl. Pure."""
+"""The line of an incident in events.jsonl. Pure."""
 
 from collections.abc import Iterator, Mapping
 
@@ -21,7 +21,7 @@ from oobleck.planner.ids import Generation
 REDO = "redo"
 
 
-def record(job: Job, incident: Incident, event: Journaled, unix: float) -> dict[str, object]:
+def incident_line(job: Job, incident: Incident, event: Journaled, unix: float) -> dict[str, object]:
     """All about `incident`, which `event` closes at `unix`; `job` as the event finds it."""
     root = incident.root_cause
     others = [s for s in incident.setbacks if s is not root]
@@ -57,7 +57,7 @@ def record(job: Job, incident: Incident, event: Journaled, unix: float) -> dict[
 
 
 def _setback(setback: Setback) -> dict[str, object]:
-    """Every key in every record: null where it does not apply or is not known."""
+    """Every key in every line: null where it does not apply or is not known."""
     return {
         "kind": setback.kind,
         "summary": headline(setback),
