@@ -11,10 +11,10 @@ enough.
 3. A plan is adopted when all its nodes speak for it, and they are more than half of all nodes that
    are in it or in the newest plan of the journal.
 4. Nodes have the time to come back that they have after any restart of the master. When all of them
-   are back, or that time is over, only those that came count in that half. Most of them may speak
-   for newer plans, and no plan have all its nodes. Then the master learns what workers hold from
-   the plan that most speak for (`PlanFound`), and makes a new plan with those who are there, as
-   after a loss.
+   are back, or that time is over, lost nodes do not count in that half. A node that came counts,
+   even if its stream is cut since. Most of them may speak for newer plans, and no plan have all its
+   nodes. Then the master learns what workers hold from the plan that most speak for (`PlanFound`),
+   and makes a new plan with those who are there, as after a loss.
 5. All else counts for nothing, and the job goes on by the journal.
 """
 
@@ -47,17 +47,19 @@ def adopt(context: Context, job: Job) -> Decision | None:
     due = job.seen.since + context.timing.return_s
     what = f"the workers run generation {newest.plan.generation}, which the journal does not have"
     everyone = {*job.members, *(name for of in speakers for name in _nodes(of))}
-    here = {name for name in everyone if name in state.nodes and state.nodes[name].connected}
-    waits = here != everyone and context.now < due
+    away = {name for name in everyone if name not in state.nodes or not state.nodes[name].connected}
+    there = {name for name in everyone & state.nodes.keys() if state.nodes[name].registered}
+    early = context.now < due
+    waits = bool(away) and (early or any(state.nodes[name].seen.awaited for name in away & there))
     if not waits:
-        everyone = here
+        everyone = there
     if told.keys() == nodes and 2 * len(nodes) > len({*job.members, *nodes} & everyone):
         event = _adopted(context, job, newest, told, what)
         if event is not None:
             return Decision(actions=(event,), reason=what)
     if waits:
-        reason = f"{what}; {', '.join(sorted(everyone - here))} may still come back"
-        return Decision(wake_at=due, reason=reason, holds_plans=True)
+        reason = f"{what}; {', '.join(sorted(away))} may still come back"
+        return Decision(wake_at=due if early else None, reason=reason, holds_plans=True)
     if 2 * sum(map(len, speakers.values())) > len(everyone):
         return Decision(actions=(PlanFound(job_id=job.id, plan=newest.plan),), reason=what)
     return None
@@ -73,7 +75,7 @@ def _speakers(state: ClusterState, job: Job) -> dict[Assign, dict[NodeName, Assi
         if running.job_id == job.id and state.lacks(running):
             told.setdefault(running.assign, {})[name] = running
     speakers = {
-        assign: {name: running for name, running in of.items() if name in _nodes(assign)}
+        assign: {name: of[name] for name in sorted(of.keys() & _nodes(assign))}
         for assign, of in told.items()
         if _could_be_ours(job.spec, assign)
     }
