@@ -119,7 +119,8 @@ class _Maker:
                 if costed is offer.costed[size]:
                     continue
                 swapped = offer.using([costed])
-                shares = share_batch([swapped.costs[each] for each in sizes], plan.microbatches)
+                costs = swapped.costs
+                shares = share_batch([costs[each] for each in sizes], plan.microbatches)
                 recut = _put(swapped, [p.nodes for p in plan.pipelines], shares, plan.generation)
                 (step_s,) = self.step_s([recut])
                 if step_s < best_s:

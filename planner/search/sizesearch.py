@@ -5,8 +5,8 @@ do the batch is a knapsack of p items (`oobleck.planner.search.knapsack`), and t
 follows by bisection. Gradient sync hangs on p and on the template that has the most gradients per
 GPU, so the one that does is fixed in turn. A linear program bounds each such question from below.
 
-The result is exact wherever the knapsack is. Owns no formula: they are in
-`oobleck.planner.cost.formula`.
+The result is exact wherever the knapsack is, until the search has taken long (`SizeSearch.slack`).
+Owns no formula: they are in `oobleck.planner.cost.formula`.
 """
 
 from collections import Counter
