@@ -161,7 +161,8 @@ def _followers(
     return {
         worker: state
         for worker, state in states.items()
-        if worker in outrun or (state.voted < step and _rolls_forward(state, step, voted))
+        if worker in outrun
+        or (_rolls_forward(state, step, voted) and _newest_vote(step, [state]) in (0, voted))
     }
 
 

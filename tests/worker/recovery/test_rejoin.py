@@ -174,6 +174,13 @@ def test_a_full_copy_counts_where_those_who_went_on_without_it_have_lost_a_layer
     )
     assert (agreement.step, agreement.roll_forward, agreement.vote_holder) == (6, {C}, A)
     assert agreement.held == {A: whole(2), B: frozenset(), C: whole(0, 1)}
+    # Who has that vote and has not applied it may have met others since, and have left them again.
+    left = recovery_state(5, reduced=(6, 1), voted=(6, 1), layers=(0, 1), joined=2)
+    other = recovery_state(5, reduced=(6, 2), voted=(6, 2), joined=2)
+    agreement = agree(
+        {A: recovery_state(6, voted=(6, 1), layers=(2,), joined=1), B: other, C: left}
+    )
+    assert agreement.held == {A: whole(2), B: frozenset(), C: whole(0, 1)}
     # The others have voted on the step too.
     newer = recovery_state(6, voted=(6, 2), layers=(1, 2), joined=2)
     agreement = agree({A: ahead, B: newer})
