@@ -131,12 +131,20 @@ class SizeSearch:
         return best
 
     def _hopeless(self, pipelines: int, floors: Floats, limit: int) -> bool:
-        """All templates together, with the least sync of any, are too slow for `limit`."""
+        """All templates together, with the least sync of any, are too slow for `limit`.
+
+        Counted as time spent only where it spares the other knapsacks of that number: else `slack`
+        would come earlier for it, and with it sizes that are a little slower.
+        """
         open_places = np.flatnonzero(floors <= limit)
         if not len(open_places):
             return True
         sync = self._sync(self._order[open_places[0]], pipelines)
-        return self._select(self._up_to(int(open_places[-1])), pipelines, limit - sync) is None
+        spent = self.looked_at
+        if self._select(self._up_to(int(open_places[-1])), pipelines, limit - sync) is None:
+            return True
+        self.looked_at = spent
+        return False
 
     @property
     def slack(self) -> Fraction:
