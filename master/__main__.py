@@ -225,6 +225,8 @@ def master(
         raise command.CommandFailed(str(error), 2) from error
     except StorageFailed as failed:
         raise command.CommandFailed(str(failed), 1) from failed
+    except command.OutputFailed as failed:  # also where a pipe's reader is gone: nobody was told
+        raise command.CommandFailed(str(failed), command.NO_OUTPUT) from failed
     except InvariantViolation as violation:
         lines = [f"oobleck-master: {violation}; the last events:", *violation.last_events]
         click.echo("\n".join(lines), err=True)

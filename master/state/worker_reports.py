@@ -1,5 +1,5 @@
-"""What workers say, by way of their agents: ends, hangs, losses, failures,
-phases, checkpoints, measurements.
+"""What workers say, by way of their agents: ends, hangs, losses, failures, phases, checkpoints,
+measurements.
 
 Writes to what is `seen` of the job. What a process says that another one has replaced changes
 nothing. Must not know what is decided by it.

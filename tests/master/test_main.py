@@ -194,3 +194,22 @@ def test_an_output_that_takes_nothing_is_told_in_a_line(
     name = arguments[0].replace(".", "-")
     told = f"{name}: standard output cannot be written: No space left on device"
     assert lines[0] == told
+
+
+def test_a_master_that_can_tell_its_address_to_nobody_does_not_end_as_told(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "oobleck.master", "--state-dir", "s", "--listen", "127.0.0.1:0"],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    told = "oobleck-master: standard output cannot be written: Broken pipe"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (6, told), done.stderr
