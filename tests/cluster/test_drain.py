@@ -15,7 +15,7 @@ from support.waiting import all_gone
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 #: Several times as many as are done before the last node has left.
-STEPS = 150
+STEPS = 250
 
 
 def job(text: str) -> dict[str, object]:
@@ -61,9 +61,11 @@ def test_nodes_are_drained_and_agents_told_to_end(small_cluster: LocalCluster, t
     assert drained["received_bytes"] > 0
     cluster.wait(lambda: cluster.nodes()["n3"]["workers"] == [], "n3 idle", poll_s=0.1)
 
-    # One node is too few: the next one is kept, and goes when n3 is back.
+    # One node is too few: the next one is kept, and goes when n3 is back. The job must not end
+    # while the command waits.
     short = ("--wait", "--timeout", "1s")
-    refused = cluster.oobleck("node", "drain", "n2", *short, check=False)
+    with cluster.frozen("n1"):
+        refused = cluster.oobleck("node", "drain", "n2", *short, check=False)
     assert refused.stdout.startswith("n2 draining: ")
     assert refused.stderr.startswith("oobleck: --timeout 1s: n2 draining: ")
     assert refused.returncode == 1
