@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -167,6 +168,21 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     all_gone([child])
 
 
+def started(
+    folder: Path, stdout: IO[str] | int, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """A module, run to its end in `folder`."""
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -180,15 +196,7 @@ def test_an_output_that_takes_nothing_is_told_in_a_line(
     tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", *arguments],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        done = started(tmp_path, full, *arguments)
     lines = [line for line in done.stderr.splitlines() if " INFO " not in line]
     assert (done.returncode, len(lines)) == (6, 1), done.stderr
     name = arguments[0].replace(".", "-")
@@ -200,15 +208,8 @@ def test_a_master_that_can_tell_its_address_to_nobody_does_not_end_as_told(tmp_p
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "oobleck.master", "--state-dir", "s", "--listen", "127.0.0.1:0"],
-            stdout=writer,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        arguments = ("oobleck.master", "--state-dir", "s", "--listen", "127.0.0.1:0")
+        done = started(tmp_path, writer, *arguments)
     finally:
         os.close(writer)
     told = "oobleck-master: standard output cannot be written: Broken pipe"
