@@ -147,6 +147,7 @@ class Cluster:
                 if not missing and live:
                     break
                 if not missing and not any(agent.alive for agent in self.agents):
+                    self._tell_deaths()  # of those that ended since
                     raise CommandFailed(
                         f"every agent ended before it registered; see {self._state_dir}/log", FAILED
                     )
