@@ -58,7 +58,7 @@ class Cluster:
         self.nodes = [self._ready(number) for number in range(count)]
         self.state, self.job = planned_job(JOB, self.spec, self.nodes)
         self.job.seen.steps.committed_step = 5
-        self.job.trained = self.job.made
+        self.job.current.trained = self.job.current.made
         self.context = Context(
             state=self.state, now=0.0, timing=Detection(), nonce="", planner=AtOnce()
         )
@@ -114,8 +114,8 @@ def main() -> None:
         begun = time.perf_counter()
         cluster = Cluster(count, arguments.workers, arguments.microbatches)
         first_s = time.perf_counter() - begun
-        assert cluster.job.made is not None
-        pipelines = len(cluster.job.made.plan.pipelines)
+        assert cluster.job.current.made is not None
+        pipelines = len(cluster.job.current.made.plan.pipelines)
         figures = [
             replan_ms(cluster, cluster.without(1, arguments.losses), show),
             replan_ms(cluster, cluster.without(FAULT_TOLERANCE, arguments.losses), show),

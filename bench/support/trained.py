@@ -56,7 +56,7 @@ def planned_job(
         )
     plan = client.first_plan(AtOnce(), job, list(nodes), Generation(1))
     job.lineage.plans[Generation(1)] = plan
-    job.made = PlanMade(
+    job.current.made = PlanMade(
         job_id=job_id,
         plan=plan,
         rendezvous=Rendezvous(store="", prefix=""),

@@ -235,7 +235,7 @@ class OperatorService(rpc.OperatorServicer):
         """The worker of the asked rank; None: all."""
         if not request.HasField("rank"):
             return None
-        workers = job.made.plan.workers if job.made is not None else ()
+        workers = job.current.made.plan.workers if job.current.made is not None else ()
         if request.rank >= len(workers):
             text = f"no rank {request.rank}: the job's plan has {len(workers)} workers"
             await context.abort(grpc.StatusCode.NOT_FOUND, text)

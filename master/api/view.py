@@ -41,7 +41,7 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         name=job.spec.name,
         state=job.state,
         reason=_reason(state, job, config, now),
-        generation=job.generation,
+        generation=job.current.generation,
         committed_step=seen.steps.committed_step,
         steps=training.steps,
         tokens_per_s=rate if moving or job.state == "succeeded" else 0.0,
@@ -70,10 +70,10 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         message.skipped_steps = seen.steps.recent[-1].skipped_steps
     if seen.steps.evaluation is not None:
         message.evaluation.CopyFrom(message_of(pb.Evaluation, seen.steps.evaluation))
-    if job.made is not None and not job.put_back:
-        message.plan.CopyFrom(plan_message(job.made.plan))
-        if job.state not in ENDED and not job.losses:
-            message.can_lose = job.made.can_lose
+    if job.current.made is not None and not job.current.put_back:
+        message.plan.CopyFrom(plan_message(job.current.made.plan))
+        if job.state not in ENDED and not job.current.losses:
+            message.can_lose = job.current.made.can_lose
         if job.state not in ENDED:
             message.memory.extend(_memory(state, job))
     if (age_s := _step_age_s(seen, now)) is not None and job.state not in ENDED:
@@ -105,12 +105,12 @@ def _tell_redo(message: pb.JobStatus, job: Job) -> None:
 
 def _memory(state: ClusterState, job: Job) -> Iterator[pb.WorkerMemory]:
     """Of the plan's workers on the nodes that it still has."""
-    members = [state.nodes[name] for name in job.members]
+    members = [state.nodes[name] for name in job.current.members]
     measured = {
         WorkerId(node.facts.node, worker.slot): worker
         for node in members
         for worker in node.seen.status.workers
-        if node.seen.status.job_id == job.id and worker.generation == job.generation
+        if node.seen.status.job_id == job.id and worker.generation == job.current.generation
     }
     for worker, predicted in client.predicted_bytes(job, members).items():
         message = pb.WorkerMemory(worker=worker_message(worker), predicted_bytes=predicted)
@@ -152,7 +152,7 @@ def _reason(state: ClusterState, job: Job, config: MasterConfig, now: float) -> 
     timeline, silent = job.seen.timeline, job.unanswered()
     if timeline is not None and silent and now - timeline.pushed_at > _SLOW_ANSWER_S:
         return f"{job.reason}; no answer so far from {', '.join(map(str, silent))}"
-    here = all(state.nodes[name].connected for name in job.members)
+    here = all(state.nodes[name].connected for name in job.current.members)
     if here and (again := stalls.next_rendezvous(job, config.timing, now)):
         return again
     if turn := job_queue.outlook(state, job, config.gives_way_s, now):
@@ -172,7 +172,7 @@ def _passing_reason(state: ClusterState, job: Job) -> str:
         )
     if job.state == "starting":
         return _start_reason(state, job)
-    away = [name for name in job.members if not state.nodes[name].connected]
+    away = [name for name in job.current.members if not state.nodes[name].connected]
     if away:
         return f"not connected, and lost if that lasts: {', '.join(away)}"
     return ""
@@ -252,25 +252,25 @@ def _node_reason(state: ClusterState, node: Node, now: float) -> str:
             f"kept idle: job {job.id} uses nodes with {slots} worker slots, "
             f"this one has {facts.worker_slots}"
         )
-    if job.made is None:
+    if job.current.made is None:
         return ""
-    if not job.has_member(facts.node):
+    if not job.current.has_member(facts.node):
         if why := node.why_not_with(state.required_torch(job)):
             return f"cannot join the job: {why}"
         if state.is_ready(node, job):
             return "ready to join the job"
         return "its workers start, to join the job"
-    return client.idle_slots(job.made.plan, facts.worker_slots)
+    return client.idle_slots(job.current.made.plan, facts.worker_slots)
 
 
 def _drain_progress(state: ClusterState, node: Node, drain: Drain) -> str:
     job, name = state.job, node.facts.node
     if drain.done or job is None:
         return ""
-    if name in job.leaving:
+    if name in job.current.leaving:
         return f"work of job {job.id} moves off it at a step boundary"
     if drain.kept:
         return f"kept so far: {drain.kept}"
-    if name in job.members and job.state != "running":
+    if name in job.current.members and job.state != "running":
         return f"job {job.id} is {job.state}, and goes on without it after that if it can"
     return ""

@@ -172,9 +172,9 @@ def round_trip(asked_ns: int, read_ns: int, heard_ns: int) -> Clock:
 
 def _training(job: Job) -> Plan:
     """The plan that the job trains by. Raises NoTimeline."""
-    if job.state in ENDED or job.made is None or job.state != "running":
+    if job.state in ENDED or job.current.made is None or job.state != "running":
         raise NoTimeline(f"job {job.id} is {job.state}; a timeline is of one that is running")
-    return job.made.plan
+    return job.current.made.plan
 
 
 def _step_in(job: Job, ahead_s: float) -> int:

@@ -35,9 +35,9 @@ A = TypeVar("A", FirstPlanReply, NextPlanReply)
 def predicted_bytes(job: Job, nodes: Sequence[Node]) -> Mapping[WorkerId, int]:
     """The most memory that each worker of the job's plan takes, by the profile of the plan; none
     where there is no plan, or none of its `nodes` is there."""
-    if job.made is None or not nodes:
+    if job.current.made is None or not nodes:
         return {}
-    return _predicted_bytes(job.made.plan, profile_on(job.spec, Machines.of(job, nodes)))
+    return _predicted_bytes(job.current.made.plan, profile_on(job.spec, Machines.of(job, nodes)))
 
 
 @lru_cache(maxsize=32)
@@ -99,12 +99,12 @@ def next_plan(
     planner: Planner, job: Job, live: Sequence[Node], generation: Generation
 ) -> Reconfiguration:
     """The plan after `job`'s newest one, on `live`. Raises StillPlanning, PlanInfeasible."""
-    if job.made is None:
+    if job.current.made is None:
         raise ValueError(f"job {job.id} has no plan to reconfigure")
     request = NextPlanRequest(
         spec=job.spec,
         machines=Machines.of(job, live),
-        plan=_base(job, job.made.plan),
+        plan=_base(job, job.current.made.plan),
         nodes=tuple(node.facts.node for node in live),
         most_nodes=max(job.lineage.most_nodes, len(live)),
         generation=generation,
@@ -116,5 +116,5 @@ def _base(job: Job, newest: Plan) -> Plan:
     """The plan to change: with a newcomer that is left out, what it was to change is undone."""
     if job.astray:
         return job.lineage.plans[job.newest_known]
-    undone = any(isinstance(loss, NodeLeftOut) for loss in job.losses)
-    return job.trained.plan if undone and job.trained is not None else newest
+    undone = any(isinstance(loss, NodeLeftOut) for loss in job.current.losses)
+    return job.current.trained.plan if undone and job.current.trained is not None else newest

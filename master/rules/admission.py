@@ -37,7 +37,7 @@ def admit(
     counted = state.lacks(registration.running)
     if job is not None and (same or known is None):
         # It was given up, and no step has been committed without it since: its workers count.
-        counted |= facts.node in job.lost_nodes or _holds_state(job, registration)
+        counted |= facts.node in job.current.lost_nodes or _holds_state(job, registration)
     stale_workers = bool(registration.status.workers) and not counted
     registered = NodeRegistered(facts=facts, stale_workers=stale_workers)
     if known is None or not known.registered:
@@ -87,7 +87,11 @@ def _name_in_use(
             f"{old.hostname}); choose another --name",
             temporary=not _both_live(known, newer, timing),
         )
-    if known.seen.closed_at is None and state.job is not None and state.job.has_member(name):
+    if (
+        known.seen.closed_at is None
+        and state.job is not None
+        and state.job.current.has_member(name)
+    ):
         # This master has just started, and the agent with the job's workers may still come back.
         wait_s = reconnect_s(state, known, now, timing)
         return Refusal(

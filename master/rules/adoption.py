@@ -46,14 +46,14 @@ def adopt(context: Context, job: Job) -> Decision | None:
     told, nodes = speakers[newest], _nodes(newest)
     due = job.seen.since + context.timing.return_s
     what = f"the workers run generation {newest.plan.generation}, which the journal does not have"
-    everyone = {*job.members, *(name for of in speakers for name in _nodes(of))}
+    everyone = {*job.current.members, *(name for of in speakers for name in _nodes(of))}
     away = {name for name in everyone if name not in state.nodes or not state.nodes[name].connected}
     there = {name for name in everyone & state.nodes.keys() if state.nodes[name].registered}
     early = context.now < due
     waits = bool(away) and (early or any(state.nodes[name].seen.awaited for name in away & there))
     if not waits:
         everyone = there
-    if told.keys() == nodes and 2 * len(nodes) > len({*job.members, *nodes} & everyone):
+    if told.keys() == nodes and 2 * len(nodes) > len({*job.current.members, *nodes} & everyone):
         event = _adopted(context, job, newest, told, what)
         if event is not None:
             return Decision(actions=(event,), reason=what)
@@ -112,7 +112,7 @@ def _adopted(
     reason: str,
 ) -> PlanMade | None:
     """None: not every worker has a process of its own, by the word of its node."""
-    state, plan, before = context.state, newest.plan, set(job.members)
+    state, plan, before = context.state, newest.plan, set(job.current.members)
     slots = state.nodes[plan.nodes[0]].facts.worker_slots
     incarnations = tuple(_processes(plan.workers, told))
     leaving = tuple(_processes(newest.leaving, told))

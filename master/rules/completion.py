@@ -24,7 +24,7 @@ from oobleck.planner.ids import NodeName
 
 def reconfiguration_stats(context: Context, job: Job) -> ReconfigurationStats | None:
     """How far the way into the newest generation has come; None: it is not on the way."""
-    if job.made is None or not job.on_the_way:
+    if job.current.made is None or not job.current.on_the_way:
         return None
     timeline = job.seen.timeline
     if timeline is not None:
@@ -32,10 +32,12 @@ def reconfiguration_stats(context: Context, job: Job) -> ReconfigurationStats | 
         return timeline.stats(end, job.unanswered())
     # Another master process made the plan, and only the calendar spans both.
     unix = job.seen.since_unix + (context.now - job.seen.since)
-    first = next((r.time for r in job.seen.steps.recent if r.generation >= job.generation), unix)
+    first = next(
+        (r.time for r in job.seen.steps.recent if r.generation >= job.current.generation), unix
+    )
     phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-    phases["detect"], phases["waiting"] = job.made.detect_s, job.waited_s
-    phases["first_step"] = max(0.0, first - job.made_at)
+    phases["detect"], phases["waiting"] = job.current.made.detect_s, job.waited_s
+    phases["first_step"] = max(0.0, first - job.current.made_at)
     return ReconfigurationStats(
         phases=phases,
         total_s=sum(phases.values()),
@@ -47,26 +49,30 @@ def reconfiguration_stats(context: Context, job: Job) -> ReconfigurationStats | 
 
 
 def first_step(context: Context, job: Job) -> Decision | None:
-    if not job.on_the_way:
+    if not job.current.on_the_way:
         return None
-    step = next((r.step for r in job.seen.steps.recent if r.generation >= job.generation), None)
+    step = next(
+        (r.step for r in job.seen.steps.recent if r.generation >= job.current.generation), None
+    )
     if step is None and job.seen.steps.redone is not None:
         generation, first, last = job.seen.steps.redone
-        step = last if generation == job.generation and last > first else None
+        step = last if generation == job.current.generation and last > first else None
     how = reconfiguration_stats(context, job)
     if step is None or how is None:
         return None
-    older = (r for r in reversed(job.seen.steps.recent) if r.generation < job.generation)
+    older = (r for r in reversed(job.seen.steps.recent) if r.generation < job.current.generation)
     before = next(older, job.seen.steps.last_before)
     event = FirstStepCommitted(
         job_id=job.id,
-        generation=job.generation,
+        generation=job.current.generation,
         step=step,
         transition=how,
         evidence=carried(job, context.now),
         trained_until=before.time if before is not None else 0.0,
     )
-    return Decision(actions=(event,), reason=f"generation {job.generation} has committed a step")
+    return Decision(
+        actions=(event,), reason=f"generation {job.current.generation} has committed a step"
+    )
 
 
 def caught_up(context: Context, job: Job) -> Decision | None:
@@ -106,7 +112,7 @@ def _succeed(context: Context, job: Job) -> Decision | None:
     steps, through = job.spec.training.steps, job.seen.steps.committed_step
     if through < steps:
         missing = f"all workers have finished; the records of steps {through + 1} to {steps} lack"
-        if not all(context.state.nodes[name].connected for name in job.members):
+        if not all(context.state.nodes[name].connected for name in job.current.members):
             return Decision(reason=missing)
         if job.seen.steps.records_wait:
             return Decision(reason=missing)
@@ -140,6 +146,6 @@ def _event(job: Job, report: SaveReport) -> CheckpointPublished | SaveProblem | 
             return JobRestored(
                 job_id=job.id,
                 restored=report,
-                resumed=job.trained is None,
+                resumed=job.current.trained is None,
                 lost_steps=max(0, job.seen.steps.furthest_step - step),
             )

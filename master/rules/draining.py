@@ -63,14 +63,16 @@ def _gone(context: Context, node: Node) -> NodeLost:
         cause="left",
         reason="its agent has ended, as it was told to" if drained else "its agent ends at once",
         detect_s=0.0 if closed_at is None else context.now - closed_at,
-        evidence=carried(job, context.now) if job is not None and job.has_member(name) else (),
+        evidence=carried(job, context.now)
+        if job is not None and job.current.has_member(name)
+        else (),
     )
 
 
 def finish(context: Context) -> Decision | None:
     """Nodes that nobody needs any more are drained."""
     job = context.state.job
-    needed = {*job.members, *job.leaving} if job is not None else set()
+    needed = {*job.current.members, *job.current.leaving} if job is not None else set()
     done = tuple(
         NodeDrained(node=name)
         for name, node in sorted(context.state.nodes.items())
@@ -85,7 +87,7 @@ def _names(events: Sequence[NodeDrainRequested | NodeDrained | NodeLost]) -> str
 
 def on_the_move(state: ClusterState, job: Job) -> list[Node]:
     """Members of the plan that are to be drained, in the order of their names."""
-    return [state.nodes[name] for name in job.members if state.nodes[name].moves_off]
+    return [state.nodes[name] for name in job.current.members if state.nodes[name].moves_off]
 
 
 def is_undecided(state: ClusterState, node: Node) -> bool:
@@ -94,12 +96,12 @@ def is_undecided(state: ClusterState, node: Node) -> bool:
     if job is None or drain is None or job.state != "running":
         return False
     known = drain.save if drain.force else drain.kept
-    return node.moves_off and node.facts.node in job.members and not known
+    return node.moves_off and node.facts.node in job.current.members and not known
 
 
 def _still_there(state: ClusterState, job: Job) -> list[Node]:
     """Also those that the newest plan is without, and that are needed until it trains."""
-    held = (state.nodes[name] for name in {*job.members, *job.leaving})
+    held = (state.nodes[name] for name in {*job.current.members, *job.current.leaving})
     return _sorted([node for node in held if node.moves_off])
 
 
@@ -130,17 +132,21 @@ def move_off(context: Context, job: Job) -> Decision | None:
     if job.state == "waiting for nodes":
         return _give_up(job, _still_there(state, job))
     moving = on_the_move(state, job)
-    if not moving or job.losses or not all(state.nodes[name].connected for name in job.members):
+    if (
+        not moving
+        or job.current.losses
+        or not all(state.nodes[name].connected for name in job.current.members)
+    ):
         return None
     if job.state != "running" or job.seen.peers_lost:
         return None
     if job.seen.steps.furthest_step >= job.spec.training.steps:
         return Decision(reason="the job ends before work could move")
     found, events = _find(context, job, moving)
-    if found is None or (job.made and job.made.plan.nodes == found.plan.nodes):
+    if found is None or (job.current.made and job.current.made.plan.nodes == found.plan.nodes):
         return Decision(actions=tuple(events)) if events else None
     staying = frozenset(found.plan.nodes)
-    gone = ", ".join(node for node in job.members if node not in staying)
+    gone = ", ".join(node for node in job.current.members if node not in staying)
     reason = f"{gone} is drained: {found.reason}"
     event = plan_made(
         context,

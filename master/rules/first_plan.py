@@ -62,7 +62,7 @@ def start(context: Context, job: Job) -> Decision | None:
 
 def shortfall(state: ClusterState, job: Job) -> str:
     """What the cluster lacks for a job that has no plan yet; empty: nothing that is known."""
-    if job.made is not None or job.state in ENDED:
+    if job.current.made is not None or job.state in ENDED:
         return ""
     nodes = state.candidates(job)
     try:

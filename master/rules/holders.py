@@ -65,7 +65,7 @@ def may_bring_back(context: Context, job: Job, layers: Iterable[int]) -> frozens
 def _held_away(context: Context, job: Job) -> dict[WorkerId, frozenset[Shard]]:
     """What workers on nodes that are away may hold, by any plan since the last step."""
     held: dict[WorkerId, frozenset[Shard]] = {}
-    dead = job.lost_workers  # and no plan counts on others in their places yet
+    dead = job.current.lost_workers  # and no plan counts on others in their places yet
     for plan in job.lineage.plans.values():
         for worker, shards in plan_shards(plan).items():
             if worker not in dead and context.now < _may_return_until(context, job, worker.node):
@@ -99,11 +99,11 @@ def departing(state: ClusterState, job: Job, plan: Plan) -> tuple[WorkerId, ...]
         WorkerId(name, worker.slot)
         for name, node in sorted(state.nodes.items())
         # One that may stay after all is still without a part in a plan that is not trained in yet.
-        if (node.moves_off or name in job.leaving)
+        if (node.moves_off or name in job.current.leaving)
         and node.connected
         and node.seen.status.job_id == job.id
         and name not in plan.nodes
-        and name not in job.lost_nodes
+        and name not in job.current.lost_nodes
         for worker in node.seen.status.workers
         if not job.seen.is_gone(worker.incarnation)
     )
@@ -111,7 +111,7 @@ def departing(state: ClusterState, job: Job, plan: Plan) -> tuple[WorkerId, ...]
 
 def was_trained(state: ClusterState, job: Job) -> bool:
     """Whether there is a state to lose. After a restart of the master the step may be unknown."""
-    return job.stepped > NO_GENERATION or committed_step(state, job) > 0
+    return job.current.stepped > NO_GENERATION or committed_step(state, job) > 0
 
 
 def committed_step(state: ClusterState, job: Job) -> int:
@@ -162,6 +162,8 @@ def _held_layers(
         last = max(entered)
         if stepped is not None and _is_behind(worker, last, stepped):
             continue
-        kept = {generation for generation in entered if generation >= max(newest, job.stepped)}
+        kept = {
+            generation for generation in entered if generation >= max(newest, job.current.stepped)
+        }
         held[worker] = frozenset().union(*(planned(at, worker) for at in {last, *kept}))
     return held

@@ -40,8 +40,8 @@ def give_up_at_once(context: Context, job: Job) -> Decision | None:
     )
 
     def clear(nodes: Nodes) -> bool:
-        few = len(nodes) == 1 or 2 * len(nodes) < len(job.members)
-        return few and {w for w in job.processes() if w.node not in nodes} <= told.keys()
+        few = len(nodes) == 1 or 2 * len(nodes) < len(job.current.members)
+        return few and {w for w in job.current.processes() if w.node not in nodes} <= told.keys()
 
     ways = sorted(_ways(job, pairs), key=clear, reverse=True)
     if not any(map(clear, ways)):
@@ -78,7 +78,7 @@ def give_up(context: Context, job: Job) -> Decision | None:
     before = {pair for at, pairs in no_way.items() if at != host for pair in pairs}
 
     def agreed(nodes: Nodes) -> bool:
-        if nodes <= set(job.newcomers):
+        if nodes <= set(job.current.newcomers):
             # They have trained nothing, and cost the others every rendezvous.
             return bool(job.seen.since_step.regroups and context.timing.quarantine_s)
         return nodes in _ways(job, before)
@@ -107,16 +107,16 @@ def _cheapest(
 
 def _cost(context: Context, job: Job, nodes: Nodes) -> _Cost | None:
     """None: the others cannot go on without."""
-    assert job.made is not None, "only asked of a job with a plan"
-    if nodes <= set(job.newcomers):
+    assert job.current.made is not None, "only asked of a job with a plan"
+    if nodes <= set(job.current.newcomers):
         return _Cost(state_lost=False, guarantees_lost=0, layers_moved=0)
     if (plan := plan_without(context, job, nodes)) is None:
         return None
-    held = job.made.plan.holdings()
+    held = job.current.made.plan.holdings()
     moved = (set(layers) - set(held.get(w, ())) for w, layers in plan.holdings().items())
     return _Cost(
         state_lost=holders.lost_layers(context.state, job, plan) is not None,
-        guarantees_lost=job.made.can_lose - can_lose(plan),
+        guarantees_lost=job.current.made.can_lose - can_lose(plan),
         layers_moved=sum(map(len, moved)),
     )
 
@@ -151,7 +151,7 @@ def _events(
 
 def _reason(job: Job, name: NodeName, pairs: Set[Pair]) -> str:
     told = {node for pair in pairs if name in pair for node in pair}
-    others = sorted(told & set(job.members) - {name})
+    others = sorted(told & set(job.current.members) - {name})
     if len(others) == 1:
         return f"data network between {name} and {others[0]} is cut"
     return f"data network of {name} is cut: {', '.join(others)} do not reach it"
@@ -160,7 +160,7 @@ def _reason(job: Job, name: NodeName, pairs: Set[Pair]) -> str:
 def _ways(job: Job, pairs: Iterable[Pair]) -> tuple[Nodes, ...]:
     """The fewest nodes without which all others reach each other, as far as is known: two ways
     where they can be chosen."""
-    members = sorted(job.members)
+    members = sorted(job.current.members)
     between = {pair for pair in pairs if set(pair) <= set(members)}
     ways = dict.fromkeys(_fewest(job, between, order) for order in (members, members[::-1]))
     least = min(map(len, ways))
@@ -174,7 +174,7 @@ def _fewest(job: Job, pairs: Set[Pair], order: Sequence[NodeName]) -> Nodes:
     left, out = set(pairs), set[NodeName]()
     while left:
         degrees = Counter(node for pair in left for node in pair)
-        worst = max(degrees, key=lambda n: (degrees[n], n in job.newcomers, order.index(n)))
+        worst = max(degrees, key=lambda n: (degrees[n], n in job.current.newcomers, order.index(n)))
         out.add(worst)
         left = {pair for pair in left if worst not in pair}
     return frozenset(out)

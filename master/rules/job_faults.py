@@ -87,7 +87,7 @@ def _dying(job: Job) -> dict[WorkerId, str]:
 
 def _given_up(job: Job) -> dict[NodeName, str]:
     """Nodes that have trained, whose new processes end before they have a part in a step."""
-    trained = job.trained.plan.nodes if job.trained is not None else ()
+    trained = job.current.trained.plan.nodes if job.current.trained is not None else ()
     now = {node: node_faults.ends_early(job, node) for node in trained}
     return job.seen.since_step.given_up | {node: why for node, why in now.items() if why}
 
@@ -105,7 +105,7 @@ def _others(context: Context, job: Job, suspects: dict[NodeName, str]) -> list[N
 def _wait_until(context: Context, job: Job, suspects: dict[NodeName, str]) -> float | None:
     """Until when others may still say the same; None: no longer."""
     since = [at for name, (at, _) in job.seen.faults.ailing.items() if name not in job.left_out]
-    if job.made is not None:
+    if job.current.made is not None:
         due = max(since, default=context.now) + context.timing.join_settle_s
         return due if since and context.now < due else None
     pending = [n for n in _others(context, job, suspects) if not context.state.is_ready(n, job)]

@@ -55,7 +55,11 @@ def _gives_way_at(context: Context, job: Job) -> float | None:
 
 
 def _has_nothing_to_lose(context: Context, job: Job) -> bool:
-    return job.made is None or job.put_back or not holders.was_trained(context.state, job)
+    return (
+        job.current.made is None
+        or job.current.put_back
+        or not holders.was_trained(context.state, job)
+    )
 
 
 def outlook(state: ClusterState, job: Job, gives_way_s: float, now: float) -> str:

@@ -77,17 +77,17 @@ def last_sign(state: ClusterState, node: Node) -> float:
     """When the node was last known to live. One that this master has not heard of was there when
     the plan was made that it is in, and had a part in the last step that there is a record of."""
     job, seen = state.job, node.seen
-    if seen.heard_at is not None or job is None or not job.has_member(node.facts.node):
+    if seen.heard_at is not None or job is None or not job.current.has_member(node.facts.node):
         return seen.last_heard
     if not job.seen.steps.recent or job.state == "waiting for nodes":
         return seen.last_heard
-    there = max(job.seen.steps.recent[-1].time, job.made_at)
+    there = max(job.seen.steps.recent[-1].time, job.current.made_at)
     return min(seen.last_heard, job.seen.since - (job.seen.since_unix - there))
 
 
 def _cut_off(state: ClusterState) -> bool:
     """Whether it is the master that is cut off, since most of the plan's nodes are."""
-    members = state.job.members if state.job is not None else ()
+    members = state.job.current.members if state.job is not None else ()
     return 2 * len(_away(state)) > len(members)
 
 
@@ -106,13 +106,13 @@ def _loss(
         cause=cause,
         reason=reason,
         detect_s=now - evidence_at,
-        evidence=carried(job, now) if job is not None and job.has_member(name) else (),
+        evidence=carried(job, now) if job is not None and job.current.has_member(name) else (),
     )
 
 
 def _away(state: ClusterState) -> list[NodeName]:
     """Members of the newest plan whose agents' streams are closed."""
-    members = state.job.members if state.job is not None else ()
+    members = state.job.current.members if state.job is not None else ()
     return [name for name in members if not state.nodes[name].connected]
 
 
@@ -195,9 +195,9 @@ def _missed_at(state: ClusterState, name: NodeName, timing: Detection) -> float 
     """From when on the node, whose agent's stream is closed, is missed: all that are there have
     left the generation before for long enough, and have not met. None: that is not so."""
     job, closed_at = state.job, state.nodes[name].seen.closed_at
-    if job is None or job.made is None or job.losses or closed_at is None:
+    if job is None or job.current.made is None or job.current.losses or closed_at is None:
         return None
-    made, timeline = job.made, job.seen.timeline
+    made, timeline = job.current.made, job.seen.timeline
     if made.boundary or made.handover or made.starting:
         return None  # they may have to wait for something else
     if timeline is None or timeline.aborted_at is None or timeline.joined:
@@ -215,7 +215,11 @@ def _proof(
     job = state.job
     closed_at = node.seen.closed_at
     name = node.facts.node
-    if job is None or closed_at is None or not (job.has_member(name) or name in job.leaving):
+    if (
+        job is None
+        or closed_at is None
+        or not (job.current.has_member(name) or name in job.current.leaving)
+    ):
         return None
     resumed_at = node.seen.resumed_at
     if resumed_at is not None and closed_at <= resumed_at + timing.answer_s:
@@ -256,11 +260,11 @@ def _needed(job: Job) -> Iterator[NodeName]:
     """Nodes of which the job may still ask what they have."""
     if job.state in ENDED:
         return
-    for made in (job.made, job.trained):
+    for made in (job.current.made, job.current.trained):
         if made is not None:
             yield from made.plan.nodes
             yield from (worker.node for worker in made.leaving)
     for plan in (job.lineage.before, *job.lineage.plans.values()):
         if plan is not None:
             yield from plan.nodes
-    yield from job.lost_nodes
+    yield from job.current.lost_nodes

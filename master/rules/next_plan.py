@@ -56,8 +56,10 @@ def plan_made(
     if detect_s is None:
         loss = job.seen.loss
         detect_s = loss.declared_at - loss.evidence_at if loss is not None else 0.0
-    go_back = restore or (job.on_the_way and job.made is not None and job.made.restore)
-    before = set(job.members)
+    go_back = restore or (
+        job.current.on_the_way and job.current.made is not None and job.current.made.restore
+    )
+    before = set(job.current.members)
     handover = not restore and _needs_handover(context.state, job, plan)
     leaving = _leaving(context.state, job, plan, boundary=boundary, handover=handover)
     return PlanMade(
@@ -70,9 +72,13 @@ def plan_made(
         rule=rule,
         reason=reason,
         nodes_lost=tuple(
-            loss.node for loss in job.losses if not isinstance(loss, WorkerLost | NodeYielded)
+            loss.node
+            for loss in job.current.losses
+            if not isinstance(loss, WorkerLost | NodeYielded)
         ),
-        workers_lost=tuple(loss.worker for loss in job.losses if isinstance(loss, WorkerLost)),
+        workers_lost=tuple(
+            loss.worker for loss in job.current.losses if isinstance(loss, WorkerLost)
+        ),
         nodes_joined=tuple(node for node in plan.nodes if node not in before),
         can_lose=can_lose(plan),
         worker_slots=_slots(context.state, plan),
@@ -102,7 +108,7 @@ def _leaving(
 ) -> tuple[WorkerId, ...]:
     """Workers that must hear of `plan` though they have no part in it: at a boundary all of the
     plan before, since the switch takes their votes, and those that hand over layers."""
-    leaving = set(job.processes()) if boundary else set()
+    leaving = set(job.current.processes()) if boundary else set()
     if handover:
         leaving.update(holders.departing(state, job, plan))
     return tuple(sorted(leaving - set(plan.workers)))
@@ -113,7 +119,7 @@ def _slots(state: ClusterState, plan: Plan) -> int:
 
 
 def _data(state: ClusterState, job: Job, plan: Plan) -> str:
-    before = job.made.data if job.made is not None else ""
+    before = job.current.made.data if job.current.made is not None else ""
     return before or state.data_of(state.nodes[plan.nodes[0]])
 
 
@@ -141,7 +147,7 @@ def _rendezvous(context: Context, job: Job, plan: Plan) -> Rendezvous:
 
     Where rendezvous have led to no step, at the next one's: it may be the store that fails.
     """
-    old = job.processes()
+    old = job.current.processes()
     up = [worker for worker in plan.workers if is_up(context.state, worker)]
     proven = [worker for worker in up if old.get(worker) == _process(context.state, worker)] or up
     host = proven[job.seen.since_step.regroups % len(proven)]
@@ -218,7 +224,9 @@ def give_up_lost(context: Context, job: Job) -> Decision | None:
         return None
     if (lost := holders.gone_for_good(context, job)) is None:
         return None
-    why = [f"{loss.node}: {loss.reason}" for loss in job.losses if isinstance(loss, NodeLost)]
+    why = [
+        f"{loss.node}: {loss.reason}" for loss in job.current.losses if isinstance(loss, NodeLost)
+    ]
     reason = "; ".join(
         (
             f"{lost}, nor can any node that is away bring it back, and there is no checkpoint",

@@ -49,7 +49,7 @@ def _reason(state: ClusterState, job: Job, node: Node) -> str:
         return job.seen.faults.unfit[name]
     if why := ends_early(job, name):
         return why
-    made = job.made
+    made = job.current.made
     if made is None or not made.data or not state.is_ready(node, job):
         return ""
     return "" if state.data_of(node) == made.data else OTHER_DATA

@@ -88,7 +88,7 @@ def _of_job(rule: JobRule) -> Rule:
 def _of_plan(rule: JobRule, *, made: bool = True) -> Rule:
     """Asked as long as that job has a plan, or has none yet."""
     return _of_job(
-        lambda context, job: rule(context, job) if (job.made is not None) == made else None
+        lambda context, job: rule(context, job) if (job.current.made is not None) == made else None
     )
 
 

@@ -40,18 +40,18 @@ def replan(context: Context, job: Job) -> Decision | None:
     """Answer losses, or try again while waiting, with all nodes that are ready."""
     state = context.state
     again = job.astray or job.state == "waiting for nodes"
-    if not (job.losses or again or _unanswered(job) or _forsaken(state, job)):
+    if not (job.current.losses or again or _unanswered(job) or _forsaken(state, job)):
         return None
-    members = [state.nodes[name] for name in job.members]
+    members = [state.nodes[name] for name in job.current.members]
     away = [node for node in members if not node.connected]
     if away:
         # Until that is known the job gives its turn to nobody.
         reason = f"{names(away)}: back, or lost after the lease, before planning"
         return Decision(reason=reason, holds_plans=True)
     unready = [node for node in members if not state.is_ready(node, job)]
-    if job.put_back and (start := first_plan.get_ready(context, job)) is not None:
+    if job.current.put_back and (start := first_plan.get_ready(context, job)) is not None:
         return start
-    coming = worker_losses.coming(state, job, unready) if job.losses and not again else []
+    coming = worker_losses.coming(state, job, unready) if job.current.losses and not again else []
     missing = [node for node in unready if node not in coming]
     patience = _for_replacements(context, job, missing)
     if patience and not all(worker_losses.takes_longer(job, node) for node in missing):
@@ -115,48 +115,53 @@ def _way_back(job: Job) -> str:
 
 def _unanswered(job: Job) -> bool:
     """Losses were taken back before a plan: whether all still train is not known."""
-    return job.state == "reconfiguring" and not job.on_the_way
+    return job.state == "reconfiguring" and not job.current.on_the_way
 
 
 def _forsaken(state: ClusterState, job: Job) -> bool:
     """The workers have met and found that nobody has some layer any more, nor a checkpoint. When
     the plan was made, nobody had told yet of a step that those who are lost committed with them."""
-    if job.made is None or not job.on_the_way or not job.seen.peers_lost or job.has_checkpoint:
+    if (
+        job.current.made is None
+        or not job.current.on_the_way
+        or not job.seen.peers_lost
+        or job.has_checkpoint
+    ):
         return False
-    return holders.lost_layers(state, job, job.made.plan) is not None
+    return holders.lost_layers(state, job, job.current.made.plan) is not None
 
 
 def _worker_losses(job: Job) -> str:
-    lost = (loss for loss in job.losses if isinstance(loss, WorkerLost))
+    lost = (loss for loss in job.current.losses if isinstance(loss, WorkerLost))
     return "; ".join(f"{loss.worker}: {loss.reason}" for loss in lost)
 
 
 def _cause(job: Job, plan: Plan) -> Cause:
-    if job.put_back:
+    if job.current.put_back:
         return "put back"
-    if any(isinstance(loss, NodeLost) for loss in job.losses):
+    if any(isinstance(loss, NodeLost) for loss in job.current.losses):
         return "node lost"
-    if any(isinstance(loss, NodeReset) for loss in job.losses):
+    if any(isinstance(loss, NodeReset) for loss in job.current.losses):
         return "no progress"
-    if any(isinstance(loss, NodeDrained) for loss in job.losses):
+    if any(isinstance(loss, NodeDrained) for loss in job.current.losses):
         return "node drained"
-    if job.lost_nodes:
+    if job.current.lost_nodes:
         return "node left out"
-    if job.lost_workers:
+    if job.current.lost_workers:
         return "worker lost"
     if job.astray:
         return "journal cut"
-    return "node returned" if set(job.members) == set(plan.nodes) else "node joined"
+    return "node returned" if set(job.current.members) == set(plan.nodes) else "node joined"
 
 
 def meet_after_peer_loss(context: Context, job: Job) -> Decision | None:
     """Workers lost a peer, and nobody is missing: let them meet again."""
     state = context.state
-    if job.losses or job.state == "waiting for nodes":
+    if job.current.losses or job.state == "waiting for nodes":
         return None
     if (report := stalls.first_peer_lost(job)) is None:
         return None
-    if not all(state.nodes[name].connected for name in job.members):
+    if not all(state.nodes[name].connected for name in job.current.members):
         return None
     if (without := isolation.give_up_at_once(context, job)) is not None:
         return without
@@ -166,9 +171,11 @@ def meet_after_peer_loss(context: Context, job: Job) -> Decision | None:
         return Decision(wake_at=due, reason=f"{worker} lost a peer and nobody is missing so far")
     if (without := isolation.give_up(context, job)) is not None:
         return without
-    if job.newcomers and job.seen.since_step.regroups:
+    if job.current.newcomers and job.seen.since_step.regroups:
         why = f"the workers do not come together with it: {worker} lost a peer: {detail}"
-        out = tuple(node_faults.left_out(job, state.nodes[node], why) for node in job.newcomers)
+        out = tuple(
+            node_faults.left_out(job, state.nodes[node], why) for node in job.current.newcomers
+        )
         return Decision(actions=out, reason=why)
     reason = f"{worker} lost a peer though nobody is missing: {detail}"
     return stalls.meet_again(
@@ -184,10 +191,12 @@ def join(context: Context, job: Job) -> Decision | None:
     if job.seen.steps.furthest_step >= job.spec.training.steps:
         return None
     ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
-    since = [n.seen.ready_at or context.now for n in ready if not job.has_member(n.facts.node)]
+    since = [
+        n.seen.ready_at or context.now for n in ready if not job.current.has_member(n.facts.node)
+    ]
     if draining.on_the_move(state, job):
         return None  # their place is not free yet
-    if not since or not all(state.nodes[name].connected for name in job.members):
+    if not since or not all(state.nodes[name].connected for name in job.current.members):
         return None
     settle = context.timing.join_settle_s
     due = min(max(since) + settle, min(since) + _MOST_SETTLES * settle)
@@ -197,7 +206,7 @@ def join(context: Context, job: Job) -> Decision | None:
         found = next_plan(context, job, ready, next_generation(context, job))
     except PlanInfeasible as infeasible:
         return Decision(reason=f"ready nodes stay idle: {'; '.join(infeasible.causes)}")
-    if not set(found.plan.nodes) > set(job.members):
+    if not set(found.plan.nodes) > set(job.current.members):
         return Decision(reason="ready nodes stay idle: no combination of templates uses them")
     event = plan_made(
         context,

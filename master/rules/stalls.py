@@ -52,7 +52,7 @@ def first_peer_lost(job: Job) -> tuple[float, WorkerId, str] | None:
 
 def interval_s(job: Job, timing: Detection) -> float:
     """How long after they lost each other the workers meet again."""
-    if job.newcomers:  # which are left out where a rendezvous with them has failed
+    if job.current.newcomers:  # which are left out where a rendezvous with them has failed
         return timing.regroup_s
     longest = max(timing.regroup_s, timing.longest_regroup_s)
     doublings = min(_MOST_DOUBLINGS, max(0, job.seen.since_step.regroups - 1))
@@ -61,7 +61,7 @@ def interval_s(job: Job, timing: Detection) -> float:
 
 def next_rendezvous(job: Job, timing: Detection, now: float) -> str:
     """For the operator: that and when the workers meet again; empty: not to be expected."""
-    if job.made is None or job.losses or (first := first_peer_lost(job)) is None:
+    if job.current.made is None or job.current.losses or (first := first_peer_lost(job)) is None:
         return ""
     at, worker, detail = first
     left_s = max(0.0, at + interval_s(job, timing) - now)
@@ -79,11 +79,11 @@ def meet_again(
     """The workers of the newest plan meet anew, in the next generation, or that was enough."""
     if (end := met_enough(context, job, reason)) is not None:
         return end
-    assert job.made is not None, "only asked of a job with a plan"
+    assert job.current.made is not None, "only asked of a job with a plan"
     event = plan_made(
         context,
         job,
-        replace(job.made.plan, generation=next_generation(context, job)),
+        replace(job.current.made.plan, generation=next_generation(context, job)),
         boundary=False,
         cause=cause,
         rule="regroup",
@@ -110,12 +110,12 @@ def met_enough(context: Context, job: Job, reason: str) -> Decision | None:
 
 
 def rouse(context: Context, job: Job) -> Decision | None:
-    if job.losses or job.state == "waiting for nodes":
+    if job.current.losses or job.state == "waiting for nodes":
         return None
     since = job.seen.progressed_at
     if since is None or job.all_finished():
         return None
-    if not all(context.state.nodes[name].connected for name in job.members):
+    if not all(context.state.nodes[name].connected for name in job.current.members):
         return None  # until they are back, or their leases end
     if first_peer_lost(job) is not None:
         return None  # they meet again in time anyway
@@ -139,7 +139,7 @@ def _patience_s(context: Context, job: Job) -> float:
     known = len(seen.steps.recent) >= _KNOWN_STEPS
     usual_s = max(record.step_seconds for record in seen.steps.recent) if known else 0.0
     usual_s *= 1 + _evaluation_steps(job)
-    made, timeline = job.made, seen.timeline
+    made, timeline = job.current.made, seen.timeline
     assert made is not None, "only asked of a job with a plan"
     met = timeline is None or len(timeline.entered) == len(made.plan.workers)
     if not met or seen.steps.furthest_step >= job.spec.training.steps:
@@ -157,7 +157,7 @@ def _patience_s(context: Context, job: Job) -> float:
 
 def _busy(context: Context, job: Job) -> bool:
     """Whether a worker of the plan is at something of its own."""
-    for worker in job.processes():
+    for worker in job.current.processes():
         status = context.state.nodes[worker.node].seen.status.worker(worker.slot)
         if status is not None and status.doing and not status.waiting:
             return True
@@ -187,10 +187,10 @@ def _moving_s(spec: JobSpec, plan: Plan, worker_slots: int) -> float:
 def _absent(job: Job) -> tuple[WorkerId, ...]:
     """Who has not come where others have, at the rendezvous of the newest generation; none where
     nobody can be told from the others."""
-    made, timeline = job.made, job.seen.timeline
+    made, timeline = job.current.made, job.seen.timeline
     if made is None or made.boundary or timeline is None:
         return ()
-    finished = {w for w, process in job.processes().items() if job.has_finished(process)}
+    finished = {w for w, process in job.current.processes().items() if job.has_finished(process)}
     for here in (timeline.answered, timeline.joined, timeline.entered, finished):
         absent = tuple(worker for worker in made.plan.workers if worker not in here)
         if absent:
@@ -207,8 +207,9 @@ def _give_up(
     out: list[NodeLeftOut | NodeReset] = []
     for name in sorted({worker.node for worker in absent}):
         who = ", ".join(str(worker) for worker in absent if worker.node == name)
-        why = f"{who} did not come to the others of generation {job.generation} for {idle_s:.0f} s"
-        if name in job.newcomers:
+        generation = job.current.generation
+        why = f"{who} did not come to the others of generation {generation} for {idle_s:.0f} s"
+        if name in job.current.newcomers:
             out.append(node_faults.left_out(job, context.state.nodes[name], why))
         else:
             out.append(NodeReset(job_id=job.id, node=name, reason=why))
@@ -217,7 +218,7 @@ def _give_up(
 
 def can_spare(context: Context, job: Job, nodes: Set[NodeName]) -> bool:
     """Whether the others can go on without these nodes and what only they hold."""
-    return nodes <= set(job.newcomers) or plan_without(context, job, nodes) is not None
+    return nodes <= set(job.current.newcomers) or plan_without(context, job, nodes) is not None
 
 
 def plan_without(context: Context, job: Job, nodes: Set[NodeName]) -> Plan | None:

@@ -29,10 +29,13 @@ def lose_workers(context: Context, job: Job) -> Decision | None:
 
 def _lost_workers(state: ClusterState, job: Job, now: float) -> Iterator[WorkerLost]:
     """Processes of the newest plan that their agents no longer have."""
-    known, lost = job.lost_workers, job.lost_nodes
+    known, lost = job.current.lost_workers, job.current.lost_nodes
     first_report = min((at for at, _ in job.seen.peers_lost.values()), default=now)
     all_committed = job.seen.steps.committed_step >= job.spec.training.steps
-    for worker, incarnation in {**job.processes(), **job.leaving_processes()}.items():
+    for worker, incarnation in {
+        **job.current.processes(),
+        **job.current.leaving_processes(),
+    }.items():
         node = state.nodes[worker.node]
         if worker in known or worker.node in lost or not node.connected:
             continue
@@ -75,7 +78,7 @@ def coming(state: ClusterState, job: Job, nodes: Sequence[Node]) -> list[Node]:
     """
     if not any(_is_up(job, node) for node in state.candidates(job)):
         return []
-    lost = {loss.incarnation for loss in job.losses if isinstance(loss, WorkerLost)}
+    lost = {loss.incarnation for loss in job.current.losses if isinstance(loss, WorkerLost)}
     found = []
     for node in nodes:
         status = node.seen.status
@@ -92,7 +95,7 @@ def coming(state: ClusterState, job: Job, nodes: Sequence[Node]) -> list[Node]:
 
 def _is_up(job: Job, node: Node) -> bool:
     """Whether a worker of the newest plan is up there."""
-    mine = set(job.processes().values())
+    mine = set(job.current.processes().values())
     return node.connected and any(
         worker.store and worker.incarnation in mine and not job.seen.is_gone(worker.incarnation)
         for worker in node.seen.status.workers
@@ -105,7 +108,7 @@ def takes_longer(job: Job, node: Node) -> bool:
     status = node.seen.status
     late = any(
         isinstance(loss, WorkerLost) and loss.late and loss.worker.node == node.facts.node
-        for loss in job.losses
+        for loss in job.current.losses
     )
     return late or (status.job_id == job.id and len(status.workers) < node.facts.worker_slots)
 
@@ -113,10 +116,14 @@ def takes_longer(job: Job, node: Node) -> bool:
 def give_up_late(context: Context, job: Job) -> Decision | None:
     """Go on without a process that the plan counts on and that does not get up."""
     state = context.state
-    if job.made is None or job.seen.planned_at is None:
+    if job.current.made is None or job.seen.planned_at is None:
         return None
-    names = {worker.node for worker in job.made.starting}
-    if job.losses or not names or not all(state.nodes[name].connected for name in job.members):
+    names = {worker.node for worker in job.current.made.starting}
+    if (
+        job.current.losses
+        or not names
+        or not all(state.nodes[name].connected for name in job.current.members)
+    ):
         return None
     late = tuple(_not_up(context, job))
     if not late:
@@ -130,10 +137,10 @@ def give_up_late(context: Context, job: Job) -> Decision | None:
 
 
 def _not_up(context: Context, job: Job) -> Iterator[WorkerLost]:
-    processes, since = job.processes(), job.seen.planned_at
-    assert job.made is not None
+    processes, since = job.current.processes(), job.seen.planned_at
+    assert job.current.made is not None
     assert since is not None
-    for worker in job.made.starting:
+    for worker in job.current.made.starting:
         process = context.state.nodes[worker.node].seen.status.worker(worker.slot)
         if process is None or process.incarnation != processes[worker] or process.store:
             continue

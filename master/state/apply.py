@@ -76,10 +76,10 @@ def _observe_anew(state: ClusterState, now: float, unix: float) -> None:
             job.seen.steps.furthest_step = job.rollback.restored.step
         if job.profiling.under_way is not None:
             job.seen.profiling.measuring_since = now
-        if job.losses:
+        if job.current.losses:
             opened_at = job.incident.opened_at if job.incident is not None else unix
             note_loss(job, now, detect_s=max(0.0, unix - opened_at))
-        if job.made is not None:
+        if job.current.made is not None:
             job.seen.progressed_at = job.seen.planned_at = now
 
 

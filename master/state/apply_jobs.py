@@ -128,16 +128,21 @@ def _take_turn(
     match event:
         case JobStarted():
             state.active = job.id
-            if job.made is None:
+            if job.current.made is None:
                 job.waiting_since = 0.0
         case JobPutBack():
             state.active, job.passed_over = None, True
             job.reason = f"{why}; {event.instead} has its turn meanwhile"
-            if job.made is None:
+            if job.current.made is None:
                 job.waiting_since = 0.0
             else:
-                nodes = {worker.node for worker in (*job.made.plan.workers, *job.made.leaving)}
-                job.losses = tuple(NodeYielded(job_id=job.id, node=name) for name in sorted(nodes))
+                nodes = {
+                    worker.node
+                    for worker in (*job.current.made.plan.workers, *job.current.made.leaving)
+                }
+                job.current.losses = tuple(
+                    NodeYielded(job_id=job.id, node=name) for name in sorted(nodes)
+                )
         case JobWaiting():
             job.profiling.under_way = None
             job.waiting_since = job.waiting_since or unix
@@ -176,7 +181,7 @@ def _end(
     job.reason = event.reason if isinstance(event, JobFailed) else ""
     job.finished_at = unix
     job.profiling.under_way = None
-    job.losses = ()
+    job.current.losses = ()
     job.waiting_since = 0.0
     _forget_what_led_there(job)
     if state.active == job.id:

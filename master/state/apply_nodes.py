@@ -106,12 +106,12 @@ def _note_emptied(state: ClusterState, name: NodeName) -> None:
 
 def _take_back_loss(job: Job, event: NodeRegistered) -> None:
     """The same agent is back before any plan was made without it."""
-    job.losses = tuple(
+    job.current.losses = tuple(
         loss
-        for loss in job.losses
+        for loss in job.current.losses
         if not (isinstance(loss, NodeLost) and loss.node == event.facts.node)
     )
-    if not job.losses:
+    if not job.current.losses:
         job.seen.loss = None
 
 
@@ -128,20 +128,22 @@ def _lose_node(state: ClusterState, event: NodeLost, now: float, unix: float) ->
     node.stale_workers = False
     node.seen.session = None
     job = state.job
-    if job is not None and (job.has_member(event.node) or event.node in job.leaving):
+    if job is not None and (
+        job.current.has_member(event.node) or event.node in job.current.leaving
+    ):
         lose(job, event, now, detect_s=event.detect_s)
 
 
 def _leave_out(job: Job, event: NodeLeftOut, now: float) -> None:
-    if job.has_member(event.node):
+    if job.current.has_member(event.node):
         lose(job, event, now)
     else:
         evidence.forget_node(job, event.node)
     job.left_out[event.node] = event.reason
     if (
         event.node in job.seen.faults.stillborn
-        and job.trained
-        and event.node in job.trained.plan.nodes
+        and job.current.trained
+        and event.node in job.current.trained.plan.nodes
     ):
         job.seen.since_step.given_up[event.node] = event.reason
     job.seen.faults.unfit.pop(event.node, None)

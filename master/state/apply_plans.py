@@ -43,11 +43,11 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
             waited_s=job.waited_s,
         )
     seen.loss = None
-    if job.made is not None:
-        job.lineage.before = job.made.plan
+    if job.current.made is not None:
+        job.lineage.before = job.current.made.plan
         job.lineage.reconfigurations += 1
     if not event.boundary:
-        job.abrupt = event.plan.generation
+        job.current.abrupt = event.plan.generation
         seen.peers_lost.clear()
     if event.cause in ("worker lost", "peers lost", "no progress"):
         seen.since_step.regroups += 1
@@ -60,17 +60,17 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
     for node in event.plan.nodes:
         job.left_out.pop(node, None)  # an adopted plan may have one that was let in again
     _note_replaced(job, event)
-    job.made, job.made_at = event, unix
+    job.current.made, job.current.made_at = event, unix
     job.reason = event.reason
-    job.losses = ()
+    job.current.losses = ()
     job.lineage.most_nodes = max(job.lineage.most_nodes, len(event.plan.nodes))
     job.lineage.plans[event.plan.generation] = event.plan
     job.lineage.emptied.difference_update(event.plan.nodes)
 
 
 def _note_replaced(job: Job, event: PlanMade) -> None:
-    """`event` is the plan that follows `job.made`."""
-    before = job.made.incarnations if job.made is not None else ()
+    """`event` is the plan that follows `job.current.made`."""
+    before = job.current.made.incarnations if job.current.made is not None else ()
     job.lineage.replaced |= dict.fromkeys(before)
     for process in event.incarnations:
         job.lineage.replaced.pop(process, None)
@@ -79,12 +79,12 @@ def _note_replaced(job: Job, event: PlanMade) -> None:
 
 
 def _step(state: ClusterState, job: Job, event: FirstStepCommitted, unix: float) -> None:
-    job.trained = job.made
-    for node in job.members:
+    job.current.trained = job.current.made
+    for node in job.current.members:
         job.seen.faults.stillborn.pop(node, None)
     job.lineage.plans = {g: plan for g, plan in job.lineage.plans.items() if g >= event.generation}
     # Whatever they have reported by now: a step is committed by all or by none.
-    entered = dict.fromkeys(job.processes().values(), frozenset({event.generation}))
+    entered = dict.fromkeys(job.current.processes().values(), frozenset({event.generation}))
     for process, before in job.seen.processes.entered.items():
         entered[process] = entered.get(process, frozenset()) | (before & job.lineage.plans.keys())
     job.seen.processes.entered = entered
@@ -100,7 +100,7 @@ def _step(state: ClusterState, job: Job, event: FirstStepCommitted, unix: float)
 
 def _forget_processes(state: ClusterState, job: Job) -> None:
     """Of processes that neither the plan nor any agent knows, nothing is asked any more."""
-    known = set(job.processes().values())
+    known = set(job.current.processes().values())
     known |= {w.incarnation for node in state.nodes.values() for w in node.seen.status.workers}
     seen = job.seen.processes
     by_process: tuple[dict[Incarnation, Any], ...] = (

@@ -162,7 +162,11 @@ def _take_progress(job: Job, worker: WorkerStatus, now: float) -> bool:
         seen.processes.finished[worker.incarnation] = worker.generation
         note_progress(job, worker.generation, now)
     _note_step(job, worker.committed_step, worker.generation, now)
-    return job.on_the_way and worker.generation == job.generation and _redoes(job, worker)
+    return (
+        job.current.on_the_way
+        and worker.generation == job.current.generation
+        and _redoes(job, worker)
+    )
 
 
 def _take_beats(job: Job, before: WorkerStatus, worker: WorkerStatus, now: float) -> None:
@@ -196,7 +200,7 @@ def _take_records(job: Job, records: tuple[StepRecord, ...], now: float) -> None
         if (
             timeline is not None
             and timeline.first_step_at is None
-            and record.generation >= job.generation
+            and record.generation >= job.current.generation
         ):
             timeline.first_step_at = now
     if records:

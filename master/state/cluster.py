@@ -55,8 +55,8 @@ class ClusterState:
 
     def worker_slots(self, job: Job) -> int | None:
         """Workers per node of the job: what its plan has, before that what most nodes have."""
-        if job.made is not None:
-            return job.made.worker_slots
+        if job.current.made is not None:
+            return job.current.made.worker_slots
         counts = Counter(n.facts.worker_slots for n in self.nodes.values() if n.registered)
         return max(counts, key=lambda slots: (counts[slots], slots)) if counts else None
 
@@ -66,11 +66,14 @@ class ClusterState:
         has); empty: any will do. A member that is to be drained still takes part."""
         if job.spec.allow_mixed_versions:
             return ""
-        slots, series = self.worker_slots(job), job.made.torch if job.made is not None else ""
+        slots, series = (
+            self.worker_slots(job),
+            job.current.made.torch if job.current.made is not None else "",
+        )
         here = (
             node
             for name, node in self.nodes.items()
-            if job.has_member(name) or self._is_fit(node, job, slots)
+            if job.current.has_member(name) or self._is_fit(node, job, slots)
         )
         if series and any(node.torch == series for node in here):
             return series
@@ -80,7 +83,7 @@ class ClusterState:
     def required_torch(self, job: Job) -> str:
         """What a node must have to get work of the job. Before the first plan, which chooses, nodes
         of all series get ready."""
-        return self.common_torch(job) if job.made is not None else ""
+        return self.common_torch(job) if job.current.made is not None else ""
 
     def candidates(self, job: Job) -> list[Node]:
         """Nodes that may get work of the job, by name."""
@@ -151,7 +154,7 @@ class ClusterState:
         if desired.job_id is None:
             return Assignment(version=desired.version, drained=desired.drained)
         job = self.jobs[desired.job_id]
-        if desired.generation is None or job.made is None:
+        if desired.generation is None or job.current.made is None:
             return Assignment(
                 version=desired.version,
                 job_id=job.id,
@@ -160,14 +163,14 @@ class ClusterState:
                 if job.profiling.under_way is not None
                 else None,
             )
-        processes, leaving = job.processes(), job.leaving_processes()
-        workers = [WorkerId(node.facts.node, slot) for slot in range(job.made.worker_slots)]
+        processes, leaving = job.current.processes(), job.current.leaving_processes()
+        workers = [WorkerId(node.facts.node, slot) for slot in range(job.current.made.worker_slots)]
         named = (processes.get(worker) or leaving.get(worker) for worker in workers)
         return Assignment(
             version=desired.version,
             job_id=job.id,
             job=job.spec,
-            assign=job.made.assign,
+            assign=job.current.made.assign,
             worker_incarnations=tuple(process for process in named if process is not None),
             save=desired.save,
         )

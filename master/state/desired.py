@@ -39,7 +39,7 @@ def follow(state: ClusterState, event: Journaled, now: float, unix: float) -> No
 def _members(state: ClusterState) -> set[NodeName]:
     """Nodes that the newest plan has, or still needs."""
     job = state.job
-    return set() if job is None else {*job.members, *job.leaving}
+    return set() if job is None else {*job.current.members, *job.current.leaving}
 
 
 def _asked_of_all(state: ClusterState) -> tuple[int | None, str]:
@@ -77,7 +77,7 @@ def _wanted(state: ClusterState, node: Node, member: bool) -> Desired:
     if job is not None:
         works = state.is_candidate(node, job, *state.asked_of_all) or (member and node.moves_off)
         if works and member:
-            generation = job.generation
+            generation = job.current.generation
             save = job.saves.requested if job.saves.answered < job.saves.requested else 0
         elif works and job.profiling.under_way is not None:
             attempt = job.profiling.under_way.wish.attempt
@@ -100,9 +100,9 @@ def _keeps_state(node: Node, job: Job) -> bool:
         node.registered
         and not node.stale_workers
         and node.is_quarantined
-        and (name in job.lost_nodes or job.on_the_way)
-        and job.trained is not None
-        and name in job.trained.plan.nodes
+        and (name in job.current.lost_nodes or job.current.on_the_way)
+        and job.current.trained is not None
+        and name in job.current.trained.plan.nodes
         and name not in job.lineage.emptied
         and name not in job.left_out
     )

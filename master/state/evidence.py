@@ -24,7 +24,7 @@ _TAIL_WIDTH = 400
 
 
 def note_closed(state: ClusterState, event: StreamClosed, now: float) -> None:
-    if state.job is not None and state.job.has_member(event.node):
+    if state.job is not None and state.job.current.has_member(event.node):
         _keep(state.job, now, "stream", "master", event.node, "its agent's stream closed")
 
 
@@ -47,7 +47,7 @@ def note(state: ClusterState, event: WorkerReported, now: float) -> None:
 
 
 def _of_plan(job: Job, event: WorkerReported) -> bool:
-    return job.made is None or event.incarnation in job.processes().values()
+    return job.current.made is None or event.incarnation in job.current.processes().values()
 
 
 def _is_missed(job: Job, worker: WorkerId) -> bool:

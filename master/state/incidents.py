@@ -66,7 +66,7 @@ def incident_after(
 def _after(state: ClusterState, job: Job, event: Journaled, unix: float) -> Incident | None:
     incident = job.incident
     match event:
-        case NodeLost() if job.has_member(event.node):
+        case NodeLost() if job.current.has_member(event.node):
             setback = _setback(
                 job,
                 "agent restarted" if event.cause == "restarted" else "node lost",
@@ -85,9 +85,9 @@ def _after(state: ClusterState, job: Job, event: Journaled, unix: float) -> Inci
         case NodeDrained():
             setback = _setback(job, "drained by force", event.node, event.reason, unix)
             return _with_setback(job, setback)
-        case NodeLeftOut() if job.has_member(event.node):
+        case NodeLeftOut() if job.current.has_member(event.node):
             return _with_setback(job, _setback(job, "node unfit", event.node, event.reason, unix))
-        case NodeReset() if job.has_member(event.node):
+        case NodeReset() if job.current.has_member(event.node):
             return _with_setback(job, _reset(job, event, unix))
         case JobRestored() if incident is not None:
             return replace(incident, lost_steps=incident.lost_steps + event.lost_steps)
@@ -104,15 +104,19 @@ def _after(state: ClusterState, job: Job, event: Journaled, unix: float) -> Inci
 def closes(job: Job, event: Journaled) -> bool:
     """Whether an incident of `job`, as the event finds it, is over with the event."""
     if isinstance(event, FirstStepCommitted):
-        return not job.losses and event.step >= job.rollback.redo_until
+        return not job.current.losses and event.step >= job.rollback.redo_until
     if isinstance(event, JobCaughtUp):
-        return not job.losses and (not job.on_the_way or job.made is None or job.made.boundary)
+        return not job.current.losses and (
+            not job.current.on_the_way or job.current.made is None or job.current.made.boundary
+        )
     return isinstance(event, JobSucceeded | JobFailed | JobCancelled)
 
 
 def _with_setback(job: Job, setback: Setback) -> Incident:
     incident = job.incident or Incident(
-        number=job.incidents + 1, from_generation=job.generation, members=len(job.members)
+        number=job.incidents + 1,
+        from_generation=job.current.generation,
+        members=len(job.current.members),
     )
     return replace(incident, setbacks=(*incident.setbacks, setback))
 
@@ -194,7 +198,7 @@ def _reset(job: Job, event: NodeReset, unix: float) -> Setback:
 
 def _with_plan(job: Job, event: PlanMade, unix: float) -> Incident | None:
     incident = job.incident
-    if event.cause in ("peers lost", "no progress") and not job.losses:
+    if event.cause in ("peers lost", "no progress") and not job.current.losses:
         kind: Kind = "no progress" if event.cause == "no progress" else "peers disconnected"
         if incident is None or all(s.kind != kind for s in incident.setbacks):
             found_by = "progress" if kind == "no progress" else ""
@@ -238,7 +242,7 @@ def _job_error(job: Job, event: JobFailed, unix: float) -> Setback:
     if words is None:
         return _setback(job, "job failed", "", event.reason, unix)
     node = words.observer.partition("/")[0]
-    worker = next((w for w in job.processes() if str(w) == words.observer), None)
+    worker = next((w for w in job.current.processes() if str(w) == words.observer), None)
     ended = next((s.exited for s in event.evidence if s.about == words.observer and s.exited), None)
     return _setback(
         job,
@@ -259,7 +263,7 @@ def _with_stats(
 ) -> Incident:
     """How the newest generation went, if it is one that answers the incident."""
     last = incident.attempts[-1] if incident.attempts else None
-    if stats is None or last is None or last.generation != job.generation:
+    if stats is None or last is None or last.generation != job.current.generation:
         return incident
     last = replace(last, transition=stats, ended_at=unix)
     return replace(incident, attempts=(*incident.attempts[:-1], last))
@@ -303,7 +307,7 @@ def _key(evidence: Evidence) -> tuple[str, str, str, str]:
 
 def _ranks(job: Job, node: str, worker: WorkerId | None = None) -> tuple[int, ...]:
     """In the newest plan, whose workers stand in order, those of a node side by side."""
-    workers = job.made.plan.workers if job.made is not None else ()
+    workers = job.current.made.plan.workers if job.current.made is not None else ()
     first = bisect_left(workers, node, key=lambda other: other.node)
     end = bisect_right(workers, node, key=lambda other: other.node)
     return tuple(r for r in range(first, end) if worker is None or workers[r] == worker)

@@ -123,26 +123,9 @@ class Lineage:
 
 
 @dataclass(slots=True, kw_only=True)
-class Job:
-    id: JobId
-    request_id: str
-    spec: JobSpec
-    #: It ends as soon as its profile is measured.
-    profile_only: bool = False
-    state: JobState = "queued"
-    #: Why it is in that state, where that is not plain.
-    reason: str = ""
-    cancel_requested: bool = False
-    #: It could not start, and waits until a job after it has ended.
-    passed_over: bool = False
-    #: Unix times; 0: not yet. All and only ended jobs have the last one.
-    submitted_at: float
-    started_at: float = 0.0
-    finished_at: float = 0.0
-    #: Unix time since when it waits for nodes; 0: it does not.
-    waiting_since: float = 0.0
-    #: How long the newest plan was waited for.
-    waited_s: float = 0.0
+class CurrentPlan:
+    """The newest plan, the steps in it, and what has been lost of it since."""
+
     #: Newest plan and its Unix time; None: none yet.
     made: PlanMade | None = None
     made_at: float = 0.0
@@ -152,22 +135,6 @@ class Job:
     abrupt: Generation = NO_GENERATION
     #: Losses of the newest plan's nodes and workers that no plan has answered yet.
     losses: tuple[Loss, ...] = ()
-    #: Nodes that cannot take part, and why; none is a member as long as the job goes on.
-    left_out: dict[NodeName, str] = field(default_factory=dict)
-    #: The failure that is being answered; None: none. How many there were, this one among them.
-    incident: Incident | None = None
-    incidents: int = 0
-    #: The last one that is over.
-    last_incident: LastIncident | None = None
-    #: Unix time at which the journal was last found without its end; 0: never in the job's life.
-    journal_cut_at: float = 0.0
-    profiling: Profiling = field(default_factory=Profiling)
-    lineage: Lineage = field(default_factory=Lineage)
-    saves: Saves = field(default_factory=Saves)
-    rollback: Rollback = field(default_factory=Rollback)
-    #: The last changes of `state`, for the report of one that is not allowed.
-    history: deque[str] = field(default_factory=lambda: deque(maxlen=20))
-    seen: JobSeen = field(default_factory=JobSeen)
     #: `processes`, and the plan that they were gathered from: every report asks for them.
     _processes: dict[WorkerId, Incarnation] = field(default_factory=dict, repr=False, compare=False)
     _of_processes: PlanMade | None = field(default=None, repr=False, compare=False)
@@ -185,16 +152,6 @@ class Job:
     def stepped(self) -> Generation:
         """The newest one with a committed step; 0: none."""
         return self.trained.plan.generation if self.trained else NO_GENERATION
-
-    @property
-    def newest_known(self) -> Generation:
-        """Also of plans that were found with agents, and that nobody counts on."""
-        return max(self.generation, *self.lineage.plans, NO_GENERATION)
-
-    @property
-    def astray(self) -> bool:
-        """Workers are in a generation that is not known well enough to go on in."""
-        return self.newest_known > self.generation
 
     @property
     def on_the_way(self) -> bool:
@@ -241,61 +198,6 @@ class Job:
     def lost_workers(self) -> frozenset[WorkerId]:
         return frozenset(loss.worker for loss in self.losses if isinstance(loss, WorkerLost))
 
-    @property
-    def has_checkpoint(self) -> bool:
-        """Whether there is a checkpoint, as far as is known, that the job can go back to."""
-        begun_with = self.rollback.restored is not None and self.rollback.restored.path != ""
-        return self.saves.checkpoint is not None or begun_with
-
-    def is_replaced(self, worker: WorkerId, process: Incarnation) -> bool:
-        """Whether the newest plan counts on another process in the place of this one. What waits in
-        an agent for its next session may be of a process that has ended, and comes after the news
-        of the one in its place."""
-        return process in self.lineage.replaced and worker in self.processes()
-
-    @property
-    def redone_until(self) -> int:
-        """`redo_until`, or the newest recorded step where agents told of it later."""
-        return (
-            max(self.rollback.redo_until, self.seen.steps.committed_step)
-            if self.rollback.redo_until
-            else 0
-        )
-
-    def knows(self, report: SaveReport) -> bool:
-        """Whether it was told before, by this or, of a restore, by another worker; or it is of a
-        restore that steps of a later generation have followed."""
-        if isinstance(report, Restored):
-            newest = (
-                self.rollback.restored.generation
-                if self.rollback.restored is not None
-                else NO_GENERATION
-            )
-            return report.generation <= newest or report.generation < self.stepped
-        return report in self.saves.known
-
-    def unanswered(self) -> tuple[WorkerId, ...]:
-        """Workers that shall enter the newest generation at once, and have not left the one
-        before; none where that is not to be known."""
-        timeline = self.seen.timeline
-        if (
-            self.made is None
-            or self.made.boundary
-            or timeline is None
-            or timeline.first_step_at is not None
-        ):
-            return ()
-        left = timeline.answered.union(self.made.starting)
-        return tuple(worker for worker in self.made.plan.workers if worker not in left)
-
-    def has_finished(self, process: Incarnation) -> bool:
-        """All steps are done and the process's share of the newest plan's output is saved."""
-        return self.seen.processes.finished.get(process) == self.generation
-
-    def all_finished(self) -> bool:
-        processes = self.processes()
-        return bool(processes) and all(map(self.has_finished, processes.values()))
-
     def counts_on(self, process: Incarnation) -> bool:
         """Whether the job stands and falls with the process: before the first plan with every
         one, then with those of the newest plan. Once steps are committed only processes that
@@ -333,3 +235,109 @@ class Job:
         if self.made is None or not self.on_the_way:
             return {}
         return dict(zip(self.made.leaving, self.made.leaving_incarnations, strict=True))
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    id: JobId
+    request_id: str
+    spec: JobSpec
+    #: It ends as soon as its profile is measured.
+    profile_only: bool = False
+    state: JobState = "queued"
+    #: Why it is in that state, where that is not plain.
+    reason: str = ""
+    cancel_requested: bool = False
+    #: It could not start, and waits until a job after it has ended.
+    passed_over: bool = False
+    #: Unix times; 0: not yet. All and only ended jobs have the last one.
+    submitted_at: float
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    #: Unix time since when it waits for nodes; 0: it does not.
+    waiting_since: float = 0.0
+    #: How long the newest plan was waited for.
+    waited_s: float = 0.0
+    #: The newest plan, and what has been lost of it.
+    current: CurrentPlan = field(default_factory=CurrentPlan)
+    #: Nodes that cannot take part, and why; none is a member as long as the job goes on.
+    left_out: dict[NodeName, str] = field(default_factory=dict)
+    #: The failure that is being answered; None: none. How many there were, this one among them.
+    incident: Incident | None = None
+    incidents: int = 0
+    #: The last one that is over.
+    last_incident: LastIncident | None = None
+    #: Unix time at which the journal was last found without its end; 0: never in the job's life.
+    journal_cut_at: float = 0.0
+    profiling: Profiling = field(default_factory=Profiling)
+    lineage: Lineage = field(default_factory=Lineage)
+    saves: Saves = field(default_factory=Saves)
+    rollback: Rollback = field(default_factory=Rollback)
+    #: The last changes of `state`, for the report of one that is not allowed.
+    history: deque[str] = field(default_factory=lambda: deque(maxlen=20))
+    seen: JobSeen = field(default_factory=JobSeen)
+
+    @property
+    def newest_known(self) -> Generation:
+        """Also of plans that were found with agents, and that nobody counts on."""
+        return max(self.current.generation, *self.lineage.plans, NO_GENERATION)
+
+    @property
+    def astray(self) -> bool:
+        """Workers are in a generation that is not known well enough to go on in."""
+        return self.newest_known > self.current.generation
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether there is a checkpoint, as far as is known, that the job can go back to."""
+        begun_with = self.rollback.restored is not None and self.rollback.restored.path != ""
+        return self.saves.checkpoint is not None or begun_with
+
+    def is_replaced(self, worker: WorkerId, process: Incarnation) -> bool:
+        """Whether the newest plan counts on another process in the place of this one. What waits in
+        an agent for its next session may be of a process that has ended, and comes after the news
+        of the one in its place."""
+        return process in self.lineage.replaced and worker in self.current.processes()
+
+    @property
+    def redone_until(self) -> int:
+        """`redo_until`, or the newest recorded step where agents told of it later."""
+        return (
+            max(self.rollback.redo_until, self.seen.steps.committed_step)
+            if self.rollback.redo_until
+            else 0
+        )
+
+    def knows(self, report: SaveReport) -> bool:
+        """Whether it was told before, by this or, of a restore, by another worker; or it is of a
+        restore that steps of a later generation have followed."""
+        if isinstance(report, Restored):
+            newest = (
+                self.rollback.restored.generation
+                if self.rollback.restored is not None
+                else NO_GENERATION
+            )
+            return report.generation <= newest or report.generation < self.current.stepped
+        return report in self.saves.known
+
+    def unanswered(self) -> tuple[WorkerId, ...]:
+        """Workers that shall enter the newest generation at once, and have not left the one
+        before; none where that is not to be known."""
+        timeline = self.seen.timeline
+        if (
+            self.current.made is None
+            or self.current.made.boundary
+            or timeline is None
+            or timeline.first_step_at is not None
+        ):
+            return ()
+        left = timeline.answered.union(self.current.made.starting)
+        return tuple(worker for worker in self.current.made.plan.workers if worker not in left)
+
+    def has_finished(self, process: Incarnation) -> bool:
+        """All steps are done and the process's share of the newest plan's output is saved."""
+        return self.seen.processes.finished.get(process) == self.current.generation
+
+    def all_finished(self) -> bool:
+        processes = self.current.processes()
+        return bool(processes) and all(map(self.has_finished, processes.values()))

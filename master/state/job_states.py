@@ -112,7 +112,7 @@ def move(job: Job, event: Journaled) -> None:
     to = TRANSITIONS.get((job.state, type(event)))
     if to is None:
         raise InvalidTransition(job, event)
-    if to == "running" and job.losses:
+    if to == "running" and job.current.losses:
         to = "reconfiguring"
     job.history.append(f"{job.state} --{type(event).__name__}--> {to}")
     if to != job.state:
@@ -122,7 +122,7 @@ def move(job: Job, event: Journaled) -> None:
 def lose(job: Job, loss: DeclaredLoss, now: float, *, detect_s: float = 0.0) -> None:
     """The job has lost what its newest plan counts on, and no plan has answered that yet."""
     move(job, loss)
-    job.losses = (*job.losses, loss)
+    job.current.losses = (*job.current.losses, loss)
     note_loss(job, now, detect_s=detect_s)
 
 

@@ -61,21 +61,21 @@ def _under_way(job: Job) -> bool:
 
 def _hits_plan(job: Job, loss: Loss) -> bool:
     if isinstance(loss, WorkerLost):
-        return loss.worker in job.processes() or (
-            job.made is not None and loss.worker in job.made.leaving
+        return loss.worker in job.current.processes() or (
+            job.current.made is not None and loss.worker in job.current.made.leaving
         )
     return loss.node in _nodes_of_plan(job)
 
 
 def _nodes_of_plan(job: Job) -> set[NodeName]:
     """Nodes that the newest plan has or takes out, lost or not."""
-    if job.made is None:
+    if job.current.made is None:
         return set()
-    return {*job.made.plan.nodes, *(worker.node for worker in job.made.leaving)}
+    return {*job.current.made.plan.nodes, *(worker.node for worker in job.current.made.leaving)}
 
 
 def _lists_match(job: Job) -> bool:
-    made = job.made
+    made = job.current.made
     return made is None or (
         len(made.incarnations) == len(set(made.incarnations)) == len(made.plan.workers)
         and len(made.leaving) == len(made.leaving_incarnations)
@@ -86,8 +86,8 @@ def _lists_match(job: Job) -> bool:
 
 def _generations_grow(job: Job) -> bool:
     before = 0 if job.lineage.before is None else job.lineage.before.generation
-    return max(before, job.stepped, job.abrupt) <= job.generation and (
-        job.lineage.before is None or before < job.generation
+    return max(before, job.current.stepped, job.current.abrupt) <= job.current.generation and (
+        job.lineage.before is None or before < job.current.generation
     )
 
 
@@ -105,8 +105,8 @@ def _desires(state: ClusterState, node: Node) -> bool:
     if desired.job_id != job.id:
         return False
     if desired.generation is not None:
-        here = job.has_member(name) or name in job.leaving
-        return desired.generation == job.generation and here and not desired.attempt
+        here = job.current.has_member(name) or name in job.current.leaving
+        return desired.generation == job.current.generation and here and not desired.attempt
     measuring = job.profiling.under_way.wish.attempt if job.profiling.under_way is not None else 0
     return not desired.save and desired.attempt in (0, measuring)
 
@@ -163,7 +163,7 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
         lambda _, job: (
             job.state not in ENDED
             or not (
-                job.losses
+                job.current.losses
                 or job.incident
                 or job.waiting_since
                 or job.lineage.plans
@@ -190,16 +190,20 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
         "a running job has committed a step in its newest generation, and has lost nothing",
         lambda _, job: (
             job.state != "running"
-            or (job.made is not None and not job.on_the_way and not job.losses)
+            or (
+                job.current.made is not None
+                and not job.current.on_the_way
+                and not job.current.losses
+            )
         ),
     ),
     (
         "a reconfiguring job has a plan",
-        lambda _, job: job.state != "reconfiguring" or job.made is not None,
+        lambda _, job: job.state != "reconfiguring" or job.current.made is not None,
     ),
     (
         "a job has started as soon as a step was committed",
-        lambda _, job: (job.started_at > 0.0) == (job.trained is not None),
+        lambda _, job: (job.started_at > 0.0) == (job.current.trained is not None),
     ),
     (
         "generations only grow, and none has committed a step or was entered at once that is "
@@ -210,7 +214,11 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
         "plans are kept by their generation, the newest one among them until the job ends",
         lambda _, job: (
             all(generation == plan.generation for generation, plan in job.lineage.plans.items())
-            and (job.made is None or job.state in ENDED or job.generation in job.lineage.plans)
+            and (
+                job.current.made is None
+                or job.state in ENDED
+                or job.current.generation in job.lineage.plans
+            )
         ),
     ),
     (
@@ -220,33 +228,41 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
     (
         "the newest plan counts on no process that was replaced",
         lambda _, job: (
-            job.made is None or job.lineage.replaced.keys().isdisjoint(job.made.incarnations)
+            job.current.made is None
+            or job.lineage.replaced.keys().isdisjoint(job.current.made.incarnations)
         ),
     ),
     (
         "every open loss is one of the newest plan's nodes or workers",
-        lambda _, job: all(_hits_plan(job, loss) for loss in job.losses),
+        lambda _, job: all(_hits_plan(job, loss) for loss in job.current.losses),
     ),
     (
         "members are the newest plan's nodes that are not lost",
         lambda _, job: (
-            set(job.members) == set(job.made.plan.nodes if job.made else ()) - job.lost_nodes
+            set(job.current.members)
+            == set(job.current.made.plan.nodes if job.current.made else ()) - job.current.lost_nodes
         ),
     ),
     (
         "a node that is left out is no member of a job that goes on",
-        lambda _, job: job.state in ENDED or not any(job.has_member(name) for name in job.left_out),
+        lambda _, job: (
+            job.state in ENDED or not any(job.current.has_member(name) for name in job.left_out)
+        ),
     ),
     (
         "every member is known and registered, as long as the job has the turn",
         lambda state, job: (
             state.active != job.id
-            or all(name in state.nodes and state.nodes[name].registered for name in job.members)
+            or all(
+                name in state.nodes and state.nodes[name].registered for name in job.current.members
+            )
         ),
     ),
     (
         "the templates cover every plan",
-        lambda _, job: job.made is None or len(job.made.plan.nodes) <= job.lineage.most_nodes,
+        lambda _, job: (
+            job.current.made is None or len(job.current.made.plan.nodes) <= job.lineage.most_nodes
+        ),
     ),
     (
         "the open incident is the newest, and has a setback",
@@ -272,7 +288,7 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
     ),
     (
         "only the recovery into a generation that has committed no step has a timeline",
-        lambda _, job: job.seen.timeline is None or job.on_the_way,
+        lambda _, job: job.seen.timeline is None or job.current.on_the_way,
     ),
     (
         "a loss has its first evidence before its declaration",
@@ -283,7 +299,8 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
     (
         "a loss that no plan has answered has been declared",
         lambda _, job: (
-            job.seen.loss is not None or all(isinstance(loss, NodeYielded) for loss in job.losses)
+            job.seen.loss is not None
+            or all(isinstance(loss, NodeYielded) for loss in job.current.losses)
         ),
     ),
     (

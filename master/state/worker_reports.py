@@ -62,14 +62,14 @@ def _hear_exit(
     if event.incarnation in job.seen.processes.exits:
         return False
     if _is_stale(job, event):
-        if job.on_the_way:  # it may be what the way is the answer to
+        if job.current.on_the_way:  # it may be what the way is the answer to
             evidence.note(state, event, now)
         return False
     job.seen.processes.exits[event.incarnation] = exited
     evidence.note(state, event, now)
-    if job.counts_on(event.incarnation):
+    if job.current.counts_on(event.incarnation):
         job.seen.since_step.deaths.setdefault(event.worker, []).append(exited)
-    elif event.incarnation in job.processes().values():
+    elif event.incarnation in job.current.processes().values():
         job.seen.faults.stillborn.setdefault(event.worker.node, []).append(exited)
     return True
 
@@ -90,8 +90,8 @@ def _hear_failure(
     if _is_stale(job, event):
         return False
     evidence.note(state, event, now)
-    counts = job.counts_on(event.incarnation)
-    if not counts and not job.goes_back(event.incarnation):
+    counts = job.current.counts_on(event.incarnation)
+    if not counts and not job.current.goes_back(event.incarnation):
         job.seen.faults.unfit.setdefault(event.worker.node, failed.message)
     elif failed.kind == "internal":
         job.seen.since_step.complaints[event.worker] = failed.message
@@ -117,7 +117,7 @@ def _hear_peer_lost(
     state: ClusterState, job: Job, event: WorkerReported, lost: PeerLost, now: float
 ) -> None:
     # Workers may still be in an older generation than a plan for a step boundary.
-    in_time = job.abrupt <= lost.generation <= job.generation
+    in_time = job.current.abrupt <= lost.generation <= job.current.generation
     if in_time and not _is_stale(job, event):
         at, first = job.seen.peers_lost.setdefault(event.worker, (now, lost))
         if first.generation == lost.generation:
@@ -164,7 +164,7 @@ def _is_stale(job: Job, event: WorkerReported) -> bool:
 
 def _note_no_way(state: ClusterState, job: Job, worker: WorkerId, lost: PeerLost) -> None:
     """Keep to whom `worker` says that there is no way, if it does."""
-    if lost.generation != job.generation or not (lost.store_unreached or lost.unreached):
+    if lost.generation != job.current.generation or not (lost.store_unreached or lost.unreached):
         return
     if (host := rendezvous_host(state, job)) is None:
         return
@@ -180,10 +180,10 @@ def ordered(a: NodeName, b: NodeName) -> Pair:
 
 def rendezvous_host(state: ClusterState, job: Job) -> NodeName | None:
     """The node at whose store the newest generation meets."""
-    if job.made is None:
+    if job.current.made is None:
         return None
-    store = job.made.rendezvous.store
-    for name in job.members:
+    store = job.current.made.rendezvous.store
+    for name in job.current.members:
         node = state.nodes.get(name)  # one of a job that has ended may be forgotten
         if node and any(worker.store == store for worker in node.seen.status.workers):
             return name
@@ -200,16 +200,16 @@ def note_entered(job: Job, process: Incarnation, generation: Generation) -> None
 
 
 def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -> None:
-    process = job.processes().get(worker)
+    process = job.current.processes().get(worker)
     if reached.phase == "transferred" and process is not None:
         note_entered(job, process, reached.generation)
     timeline = job.seen.timeline
     note_progress(job, reached.generation, now)
-    if timeline is None or reached.generation != job.generation:
+    if timeline is None or reached.generation != job.current.generation:
         return
     match reached.phase:
         case "aborted":
-            if job.made is None or worker not in job.made.starting:
+            if job.current.made is None or worker not in job.current.made.starting:
                 timeline.aborted_at = now  # others have nothing to leave
             timeline.answered.add(worker)
         case "joined":
@@ -227,5 +227,5 @@ def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -
 
 def note_progress(job: Job, generation: Generation, now: float) -> None:
     """What older generations still do is no way forward for a newer one that waits for them."""
-    if generation >= job.generation:
+    if generation >= job.current.generation:
         job.seen.progressed_at = now

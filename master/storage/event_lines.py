@@ -99,7 +99,7 @@ def _node_line(state: ClusterState, job: Job, event: _OfNode) -> EventLine:
             return _with("node_joined", facts, "node", "hostname", "worker_slots")
         case NodeLost():
             lost = _with("node_lost", event, "node", "cause", "reason", "detect_s")
-            return lost | {"in_plan": job.has_member(event.node)}
+            return lost | {"in_plan": job.current.has_member(event.node)}
         case NodeDrainRequested():
             return _with("node_draining", event, "node", "reason", "force")
         case NodeKept():

@@ -26,7 +26,7 @@ def incident_line(job: Job, incident: Incident, event: Journaled, unix: float) -
     root = incident.root_cause
     others = [s for s in incident.setbacks if s is not root]
     witnesses = _witnesses(incident)
-    made, ended = job.made, outcome(event)
+    made, ended = job.current.made, outcome(event)
     return {
         "event": "incident",
         "incident": incident.number,
@@ -94,7 +94,7 @@ def _witnesses(incident: Incident) -> list[Mapping[str, object]]:
 
 def _last_generation(job: Job, incident: Incident) -> Generation:
     """The last one that answered it; nodes may have joined since."""
-    return incident.attempts[-1].generation if incident.attempts else job.generation
+    return incident.attempts[-1].generation if incident.attempts else job.current.generation
 
 
 def _salvaged(incident: Incident) -> int:

@@ -18,7 +18,7 @@ EventLine = Mapping[str, object]
 
 def plan_lines(state: ClusterState, event: PlanMade) -> list[EventLine]:
     job = state.jobs[event.job_id]
-    if job.made is not None:
+    if job.current.made is not None:
         overtaken = _reconfigured(job, event.overtaken, superseded_by=event.plan.generation)
         return [*overtaken, *_versions(state, job, event)]
     started = {
@@ -48,15 +48,22 @@ def end_lines(
         case FirstStepCommitted():
             pass
         case JobSucceeded():
-            succeeded: dict[str, object] = {"event": "succeeded", "generation": job.generation}
+            succeeded: dict[str, object] = {
+                "event": "succeeded",
+                "generation": job.current.generation,
+            }
             if event.missing_steps:
                 succeeded["missing_steps"] = event.missing_steps
             lines.append(succeeded)
         case JobFailed():
-            failed = {"event": "failed", "generation": job.generation, "reason": event.reason}
+            failed = {
+                "event": "failed",
+                "generation": job.current.generation,
+                "reason": event.reason,
+            }
             lines.append(failed)
         case JobCancelled():
-            lines.append({"event": "cancelled", "generation": job.generation})
+            lines.append({"event": "cancelled", "generation": job.current.generation})
     return lines
 
 
@@ -64,7 +71,7 @@ def _reconfigured(
     job: Job, stats: ReconfigurationStats | None, superseded_by: Generation | None = None
 ) -> list[EventLine]:
     """How the newest generation of `job` came about; nothing for the first one."""
-    made, before = job.made, job.lineage.before
+    made, before = job.current.made, job.lineage.before
     if stats is None or made is None or before is None:
         return []
     line: dict[str, object] = {

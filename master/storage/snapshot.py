@@ -9,6 +9,7 @@ import zlib
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -45,6 +46,11 @@ _GROUPED = {
     "most_nodes": ("lineage", "most_nodes"),
     "reconfigurations": ("lineage", "reconfigurations"),
     "mixed": ("lineage", "mixed"),
+    "made": ("current", "made"),
+    "made_at": ("current", "made_at"),
+    "trained": ("current", "trained"),
+    "abrupt": ("current", "abrupt"),
+    "losses": ("current", "losses"),
 }
 #: Fields of a job that snapshots may have and that follow from others.
 _DERIVED = ("stepped",)
@@ -87,11 +93,14 @@ def restore(content: str, now: float) -> tuple[ClusterState, dict[JobId, int]]:
 
 
 def _parts(value: Any) -> dict[str, msgspec.Raw]:
-    """The fields of one dataclass."""
-    return {
-        name: msgspec.Raw(msgspec.msgpack.encode(_listed(getattr(value, name))))
-        for name in _names(type(value))
-    }
+    """The fields of one dataclass, and of those in it."""
+    kind = type(value)
+    parts = {}
+    for name in _names(kind):
+        part = getattr(value, name)
+        content = _parts(part) if is_dataclass(_hints(kind)[name]) else _listed(part)  # type: ignore[arg-type]  # classes can be hashed
+        parts[name] = msgspec.Raw(msgspec.msgpack.encode(content))
+    return parts
 
 
 def _grouped(parts: Mapping[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
@@ -105,7 +114,7 @@ def _grouped(parts: Mapping[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
 
 
 def _whole(kind: type[Any], parts: Mapping[str, msgspec.Raw], **observed: object) -> Any:
-    hints = get_type_hints(kind)
+    hints = _hints(kind)  # type: ignore[arg-type]
     values: dict[str, Any] = dict(observed)
     bounded: dict[str, Any] = {}
     for name, text in parts.items():
@@ -122,6 +131,11 @@ def _whole(kind: type[Any], parts: Mapping[str, msgspec.Raw], **observed: object
     for name, items in bounded.items():  # their bounds are in their defaults
         getattr(made, name).extend(items)
     return made
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _names(kind: type[Any]) -> list[str]:

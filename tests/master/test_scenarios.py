@@ -69,7 +69,9 @@ def test_every_reconfiguration_is_recorded_once_and_its_phases_add_up(path: Path
         generations = [r["to_generation"] for r in told]
         assert generations == sorted(set(generations))
         job = player.state.jobs[job_id]
-        under_way = job.on_the_way and job.lineage.before is not None and job.finished_at == 0.0
+        under_way = (
+            job.current.on_the_way and job.lineage.before is not None and job.finished_at == 0.0
+        )
         pending = 1 if under_way else 0
         assert len(told) == job.lineage.reconfigurations - pending
         for line in told:
@@ -155,15 +157,15 @@ def test_a_network_that_stays_cut_fails_a_job_only_after_many_meetings_and_a_lon
     job = player.state.jobs[JobId("demo-1")]
     made, now = [], 10.0
     while job.state != "failed":
-        generation = job.generation
-        while job.generation == generation and job.state != "failed":
+        generation = job.current.generation
+        while job.current.generation == generation and job.state != "failed":
             now += 0.5
             assert now < 2000.0
             player.play(f"{now} look\n")
         made.append(now)
         if job.state != "failed":
             now += 5.0  # until the store is given up
-            player.play(f"{now} peer_lost n1/0 {job.generation}\n")
+            player.play(f"{now} peer_lost n1/0 {job.current.generation}\n")
     timing = player.timing
     pauses = [after - before - 5.0 for before, after in pairwise(made)]
     assert pauses[:4] == [3.0, 6.0, 12.0, 24.0]
@@ -202,7 +204,7 @@ def test_a_long_life_of_losses_and_returns_leaves_nothing_behind() -> None:
         if cycle <= 12:
             most = {name: max(size, most.get(name, 0)) for name, size in sizes().items()}
     assert player.state.job is not None
-    assert player.state.job.generation == 41
+    assert player.state.job.current.generation == 41
     assert all(size <= most[name] for name, size in sizes().items())
     assert len(player.state.job.lineage.plans) == 1
 

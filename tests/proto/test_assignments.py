@@ -65,7 +65,7 @@ def told(assign: Assign, name: str) -> Assignment:
     """What the agent of a node reads, from an event that was in the journal."""
     event = msgspec.json.decode(encode(made(assign)), type=Journaled)  # type: ignore[arg-type]
     state, job = trained_job([node(0), node(1), node(2)], 32, min_nodes=1)
-    job.made = event
+    job.current.made = event
     one = state.nodes[NodeName(name)]
     one.desired = msgspec.structs.replace(
         one.desired, version=3, job_id=JOB, generation=assign.plan.generation

@@ -60,7 +60,7 @@ class Calm:
         self._operator.submit_later(NUMBER, 0.0, spec)
         await self._until("an answer", lambda: NUMBER in self._operator.jobs)
         await self._until("training on all nodes", self._is_whole)
-        if self._job.made is None or self._job.made.can_lose < f:
+        if self._job.current.made is None or self._job.current.made.can_lose < f:
             raise Broken(f"{self._job.id} with all nodes cannot lose {f} of them")
         kind = draw.choice(_KINDS)
         await getattr(self, f"_{kind}")()
@@ -77,11 +77,11 @@ class Calm:
         self._operator.drain_later(0.0, name, force=False)
         if spared:
             await self._until("the end of the drain", lambda: self._is_drained(name))
-            if name in self._job.members:
+            if name in self._job.current.members:
                 raise Broken(f"{name} is drained and trains")
         else:
             await self._until("why it is kept", lambda: self._is_kept(name))
-            if name not in self._job.members:
+            if name not in self._job.current.members:
                 raise Broken(f"{name} was needed, and trains no more")
         self._operator.undrain_later(0.0, name)
         await self._until("training on all nodes again", self._is_whole)
@@ -98,8 +98,8 @@ class Calm:
         return await self._until("training on all nodes again", self._is_whole)
 
     async def _lose_claimed(self) -> None:
-        assert self._job.made is not None
-        if not (claimed := self._job.made.can_lose):
+        assert self._job.current.made is not None
+        if not (claimed := self._job.current.made.can_lose):
             return await self._drain()
         restored = self._world.watch.facts["JobRestored"]
         lost = self._lose(self._draw.randint(1, claimed))
@@ -111,7 +111,7 @@ class Calm:
 
     async def _lose_more(self) -> None:
         """All that it needs is a checkpoint, and nodes."""
-        made = self._job.made
+        made = self._job.current.made
         assert made is not None
         number = min(len(self._nodes), made.can_lose + 1)
         if saves := self._job.spec.checkpoint is not None:
@@ -174,14 +174,14 @@ class Calm:
         job = self._job
         return (
             job.state == "running"
-            and sorted(job.members) == self._nodes
-            and job.stepped == job.generation
+            and sorted(job.current.members) == self._nodes
+            and job.current.stepped == job.current.generation
         )
 
     def _trains_without(self, names: list[NodeName]) -> bool:
         job = self._job
-        gone = not set(job.members) & set(names)
-        return job.state == "running" and gone and job.stepped == job.generation
+        gone = not set(job.current.members) & set(names)
+        return job.state == "running" and gone and job.current.stepped == job.current.generation
 
     def _can_spare(self, number: int) -> bool:
         """Whether a pipeline is left."""

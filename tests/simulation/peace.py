@@ -49,11 +49,11 @@ def _trains(state: ClusterState, job: Job) -> bool:
     """Undisturbed, and for some more steps."""
     return (
         job.state == "running"
-        and not job.on_the_way
-        and not job.losses
+        and not job.current.on_the_way
+        and not job.current.losses
         and not job.seen.peers_lost
         and job.seen.steps.furthest_step < job.spec.training.steps
-        and all(state.nodes[name].connected for name in job.members)
+        and all(state.nodes[name].connected for name in job.current.members)
     )
 
 
@@ -78,11 +78,11 @@ def _wrong(state: ClusterState, job: Job) -> list[tuple[str, float]]:
     most = _usable(job, fit)
     for node in fit:
         name = node.facts.node
-        if name not in job.members and len(job.members) < most:
+        if name not in job.current.members and len(job.current.members) < most:
             longest_s = SETTLED_S if state.is_ready(node, job) else UP_S
-            found.append((f"{name} is idle, generation {job.generation}", longest_s))
+            found.append((f"{name} is idle, generation {job.current.generation}", longest_s))
     least = (job.spec.fault_tolerance + 1) * (job.spec.resources.min_nodes_per_pipeline or 1)
-    for name in job.members:
+    for name in job.current.members:
         node = state.nodes[name]
         others = [other for other in fit if state.is_ready(other, job)]
         needed = bool(node.drain and node.drain.kept) and len(others) < least

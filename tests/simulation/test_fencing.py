@@ -115,7 +115,7 @@ class Cluster:
         (trainer,) = world.agents[NodeName("n1")].trainers.values()
         self.stale = trainer.incarnation
         world.end_worker(trainer, signal=9)
-        await self.until(lambda: self.job.generation == 2 and self.job.state == "running")
+        await self.until(lambda: self.job.current.generation == 2 and self.job.state == "running")
         # ... and has got on, so that what is sent below is behind it.
         await self.until(lambda: self.job.seen.steps.committed_step >= 20)
 

@@ -307,11 +307,11 @@ class Watch:
         """Where all workers of the plan are in it, it can lose as many nodes as it claims."""
         assert self._world.master is not None
         job = self._world.master.core.state.job
-        if job is None or job.made is None or job.state != "running" or job.losses:
+        if job is None or job.current.made is None or job.state != "running" or job.current.losses:
             return
-        plan, made = job.made.plan, job.made
+        plan, made = job.current.made.plan, job.current.made
         key = job.id, plan.generation, job.seen.steps.furthest_step
-        if key in self._counted or job.stepped != plan.generation:
+        if key in self._counted or job.current.stepped != plan.generation:
             return
         live = {t.incarnation: t for t in self._world.trainers()}
         workers = [live.get(process) for process in made.incarnations]

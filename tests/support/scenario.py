@@ -817,8 +817,8 @@ class Player:
     def _report_save(self, what: CheckpointSaved | SaveFailed | Restored) -> None:
         job = self.state.job
         assert job is not None
-        assert job.made is not None
-        worker = job.made.plan.workers[0]
+        assert job.current.made is not None
+        worker = job.current.made.plan.workers[0]
         process = self._process(worker)
         self._observe(WorkerReported(worker=worker, job_id=job.id, incarnation=process, what=what))
 
@@ -954,20 +954,26 @@ def changeable(kind: type) -> tuple[str, ...]:
     return tuple(entry.name for entry in fields(kind))
 
 
+#: Types of which no value can change, as far as `copied` has met them.
+FIXED: set[type] = set()
+
+
 def copied(value: Any) -> Any:
     """A copy of all that can change; what is frozen is shared, which is most of a state."""
     kind = type(value)
     if kind is dict:
-        return {key: copied(item) for key, item in value.items()}
+        return {key: item if type(item) in FIXED else copied(item) for key, item in value.items()}
     if kind is list or kind is deque:
-        return kind(map(copied, value))
+        return kind([copied(item) for item in value])
     if kind is set:
         return set(value)
     if not (names := changeable(kind)):
+        FIXED.add(kind)
         return value
-    copy_of = copy.copy(value)
+    copy_of = copy.copy(value) if hasattr(value, "__dict__") else object.__new__(kind)
     for name in names:
-        setattr(copy_of, name, copied(getattr(value, name)))
+        item = getattr(value, name)
+        setattr(copy_of, name, item if type(item) in FIXED else copied(item))
     return copy_of
 
 

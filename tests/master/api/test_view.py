@@ -177,9 +177,9 @@ def test_workers_have_their_peak_beside_what_the_plan_counts_on() -> None:
         "n3": 0,
         "n4": 0,
     }
-    assert job.made is not None
+    assert job.current.made is not None
     profile = estimate_profile(job.spec, gpus_per_node=1, memory_per_worker_bytes=1 << 30)
-    expected = worker_peak_bytes(job.made.plan, profile)
+    expected = worker_peak_bytes(job.current.made.plan, profile)
     assert {found.worker.node: found.predicted_bytes for found in memory.values()} == {
         worker.node: peak for worker, peak in expected.items()
     }

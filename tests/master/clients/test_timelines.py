@@ -32,7 +32,7 @@ def running_job() -> Job:
         state="running",
         submitted_at=0.0,
     )
-    job.made = PlanMade(
+    job.current.made = PlanMade(
         job_id=job.id,
         plan=PLAN,
         rendezvous=Rendezvous(store="", prefix=""),

@@ -42,8 +42,8 @@ def test_templates_outlive_the_weakest_node(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_layer_that_nobody_holds_is_a_cause() -> None:
     nodes = [node(number) for number in range(1, 5)]
     state, job = trained_job(nodes, hidden=36)
-    assert job.made is not None
-    first, second = job.made.plan.pipelines
+    assert job.current.made is not None
+    first, second = job.current.made.plan.pipelines
     live = [one for one in nodes if one.facts.node not in (first.nodes[0], second.nodes[0])]
     with pytest.raises(PlanInfeasible, match="no live worker holds the state of layer 0"):
         next_plan(context(state), job, live, Generation(2))
@@ -63,8 +63,8 @@ def test_a_layer_that_nobody_holds_is_a_cause() -> None:
 def test_every_plan_has_the_schedule_that_suits_it() -> None:
     nodes = [node(number) for number in range(6)]
     state, job = trained_job(nodes, hidden=512)
-    assert job.made is not None
-    plan = job.made.plan
+    assert job.current.made is not None
+    plan = job.current.made.plan
     after = next_plan(context(state), job, nodes[1:], Generation(2)).plan
     for one in (plan, after):
         deepest = max(len(pipeline.stages) for pipeline in one.pipelines)
@@ -75,16 +75,16 @@ def test_every_plan_has_the_schedule_that_suits_it() -> None:
 def test_a_schedule_that_the_job_wants_stays() -> None:
     nodes = [node(number) for number in range(6)]
     state, job = trained_job(nodes, hidden=512, schedule="gpipe")
-    assert job.made is not None
-    assert job.made.plan.schedule == "gpipe"
+    assert job.current.made is not None
+    assert job.current.made.plan.schedule == "gpipe"
     assert next_plan(context(state), job, nodes[1:], Generation(2)).plan.schedule == "gpipe"
 
 
 def test_nodes_with_more_slots_than_the_model_has_layers() -> None:
     nodes = [node(number, slots=16) for number in range(1, 4)]
     state, job = trained_job(nodes, hidden=40, min_nodes=1, microbatch=1)
-    assert job.made is not None
-    plan = job.made.plan
+    assert job.current.made is not None
+    plan = job.current.made.plan
     assert [len(pipeline.stages) for pipeline in plan.pipelines] == [8, 8, 8]
     assert client.idle_slots(plan, 16) == (
         "8 of 16 worker slots per node stay idle: the model's 8 layers make no pipeline that uses "
@@ -102,18 +102,18 @@ def test_nodes_with_more_slots_than_the_model_has_layers() -> None:
 
 def test_workers_share_stages_where_the_model_has_fewer_layers() -> None:
     _, job = trained_job([node(number, slots=16) for number in range(1, 4)], hidden=48, min_nodes=1)
-    assert job.made is not None
-    assert client.idle_slots(job.made.plan, 16) == ""
-    for pipeline in job.made.plan.pipelines:
+    assert job.current.made is not None
+    assert client.idle_slots(job.current.made.plan, 16) == ""
+    for pipeline in job.current.made.plan.pipelines:
         assert [len(stage.workers) for stage in pipeline.stages] == [2] * 8
         assert all(stage.resident for stage in pipeline.stages)
 
 
 def test_slots_idle_where_a_pipeline_is_to_have_more_nodes() -> None:
     _, job = trained_job([node(number, slots=8) for number in range(1, 5)], hidden=42, microbatch=1)
-    assert job.made is not None
-    assert [len(p.nodes) for p in job.made.plan.pipelines] == [2, 2]
-    assert client.idle_slots(job.made.plan, 8).startswith("4 of 8 worker slots per node")
+    assert job.current.made is not None
+    assert [len(p.nodes) for p in job.current.made.plan.pipelines] == [2, 2]
+    assert client.idle_slots(job.current.made.plan, 8).startswith("4 of 8 worker slots per node")
 
 
 def test_stages_have_several_workers_where_that_is_faster() -> None:
@@ -136,8 +136,8 @@ def test_stages_have_several_workers_where_that_is_faster() -> None:
     )
     nodes = [node(number, slots=2) for number in range(1, 5)]
     _, job = trained_job(nodes, hidden=44, profile=profile)
-    assert job.made is not None
-    for pipeline in job.made.plan.pipelines:
+    assert job.current.made is not None
+    for pipeline in job.current.made.plan.pipelines:
         assert [len(stage.workers) for stage in pipeline.stages] == [2, 2]
         assert all(stage.resident for stage in pipeline.stages)
 

@@ -93,11 +93,11 @@ def test_answers_are_those_of_the_planner_and_a_killed_process_is_replaced() -> 
             before = children()
             assert len(before) == 1
             os.kill(before.pop(), signal.SIGKILL)
-            assert THE_JOB.made is not None
+            assert THE_JOB.current.made is not None
             request = NextPlanRequest(
                 spec=THE_JOB.spec,
                 machines=first(6).machines,
-                plan=THE_JOB.made.plan,
+                plan=THE_JOB.current.made.plan,
                 nodes=first(6).nodes[1:],
                 most_nodes=6,
                 generation=Generation(2),

@@ -44,9 +44,9 @@ class Walk:
                 if self._connected(worker.node) and agent.status.worker(worker.slot) is not None:
                     choices += [f"measured {worker} {attempt}"] * 2
                     choices += [f"measured {worker} {attempt}!", f"link {worker} {attempt}"]
-        if (job := state.job) is not None and job.made is not None:
-            generation = job.generation
-            members = " ".join(name for name in job.members if self._connected(name))
+        if (job := state.job) is not None and job.current.made is not None:
+            generation = job.current.generation
+            members = " ".join(name for name in job.current.members if self._connected(name))
             choices += [f"enter {generation} {members}"] * 4 if members else []
             step = job.seen.steps.committed_step + 1
             choices += [f"steps {step} {step} {generation}"] * 4
@@ -76,7 +76,7 @@ class Walk:
         if agent.status.worker(0) is None:
             return [*choices, f"replace {name}/0", f"replace {name}/0"]
         choices += [f"exit {name}/0", f"swap {name}/0", f"finish {name}"]
-        return [*choices, f"peer_lost {name}/0 {job.generation}"]
+        return [*choices, f"peer_lost {name}/0 {job.current.generation}"]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -89,8 +89,8 @@ def test_random_walk(seed: int) -> None:
             walk.step()  # the player checks purity, termination and replay
             state = walk.player.state
             for job in state.jobs.values():
-                assert job.generation >= generations.get(job.id, 0)
-                generations[job.id] = job.generation
+                assert job.current.generation >= generations.get(job.id, 0)
+                generations[job.id] = job.current.generation
                 assert (job.finished_at > 0) == (job.state in ("succeeded", "failed", "cancelled"))
             for name, node in state.nodes.items():
                 assert node.desired.version >= versions.get(name, 0)

@@ -42,8 +42,8 @@ def _job(state: ClusterState) -> Job:
 
 def _made(state: ClusterState, **changes: object) -> None:
     job = _job(state)
-    assert job.made is not None
-    job.made = replace(job.made, **changes)
+    assert job.current.made is not None
+    job.current.made = replace(job.current.made, **changes)
 
 
 def _set(of: Callable[[ClusterState], object], **values: object) -> Callable[[ClusterState], None]:
@@ -52,6 +52,15 @@ def _set(of: Callable[[ClusterState], object], **values: object) -> Callable[[Cl
             setattr(of(state), name, value)
 
     return corrupt
+
+
+def _current(state: ClusterState) -> object:
+    return _job(state).current
+
+
+def _untrained(state: ClusterState) -> None:
+    job = _job(state)
+    job.current.trained, job.started_at = None, 0.0
 
 
 def _node(state: ClusterState) -> object:
@@ -83,9 +92,9 @@ CORRUPTIONS: tuple[tuple[str, str, Callable[[ClusterState], None]], ...] = (
     ("demo-1", "time of their end", _set(_job, finished_at=1.0)),
     ("demo-1", "profiling", _set(_job, state="profiling")),
     ("demo-1", "knows since when", _set(_job, state="waiting for nodes")),
-    ("demo-1", "running job", _set(_job, trained=None, started_at=0.0)),
+    ("demo-1", "running job", _untrained),
     ("demo-1", "started as soon", _set(_job, started_at=0.0)),
-    ("demo-1", "generations only grow", _set(_job, abrupt=Generation(7))),
+    ("demo-1", "generations only grow", _set(_current, abrupt=Generation(7))),
     ("demo-1", "plans are kept", lambda s: _job(s).lineage.plans.clear()),
     ("demo-1", "process of its own", lambda s: _made(s, incarnations=(WRONG,) * 4)),
     (
@@ -130,7 +139,7 @@ CORRUPTIONS: tuple[tuple[str, str, Callable[[ClusterState], None]], ...] = (
 
 
 def _held(state: ClusterState) -> tuple[Incarnation, ...]:
-    made = _job(state).made
+    made = _job(state).current.made
     assert made is not None
     return made.incarnations
 
