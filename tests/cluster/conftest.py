@@ -27,7 +27,7 @@ def text() -> str:
     return TEXT
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def standing_cluster(
     tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded
 ) -> Iterator[LocalCluster]:
@@ -46,7 +46,7 @@ def small_cluster(standing_cluster: LocalCluster) -> Iterator[LocalCluster]:
     end_jobs(standing_cluster)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def standing_wide_cluster(
     tmp_path_factory: pytest.TempPathFactory, preloaded: Preloaded
 ) -> Iterator[LocalCluster]:
