@@ -10,6 +10,7 @@ has it; `oobleck.planner.programs.balance` says who sends. Must not know how sta
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
 
 from oobleck.planner.errors import LayerLost
@@ -76,8 +77,10 @@ class Transfer:
             raise ValueError(f"a piece from {self.start} to {self.stop} of a layer is not one")
 
 
+@lru_cache(maxsize=16)
 def plan_shards(plan: Plan) -> ShardTable:
-    """What each worker of the plan holds; equal sets are one object."""
+    """What each worker of the plan holds; equal sets are one object. Remembered: a job that waits
+    for nodes asks for it again and again."""
     known: dict[tuple[range, int, int], frozenset[Shard]] = {}
     table = {}
     for pipeline in plan.pipelines:
