@@ -5,6 +5,7 @@ against the plain loop at the end is therefore the whole run.
 """
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,12 @@ def test_two_hosts_without_a_way_to_each_other(drill: Drill) -> None:
     events = drill.cluster.events(drill.job_id)[before:]
     incident = next(event for event in events if event["event"] == "incident")
     assert incident["root_cause"]["kind"] == "network cut"
-    assert incident["root_cause"]["reason"] == "data network between n4 and n2 is cut"
+    # Who goes is whoever leaves the cheaper plan, which depends on where the stages are.
+    between = re.fullmatch(
+        r"data network between (n\d) and (n\d) is cut", incident["root_cause"]["reason"]
+    )
+    assert between is not None
+    assert set(between.groups()) == {"n2", "n4"}
     rules = [event["rule"] for event in events if event["event"] == "reconfigured"]
     assert "regroup" not in rules
 
