@@ -6,14 +6,18 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
+from oobleck.cli.client import MasterClient
 from oobleck.cli.cluster.children import restart_pause_s
+from oobleck.cli.cluster.cluster import Cluster
 from oobleck.cli.cluster.local import NODE_BYTES
+from oobleck.host.command import CommandFailed
+from oobleck.proto.control_pb2 import NodeInfo
 from support.commands import end, refused, run
 from support.waiting import PATIENCE_S, all_gone, until
 
@@ -177,10 +181,33 @@ def test_agents_that_all_refuse_end_it_at_once(tmp_path: Path) -> None:
     assert result.stderr.startswith("oobleck: every agent ended before it registered; see ")
 
 
+def test_an_agent_that_ends_while_the_master_is_asked_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "faults.json").write_text("no list")
+    told: list[str] = []
+    cluster = Cluster(tmp_path / "state", told.append)
+    ask = MasterClient.nodes
+
+    def ask_for_long(client: MasterClient) -> Sequence[NodeInfo]:
+        until(lambda: not cluster.agents[0].alive, "the agent's end")
+        return ask(client)
+
+    monkeypatch.setattr(MasterClient, "nodes", ask_for_long)
+    try:
+        cluster.start("127.0.0.1:0", 1, 1, 1 << 30, tmp_path / "faults.json")
+        with pytest.raises(CommandFailed, match="every agent ended before it registered"):
+            cluster.wait_until_ready()
+    finally:
+        cluster.stop()
+        assert cluster.master is not None
+        assert cluster.master.process.stdout is not None
+        cluster.master.process.stdout.close()
+    assert "give a JSON list of faults" in told[-1]
+
+
 def wait_for_nodes(address: str, pids: dict[str, int]) -> None:
     """The master knows exactly these nodes as live, with these pids."""
-    from oobleck.cli.client import MasterClient
-    from oobleck.host.command import CommandFailed
 
     def live() -> dict[str, int]:
         try:
