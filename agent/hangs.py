@@ -26,7 +26,7 @@ from oobleck.host.detection import Detection, patience_s
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.transfer import plan_shards, require_holders
+from oobleck.planner.programs.shards import require_holders
 
 #: What the kernel says of a process that a signal has stopped, or a debugger holds.
 STOPPED, TRACED, IN_KERNEL = "T", "t", "D"
@@ -93,7 +93,7 @@ def _is_irreplaceable(state: NodeState, worker: WorkerState) -> bool:
 
 @lru_cache(maxsize=64)
 def _alone_has(plan: Plan, worker: WorkerId) -> bool:
-    others = {member: held for member, held in plan_shards(plan).items() if member != worker}
+    others = {member: held for member, held in plan.shards.items() if member != worker}
     try:
         require_holders(others, plan.layer_count)
     except LayerLost:

@@ -1,7 +1,7 @@
 """Who holds what of a model's state, and who may still bring it back.
 
-By the plans that live workers have entered (`Job.plans`) and by what their agents tell. Pure. Must
-not know what is decided by it.
+By the plans that live workers have entered (`Lineage.plans`) and by what their agents tell. Pure.
+Must not know what is decided by it.
 """
 
 import math
@@ -13,7 +13,7 @@ from oobleck.master.state.job import NO_GENERATION, Job
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.transfer import Shard, ShardTable, plan_shards, require_holders
+from oobleck.planner.programs.shards import Shard, ShardTable, require_holders
 
 
 def lost_layers(
@@ -67,7 +67,7 @@ def _held_away(context: Context, job: Job) -> dict[WorkerId, frozenset[Shard]]:
     held: dict[WorkerId, frozenset[Shard]] = {}
     dead = job.current.lost_workers  # and no plan counts on others in their places yet
     for plan in job.lineage.plans.values():
-        for worker, shards in plan_shards(plan).items():
+        for worker, shards in plan.shards.items():
             if worker not in dead and context.now < _may_return_until(context, job, worker.node):
                 held[worker] = held.get(worker, frozenset()) | shards
     return held
@@ -145,7 +145,7 @@ def _held_layers(
         if generation not in job.lineage.plans:
             return frozenset()
         if generation not in shards:
-            shards[generation] = plan_shards(job.lineage.plans[generation])
+            shards[generation] = job.lineage.plans[generation].shards
         return shards[generation].get(worker, frozenset())
 
     held = {}
@@ -156,14 +156,13 @@ def _held_layers(
     }
     newest = max((process.stepped for process in processes.values()), default=NO_GENERATION)
     stepped = job.lineage.plans.get(newest)
+    trained = max(newest, job.current.stepped)
     for worker, process in processes.items():
         reported = job.seen.processes.entered.get(process.incarnation, frozenset())
         entered = {process.generation, process.stepped, *reported}
         last = max(entered)
         if stepped is not None and _is_behind(worker, last, stepped):
             continue
-        kept = {
-            generation for generation in entered if generation >= max(newest, job.current.stepped)
-        }
+        kept = {generation for generation in entered if generation >= trained}
         held[worker] = frozenset().union(*(planned(at, worker) for at in {last, *kept}))
     return held

@@ -2,8 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 
 from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.programs.shards import Shard, ShardTable
 from oobleck.planner.programs.template import PipelineTemplate
 from oobleck.planner.schedules import Schedule
 
@@ -87,9 +90,10 @@ class _Derived:
     No fields of the plan, so neither compared nor written anywhere.
     """
 
-    __slots__ = ("_hash", "_nodes", "_workers")
+    __slots__ = ("_hash", "_nodes", "_shards", "_workers")
     _hash: int
     _nodes: tuple[NodeName, ...]
+    _shards: ShardTable
     _workers: tuple[WorkerId, ...]
 
 
@@ -147,6 +151,21 @@ class Plan(_Derived):
             object.__setattr__(self, "_workers", found)
             return found
 
+    @property
+    def shards(self) -> ShardTable:
+        """What each worker holds: worker p of d of a stage the p-th d-th of each of its layers'
+        state. Equal sets are one object."""
+        try:
+            return self._shards
+        except AttributeError:
+            found = {}
+            for stage in (stage for pipeline in self.pipelines for stage in pipeline.stages):
+                parts = len(stage.workers)
+                for part, worker in enumerate(stage.workers):
+                    found[worker] = _shards(stage.first_layer, stage.last_layer, part, parts)
+            object.__setattr__(self, "_shards", MappingProxyType(found))
+            return self._shards
+
     def __hash__(self) -> int:
         """Of a thousand nodes it takes milliseconds, and whatever is remembered asks for it."""
         try:
@@ -176,3 +195,8 @@ class Plan(_Derived):
     def owners(self, layer: int) -> tuple[WorkerId, ...]:
         """The workers that hold `layer`, sorted."""
         return tuple(sorted(w for w, layers in self.holdings().items() if layer in layers))
+
+
+@lru_cache(maxsize=1024)
+def _shards(first_layer: int, last_layer: int, part: int, parts: int) -> frozenset[Shard]:
+    return frozenset(Shard(layer, part, parts) for layer in range(first_layer, last_layer + 1))

@@ -7,18 +7,16 @@ worker p of d holds part p of d of each layer's flat state. When the grouping ch
 has it; `oobleck.planner.programs.balance` says who sends. Must not know how state travels.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 from itertools import pairwise
 
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.balance import Task, balance
 from oobleck.planner.programs.plan import Plan
-
-_WHOLE = Fraction(1)
+from oobleck.planner.programs.shards import Shard, ShardTable
 
 #: Shares of a layer's numbers begin at multiples of this. Vectorised kernels round the last few
 #: numbers of a tensor, fewer than these, unlike the others; so an update gives the same result to
@@ -31,31 +29,8 @@ def cut(share: Fraction, count: int) -> int:
     return min(count, share.numerator * -(-count // CUT_NUMBERS) // share.denominator * CUT_NUMBERS)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Shard:
-    """Part `part` of `parts` equal ones of a layer's flat state (see `cut`)."""
-
-    layer: int
-    part: int = 0
-    parts: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.part < self.parts:
-            raise ValueError(f"part {self.part} of {self.parts}; parts count from 0")
-
-    @property
-    def start(self) -> Fraction:
-        return Fraction(self.part, self.parts)
-
-    @property
-    def stop(self) -> Fraction:
-        return Fraction(self.part + 1, self.parts)
-
-
 #: The layers whose whole state each reachable worker holds, all at the same committed step.
 LayerTable = Mapping[WorkerId, frozenset[int]]
-#: The same where layers are held in parts.
-ShardTable = Mapping[WorkerId, frozenset[Shard]]
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
@@ -70,50 +45,11 @@ class Transfer:
     source: WorkerId
     destination: WorkerId
     start: Fraction = Fraction(0)
-    stop: Fraction = _WHOLE
+    stop: Fraction = Fraction(1)
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop <= 1:
             raise ValueError(f"a piece from {self.start} to {self.stop} of a layer is not one")
-
-
-@lru_cache(maxsize=16)
-def plan_shards(plan: Plan) -> ShardTable:
-    """What each worker of the plan holds; equal sets are one object. Remembered: a job that waits
-    for nodes asks for it again and again."""
-    known: dict[tuple[range, int, int], frozenset[Shard]] = {}
-    table = {}
-    for pipeline in plan.pipelines:
-        for stage in pipeline.stages:
-            parts = len(stage.workers)
-            for part, worker in enumerate(stage.workers):
-                key = stage.layers, part, parts
-                if key not in known:
-                    known[key] = frozenset(Shard(layer, part, parts) for layer in stage.layers)
-                table[worker] = known[key]
-    return table
-
-
-def require_holders(held: ShardTable, layer_count: int) -> None:
-    """Raises LayerLost where a layer, or a part of one, is with nobody."""
-    spans: dict[int, set[Shard]] = {layer: set() for layer in range(layer_count)}
-    for shards in set(held.values()):
-        for shard in shards:
-            spans[shard.layer].add(shard)
-    if lost := {layer for layer, shards in spans.items() if not _cover(shards)}:
-        raise LayerLost(lost)
-
-
-def _cover(shards: Collection[Shard]) -> bool:
-    """Whether the shards make up the whole layer."""
-    if any(shard.parts == 1 for shard in shards):
-        return True
-    reached = Fraction(0)
-    for shard in sorted(shards, key=lambda shard: shard.start):
-        if shard.start > reached:
-            return False
-        reached = max(reached, shard.stop)
-    return reached == _WHOLE
 
 
 def plan_transfers(
@@ -129,7 +65,7 @@ def plan_transfers(
     table = {worker: _shards(held[worker]) for worker in sorted(held, key=_key)}
     wanted = [
         (worker, shard)
-        for worker, shards in sorted(plan_shards(plan).items(), key=lambda item: _key(item[0]))
+        for worker, shards in sorted(plan.shards.items(), key=lambda item: _key(item[0]))
         for shard in sorted(shards - table.get(worker, frozenset()), key=_place)
     ]
     holders: dict[int, list[tuple[WorkerId, Shard]]] = {shard.layer: [] for _, shard in wanted}

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from oobleck.host.ipc.messages import Assign
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.transfer import plan_shards
 from oobleck.worker.runtime.errors import Superseded, TransportError, Unreached
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class Gathering:
         self._size = len(members)
         self._nodes = {worker.node for worker in members}
         #: What each worker is to hold.
-        self.shards = plan_shards(assign.plan)
+        self.shards = assign.plan.shards
         self.layers = {w: sorted(s.layer for s in held) for w, held in self.shards.items()}
         self._outcome = ""
         self._arrivals: dict[WorkerId, asyncio.Future[None]] = {}

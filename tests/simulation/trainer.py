@@ -41,7 +41,8 @@ from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import Generation, Incarnation, WorkerId
 from oobleck.planner.profile.measurement import LinkMeasurement
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.transfer import Shard, plan_transfers
+from oobleck.planner.programs.shards import Shard
+from oobleck.planner.programs.transfer import plan_transfers
 from oobleck.worker.recovery.rejoin import Agreement, Held, RecoveryState, agree, is_whole
 from oobleck.worker.runtime.errors import Superseded, TransportError, Unreached
 from oobleck.worker.state.progress import Position

@@ -12,7 +12,7 @@ from oobleck.master.events.unions import Journaled, MasterStarted
 from oobleck.master.state.desired import follow
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import Generation, Incarnation, JobId
-from oobleck.planner.programs.transfer import Shard, require_holders
+from oobleck.planner.programs.shards import Shard, require_holders
 from oobleck.worker.recovery.rejoin import Agreement
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import JobId, NodeName, WorkerId
-from oobleck.planner.programs.transfer import require_holders
+from oobleck.planner.programs.shards import require_holders
 from oobleck.worker.recovery.rejoin import agree
 from support.scenario import told
 

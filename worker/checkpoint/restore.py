@@ -20,7 +20,7 @@ from oobleck.host.storage.checkpoints import (
 from oobleck.host.storage.folder import Folder
 from oobleck.planner.ids import NodeName
 from oobleck.planner.job.spec import CheckpointSpec
-from oobleck.planner.programs.transfer import Shard, plan_shards
+from oobleck.planner.programs.shards import Shard
 from oobleck.planner.recovery.checkpoint import MOST_LAYER_HEADER_BYTES, InvalidCheckpoint, Manifest
 from oobleck.worker.checkpoint.findings import (
     Finding,
@@ -59,7 +59,7 @@ def restore(
     candidates = (
         location.candidates_to_begin() if resume else location.candidates_to_go_on(needed=needed)
     )
-    shards = sorted(plan_shards(assign.plan)[context.worker])
+    shards = sorted(assign.plan.shards[context.worker])
     passed_over: list[str] = []
     fault: frozenset[NodeName] = frozenset()
     for step, identity in candidates:

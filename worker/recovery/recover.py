@@ -17,7 +17,6 @@ from oobleck.host.data.token_file import DataError
 from oobleck.host.ipc.messages import Assign, Committed, PhaseReached, Restored
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.transfer import plan_shards
 from oobleck.worker.checkpoint.restore import restore
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.membership import handover_members
@@ -154,7 +153,7 @@ class Recovery:
     def _begin_anew(self, plan: Plan) -> Restored:
         """Hold the plan's layers as they were before the first step."""
         self._state.keep_only(())
-        for shard in sorted(plan_shards(plan)[self._worker]):
+        for shard in sorted(plan.shards[self._worker]):
             self._state.initialise(shard.layer, part=shard.part, parts=shard.parts)
         return Restored(generation=plan.generation, step=0, path="")
 
@@ -190,7 +189,7 @@ class Recovery:
         own = Contribution.nothing(layers, microbatches)
         if self._worker in agreement.begun:
             size = self._job.training.microbatch
-            wanted = plan_shards(plan)[self._worker] & agreement.held[self._worker]
+            wanted = plan.shards[self._worker] & agreement.held[self._worker]
             for layer, state in self._state.layers.items():
                 if state.shard in wanted:
                     own.added[layer, list(state.added)] = True

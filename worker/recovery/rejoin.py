@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.programs.transfer import Shard, ShardTable, require_holders
+from oobleck.planner.programs.shards import Shard, ShardTable, require_holders
 from oobleck.worker.runtime.errors import InvariantViolation
 from oobleck.worker.state.progress import Position
 

@@ -13,7 +13,7 @@ from oobleck.planner.errors import LayerLost
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.transfer import Transfer, plan_shards, plan_transfers
+from oobleck.planner.programs.transfer import Transfer, plan_transfers
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.recovery.rejoin import Agreement
 from oobleck.worker.runtime.errors import LayersGone
@@ -37,7 +37,7 @@ def fetch_layers(
     probe("before:transfer")
     current = agreement.held[worker]
     state.keep_only(current)
-    wanted = plan_shards(plan).get(worker, frozenset())
+    wanted = plan.shards.get(worker, frozenset())
     needed = wanted - {s.shard for s in state.layers.values()}
     transfers: tuple[Transfer, ...] = ()
     for shard in sorted(needed):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from oobleck.planner.programs.instructions import LayerPart
-from oobleck.planner.programs.transfer import Shard
+from oobleck.planner.programs.shards import Shard
 from oobleck.worker.models import Layer
 from oobleck.worker.state.layout import Layout
 from oobleck.worker.state.optimizer import Slice

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from oobleck.planner.job.spec import ModelSpec
 from oobleck.planner.programs.instructions import LayerPart
-from oobleck.planner.programs.transfer import CUT_NUMBERS, Shard, cut
+from oobleck.planner.programs.shards import Shard
+from oobleck.planner.programs.transfer import CUT_NUMBERS, cut
 from oobleck.worker.models import Layer, build_layer, tied_parameter
 
 

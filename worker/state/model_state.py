@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oobleck.planner.job.spec import JobSpec, Precision
 from oobleck.planner.programs.instructions import LayerPart
-from oobleck.planner.programs.transfer import Shard
+from oobleck.planner.programs.shards import Shard
 from oobleck.worker.models import Layer, initialise_parameters
 from oobleck.worker.runtime.errors import InvariantViolation
 from oobleck.worker.state.layer_state import LayerState

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from oobleck.planner.programs.transfer import Shard
+from oobleck.planner.programs.shards import Shard
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.layout import point_parameters

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.transfer import Shard
+from oobleck.planner.programs.shards import Shard
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.transport.transport import Transport
 

@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 from oobleck.planner.errors import LayerLost, PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.programs.plan import Pipeline, Plan, Stage
-from oobleck.planner.programs.transfer import (
-    Shard,
-    ShardTable,
-    Transfer,
-    plan_shards,
-    plan_transfers,
-    require_holders,
-)
+from oobleck.planner.programs.shards import Shard, ShardTable, require_holders
+from oobleck.planner.programs.transfer import Transfer, plan_transfers
 
 LAYERS = 4
 
@@ -162,7 +156,7 @@ def check_pieces(held: ShardTable, plan: Plan, transfers: tuple[Transfer, ...]) 
         have = got[transfer.destination, transfer.layer]
         assert not piece & have, "nothing is sent twice, or to one who has it"
         have |= piece
-    for w, shards in plan_shards(plan).items():
+    for w, shards in plan.shards.items():
         for shard in shards:
             assert span({w: frozenset({shard})}, w, shard.layer) <= got[w, shard.layer]
 
@@ -170,19 +164,19 @@ def check_pieces(held: ShardTable, plan: Plan, transfers: tuple[Transfer, ...]) 
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 3), (3, 2), (4, 3), (5, 4), (2, 2)])
 def test_pieces_travel_when_a_stage_is_grouped_anew(before: int, now: int) -> None:
     """Workers of one node: n0's stage of `before` workers becomes one of `now`."""
-    held = plan_shards(plan_of(cut(0, (LAYERS, before))))
+    held = plan_of(cut(0, (LAYERS, before))).shards
     plan = plan_of(cut(0, (LAYERS, now)))
     transfers = plan_transfers(held, plan, state_bytes=[600] * LAYERS)
     check_pieces(held, plan, transfers)
     moved = sum((t.stop - t.start for t in transfers), Fraction(0))
-    kept = sum(
-        len(span(held, w, 0) & span(plan_shards(plan), w, 0)) for w in plan.workers
-    ) * Fraction(1, 120)
+    kept = sum(len(span(held, w, 0) & span(plan.shards, w, 0)) for w in plan.workers) * Fraction(
+        1, 120
+    )
     assert moved == LAYERS * (1 - kept)
 
 
 def test_two_workers_to_one_fetches_the_other_half() -> None:
-    held = plan_shards(plan_of(cut(0, (LAYERS, 2))))
+    held = plan_of(cut(0, (LAYERS, 2))).shards
     transfers = plan_transfers(held, plan_of(cut(0, (LAYERS, 1))), state_bytes=[8] * LAYERS)
     assert transfers == tuple(
         Transfer(
@@ -205,7 +199,7 @@ def test_random_groupings_lose_no_source(seed: int) -> None:
         split = rng.randint(1, LAYERS - 1)
         return cut(first_node, (split, rng.randint(1, 5)), (LAYERS - split, rng.randint(1, 5)))
 
-    held = {**plan_shards(plan_of(some(0))), **plan_shards(plan_of(some(2)))}
+    held = {**plan_of(some(0)).shards, **plan_of(some(2)).shards}
     gone = NodeName(f"n{rng.randrange(4)}")
     held = {w: shards for w, shards in held.items() if w.node != gone}
     plan = plan_of(some(rng.choice([0, 1, 2])))

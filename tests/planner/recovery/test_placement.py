@@ -7,7 +7,6 @@ import pytest
 
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.programs.plan import Plan, place
-from oobleck.planner.programs.transfer import plan_shards
 from oobleck.planner.recovery.placement import Seats, Slot, keep_fitting, put_in_place, seat
 from oobleck.planner.search.templates import generate_templates
 from support.profiles import profile_of
@@ -40,14 +39,13 @@ def test_the_fewest_bytes_move_of_all_orders(seed: int, gpus: int) -> None:
     slots = [Slot(size=min(new, len(alive)), kept=None, origin=None)]
     seats = seat(slots, plan, alive, templates=templates, state_bytes=state)
 
-    held = plan_shards(plan)
+    held = plan.shards
 
     def moved(order: tuple[NodeName, ...]) -> float:
         pipeline = place(templates[slots[0].size], order, first_microbatch=0, microbatches=4)
         total = 0.0
-        for worker, shards in plan_shards(
-            Plan(generation=Generation(2), pipelines=(pipeline,))
-        ).items():
+        plan = Plan(generation=Generation(2), pipelines=(pipeline,))
+        for worker, shards in plan.shards.items():
             for shard in shards:
                 unit = state[shard.layer] / 12
                 for n in range(12):

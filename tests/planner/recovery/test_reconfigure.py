@@ -13,7 +13,7 @@ from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan, place
 from oobleck.planner.programs.template import PipelineTemplate
-from oobleck.planner.programs.transfer import plan_shards, plan_transfers
+from oobleck.planner.programs.transfer import plan_transfers
 from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose, reconfigure
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.instantiate import instantiate
@@ -449,7 +449,7 @@ def test_losses_and_joins_at_random_up_to_64_nodes(seed: int) -> None:
 
 def check_shards(before: Plan, now: Plan, live: tuple[NodeName, ...], profile: Profile) -> None:
     """Pieces come from who held them before, and afterwards all have what their stage needs."""
-    held = {w: shards for w, shards in plan_shards(before).items() if w.node in live}
+    held = {w: shards for w, shards in before.shards.items() if w.node in live}
     spans = {
         worker: {(shard.layer, shard.start, shard.stop) for shard in shards}
         for worker, shards in held.items()
@@ -463,7 +463,7 @@ def check_shards(before: Plan, now: Plan, live: tuple[NodeName, ...], profile: P
         )
         got = received.setdefault(piece.destination, set())
         got.add((piece.layer, piece.start, piece.stop))
-    for worker, shards in plan_shards(now).items():
+    for worker, shards in now.shards.items():
         mine = sorted(spans.get(worker, set()) | received.get(worker, set()))
         for shard in shards:
             reached = shard.start

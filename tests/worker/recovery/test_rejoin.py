@@ -8,7 +8,7 @@ import pytest
 
 from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.programs.transfer import Shard
+from oobleck.planner.programs.shards import Shard
 from oobleck.worker.recovery.rejoin import Held, RecoveryState, agree
 from oobleck.worker.runtime.errors import InvariantViolation
 from oobleck.worker.step.commit import TrainingProgress
