@@ -36,7 +36,7 @@ def reconfiguration_stats(context: Context, job: Job) -> ReconfigurationStats | 
         (r.time for r in job.seen.steps.recent if r.generation >= job.current.generation), unix
     )
     phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-    phases["detect"], phases["waiting"] = job.current.made.detect_s, job.waited_s
+    phases["detect"], phases["waiting"] = job.current.made.detect_s, job.current.waited_s
     phases["first_step"] = max(0.0, first - job.current.made_at)
     return ReconfigurationStats(
         phases=phases,

@@ -57,15 +57,14 @@ def _gone(context: Context, node: Node) -> NodeLost:
     job, name = context.state.job, node.facts.node
     drained = node.drain is not None and node.drain.done
     closed_at = node.seen.closed_at
+    concerned = job if job is not None and job.current.has_member(name) else None
     return NodeLost(
         node=name,
         incarnation=node.facts.incarnation,
         cause="left",
         reason="its agent has ended, as it was told to" if drained else "its agent ends at once",
         detect_s=0.0 if closed_at is None else context.now - closed_at,
-        evidence=carried(job, context.now)
-        if job is not None and job.current.has_member(name)
-        else (),
+        evidence=carried(concerned, context.now) if concerned is not None else (),
     )
 
 

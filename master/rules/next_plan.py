@@ -56,10 +56,10 @@ def plan_made(
     if detect_s is None:
         loss = job.seen.loss
         detect_s = loss.declared_at - loss.evidence_at if loss is not None else 0.0
-    go_back = restore or (
-        job.current.on_the_way and job.current.made is not None and job.current.made.restore
-    )
-    before = set(job.current.members)
+    current = job.current
+    unfinished = current.made if current.on_the_way else None
+    go_back = restore or (unfinished is not None and unfinished.restore)
+    before = set(current.members)
     handover = not restore and _needs_handover(context.state, job, plan)
     leaving = _leaving(context.state, job, plan, boundary=boundary, handover=handover)
     return PlanMade(

@@ -133,16 +133,12 @@ def _take_turn(
         case JobPutBack():
             state.active, job.passed_over = None, True
             job.reason = f"{why}; {event.instead} has its turn meanwhile"
-            if job.current.made is None:
+            if (made := job.current.made) is None:
                 job.waiting_since = 0.0
             else:
-                nodes = {
-                    worker.node
-                    for worker in (*job.current.made.plan.workers, *job.current.made.leaving)
-                }
-                job.current.losses = tuple(
-                    NodeYielded(job_id=job.id, node=name) for name in sorted(nodes)
-                )
+                nodes = {worker.node for worker in (*made.plan.workers, *made.leaving)}
+                yielded = (NodeYielded(job_id=job.id, node=name) for name in sorted(nodes))
+                job.current.losses = tuple(yielded)
         case JobWaiting():
             job.profiling.under_way = None
             job.waiting_since = job.waiting_since or unix

@@ -32,7 +32,7 @@ def apply(state: ClusterState, event: PlanEvent, now: float, unix: float) -> Non
 def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
     seen = job.seen
     loss = seen.loss or LossSeen(now - event.detect_s, now)
-    job.waited_s = max(0.0, unix - job.waiting_since) if job.waiting_since else 0.0
+    job.current.waited_s = max(0.0, unix - job.waiting_since) if job.waiting_since else 0.0
     job.waiting_since = 0.0
     seen.timeline = None  # of one that is adopted, others have seen the way
     if event.rule != "adopt":
@@ -40,7 +40,7 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
             evidence_at=loss.evidence_at,
             declared_at=loss.declared_at,
             pushed_at=now,
-            waited_s=job.waited_s,
+            waited_s=job.current.waited_s,
         )
     seen.loss = None
     if job.current.made is not None:

@@ -66,10 +66,8 @@ class ClusterState:
         has); empty: any will do. A member that is to be drained still takes part."""
         if job.spec.allow_mixed_versions:
             return ""
-        slots, series = (
-            self.worker_slots(job),
-            job.current.made.torch if job.current.made is not None else "",
-        )
+        slots, made = self.worker_slots(job), job.current.made
+        series = made.torch if made is not None else ""
         here = (
             node
             for name, node in self.nodes.items()

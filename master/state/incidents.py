@@ -106,9 +106,9 @@ def closes(job: Job, event: Journaled) -> bool:
     if isinstance(event, FirstStepCommitted):
         return not job.current.losses and event.step >= job.rollback.redo_until
     if isinstance(event, JobCaughtUp):
-        return not job.current.losses and (
-            not job.current.on_the_way or job.current.made is None or job.current.made.boundary
-        )
+        current = job.current
+        at_rest = not current.on_the_way or current.made is None or current.made.boundary
+        return at_rest and not current.losses
     return isinstance(event, JobSucceeded | JobFailed | JobCancelled)
 
 

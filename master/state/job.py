@@ -124,11 +124,13 @@ class Lineage:
 
 @dataclass(slots=True, kw_only=True)
 class CurrentPlan:
-    """The newest plan, the steps in it, and what has been lost of it since."""
+    """The newest plan, the one that was last trained in, and losses that no plan has answered."""
 
     #: Newest plan and its Unix time; None: none yet.
     made: PlanMade | None = None
     made_at: float = 0.0
+    #: How long it was waited for.
+    waited_s: float = 0.0
     #: Newest plan that a step was committed in: `made`, or one before it.
     trained: PlanMade | None = None
     #: Newest generation that was not to be entered at a step boundary.
@@ -256,8 +258,6 @@ class Job:
     finished_at: float = 0.0
     #: Unix time since when it waits for nodes; 0: it does not.
     waiting_since: float = 0.0
-    #: How long the newest plan was waited for.
-    waited_s: float = 0.0
     #: The newest plan, and what has been lost of it.
     current: CurrentPlan = field(default_factory=CurrentPlan)
     #: Nodes that cannot take part, and why; none is a member as long as the job goes on.

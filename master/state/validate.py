@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from oobleck.master.events.nodes import NodeYielded, WorkerLost
 from oobleck.master.state.cluster import ClusterState
-from oobleck.master.state.job import ENDED, Job, Loss
+from oobleck.master.state.job import ENDED, CurrentPlan, Job, Loss
 from oobleck.master.state.node import Node
 from oobleck.planner.ids import NodeName
 
@@ -65,6 +65,15 @@ def _hits_plan(job: Job, loss: Loss) -> bool:
             job.current.made is not None and loss.worker in job.current.made.leaving
         )
     return loss.node in _nodes_of_plan(job)
+
+
+def _trains(current: CurrentPlan) -> bool:
+    return current.made is not None and not current.on_the_way and not current.losses
+
+
+def _has_its_members(current: CurrentPlan) -> bool:
+    nodes = current.made.plan.nodes if current.made is not None else ()
+    return set(current.members) == set(nodes) - current.lost_nodes
 
 
 def _nodes_of_plan(job: Job) -> set[NodeName]:
@@ -188,14 +197,7 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
     ),
     (
         "a running job has committed a step in its newest generation, and has lost nothing",
-        lambda _, job: (
-            job.state != "running"
-            or (
-                job.current.made is not None
-                and not job.current.on_the_way
-                and not job.current.losses
-            )
-        ),
+        lambda _, job: job.state != "running" or _trains(job.current),
     ),
     (
         "a reconfiguring job has a plan",
@@ -238,10 +240,7 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
     ),
     (
         "members are the newest plan's nodes that are not lost",
-        lambda _, job: (
-            set(job.current.members)
-            == set(job.current.made.plan.nodes if job.current.made else ()) - job.current.lost_nodes
-        ),
+        lambda _, job: _has_its_members(job.current),
     ),
     (
         "a node that is left out is no member of a job that goes on",

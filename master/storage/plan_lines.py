@@ -43,27 +43,20 @@ def end_lines(
     state: ClusterState, event: FirstStepCommitted | JobSucceeded | JobFailed | JobCancelled
 ) -> list[EventLine]:
     job = state.jobs[event.job_id]
-    lines = _reconfigured(job, event.transition)
+    lines, generation = _reconfigured(job, event.transition), job.current.generation
     match event:
         case FirstStepCommitted():
             pass
         case JobSucceeded():
-            succeeded: dict[str, object] = {
-                "event": "succeeded",
-                "generation": job.current.generation,
-            }
+            succeeded: dict[str, object] = {"event": "succeeded", "generation": generation}
             if event.missing_steps:
                 succeeded["missing_steps"] = event.missing_steps
             lines.append(succeeded)
         case JobFailed():
-            failed = {
-                "event": "failed",
-                "generation": job.current.generation,
-                "reason": event.reason,
-            }
+            failed = {"event": "failed", "generation": generation, "reason": event.reason}
             lines.append(failed)
         case JobCancelled():
-            lines.append({"event": "cancelled", "generation": job.current.generation})
+            lines.append({"event": "cancelled", "generation": generation})
     return lines
 
 

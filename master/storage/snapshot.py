@@ -20,11 +20,14 @@ from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import Node, NodeSeen
 from oobleck.planner.ids import JobId, NodeName
 
-#: What observed things are called, and what the files of profiles tell anew.
-_OBSERVED = ("seen", "profiles", "unusable_profiles")
+#: What is observed, what the files of profiles tell anew, and what is written beside the cluster.
+_LEFT_OUT: Mapping[type, tuple[str, ...]] = {
+    ClusterState: ("profiles", "unusable_profiles", "nodes", "jobs"),
+    Node: ("seen",),
+    Job: ("seen",),
+}
 #: Fast; what repeats is most of a state.
 _LEVEL = 1
-_MADE_OF_PARTS = ("nodes", "jobs")
 #: Fields of a job that snapshots may have beside it, and where they belong.
 _GROUPED = {
     "save_request": ("saves", "requested"),
@@ -48,6 +51,7 @@ _GROUPED = {
     "mixed": ("lineage", "mixed"),
     "made": ("current", "made"),
     "made_at": ("current", "made_at"),
+    "waited_s": ("current", "waited_s"),
     "trained": ("current", "trained"),
     "abrupt": ("current", "abrupt"),
     "losses": ("current", "losses"),
@@ -93,12 +97,12 @@ def restore(content: str, now: float) -> tuple[ClusterState, dict[JobId, int]]:
 
 
 def _parts(value: Any) -> dict[str, msgspec.Raw]:
-    """The fields of one dataclass, and of those in it."""
-    kind = type(value)
+    """The fields of one dataclass, and of the groups in it."""
     parts = {}
-    for name in _names(kind):
+    kind: Any = type(value)
+    for name, hint in _kept(kind).items():
         part = getattr(value, name)
-        content = _parts(part) if is_dataclass(_hints(kind)[name]) else _listed(part)  # type: ignore[arg-type]  # classes can be hashed
+        content = _parts(part) if is_dataclass(hint) else _listed(part)
         parts[name] = msgspec.Raw(msgspec.msgpack.encode(content))
     return parts
 
@@ -113,15 +117,15 @@ def _grouped(parts: Mapping[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
     return whole | {g: msgspec.Raw(msgspec.msgpack.encode(own)) for g, own in groups.items()}
 
 
-def _whole(kind: type[Any], parts: Mapping[str, msgspec.Raw], **observed: object) -> Any:
-    hints = _hints(kind)  # type: ignore[arg-type]
+def _whole(kind: Any, parts: Mapping[str, msgspec.Raw], **observed: object) -> Any:
+    hints = _kept(kind)
     values: dict[str, Any] = dict(observed)
     bounded: dict[str, Any] = {}
     for name, text in parts.items():
         if name not in hints:
             raise ValueError(f"{kind.__name__} has no {name}")
         hint = hints[name]
-        if isinstance(hint, type) and is_dataclass(hint):
+        if is_dataclass(hint):
             values[name] = _whole(hint, msgspec.msgpack.decode(text, type=dict[str, msgspec.Raw]))
         elif get_origin(hint) is deque:
             bounded[name] = msgspec.msgpack.decode(text, type=list[get_args(hint)[0]])  # type: ignore[misc]
@@ -134,14 +138,13 @@ def _whole(kind: type[Any], parts: Mapping[str, msgspec.Raw], **observed: object
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _names(kind: type[Any]) -> list[str]:
-    left_out = (*_OBSERVED, *(_MADE_OF_PARTS if kind is ClusterState else ()))
+def _kept(kind: type) -> dict[str, Any]:
+    """The fields of a dataclass that are in a snapshot, and their types."""
+    assert is_dataclass(kind)
+    hints, left_out = get_type_hints(kind), _LEFT_OUT.get(kind, ())
     # What does not count in comparisons follows from the rest.
-    return [field.name for field in fields(kind) if field.compare and field.name not in left_out]
+    kept = (field.name for field in fields(kind) if field.compare)
+    return {name: hints[name] for name in kept if name not in left_out}
 
 
 def _listed(value: Any) -> Any:
