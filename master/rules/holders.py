@@ -136,9 +136,9 @@ def _is_behind(worker: WorkerId, generation: Generation, stepped: Plan) -> bool:
 def _held_layers(
     state: ClusterState, job: Job, workers: Iterable[WorkerId]
 ) -> dict[WorkerId, frozenset[Shard]]:
-    """What the workers bring along from the newest generation that each has entered, and from those
-    since the last one that a step was committed in: until another is, they keep what plans take
-    away."""
+    """What each worker holds: by the newest plan that it has entered, and by every one since the
+    last plan with a committed step. Until the next step is committed, a worker keeps the layers
+    that a newer plan takes away."""
     shards: dict[Generation, ShardTable] = {}
 
     def planned(generation: Generation, worker: WorkerId) -> frozenset[Shard]:

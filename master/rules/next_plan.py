@@ -51,8 +51,8 @@ def plan_made(
     detect_s: float | None = None,
     restore: bool = False,
 ) -> PlanMade:
-    """`restore`: workers shall go back to the newest checkpoint. So they shall, too, where they
-    were to and have not come to a step since: who of them has is not known."""
+    """`restore`: workers shall go back to the newest checkpoint. So they shall where the plan
+    before told them to and has committed no step: it is not known which of them have gone back."""
     if detect_s is None:
         loss = job.seen.loss
         detect_s = loss.declared_at - loss.evidence_at if loss is not None else 0.0

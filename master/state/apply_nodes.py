@@ -220,7 +220,7 @@ def _note_request(state: ClusterState, request_id: str) -> None:
 
 
 def _wished(before: Drain | None, event: NodeDrainRequested) -> Drain:
-    """An agent's wish does not make an operator's one end with the agent."""
+    """An operator's drain does not end with the agent, though the agent asks for it too."""
     by_agent = not event.request_id
     if before is None or before.by == "quarantine":
         return Drain(by="agent" if by_agent else "operator", reason=event.reason, force=event.force)

@@ -71,7 +71,7 @@ def _set(state: ClusterState, node: Node, member: bool, now: float, unix: float)
 
 
 def _wanted(state: ClusterState, node: Node, member: bool) -> Desired:
-    """As of the version of before."""
+    """What the node shall do now, under the version that it has."""
     job = state.job
     works, generation, attempt, save = False, None, 0, 0
     if job is not None:

@@ -185,7 +185,7 @@ class CurrentPlan:
 
     @property
     def leaving(self) -> tuple[NodeName, ...]:
-        """Nodes that the newest plan takes out, as long as it may still need them."""
+        """Nodes that the newest plan takes out, until it has committed a step."""
         if self.made is None or not self.on_the_way:
             return ()
         nodes = {worker.node for worker in self.made.leaving}
@@ -193,7 +193,7 @@ class CurrentPlan:
 
     @property
     def put_back(self) -> bool:
-        """Another job had the turn since the newest plan, which counts on nobody any more."""
+        """Whether another job had the turn since the newest plan: none of its workers is left."""
         return any(isinstance(loss, NodeYielded) for loss in self.losses)
 
     @property
@@ -233,7 +233,7 @@ class CurrentPlan:
         return self._processes
 
     def leaving_processes(self) -> dict[WorkerId, Incarnation]:
-        """Those that the newest plan takes out, as long as it may still need them."""
+        """Those that the newest plan takes out, until it has committed a step."""
         if self.made is None or not self.on_the_way:
             return {}
         return dict(zip(self.made.leaving, self.made.leaving_incarnations, strict=True))
@@ -241,6 +241,8 @@ class CurrentPlan:
 
 @dataclass(slots=True, kw_only=True)
 class Job:
+    """One job: what the journal tells of it, in groups, and under `seen` what was observed."""
+
     id: JobId
     request_id: str
     spec: JobSpec
@@ -279,12 +281,12 @@ class Job:
 
     @property
     def newest_known(self) -> Generation:
-        """Also of plans that were found with agents, and that nobody counts on."""
+        """The newest generation of all plans, also of those that only agents have told of."""
         return max(self.current.generation, *self.lineage.plans, NO_GENERATION)
 
     @property
     def astray(self) -> bool:
-        """Workers are in a generation that is not known well enough to go on in."""
+        """Whether agents have told of a newer plan than the one that the job goes by."""
         return self.newest_known > self.current.generation
 
     @property
@@ -294,23 +296,19 @@ class Job:
         return self.saves.checkpoint is not None or begun_with
 
     def is_replaced(self, worker: WorkerId, process: Incarnation) -> bool:
-        """Whether the newest plan counts on another process in the place of this one. What waits in
-        an agent for its next session may be of a process that has ended, and comes after the news
-        of the one in its place."""
+        """Whether the newest plan counts on another process in the place of this one. A late report
+        may come from a process that has already been replaced."""
         return process in self.lineage.replaced and worker in self.current.processes()
 
     @property
     def redone_until(self) -> int:
         """`redo_until`, or the newest recorded step where agents told of it later."""
-        return (
-            max(self.rollback.redo_until, self.seen.steps.committed_step)
-            if self.rollback.redo_until
-            else 0
-        )
+        until = self.rollback.redo_until
+        return max(until, self.seen.steps.committed_step) if until else 0
 
     def knows(self, report: SaveReport) -> bool:
-        """Whether it was told before, by this or, of a restore, by another worker; or it is of a
-        restore that steps of a later generation have followed."""
+        """Whether the report only repeats what is known. A restore is known when any worker has
+        told of it, and when a later generation has committed a step."""
         if isinstance(report, Restored):
             newest = (
                 self.rollback.restored.generation
@@ -321,8 +319,8 @@ class Job:
         return report in self.saves.known
 
     def unanswered(self) -> tuple[WorkerId, ...]:
-        """Workers that shall enter the newest generation at once, and have not left the one
-        before; none where that is not to be known."""
+        """Workers that must enter the newest generation at once and have not left the one before.
+        Empty for a plan at a step boundary, and where nobody has watched since the plan."""
         timeline = self.seen.timeline
         if (
             self.current.made is None

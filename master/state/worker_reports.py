@@ -149,9 +149,9 @@ def _take_measurement(job: Job, event: WorkerReported, found: Measured | LinkMea
 
 
 def _is_stale(job: Job, event: WorkerReported) -> bool:
-    """Whether another process has replaced the one that it is of, and it tells nothing that still
-    counts. A checkpoint that is newer than all known ones counts, and so does the answer to a wish
-    that has none."""
+    """Whether the report is of a process that was replaced, and changes nothing. From such a
+    process a checkpoint that is newer than all known ones still counts, and so does the first
+    answer to a wish for one."""
     if not job.is_replaced(event.worker, event.incarnation):
         return False
     if isinstance(event.what, CheckpointSaved | SaveFailed):
