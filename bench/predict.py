@@ -31,7 +31,7 @@ from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.profile.file import parse_profile
 from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Pipeline, Plan, Stage
+from oobleck.planner.programs.plan import Hold, Pipeline, Plan
 
 WARM_UP_STEPS = 3
 TEXT = str(Path(__file__).resolve().parents[1] / "LICENSE")
@@ -112,14 +112,12 @@ class Outcome:
 def read_plan(status: Record) -> Plan:
     """The plan in what `oobleck status JOB --json` prints."""
     drawn = status["plan"]
-    return Plan(
-        generation=Generation(int(drawn["generation"])),
-        schedule=drawn["schedule"],
-        pipelines=tuple(
+    return Plan.of_pipelines(
+        [
             Pipeline(
                 nodes=tuple(NodeName(node) for node in pipeline["nodes"]),
                 stages=tuple(
-                    Stage(
+                    Hold(
                         first_layer=int(stage["first_layer"]),
                         last_layer=int(stage["last_layer"]),
                         workers=tuple(
@@ -129,11 +127,12 @@ def read_plan(status: Record) -> Plan:
                     )
                     for stage in pipeline["stages"]
                 ),
-                first_microbatch=int(pipeline["first_microbatch"]),
                 microbatches=int(pipeline["microbatches"]),
             )
             for pipeline in drawn["pipelines"]
-        ),
+        ],
+        generation=Generation(int(drawn["generation"])),
+        schedule=drawn["schedule"],
     )
 
 

@@ -29,7 +29,7 @@ from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.profile import LayerProfile, Links, Profile
 from oobleck.planner.programs.compile import compile_programs
 from oobleck.planner.programs.dryrun import dry_run
-from oobleck.planner.programs.plan import Pipeline, Plan, Stage
+from oobleck.planner.programs.plan import Hold, Pipeline, Plan
 from oobleck.planner.schedules import SCHEDULES, Schedule
 from oobleck.planner.search.choose import choose_schedule
 from oobleck.planner.units import format_bytes
@@ -66,11 +66,11 @@ def equal_stages(stages: int) -> Profile:
 def one_pipeline(stages: int, microbatches: int) -> Plan:
     nodes = tuple(NodeName(f"n{number}") for number in range(stages))
     places = tuple(
-        Stage(first_layer=number, last_layer=number, workers=(WorkerId(node, 0),))
+        Hold(first_layer=number, last_layer=number, workers=(WorkerId(node, 0),))
         for number, node in enumerate(nodes)
     )
-    pipeline = Pipeline(nodes=nodes, stages=places, first_microbatch=0, microbatches=microbatches)
-    return Plan(generation=Generation(1), pipelines=(pipeline,))
+    pipeline = Pipeline(nodes=nodes, stages=places, microbatches=microbatches)
+    return Plan.of_pipelines([pipeline], generation=Generation(1))
 
 
 def simulated() -> None:
@@ -101,11 +101,10 @@ def simulator_speed() -> None:
                         replace(s, workers=(WorkerId(names[s.workers[0].node], 0),))
                         for s in one.stages
                     ),
-                    first_microbatch=number * microbatches,
                     microbatches=microbatches,
                 )
             )
-        plan = Plan(generation=Generation(1), pipelines=tuple(pipelines))
+        plan = Plan.of_pipelines(pipelines, generation=Generation(1))
         programs = compile_programs(plan, tied=True)
         taken: dict[str, list[float]] = defaultdict(list)
         for _ in range(5):

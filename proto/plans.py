@@ -28,10 +28,10 @@ def plan_message(plan: Plan) -> pb.Plan:
                     )
                     for stage in pipeline.stages
                 ],
-                first_microbatch=pipeline.first_microbatch,
+                first_microbatch=share.start,
                 microbatches=pipeline.microbatches,
             )
-            for pipeline in plan.pipelines
+            for pipeline, share in zip(plan.pipelines, plan.shares, strict=True)
         ],
         schedule=plan.schedule,
     )

@@ -11,7 +11,7 @@ from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName
 from oobleck.planner.job.spec import JobSpec
 
 #: Version of what agent and master say to each other; both must have the same.
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -185,7 +185,7 @@ class Session:
             check_skipped(job.training, progress)
             if self._evaluator is not None:
                 # Also in a generation's begin: the one before may have ended in the middle of it.
-                self._evaluator.run(progress.committed, assign.plan, executor.stage, transport)
+                self._evaluator.run(progress.committed, assign.plan, executor.hops, transport)
             if progress.committed >= job.training.steps:
                 break
             with context.timeline.first_step():

@@ -30,7 +30,6 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.planner.ids import Incarnation, NodeName, WorkerId
 from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.programs.plan import Pipeline
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.proto.types import Assignment
 
@@ -87,16 +86,7 @@ def _could_be_ours(spec: JobSpec, assign: Assign) -> bool:
     return (
         len(set(workers)) == len(workers)
         and plan.microbatches == spec.training.microbatches
-        and all(_is_whole(pipeline, spec.model.layer_count) for pipeline in plan.pipelines)
-    )
-
-
-def _is_whole(pipeline: Pipeline, layers: int) -> bool:
-    """Whether its stages have every layer once, and all and only its nodes have workers."""
-    ends = [0, *(stage.last_layer + 1 for stage in pipeline.stages)]
-    nodes = {worker.node for stage in pipeline.stages for worker in stage.workers}
-    return [*(stage.first_layer for stage in pipeline.stages), layers] == ends and nodes == set(
-        pipeline.nodes
+        and plan.layer_count == spec.model.layer_count
     )
 
 

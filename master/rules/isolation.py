@@ -112,8 +112,8 @@ def _cost(context: Context, job: Job, nodes: Nodes) -> _Cost | None:
         return _Cost(state_lost=False, guarantees_lost=0, layers_moved=0)
     if (plan := plan_without(context, job, nodes)) is None:
         return None
-    held = job.current.made.plan.holdings()
-    moved = (set(layers) - set(held.get(w, ())) for w, layers in plan.holdings().items())
+    held = job.current.made.plan.held
+    moved = (set(layers) - set(held.get(w, ())) for w, layers in plan.held.items())
     return _Cost(
         state_lost=holders.lost_layers(context.state, job, plan) is not None,
         guarantees_lost=job.current.made.can_lose - can_lose(plan),

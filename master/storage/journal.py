@@ -31,6 +31,7 @@ import msgspec
 from oobleck.master import crash
 from oobleck.master.events.unions import Journaled
 from oobleck.master.storage.disk import append, storing
+from oobleck.master.storage.earlier import with_routes
 from oobleck.planner.codec import decode, encode
 
 _HEADER = b"oobleck-journal 1\n"
@@ -210,7 +211,7 @@ class Journal:
             for line in file:
                 payload = line[_PREFIX:]
                 try:
-                    entry = decode(_Entry, payload)
+                    entry = _entry(payload)
                 except ValueError as error:
                     text = f"has an entry that this version of Oobleck does not know ({error})"
                     raise self.unusable(text) from error
@@ -270,6 +271,14 @@ class Journal:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _entry(payload: bytes) -> _Entry:
+    """Raises ValueError."""
+    try:
+        return decode(_Entry, payload)
+    except ValueError:
+        return decode(_Entry, encode(with_routes(decode(object, payload))))
 
 
 def _line(mark: bytes, payload: bytes) -> bytes:

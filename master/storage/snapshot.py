@@ -18,6 +18,7 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import Node, NodeSeen
+from oobleck.master.storage.earlier import with_routes
 from oobleck.planner.ids import JobId, NodeName
 
 #: What is observed, what the files of profiles tell anew, and what is written beside the cluster.
@@ -128,13 +129,21 @@ def _whole(kind: Any, parts: Mapping[str, msgspec.Raw], **observed: object) -> A
         if is_dataclass(hint):
             values[name] = _whole(hint, msgspec.msgpack.decode(text, type=dict[str, msgspec.Raw]))
         elif get_origin(hint) is deque:
-            bounded[name] = msgspec.msgpack.decode(text, type=list[get_args(hint)[0]])  # type: ignore[misc]
+            bounded[name] = _decoded(text, list[get_args(hint)[0]])  # type: ignore[misc]
         else:
-            values[name] = msgspec.msgpack.decode(text, type=hint)
+            values[name] = _decoded(text, hint)
     made = kind(**values)
     for name, items in bounded.items():  # their bounds are in their defaults
         getattr(made, name).extend(items)
     return made
+
+
+def _decoded(text: msgspec.Raw, hint: Any) -> Any:
+    try:
+        return msgspec.msgpack.decode(text, type=hint)
+    except msgspec.ValidationError:
+        upgraded = msgspec.msgpack.encode(with_routes(msgspec.msgpack.decode(text)))
+        return msgspec.msgpack.decode(upgraded, type=hint)
 
 
 @cache

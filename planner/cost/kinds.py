@@ -12,7 +12,7 @@ from typing import NamedTuple
 from oobleck.planner.cost.stagecost import StageCost, stage_cost
 from oobleck.planner.profile.links import message_s
 from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Pipeline, Plan, Stage
+from oobleck.planner.programs.plan import Hold, Pipeline, Plan
 from oobleck.planner.programs.template import PipelineTemplate
 
 
@@ -91,7 +91,7 @@ def pipeline_cut(places: tuple[Place, ...], costs: Iterable[StageCost], profile:
     return Cut(places=places, stages=tuple(times), message_s=_messages_s(places, profile))
 
 
-def cost_of(stage: Stage, profile: Profile) -> StageCost:
+def cost_of(stage: Hold, profile: Profile) -> StageCost:
     """Raises ValueError, as `stage_cost`."""
     return stage_cost(
         profile,

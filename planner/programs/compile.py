@@ -8,12 +8,15 @@ know times, nor whether anybody waits for ever: `oobleck.planner.programs.proof`
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.gradients import gradient_buckets, syncs_by_worker
 from oobleck.planner.programs.instructions import (
     WHOLE,
+    Action,
     Backward,
     BackwardInput,
     Compute,
@@ -29,14 +32,16 @@ from oobleck.planner.programs.instructions import (
     SendGradient,
     Share,
     SyncGradient,
+    Visit,
     Vote,
 )
-from oobleck.planner.programs.plan import Pipeline, Plan
+from oobleck.planner.programs.plan import Hop, Plan, Route
 from oobleck.planner.programs.schedule import compute_order
 from oobleck.planner.programs.work import Work
-from oobleck.planner.schedules import Schedule
 
-#: Micro-batches of a pipeline in one round of an evaluation.
+A = TypeVar("A", bound=Action)
+M = TypeVar("M", ReceiveActivation, SendActivation, ReceiveGradient, SendGradient)
+#: Micro-batches of a route in one round of an evaluation.
 EVALUATION_ROUND = 8
 
 
@@ -52,130 +57,147 @@ def compile_programs(
     `tied`: the head shares layer 0's token embedding; `layer_bytes`: of each layer's gradient, to
     have sums of large ones split.
     """
-    bodies: dict[WorkerId, list[Instruction]] = {}
+    shares = plan.shares if work is None else work.microbatches
     lowest = {} if work is None else work.lowest
-    for number, pipeline in enumerate(plan.pipelines):
-        first = pipeline.first_microbatch
-        share: Sequence[int] = range(first, first + pipeline.microbatches)
-        if work is not None:
-            share = work.microbatches[number]
-        for position, stage in enumerate(pipeline.stages):
-            compute = [
-                step
-                for step in stage_compute(plan.schedule, number, pipeline, position, share)
-                if isinstance(step, Forward) or lowest.get(step.microbatch, 0) <= stage.last_layer
-            ]
-            for member, worker in enumerate(stage.workers):
-                if worker in bodies:
-                    raise ValueError(f"worker {worker} stands in more than one stage")
-                bodies[worker] = list(add_communication(compute, pipeline, member, lowest))
+    routes = {m: route for route, share in zip(plan.routes, shares, strict=True) for m in share}
+    orders = compute_orders(plan, shares, lowest)
     syncs = syncs_by_worker(gradient_buckets(plan, tied=tied, layer_bytes=layer_bytes), plan)
-    return {worker: add_sync(worker, bodies[worker], syncs[worker]) for worker in sorted(bodies)}
+    return {
+        worker: add_sync(worker, add_communication(worker, order, routes, lowest), syncs[worker])
+        for worker, order in orders.items()
+    }
 
 
 def compile_evaluation(plan: Plan, microbatches: int) -> Mapping[WorkerId, tuple[Program, ...]]:
     """What every worker of `plan` does to have micro-batches 0 to `microbatches` - 1 evaluated.
 
-    Only forward; each pipeline takes a share like that of the batch. In rounds: at the end of each
-    a worker waits until its sends have arrived, so that no stage runs far ahead of the next one.
+    Only forward; each route takes a share like that of the batch. In rounds: at the end of each
+    a worker waits until its sends have arrived, so that no hop runs far ahead of the next one. In a
+    round all workers go by micro-batch and layer, so nobody waits for ever.
     """
-    whole = sum(pipeline.microbatches for pipeline in plan.pipelines)
-    rounds: dict[WorkerId, tuple[Program, ...]] = {}
-    for number, pipeline in enumerate(plan.pipelines):
-        first = pipeline.first_microbatch
-        share = range(
-            microbatches * first // whole,
-            microbatches * (first + pipeline.microbatches) // whole,
+    whole = plan.microbatches
+    routes: dict[int, Route] = {}
+    rounds: dict[WorkerId, list[list[Compute]]] = {worker: [] for worker in plan.workers}
+    for route, own in zip(plan.routes, plan.shares, strict=True):
+        share = range(microbatches * own.start // whole, microbatches * own.stop // whole)
+        routes.update(dict.fromkeys(share, route))
+        for number, start in enumerate(range(0, len(share), EVALUATION_ROUND)):
+            for hop in route.hops:
+                forwards = [_at(Forward, hop, m) for m in share[start : start + EVALUATION_ROUND]]
+                for worker in hop.workers:
+                    own_rounds = rounds[worker]
+                    own_rounds += [[] for _ in range(number + 1 - len(own_rounds))]
+                    own_rounds[number] += forwards
+    return {
+        worker: tuple(
+            tuple(add_communication(worker, sorted(order, key=_visit), routes, lowest={}))
+            for order in own_rounds
         )
-        pieces = [
-            share[at : at + EVALUATION_ROUND] for at in range(0, len(share), EVALUATION_ROUND)
-        ]
-        for position, stage in enumerate(pipeline.stages):
-            for member, worker in enumerate(stage.workers):
-                rounds[worker] = tuple(
-                    tuple(
-                        add_communication(
-                            [Forward(pipeline=number, stage=position, microbatch=m) for m in piece],
-                            pipeline,
-                            member,
-                            lowest={},
-                        )
-                    )
-                    for piece in pieces
-                )
-    return rounds
+        for worker, own_rounds in rounds.items()
+    }
+
+
+def _visit(step: Action) -> Visit:
+    return step.visit
 
 
 # ---- pass 1: compute
 
 
-def stage_compute(
-    schedule: Schedule, number: int, pipeline: Pipeline, stage: int, share: Sequence[int]
-) -> Iterator[Compute]:
-    """The compute of one stage, the same on all its workers, over the micro-batches `share`."""
-    order = compute_order(
-        schedule, stages=len(pipeline.stages), stage=stage, microbatches=len(share)
-    )
-    for kind, index in order:
-        yield kind(pipeline=number, stage=stage, microbatch=share[index])
+def compute_orders(
+    plan: Plan, shares: Sequence[Sequence[int]], lowest: Mapping[int, int]
+) -> dict[WorkerId, list[Compute]]:
+    """What each worker computes, in its order; the routes have the micro-batches `shares`.
+
+    Of a micro-batch backwards go no further than to the hop of layer `lowest`, by default 0.
+    Raises ValueError.
+    """
+    orders: dict[WorkerId, list[Compute]] = {worker: [] for worker in plan.workers}
+    for route, share in zip(plan.routes, shares, strict=True):
+        for position, hop in enumerate(route.hops):
+            works = compute_order(
+                plan.schedule, stages=len(route.hops), stage=position, microbatches=len(share)
+            )
+            order = [
+                _at(kind, hop, share[index])
+                for kind, index in works
+                if kind is Forward or lowest.get(share[index], 0) <= hop.last_layer
+            ]
+            for worker in hop.workers:
+                if orders[worker]:
+                    raise ValueError(f"worker {worker} stands in more than one hop")
+                orders[worker] = order
+    return orders
+
+
+def _at(kind: type[A], hop: Hop, microbatch: int) -> A:
+    return kind(microbatch=microbatch, first_layer=hop.first_layer, last_layer=hop.last_layer)
 
 
 # ---- pass 2: tokens, sends and receives
 
 
 def add_communication(
-    compute: Iterable[Compute], pipeline: Pipeline, member: int, lowest: Mapping[int, int]
+    worker: WorkerId,
+    compute: Iterable[Compute],
+    routes: Mapping[int, Route],
+    lowest: Mapping[int, int],
 ) -> Iterator[Instruction]:
     """Receives stand right before their use, sends right after what they send.
 
-    `member`: which worker of the stage it is; between stages of different numbers of workers each
-    talks to those that hold the same rows. Gradients go no further than to the stage of layer
-    `lowest` of their micro-batch, by default layer 0.
+    `routes`: of each micro-batch. Between hops of different numbers of workers each talks to those
+    that have the same rows. Gradients go no further than to the hop of layer `lowest` of their
+    micro-batch, by default layer 0.
     """
-    last = len(pipeline.stages) - 1
-    peers: dict[tuple[int, int], list[tuple[WorkerId, Share]]] = {}
+    found: dict[tuple[int, int], _Neighbours] = {}
     for step in compute:
-        number, stage, microbatch = step.pipeline, step.stage, step.microbatch
-        for side in (stage - 1, stage + 1):
-            if (stage, side) not in peers:
-                peers[stage, side] = list(_peers(pipeline, stage, member, side))
-        before, after = peers[stage, stage - 1], peers[stage, stage + 1]
+        route = routes[step.microbatch]
+        key = id(route), step.first_layer
+        if key not in found:
+            found[key] = _Neighbours.of(worker, step.first_layer, route)
+        near = found[key]
         if isinstance(step, Forward):
-            if stage in (0, last):
-                yield LoadTokens(pipeline=number, stage=stage, microbatch=microbatch)
-            for peer, share in before:
-                yield ReceiveActivation(
-                    pipeline=number, stage=stage, microbatch=microbatch, peer=peer, share=share
-                )
+            if not near.before or not near.after:
+                yield _at(LoadTokens, near.hop, step.microbatch)
+            yield from _messages(ReceiveActivation, step, near.before)
             yield step
-            for peer, share in after:
-                yield SendActivation(
-                    pipeline=number, stage=stage, microbatch=microbatch, peer=peer, share=share
-                )
+            yield from _messages(SendActivation, step, near.after)
         elif isinstance(step, Backward | BackwardInput):
-            for peer, share in after:
-                yield ReceiveGradient(
-                    pipeline=number, stage=stage, microbatch=microbatch, peer=peer, share=share
-                )
+            yield from _messages(ReceiveGradient, step, near.after)
             yield step
-            if pipeline.stages[stage].first_layer <= lowest.get(microbatch, 0):
-                continue
-            for peer, share in before:
-                yield SendGradient(
-                    pipeline=number, stage=stage, microbatch=microbatch, peer=peer, share=share
-                )
+            if step.first_layer > lowest.get(step.microbatch, 0):
+                yield from _messages(SendGradient, step, near.before)
         else:
             yield step
 
 
-def _peers(
-    pipeline: Pipeline, stage: int, member: int, neighbour: int
-) -> Iterator[tuple[WorkerId, Share]]:
-    """Who of stage `neighbour` holds rows that worker `member` of `stage` holds, and which."""
-    if not 0 <= neighbour < len(pipeline.stages):
-        return
-    workers = pipeline.stages[neighbour].workers
-    own = len(pipeline.stages[stage].workers)
+#: A worker of the hop before or after, and which rows of a micro-batch both have.
+_Peers = tuple[tuple[WorkerId, Share], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Neighbours:
+    """Of one worker at one hop of a route: nobody before the first and after the last hop."""
+
+    hop: Hop
+    before: _Peers
+    after: _Peers
+
+    @classmethod
+    def of(cls, worker: WorkerId, first_layer: int, route: Route) -> "_Neighbours":
+        position = next(n for n, h in enumerate(route.hops) if h.first_layer == first_layer)
+        hop, others = route.hops[position], (*route.hops, None)
+        member = hop.workers.index(worker)
+        before, after = (
+            () if other is None else tuple(_peers(hop, other, member))
+            for other in (others[position - 1], others[position + 1])
+        )
+        return cls(hop, before, after)
+
+
+def _peers(hop: Hop, neighbour: Hop, member: int) -> Iterator[tuple[WorkerId, Share]]:
+    """Who of `neighbour` has rows that worker `member` of `hop` has, and which."""
+    workers, own = neighbour.workers, len(hop.workers)
     if own == len(workers):
         yield workers[member], WHOLE if own == 1 else Share(member, member + 1, own)
         return
@@ -187,13 +209,24 @@ def _peers(
         yield workers[begin // width], Share(begin, end, of)
 
 
+def _messages(kind: type[M], step: Compute, peers: _Peers) -> Iterator[M]:
+    for peer, share in peers:
+        yield kind(
+            microbatch=step.microbatch,
+            first_layer=step.first_layer,
+            last_layer=step.last_layer,
+            peer=peer,
+            share=share,
+        )
+
+
 # ---- pass 3: gradient sync, vote, optimizer step
 
 
 def add_sync(
     worker: WorkerId, body: Iterable[Instruction], syncs: Iterable[SyncGradient]
 ) -> Program:
-    """The sums stand after the stage's last weight gradient, when all its layers are ready; the
+    """The sums stand after the worker's last weight gradient, when all its layers are ready; the
     executor starts each as soon as its own layers are."""
     syncs = tuple(syncs)
     norm: list[LayerPart] = []

@@ -18,6 +18,7 @@ from oobleck.planner.programs.instructions import (
     BackwardInput,
     BackwardWeight,
     Compute,
+    Content,
     Forward,
     Instruction,
     Message,
@@ -26,8 +27,8 @@ from oobleck.planner.programs.instructions import (
     ReceiveGradient,
     SendActivation,
     SendGradient,
-    Share,
     SyncGradient,
+    Visit,
     Vote,
 )
 from oobleck.planner.programs.plan import Plan
@@ -35,8 +36,6 @@ from oobleck.planner.programs.text import format_instruction
 
 #: Sender and receiver.
 _Link = tuple[WorkerId, WorkerId]
-#: What travels on a link: whether it is a gradient, pipeline, micro-batch, rows.
-_Content = tuple[bool, int, int, Share]
 
 
 def dry_run(programs: Mapping[WorkerId, Program], plan: Plan) -> None:
@@ -68,17 +67,20 @@ class _Runner:
 class _Run:
     def __init__(self, programs: Mapping[WorkerId, Program], plan: Plan) -> None:
         self._runners = {w: _Runner(w, program) for w, program in sorted(programs.items())}
+        #: How many workers hold a layer together with this one, where it is not alone.
         self._width = {
-            (number, position): len(stage.workers)
-            for number, pipeline in enumerate(plan.pipelines)
-            for position, stage in enumerate(pipeline.stages)
+            (worker, layer): len(hold.workers)
+            for hold in plan.holds
+            if len(hold.workers) > 1
+            for worker in hold.workers
+            for layer in hold.layers
         }
         self._runnable = deque(self._runners.values())
         #: Messages that are on their way, and who waits for the next one.
-        self._sent: dict[_Link, deque[_Content]] = defaultdict(deque)
+        self._sent: dict[_Link, deque[Content]] = defaultdict(deque)
         self._receiver: dict[_Link, _Runner] = {}
-        #: Workers of a stage that have come to a piece of compute.
-        self._gathered: dict[tuple[int, int, int, type[Compute]], list[_Runner]] = {}
+        #: Workers of a hop that have come to a piece of compute.
+        self._gathered: dict[tuple[Visit, type[Compute]], list[_Runner]] = {}
         #: By bucket: the workers that have it as their oldest open sum.
         self._ready_to_sum: dict[int, set[WorkerId]] = defaultdict(set)
 
@@ -135,11 +137,11 @@ class _Run:
     # ---- what several workers do together
 
     def _compute(self, runner: _Runner, step: Compute) -> bool:
-        """The workers of a stage compute in step."""
-        width = self._width[step.pipeline, step.stage]
+        """The workers of a hop compute in step."""
+        width = self._width.get((runner.id, step.first_layer), 1)
         if width == 1:
             return True
-        key = step.pipeline, step.stage, step.microbatch, type(step)
+        key = step.visit, type(step)
         others = self._gathered.setdefault(key, [])
         if len(others) + 1 < width:
             others.append(runner)
@@ -185,7 +187,7 @@ class _Run:
                 other = " in its turn: another message is before it" if sent else ""
                 return f"{words} for {step.peer}{other}"
             case Forward() | Backward() | BackwardInput() | BackwardWeight():
-                return f"{words} for the other workers of its stage"
+                return f"{words} for the other workers of its hop"
             case Vote() if runner.summed < len(runner.started):
                 return f"{words} for the sum of bucket {runner.started[runner.summed].bucket}"
             case Vote():
@@ -195,9 +197,7 @@ class _Run:
                 return words
 
 
-def _message(worker: WorkerId, step: Message) -> tuple[_Link, _Content]:
+def _message(worker: WorkerId, step: Message) -> tuple[_Link, Content]:
     """Of an instruction of `worker`, the same on both sides."""
     sends = isinstance(step, SendActivation | SendGradient)
-    link = (worker, step.peer) if sends else (step.peer, worker)
-    gradient = isinstance(step, SendGradient | ReceiveGradient)
-    return link, (gradient, step.pipeline, step.microbatch, step.share)
+    return (worker, step.peer) if sends else (step.peer, worker), step.content

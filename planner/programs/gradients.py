@@ -1,8 +1,8 @@
-"""Which gradients are summed over whom: buckets, from where the pipelines of a plan hold layers.
+"""Which gradients are summed over whom: buckets, from where a plan has layers held.
 
 A sum over few workers costs milliseconds however small it is, and one can start only when all of it
 is there; so layers with the same owners go into one bucket up to a size, and then into the next.
-Owns the cut of layers into pieces where stages of different numbers of workers hold them. Must not
+Owns the cut of layers into pieces where different numbers of workers share them. Must not
 know the order of compute or times.
 """
 
@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.instructions import LayerPart, Share, SyncGradient
-from oobleck.planner.programs.plan import Plan, Stage
+from oobleck.planner.programs.plan import Hold, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,15 +43,15 @@ def gradient_buckets(
     layer 0 and of the head, and each syncs what it holds of it.
     """
     by_owners: dict[tuple[WorkerId, ...], list[LayerPart]] = defaultdict(list)
-    for layers, stages in _runs(plan):
-        for share, owners in _pieces(stages):
+    for layers, holds in _runs(plan):
+        for share, owners in _pieces(holds):
             by_owners[owners].extend(
                 LayerPart(layer=layer, part="own", share=share) for layer in layers
             )
     if tied:
         ends = sorted({0, plan.layer_count - 1})
-        stages = [stage for p in plan.pipelines for stage in (p.stages[0], p.stages[-1])]
-        for share, owners in _pieces(stages):
+        holds = [hold for hold in plan.holds if any(layer in hold.layers for layer in ends)]
+        for share, owners in _pieces(holds):
             by_owners[owners].extend(
                 LayerPart(layer=layer, part="tied", share=share) for layer in ends
             )
@@ -91,12 +91,11 @@ def _place(part: LayerPart) -> tuple[str, int, Share]:
 
 def syncs_by_worker(buckets: Sequence[Bucket], plan: Plan) -> Mapping[WorkerId, list[SyncGradient]]:
     """The sums that each worker takes part in, in the order of the buckets."""
-    held = plan.holdings()
-    syncs: dict[WorkerId, list[SyncGradient]] = {worker: [] for worker in held}
+    syncs: dict[WorkerId, list[SyncGradient]] = {worker: [] for worker in plan.workers}
     for number, bucket in enumerate(buckets):
-        parts_of: dict[range, tuple[LayerPart, ...]] = {}
+        parts_of: dict[tuple[int, ...], tuple[LayerPart, ...]] = {}
         for worker in bucket.owners:
-            layers = held[worker]
+            layers = plan.held[worker]
             if layers not in parts_of:
                 parts_of[layers] = tuple(part for part in bucket.parts if part.layer in layers)
             syncs[worker].append(
@@ -105,27 +104,28 @@ def syncs_by_worker(buckets: Sequence[Bucket], plan: Plan) -> Mapping[WorkerId, 
     return syncs
 
 
-def _runs(plan: Plan) -> Iterator[tuple[range, list[Stage]]]:
-    """Maximal runs of layers that every pipeline holds in one stage, with those stages."""
-    starts = sorted({stage.first_layer for p in plan.pipelines for stage in p.stages})
-    reached = [0] * len(plan.pipelines)
-    for start, stop in zip(starts, [*starts[1:], plan.layer_count], strict=True):
-        stages = []
-        for number, pipeline in enumerate(plan.pipelines):
-            while pipeline.stages[reached[number]].last_layer < start:
-                reached[number] += 1
-            stages.append(pipeline.stages[reached[number]])
-        yield range(start, stop), stages
+def _runs(plan: Plan) -> Iterator[tuple[range, list[Hold]]]:
+    """Maximal runs of layers that the same holds have, with those."""
+    cuts = {hold.first_layer for hold in plan.holds} | {h.last_layer + 1 for h in plan.holds}
+    runs = [range(start, stop) for start, stop in pairwise(sorted(cuts))]
+    number = {run.start: index for index, run in enumerate(runs)}
+    found: list[list[Hold]] = [[] for _ in runs]
+    for hold in plan.holds:
+        for index in range(number[hold.first_layer], len(runs)):
+            if runs[index].start > hold.last_layer:
+                break
+            found[index].append(hold)
+    yield from zip(runs, found, strict=True)
 
 
-def _pieces(stages: Collection[Stage]) -> Iterator[tuple[Share, tuple[WorkerId, ...]]]:
-    """What the stages hold in common, cut wherever one of them changes the worker that owns it.
+def _pieces(holds: Collection[Hold]) -> Iterator[tuple[Share, tuple[WorkerId, ...]]]:
+    """What the holds have in common, cut wherever one of them changes the worker that owns it.
 
     Worker p of d owns the p-th d-th. Yields each piece with its owners, sorted.
     """
-    sizes = {len(stage.workers) for stage in stages}
+    sizes = {len(hold.workers) for hold in holds}
     of = math.lcm(*sizes)
     cuts = sorted({p * of // size for size in sizes for p in range(size)} | {of})
     for start, stop in pairwise(cuts):
-        owners = {stage.workers[start * len(stage.workers) // of] for stage in stages}
+        owners = {hold.workers[start * len(hold.workers) // of] for hold in holds}
         yield Share(start, stop, of), tuple(sorted(owners))

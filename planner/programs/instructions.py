@@ -2,8 +2,8 @@
 
 A program is a tuple of instructions for one worker. It says everything that the executor needs
 to know about *who* and *when*; shapes and tensors are the worker's. Each instruction names the
-pipeline, stage and micro-batch it acts on and, where it talks, the peer worker, so that a worker
-may also execute micro-batches of another pipeline's stage whose layers it holds.
+micro-batch and the layers that it acts on and, where it talks, the peer worker. So a worker may
+compute a part of the layers that it holds, for any micro-batches, and one of them in two parts.
 
 Sends are asynchronous (the executor starts them and goes on); receives, which the executor posts
 ahead, `SyncGradient`'s end and `Vote` wait. Micro-batches are numbered over the global batch.
@@ -41,56 +41,81 @@ WHOLE = Share(0, 1, 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """What all micro-batch instructions name."""
+    """What all micro-batch instructions name: a hop of the micro-batch's route, by its layers."""
 
-    pipeline: int
-    stage: int
     microbatch: int
+    first_layer: int
+    #: Inclusive.
+    last_layer: int
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.last_layer + 1)
+
+    @property
+    def visit(self) -> "Visit":
+        """The micro-batch at this hop: all instructions of it there have the same."""
+        return self.microbatch, self.first_layer
+
+
+#: A micro-batch, and the first layer of a hop that it passes.
+Visit = tuple[int, int]
+#: What travels in a message, the same for both of its ends: whether it is a gradient, micro-batch,
+#: the layer whose output it is or is the gradient of, rows.
+Content = tuple[bool, int, int, Share]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message(Action):
-    """What all instructions that talk to a neighbour stage name."""
+    """What all instructions that talk to the hop before or after name."""
 
     peer: WorkerId
-    #: The rows of the micro-batch that travel: all, except between stages of several workers,
-    #: where worker i of d holds the i-th d-th of the rows.
+    #: The rows of the micro-batch that travel: all, except between hops of several workers, where
+    #: worker i of d has the i-th d-th of the rows.
     share: Share = WHOLE
+
+    @property
+    def content(self) -> Content:
+        """Of all messages between two workers in a step, no other one has the same."""
+        gradient = isinstance(self, ReceiveGradient | SendGradient)
+        downwards = isinstance(self, ReceiveActivation | SendGradient)
+        boundary = self.first_layer - 1 if downwards else self.last_layer
+        return gradient, self.microbatch, boundary, self.share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTokens(Action):
-    """Get the micro-batch's token rows; on the first stage as input, on the last as targets."""
+    """Get the micro-batch's token rows; for the first layer as input, for the last as targets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveActivation(Message):
-    """Wait for the previous stage's output; paired with the peer's `SendActivation`."""
+    """Wait for the output of the hop before; paired with the peer's `SendActivation`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward(Action):
-    """Run the stage's layers; on the last stage also the loss."""
+    """Run the layers; after the last one of the model also the loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendActivation(Message):
-    """Hand the stage's output to the next stage."""
+    """Hand the output to the hop after."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveGradient(Message):
-    """Wait for the gradient of the stage's output; paired with the peer's `SendGradient`."""
+    """Wait for the gradient of the output; paired with the peer's `SendGradient`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backward(Action):
-    """Run the stage's backward, adding to the layers' gradients."""
+    """Run the layers' backward, adding to their gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardInput(Action):
-    """The part of the backward that others wait for: the gradient of the stage's input."""
+    """The part of the backward that others wait for: the gradient of the input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +125,7 @@ class BackwardWeight(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendGradient(Message):
-    """Hand the gradient of the stage's input to the previous stage."""
+    """Hand the gradient of the input to the hop before."""
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
@@ -113,8 +138,8 @@ class LayerPart:
 
     layer: int
     part: Literal["own", "tied"]
-    #: The whole part, except where some stage holds the layer on several workers: worker p of d
-    #: owns the p-th d-th of it.
+    #: The whole part, except where several workers of a node hold the layer: worker p of d owns the
+    #: p-th d-th of it.
     share: Share = WHOLE
 
 

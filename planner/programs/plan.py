@@ -1,8 +1,13 @@
-"""The plan: pipelines on concrete nodes and their shares of the batch, for one generation."""
+"""The plan: what each worker holds, and the routes that the micro-batches take, for one generation.
 
-from collections.abc import Mapping
+Who holds a layer need not compute it for every micro-batch, nor for any. A plan of templates is one
+route per pipeline, through all that the pipeline's workers hold.
+"""
+
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 from oobleck.planner.ids import Generation, NodeName, WorkerId
@@ -12,20 +17,22 @@ from oobleck.planner.schedules import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """Contiguous layers of one pipeline and the workers (of one node) that hold them."""
+class _Layers:
+    """Contiguous layers on some workers of one node."""
 
     first_layer: int
     #: Inclusive.
     last_layer: int
     workers: tuple[WorkerId, ...]
-    #: Of several workers: each keeps the weights that it has gathered, and its gradients of the
-    #: whole layers, for a step, since there is room (`oobleck.planner.profile.sharing`).
-    resident: bool = False
 
     def __post_init__(self) -> None:
-        if not self.workers:
-            raise ValueError("a stage needs at least one worker")
+        kind, workers = type(self).__name__.lower(), self.workers
+        if not workers:
+            raise ValueError(f"a {kind} needs at least one worker")
+        if len(workers) > 1 and len(set(workers)) < len(workers):
+            raise ValueError(f"a {kind}'s workers must be different ones: {workers}")
+        if len(workers) > 1 and len({w.node for w in workers}) > 1:
+            raise ValueError(f"a {kind}'s workers must be of one node: {workers}")
         if self.last_layer < self.first_layer:
             raise ValueError(f"last_layer: {self.last_layer} is below {self.first_layer}")
 
@@ -35,17 +42,56 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
-    """A template put on concrete nodes: one replica of the model.
+class Hop(_Layers):
+    """Layers that `workers` compute for the micro-batches of a route: the i-th of d workers the
+    i-th d-th of each micro-batch's rows."""
 
-    It computes micro-batches first_microbatch .. first_microbatch + microbatches - 1 of the
-    global batch in every step.
-    """
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold(_Layers):
+    """Layers that `workers` hold: the p-th of d workers the p-th d-th of each layer's state."""
+
+    #: Of several workers: each keeps the weights that it has gathered, and its gradients of the
+    #: whole layers, for a step, since there is room (`oobleck.planner.profile.sharing`).
+    resident: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """The hops that carry some micro-batches through the whole model."""
+
+    #: By layers, from the first one of the model to the last one.
+    hops: tuple[Hop, ...]
+    #: How many.
+    microbatches: int
+
+    def __post_init__(self) -> None:
+        if not self.hops:
+            raise ValueError("a route needs at least one hop")
+        if self.microbatches < 1:
+            raise ValueError("a route needs at least one micro-batch")
+        if self.hops[0].first_layer != 0:
+            raise ValueError(f"a route begins at layer {self.hops[0].first_layer}, not at 0")
+        for before, after in pairwise(self.hops):
+            if after.first_layer != before.last_layer + 1:
+                raise ValueError(
+                    f"a route goes from layer {before.last_layer} on to {after.first_layer}"
+                )
+            if not set(before.workers).isdisjoint(after.workers):
+                raise ValueError(
+                    f"two hops in a row, to layers {before.last_layer} and {after.last_layer}, are "
+                    "on the same worker; one hop must have what a worker computes in a row"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """A template put on concrete nodes: one replica of the model."""
 
     #: In template order: nodes[k] is the template's node number k.
     nodes: tuple[NodeName, ...]
-    stages: tuple[Stage, ...]
-    first_microbatch: int
+    stages: tuple[Hold, ...]
+    #: How many of the global batch it computes in every step.
     microbatches: int
 
     def __post_init__(self) -> None:
@@ -58,11 +104,7 @@ class Pipeline:
 
 
 def place(
-    template: PipelineTemplate,
-    nodes: tuple[NodeName, ...],
-    *,
-    first_microbatch: int,
-    microbatches: int,
+    template: PipelineTemplate, nodes: tuple[NodeName, ...], *, microbatches: int
 ) -> Pipeline:
     """Put `template` on `nodes`; the GPUs of a node go to its stages in slot order."""
     if len(nodes) != template.nodes:
@@ -74,14 +116,9 @@ def place(
         next_slot[stage.node] = slot + stage.gpus
         workers = tuple(WorkerId(nodes[stage.node], slot + gpu) for gpu in range(stage.gpus))
         stages.append(
-            Stage(first_layer=stage.first_layer, last_layer=stage.last_layer, workers=workers)
+            Hold(first_layer=stage.first_layer, last_layer=stage.last_layer, workers=workers)
         )
-    return Pipeline(
-        nodes=nodes,
-        stages=tuple(stages),
-        first_microbatch=first_microbatch,
-        microbatches=microbatches,
-    )
+    return Pipeline(nodes=nodes, stages=tuple(stages), microbatches=microbatches)
 
 
 class _Derived:
@@ -90,10 +127,13 @@ class _Derived:
     No fields of the plan, so neither compared nor written anywhere.
     """
 
-    __slots__ = ("_hash", "_nodes", "_shards", "_workers")
+    __slots__ = ("_hash", "_held", "_nodes", "_pipelines", "_shards", "_shares", "_workers")
     _hash: int
+    _held: Mapping[WorkerId, tuple[int, ...]]
     _nodes: tuple[NodeName, ...]
+    _pipelines: tuple[Pipeline, ...]
     _shards: ShardTable
+    _shares: tuple[range, ...]
     _workers: tuple[WorkerId, ...]
 
 
@@ -101,42 +141,123 @@ class _Derived:
 class Plan(_Derived):
     """Who holds which layer and computes which micro-batches in one generation.
 
-    The order of `pipelines` is the order of their micro-batch shares, which cover
-    0 .. microbatches - 1 without gap or overlap. Ranks are positions in `workers`.
+    The routes take the micro-batches of the global batch in their order, so that each is in exactly
+    one of them. Ranks are positions in `workers`.
     """
 
     generation: Generation
-    pipelines: tuple[Pipeline, ...]
+    holds: tuple[Hold, ...]
+    routes: tuple[Route, ...]
     schedule: Schedule = "1f1b"
 
     def __post_init__(self) -> None:
-        if not self.pipelines:
-            raise ValueError("a plan needs at least one pipeline")
-        next_microbatch = 0
-        for pipeline in self.pipelines:
-            if pipeline.first_microbatch != next_microbatch:
-                raise ValueError(f"the batch shares have a gap at micro-batch {next_microbatch}")
-            next_microbatch += pipeline.microbatches
-        nodes = [node for pipeline in self.pipelines for node in pipeline.nodes]
+        if not self.routes:
+            raise ValueError("a plan needs at least one route")
+        if len({route.hops[-1].last_layer for route in self.routes}) > 1:
+            raise ValueError("the routes disagree on the number of layers")
+        whole = {(hold.first_layer, hold.last_layer, hold.workers) for hold in self.holds}
+        parts = [
+            hop
+            for route in self.routes
+            for hop in route.hops
+            if (hop.first_layer, hop.last_layer, hop.workers) not in whole
+        ]
+        held: dict[tuple[WorkerId, ...], set[int]] = {}
+        for hold in self.holds:
+            held.setdefault(hold.workers, set()).update(hold.layers)
+        for hop in parts:
+            if missing := sorted(set(hop.layers) - held.get(hop.workers, set())):
+                names = ", ".join(map(str, hop.workers))
+                raise ValueError(
+                    f"{names} compute layer {missing[0]}, which they do not hold in these shares"
+                )
+        layers = [(worker, hold.layers) for hold in self.holds for worker in hold.workers]
+        if len({worker for worker, _ in layers}) < len(layers):
+            _check_once(layers)
+        if self.holds and max(hold.last_layer for hold in self.holds) >= self.layer_count:
+            raise ValueError(f"a layer is held that is none of the model's {self.layer_count}")
+
+    @classmethod
+    def of_pipelines(
+        cls,
+        pipelines: Iterable[Pipeline],
+        *,
+        generation: Generation,
+        schedule: Schedule = "1f1b",
+    ) -> "Plan":
+        """Each pipeline has one route, through all of its stages. Raises ValueError."""
+        given = tuple(pipelines)
+        nodes = [node for pipeline in given for node in pipeline.nodes]
         if len(set(nodes)) != len(nodes):
             raise ValueError(f"a node stands in two pipelines: {sorted(nodes)}")
-        if len({pipeline.stages[-1].last_layer for pipeline in self.pipelines}) > 1:
-            raise ValueError("the pipelines disagree on the number of layers")
+        return cls(
+            generation=generation,
+            holds=tuple(stage for pipeline in given for stage in pipeline.stages),
+            routes=tuple(
+                Route(
+                    hops=tuple(
+                        Hop(
+                            first_layer=stage.first_layer,
+                            last_layer=stage.last_layer,
+                            workers=stage.workers,
+                        )
+                        for stage in pipeline.stages
+                    ),
+                    microbatches=pipeline.microbatches,
+                )
+                for pipeline in given
+            ),
+            schedule=schedule,
+        )
 
     @property
     def microbatches(self) -> int:
-        return sum(pipeline.microbatches for pipeline in self.pipelines)
+        return sum(route.microbatches for route in self.routes)
 
     @property
     def layer_count(self) -> int:
-        return self.pipelines[0].stages[-1].last_layer + 1
+        return self.routes[0].hops[-1].last_layer + 1
+
+    @property
+    def shares(self) -> tuple[range, ...]:
+        """The micro-batches of each route."""
+        try:
+            return self._shares
+        except AttributeError:
+            ends = accumulate((route.microbatches for route in self.routes), initial=0)
+            found = tuple(range(first, stop) for first, stop in pairwise(ends))
+            object.__setattr__(self, "_shares", found)
+            return found
+
+    @property
+    def pipelines(self) -> tuple[Pipeline, ...]:
+        """The routes as pipelines; those of a plan of templates are the ones that it is made of."""
+        try:
+            return self._pipelines
+        except AttributeError:
+            holds = {(h.first_layer, h.last_layer, h.workers): h for h in self.holds}
+            found = []
+            for route in self.routes:
+                stages = tuple(
+                    holds.get((hop.first_layer, hop.last_layer, hop.workers))
+                    or Hold(
+                        first_layer=hop.first_layer, last_layer=hop.last_layer, workers=hop.workers
+                    )
+                    for hop in route.hops
+                )
+                nodes = dict.fromkeys(stage.workers[0].node for stage in stages)
+                found.append(
+                    Pipeline(nodes=tuple(nodes), stages=stages, microbatches=route.microbatches)
+                )
+            object.__setattr__(self, "_pipelines", tuple(found))
+            return self._pipelines
 
     @property
     def nodes(self) -> tuple[NodeName, ...]:
         try:
             return self._nodes
         except AttributeError:
-            found = tuple(sorted(node for pipeline in self.pipelines for node in pipeline.nodes))
+            found = tuple(sorted({hold.workers[0].node for hold in self.holds}))
             object.__setattr__(self, "_nodes", found)
             return found
 
@@ -146,55 +267,70 @@ class Plan(_Derived):
         try:
             return self._workers
         except AttributeError:
-            stages = (stage for pipeline in self.pipelines for stage in pipeline.stages)
-            found = tuple(sorted(worker for stage in stages for worker in stage.workers))
+            found = tuple(sorted({worker for hold in self.holds for worker in hold.workers}))
             object.__setattr__(self, "_workers", found)
             return found
 
     @property
     def shards(self) -> ShardTable:
-        """What each worker holds: worker p of d of a stage the p-th d-th of each of its layers'
+        """What each worker holds: worker p of d of a hold the p-th d-th of each of its layers'
         state. Equal sets are one object."""
         try:
             return self._shards
         except AttributeError:
-            found = {}
-            for stage in (stage for pipeline in self.pipelines for stage in pipeline.stages):
-                parts = len(stage.workers)
-                for part, worker in enumerate(stage.workers):
-                    found[worker] = _shards(stage.first_layer, stage.last_layer, part, parts)
+            found: dict[WorkerId, frozenset[Shard]] = {}
+            for hold in self.holds:
+                parts = len(hold.workers)
+                for part, worker in enumerate(hold.workers):
+                    own = _shards(hold.first_layer, hold.last_layer, part, parts)
+                    found[worker] = found[worker] | own if worker in found else own
             object.__setattr__(self, "_shards", MappingProxyType(found))
             return self._shards
+
+    @property
+    def held(self) -> Mapping[WorkerId, tuple[int, ...]]:
+        """The layers that each worker holds, or has a part of; sorted."""
+        try:
+            return self._held
+        except AttributeError:
+            found: dict[WorkerId, tuple[int, ...]] = {}
+            for hold in self.holds:
+                for worker in hold.workers:
+                    own = tuple(hold.layers)
+                    found[worker] = tuple(sorted(found[worker] + own)) if worker in found else own
+            object.__setattr__(self, "_held", MappingProxyType(found))
+            return self._held
 
     def __hash__(self) -> int:
         """Of a thousand nodes it takes milliseconds, and whatever is remembered asks for it."""
         try:
             return self._hash
         except AttributeError:
-            found = hash((self.generation, self.pipelines, self.schedule))
+            found = hash((self.generation, self.holds, self.routes, self.schedule))
             object.__setattr__(self, "_hash", found)
             return found
 
-    def holdings(self) -> Mapping[WorkerId, range]:
-        """The layers that each worker holds."""
-        return {
-            worker: stage.layers
-            for pipeline in self.pipelines
-            for stage in pipeline.stages
-            for worker in stage.workers
-        }
-
-    def stage_of(self, worker: WorkerId) -> Stage:
-        """The stage that `worker` is in. Raises ValueError where it is in none."""
-        for pipeline in self.pipelines:
-            for stage in pipeline.stages:
-                if worker in stage.workers:
-                    return stage
-        raise ValueError(f"worker {worker} is not in the plan of generation {self.generation}")
+    def hold_of(self, worker: WorkerId, layer: int) -> Hold:
+        """What `worker` holds `layer` with. Raises ValueError where it does not."""
+        for hold in self.holds:
+            if layer in hold.layers and worker in hold.workers:
+                return hold
+        raise ValueError(
+            f"worker {worker} does not hold layer {layer} in generation {self.generation}"
+        )
 
     def owners(self, layer: int) -> tuple[WorkerId, ...]:
         """The workers that hold `layer`, sorted."""
-        return tuple(sorted(w for w, layers in self.holdings().items() if layer in layers))
+        return tuple(sorted(w for hold in self.holds if layer in hold.layers for w in hold.workers))
+
+
+def _check_once(held: Iterable[tuple[WorkerId, range]]) -> None:
+    found: set[tuple[WorkerId, int]] = set()
+    for worker, layers in held:
+        for layer in layers:
+            if (worker, layer) in found:
+                raise ValueError(f"{worker} holds layer {layer} twice")
+            found.add((worker, layer))
 
 
 @lru_cache(maxsize=1024)

@@ -35,7 +35,7 @@ from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.programs.compile import add_communication
 from oobleck.planner.programs.dryrun import dry_run
 from oobleck.planner.programs.instructions import Backward, BackwardWeight, Compute, Forward
-from oobleck.planner.programs.plan import Pipeline, Plan, Stage
+from oobleck.planner.programs.plan import Hold, Pipeline, Plan
 from oobleck.planner.programs.schedule import Work, compute_order
 
 #: Micro-batches of a run beyond those that fill the stages.
@@ -50,7 +50,7 @@ _Order = tuple[Work, ...]
 
 def prove(plan: Plan) -> None:
     """Raises ProgramDeadlock with who waits for what."""
-    kinds = {(tuple(len(s.workers) for s in p.stages), p.microbatches) for p in plan.pipelines}
+    kinds = {(tuple(len(hop.workers) for hop in r.hops), r.microbatches) for r in plan.routes}
     for widths, microbatches in sorted(kinds):
         stages = len(widths)
         for first in range(stages - 1):
@@ -96,12 +96,16 @@ def _alike(first: _Order, second: _Order, kind: type[Compute]) -> int:
 def _prove_messages(orders: tuple[_Order, _Order], widths: tuple[int, ...]) -> None:
     """Run two neighbour stages of these numbers of workers that compute in these orders."""
     plan = _pair(widths)
-    (pipeline,) = plan.pipelines
+    (route,) = plan.routes
+    routes = {m: route for order in orders for _, m in order}
     programs = {}
-    for number, order in enumerate(orders):
-        compute = [kind(pipeline=0, stage=number, microbatch=m) for kind, m in order]
-        for member, worker in enumerate(pipeline.stages[number].workers):
-            programs[worker] = tuple(add_communication(compute, pipeline, member, lowest={}))
+    for hop, order in zip(route.hops, orders, strict=True):
+        compute = [
+            kind(microbatch=m, first_layer=hop.first_layer, last_layer=hop.last_layer)
+            for kind, m in order
+        ]
+        for worker in hop.workers:
+            programs[worker] = tuple(add_communication(worker, compute, routes, lowest={}))
     dry_run(programs, plan)
 
 
@@ -109,15 +113,15 @@ def _pair(widths: Sequence[int]) -> Plan:
     """One pipeline, each stage a layer on a node of its own."""
     nodes = tuple(NodeName(f"p0s{number}") for number in range(len(widths)))
     stages = tuple(
-        Stage(
+        Hold(
             first_layer=number,
             last_layer=number,
             workers=tuple(WorkerId(node, slot) for slot in range(width)),
         )
         for number, (node, width) in enumerate(zip(nodes, widths, strict=True))
     )
-    pipeline = Pipeline(nodes=nodes, stages=stages, first_microbatch=0, microbatches=1)
-    return Plan(generation=Generation(0), pipelines=(pipeline,))
+    pipeline = Pipeline(nodes=nodes, stages=stages, microbatches=1)
+    return Plan.of_pipelines([pipeline], generation=Generation(0))
 
 
 def forget() -> None:

@@ -1,6 +1,6 @@
 """Instructions as text, one word each, for people and messages.
 
-A word names pipeline.stage, the kind with the micro-batch, and the peer: `0.1:RECV_F3<n0/0`.
+A word names the layers, the kind with the micro-batch, and the peer: `2-3:RECV_F3<n0/0`.
 
     LOAD3  F3  B3                 tokens, forward, backward of micro-batch 3
     BI3  BW3                      the backward in two: gradient of the input, then of the weights
@@ -9,7 +9,7 @@ A word names pipeline.stage, the kind with the micro-batch, and the peer: `0.1:R
     SYNC2[3,4,tied:4]@n0/0,n1/0   bucket 2: own parts of layers 3 and 4, the tied one of layer 4
     VOTE[0,1,tied:0]  STEP        parts that this worker's norm counts; optimizer step
 
-Where stages have several workers, a share stands behind what it is of: `SEND_F3(1:2/4)>peer` sends
+Where hops have several workers, a share stands behind what it is of: `SEND_F3(1:2/4)>peer` sends
 the second quarter of the rows, `SYNC2[3(0:1/2)]@...` sums the first half of layer 3.
 """
 
@@ -67,7 +67,8 @@ def format_instruction(instruction: Instruction) -> str:
 
 
 def _action(action: Action) -> str:
-    return f"{action.pipeline}.{action.stage}:{NAMES[type(action)]}{action.microbatch}"
+    layers = f"{action.first_layer}-{action.last_layer}"
+    return f"{layers}:{NAMES[type(action)]}{action.microbatch}"
 
 
 def _format_share(share: Share) -> str:

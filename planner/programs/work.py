@@ -1,7 +1,7 @@
 """The micro-batches of a step that is done again in part, in place of the plan's shares.
 
 After a loss, gradients of many micro-batches are still there; the others are done again, each only
-as far down as a layer lacks it. Pure data, and the spread of such micro-batches over pipelines.
+as far down as a layer lacks it. Pure data, and the spread of such micro-batches over routes.
 """
 
 import heapq
@@ -13,9 +13,9 @@ from oobleck.planner.programs.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What the pipelines of a plan compute in one step."""
+    """What the routes of a plan compute in one step."""
 
-    #: By pipeline, in the order in which they are computed.
+    #: By route, in the order in which they are computed.
     microbatches: tuple[tuple[int, ...], ...]
     #: Of each: the lowest layer whose gradient still lacks it, and the number of layers where none
     #: does and only its loss is wanted. The backward ends there.
@@ -23,18 +23,18 @@ class Work:
 
 
 def spread(microbatches: Sequence[int], plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Hand `microbatches` out to the pipelines in proportion to their shares of a whole step.
+    """Hand `microbatches` out to the routes in proportion to their shares of a whole step.
 
-    One after the other, each to the pipeline that would be done with it first, as far as the shares
-    tell how fast it is; of equals to the one that stands first. What a pipeline gets is contiguous.
+    One after the other, each to the route that would be done with it first, as far as the shares
+    tell how fast it is; of equals to the one that stands first. What a route gets is contiguous.
     """
-    counts = [0] * len(plan.pipelines)
-    heap = [(1 / pipeline.microbatches, number) for number, pipeline in enumerate(plan.pipelines)]
+    counts = [0] * len(plan.routes)
+    heap = [(1 / route.microbatches, number) for number, route in enumerate(plan.routes)]
     heapq.heapify(heap)
     for _ in microbatches:
         _, number = heap[0]
         counts[number] += 1
-        share = plan.pipelines[number].microbatches
+        share = plan.routes[number].microbatches
         heapq.heapreplace(heap, ((counts[number] + 1) / share, number))
     ends = [sum(counts[: number + 1]) for number in range(len(counts))]
     return tuple(

@@ -140,11 +140,13 @@ def format_manifest(manifest: Manifest) -> bytes:
 def writers(plan: Plan, sizes: Sequence[int]) -> Mapping[WorkerId, tuple[int, ...]]:
     """The layers that each worker of the plan writes: each layer once, by one of its holders, and
     the one with most to write has as little as possible. `sizes`: bytes per layer."""
-    owners: dict[int, tuple[WorkerId, ...]] = {}
-    holdings = plan.holdings()
-    for layer in range(plan.layer_count):
-        owners[layer] = tuple(w for w in plan.workers if layer in holdings[w])
-    tasks = [Task(size=sizes[layer], near=(), far=holders) for layer, holders in owners.items()]
+    owners: dict[int, list[WorkerId]] = {layer: [] for layer in range(plan.layer_count)}
+    for worker in plan.workers:
+        for layer in plan.held[worker]:
+            owners[layer].append(worker)
+    tasks = [
+        Task(size=sizes[layer], near=(), far=tuple(holders)) for layer, holders in owners.items()
+    ]
     chosen: dict[WorkerId, list[int]] = {worker: [] for worker in plan.workers}
     for layer, worker in zip(owners, balance(tasks), strict=True):
         chosen[worker].append(layer)

@@ -70,18 +70,16 @@ def put_in_place(
     generation: Generation,
 ) -> Plan:
     """The next plan: pipelines that stay, and new ones on their `seats`."""
-    pipelines: list[Pipeline] = []
-    first = 0
-    for slot, nodes, share in zip(slots, seats.nodes, shares, strict=True):
-        if slot.kept is not None:
-            pipeline = replace(slot.kept, first_microbatch=first, microbatches=share)
-        else:
-            pipeline = place(
-                templates[slot.size], nodes, first_microbatch=first, microbatches=share
-            )
-        pipelines.append(pipeline)
-        first += share
-    return replace(plan, generation=generation, pipelines=tuple(pipelines))
+    return Plan.of_pipelines(
+        [
+            place(templates[slot.size], nodes, microbatches=share)
+            if slot.kept is None
+            else replace(slot.kept, microbatches=share)
+            for slot, nodes, share in zip(slots, seats.nodes, shares, strict=True)
+        ],
+        generation=generation,
+        schedule=plan.schedule,
+    )
 
 
 def seat(

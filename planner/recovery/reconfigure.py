@@ -68,12 +68,11 @@ class Reconfiguration:
 
 def can_lose(plan: Plan) -> int:
     """How many nodes, whichever they are, can be lost at a time without losing a layer."""
-    holders = [0] * plan.layer_count
-    for pipeline in plan.pipelines:
-        for stage in pipeline.stages:  # of one node, so a pipeline has every layer on one
-            for layer in stage.layers:
-                holders[layer] += 1
-    return min(holders) - 1
+    nodes: list[set[NodeName]] = [set() for _ in range(plan.layer_count)]
+    for hold in plan.holds:  # of one node, which so has all of each layer
+        for layer in hold.layers:
+            nodes[layer].add(hold.workers[0].node)
+    return min(map(len, nodes)) - 1
 
 
 def reconfigure(

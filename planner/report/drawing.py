@@ -10,7 +10,7 @@ from oobleck.planner.cost.estimate import KindEstimate, StepEstimate
 from oobleck.planner.cost.replay import Event, timeline
 from oobleck.planner.ids import NodeName
 from oobleck.planner.programs.instructions import BackwardInput, BackwardWeight, Forward
-from oobleck.planner.programs.plan import Plan, Stage
+from oobleck.planner.programs.plan import Hold, Plan
 from oobleck.planner.schedules import Schedule
 from oobleck.planner.units import count, format_bytes
 
@@ -31,11 +31,11 @@ def _draw_kind(plan: Plan, kind: KindEstimate, memory_limit: int, width: int) ->
     pipeline = kind.pipeline
     nodes = count(len(pipeline.nodes), "node")
     if kind.count == 1:
-        last = pipeline.first_microbatch + pipeline.microbatches - 1
+        share = plan.shares[kind.numbers[0]]
         batch = (
-            f"micro-batch {last}"
-            if pipeline.microbatches == 1
-            else f"micro-batches {pipeline.first_microbatch}-{last}"
+            f"micro-batch {share[0]}"
+            if len(share) == 1
+            else f"micro-batches {share[0]}-{share[-1]}"
         )
         lines = [f"pipeline {kind.numbers[0]}: {nodes}, {batch}"]
     else:
@@ -63,13 +63,13 @@ def some(nodes: Sequence[NodeName]) -> str:
     return ", ".join(nodes)
 
 
-def _shared(stages: Sequence[Stage]) -> bool:
+def _shared(stages: Sequence[Hold]) -> bool:
     """Whether a node has several stages, or a stage several GPUs."""
     nodes = {stage.workers[0].node for stage in stages}
     return len(nodes) < sum(len(stage.workers) for stage in stages)
 
 
-def _column(stage: Stage, peak: int, limit: int, *, gpus: bool) -> list[str]:
+def _column(stage: Hold, peak: int, limit: int, *, gpus: bool) -> list[str]:
     slots = [worker.slot for worker in stage.workers]
     layers = (
         f"layer {stage.first_layer}"

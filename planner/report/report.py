@@ -204,7 +204,7 @@ def draw(outcome: Outcome, profile: Profile, width: int = WIDTH) -> str:
 
 def _idle(outcome: Outcome) -> str:
     idle, plan = outcome.idle, outcome.plan
-    microbatches = sum(pipeline.microbatches for pipeline in plan.pipelines)
+    microbatches = plan.microbatches
     return (
         f"idle: {count(len(idle), 'node')} ({some(idle)}): no pipelines of these templates use "
         f"them, with a share of the step's micro-batches ({microbatches}) for each"

@@ -82,10 +82,9 @@ def settled(plan: Plan, profile: Profile) -> Plan:
 
 
 def with_residents(plan: Plan, profile: Profile) -> Plan:
-    """`plan` with every stage of several workers resident that has the memory for it."""
-    return replace(
-        plan,
-        pipelines=tuple(
+    """`plan`, of templates, with all stages of several workers resident that have the memory."""
+    return Plan.of_pipelines(
+        [
             replace(
                 pipeline,
                 stages=tuple(
@@ -94,7 +93,9 @@ def with_residents(plan: Plan, profile: Profile) -> Plan:
                 ),
             )
             for pipeline in plan.pipelines
-        ),
+        ],
+        generation=plan.generation,
+        schedule=plan.schedule,
     )
 
 

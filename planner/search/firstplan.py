@@ -141,10 +141,10 @@ def _put(
     shares: Sequence[int],
     generation: Generation,
 ) -> Plan:
-    pipelines = []
-    first = 0
-    for names, share in zip(nodes, shares, strict=True):
-        template = offer.costed[len(names)].template
-        pipelines.append(place(template, names, first_microbatch=first, microbatches=share))
-        first += share
-    return Plan(generation=generation, pipelines=tuple(pipelines))
+    return Plan.of_pipelines(
+        [
+            place(offer.costed[len(names)].template, names, microbatches=share)
+            for names, share in zip(nodes, shares, strict=True)
+        ],
+        generation=generation,
+    )

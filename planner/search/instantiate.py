@@ -75,22 +75,19 @@ def instantiate(
     )
     candidates = judgeable(demand)
     chosen = best_judged(candidates, judge)
-    return Plan(generation=generation, pipelines=_placed(chosen, templates, names))
+    return Plan.of_pipelines(_placed(chosen, templates, names), generation=generation)
 
 
 def _placed(
     chosen: Instantiation, templates: Mapping[int, PipelineTemplate], names: Sequence[NodeName]
 ) -> tuple[Pipeline, ...]:
-    """Nodes and micro-batches are handed out in order."""
+    """Nodes are handed out in order."""
     pipelines: list[Pipeline] = []
-    first_node = first_microbatch = 0
+    first_node = 0
     for size, share in zip(chosen.sizes, chosen.shares, strict=True):
         nodes = tuple(names[first_node : first_node + size])
-        pipelines.append(
-            place(templates[size], nodes, first_microbatch=first_microbatch, microbatches=share)
-        )
+        pipelines.append(place(templates[size], nodes, microbatches=share))
         first_node += size
-        first_microbatch += share
     return tuple(pipelines)
 
 

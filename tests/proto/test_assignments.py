@@ -130,7 +130,7 @@ def test_a_journal_has_the_fields_side_by_side() -> None:
     ("wrong", "reason"),
     [
         ({"plan": {**json.loads(encode(ASSIGN.plan)), "generation": 0}}, "generation: 0 is below"),
-        ({"plan": {**json.loads(encode(ASSIGN.plan)), "pipelines": []}}, "at least one pipeline"),
+        ({"plan": {**json.loads(encode(ASSIGN.plan)), "routes": []}}, "at least one route"),
         ({"rendezvous": {"store": "10.0.0.1:4000", "prefix": ""}}, "prefix: is empty"),
         ({"rendezvous": {"store": "nowhere", "prefix": "p"}}, "store: 'nowhere' is not HOST:PORT"),
         ({"leaving": [{"node": "../n", "slot": 0}]}, "node name '../n' is not allowed"),

@@ -119,14 +119,15 @@ class Clocked:
                     return False
                 worker.clock_s = max(worker.clock_s, self.arrived.pop(key))
             case Forward() | Backward() | BackwardInput() | BackwardWeight():
-                return self.compute(step)
+                return self.compute(worker.id, step)
         worker.position += 1
         return True
 
-    def compute(self, step: Compute) -> bool:
-        """The workers of a stage begin together."""
-        stage = self.plan.pipelines[step.pipeline].stages[step.stage]
-        members = [self.workers[worker] for worker in stage.workers]
+    def compute(self, worker: WorkerId, step: Compute) -> bool:
+        """The workers of a hop begin together."""
+        members = [
+            self.workers[member] for member in self.plan.hold_of(worker, step.first_layer).workers
+        ]
         if any(member.program[member.position] != step for member in members):
             return False
         begun_s = max(member.clock_s for member in members)
@@ -152,10 +153,9 @@ class Clocked:
 
     def message_s(self, worker: Worker, step: Message) -> float:
         """Both directions carry the output of the stage before the cut, or its gradient."""
-        before = step.stage - isinstance(step, SendGradient)
-        cut = self.plan.pipelines[step.pipeline].stages[before].last_layer
+        _, _, boundary, _ = step.content
         return message_s(
-            step.share.of_bytes(self.profile.layers[cut].output_bytes),
+            step.share.of_bytes(self.profile.layers[boundary].output_bytes),
             same_node=worker.id.node == step.peer.node,
             links=self.profile.links,
         )

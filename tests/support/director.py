@@ -50,7 +50,7 @@ from oobleck.host.ipc.messages import (
 )
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.programs.plan import Pipeline, Plan, Stage
+from oobleck.planner.programs.plan import Hold, Pipeline, Plan
 from oobleck.planner.schedules import Schedule
 from support import devices
 from support.waiting import PATIENCE_S, is_stopped
@@ -79,7 +79,6 @@ def make_plan(
     """A plan of these pipelines; a node's workers go to its stages in order. `resident`: all
     stages of several workers."""
     pipelines = []
-    start = 0
     for cut, share in zip(cuts, shares, strict=True):
         stages, layer = [], 0
         slots: Counter[str] = Counter()
@@ -88,7 +87,7 @@ def make_plan(
             slots[node] += number
             workers = tuple(WorkerId(NodeName(node), first + i) for i in range(number))
             stages.append(
-                Stage(
+                Hold(
                     first_layer=layer,
                     last_layer=layer + count - 1,
                     workers=workers,
@@ -97,11 +96,8 @@ def make_plan(
             )
             layer += count
         nodes = tuple(NodeName(node) for node in dict.fromkeys(node for node, *_ in cut))
-        pipelines.append(
-            Pipeline(nodes=nodes, stages=tuple(stages), first_microbatch=start, microbatches=share)
-        )
-        start += share
-    return Plan(generation=Generation(generation), pipelines=tuple(pipelines), schedule=schedule)
+        pipelines.append(Pipeline(nodes=nodes, stages=tuple(stages), microbatches=share))
+    return Plan.of_pipelines(pipelines, generation=Generation(generation), schedule=schedule)
 
 
 @dataclass

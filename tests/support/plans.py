@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.programs.plan import Pipeline, Plan, Stage, place
+from oobleck.planner.programs.plan import Hold, Pipeline, Plan, place
 from oobleck.planner.programs.template import PipelineTemplate
 from oobleck.planner.schedules import Schedule
 
@@ -13,7 +13,7 @@ Cut = int | tuple[int, int]
 
 def plan_of_cuts(*pipelines: tuple[Sequence[Cut], int], schedule: Schedule = "1f1b") -> Plan:
     """Each pipeline: its stages, every one on a node of its own, and its micro-batches."""
-    made, node, microbatch = [], 0, 0
+    made, node = [], 0
     for cuts, microbatches in pipelines:
         stages, nodes, layer = [], [], 0
         for cut in cuts:
@@ -22,33 +22,28 @@ def plan_of_cuts(*pipelines: tuple[Sequence[Cut], int], schedule: Schedule = "1f
             node += 1
             nodes.append(name)
             workers = tuple(WorkerId(name, slot) for slot in range(gpus))
-            stages.append(Stage(first_layer=layer, last_layer=layer + layers - 1, workers=workers))
+            stages.append(Hold(first_layer=layer, last_layer=layer + layers - 1, workers=workers))
             layer += layers
         made.append(
             Pipeline(
                 nodes=tuple(nodes),
                 stages=tuple(stages),
-                first_microbatch=microbatch,
                 microbatches=microbatches,
             )
         )
-        microbatch += microbatches
-    return Plan(generation=Generation(1), pipelines=tuple(made), schedule=schedule)
+    return Plan.of_pipelines(made, generation=Generation(1), schedule=schedule)
 
 
 def plan_of_templates(
     templates: Mapping[int, PipelineTemplate], *pipelines: tuple[int, int]
 ) -> Plan:
     """Each pipeline: nodes and micro-batches."""
-    made, node, first = [], 0, 0
+    made, node = [], 0
     for size, microbatches in pipelines:
         nodes = tuple(NodeName(f"n{n}") for n in range(node, node + size))
-        made.append(
-            place(templates[size], nodes, first_microbatch=first, microbatches=microbatches)
-        )
+        made.append(place(templates[size], nodes, microbatches=microbatches))
         node += size
-        first += microbatches
-    return Plan(generation=Generation(1), pipelines=tuple(made))
+    return Plan.of_pipelines(made, generation=Generation(1))
 
 
 def worker(number: int, slot: int = 0) -> WorkerId:

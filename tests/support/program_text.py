@@ -18,7 +18,7 @@ from oobleck.planner.programs.instructions import (
 from oobleck.planner.programs.text import NAMES, format_instruction
 
 KINDS = {name: kind for kind, name in NAMES.items()}
-ACTION = re.compile(r"(\d+)\.(\d+):([A-Z_]+?)(\d+)(\(\d+:\d+/\d+\))?(?:([<>])(.+))?")
+ACTION = re.compile(r"(\d+)-(\d+):([A-Z_]+?)(\d+)(\(\d+:\d+/\d+\))?(?:([<>])(.+))?")
 SYNC = re.compile(r"SYNC(\d+)\[(.*)\]@(.+)")
 VOTE = re.compile(r"VOTE\[(.*)\]")
 SHARE = re.compile(r"(.*)\((\d+):(\d+)/(\d+)\)")
@@ -50,7 +50,8 @@ def parse_instruction(word: str) -> Instruction:
         return SyncGradient(bucket=int(sync[1]), parts=parse_parts(sync[2]), owners=owners)
     action = ACTION.fullmatch(word)
     assert action is not None, word
-    where = {"pipeline": int(action[1]), "stage": int(action[2]), "microbatch": int(action[4])}
+    first, last, microbatch = int(action[1]), int(action[2]), int(action[4])
+    where = {"microbatch": microbatch, "first_layer": first, "last_layer": last}
     kind = KINDS[action[3]]
     if action[6] is None:
         return kind(**where)

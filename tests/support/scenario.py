@@ -104,7 +104,7 @@ from oobleck.planner.job.spec import (
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.measurement import LinkMeasurement, Measurement
 from oobleck.planner.profile.profile import LayerProfile, Profile
-from oobleck.planner.programs.plan import Pipeline, Plan, Stage
+from oobleck.planner.programs.plan import Hold, Pipeline, Plan
 from oobleck.proto.types import (
     PROTOCOL,
     Assignment,
@@ -380,25 +380,21 @@ class Player:
 
     def do_claim(self, name: str, generation: str, what: str, *nodes: str) -> None:
         """The agent comes back and tells of a plan of one pipeline over `nodes` that no master has
-        made, which is `what`: whole, with a gap, with a worker twice, or without processes."""
+        made, which is `what`: whole, or without processes."""
         job = self.state.job
         assert job is not None
         layers = job.spec.model.layer_count
         cuts = [round(k * layers / len(nodes)) for k in range(len(nodes) + 1)]
-        workers = [WorkerId(NodeName(node), 0) for node in nodes]
-        if what == "twice":
-            workers[1] = workers[0]
-        stages = [
-            Stage(first_layer=first, last_layer=last - 1, workers=(worker,))
-            for first, last, worker in zip(cuts, cuts[1:], workers, strict=False)
-        ]
+        stages = tuple(
+            Hold(first_layer=first, last_layer=last - 1, workers=(WorkerId(NodeName(node), 0),))
+            for first, last, node in zip(cuts, cuts[1:], nodes, strict=False)
+        )
         pipeline = Pipeline(
             nodes=tuple(map(NodeName, nodes)),
-            stages=tuple(stages[:1] + stages[2:] if what == "gap" else stages),
-            first_microbatch=0,
+            stages=stages,
             microbatches=job.spec.training.microbatches,
         )
-        plan = Plan(generation=Generation(int(generation)), pipelines=(pipeline,))
+        plan = Plan.of_pipelines([pipeline], generation=Generation(int(generation)))
         meeting = Rendezvous(store=f"{name}:4000", prefix="claimed")
         agent = self.agents[name]
         agent.running = Assignment(

@@ -12,7 +12,7 @@ from oobleck.host.detection import Detection
 from oobleck.host.ipc.messages import Assign, Measure, Rendezvous
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
-from oobleck.planner.programs.plan import Pipeline, Plan, Stage
+from oobleck.planner.programs.plan import Hold, Pipeline, Plan
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import assignment_message
 from oobleck.proto.control_pb2_grpc import (
@@ -40,24 +40,23 @@ def job(name: str, *, steps: int = 1000, pause_ms: int = 10) -> JobSpec:
 
 def plan(generation: int, *nodes: str, slots: int = 1) -> Plan:
     """One pipeline per node, one stage per slot; the model has as many layers as slots."""
-    return Plan(
-        generation=Generation(generation),
-        pipelines=tuple(
+    return Plan.of_pipelines(
+        [
             Pipeline(
                 nodes=(NodeName(node),),
                 stages=tuple(
-                    Stage(
+                    Hold(
                         first_layer=slot,
                         last_layer=slot,
                         workers=(WorkerId(NodeName(node), slot),),
                     )
                     for slot in range(slots)
                 ),
-                first_microbatch=index,
                 microbatches=1,
             )
-            for index, node in enumerate(nodes)
-        ),
+            for node in nodes
+        ],
+        generation=Generation(generation),
     )
 
 

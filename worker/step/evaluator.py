@@ -21,7 +21,7 @@ from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.held_out import HeldOut
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.random import RowKeys
-from oobleck.worker.step.pipeline_stage import SPANS, Microbatches, PipelineStage
+from oobleck.worker.step.hops import SPANS, Hops, Microbatches
 from oobleck.worker.transport.tell_all import tell_all
 from oobleck.worker.transport.transport import Transport
 
@@ -41,7 +41,7 @@ class Evaluator:
         self._held_out = held_out
         self._newest: EvaluationRecord | None = None
 
-    def run(self, step: int, plan: Plan, stage: PipelineStage, transport: Transport) -> None:
+    def run(self, step: int, plan: Plan, hops: Hops, transport: Transport) -> None:
         """Evaluate the state after `step`, if that is due and not done, and report the result.
         Every worker of `plan` calls it at the same step, between two steps. Raises TransportError
         when a peer is lost, Superseded when a newer generation is wanted, DataError."""
@@ -50,7 +50,7 @@ class Evaluator:
         with self._context.timeline.span("evaluate", step):
             known = self._known(step, transport)
             if known is None:
-                known = self._evaluate(step, plan, stage, transport)
+                known = self._evaluate(step, plan, hops, transport)
         if self._newest is None or self._newest.step != step:
             self._newest = known
             self._context.control.report(Evaluated(record=known))
@@ -63,23 +63,23 @@ class Evaluator:
         return next((record for records in told for record in records), None)
 
     def _evaluate(
-        self, step: int, plan: Plan, stage: PipelineStage, transport: Transport
+        self, step: int, plan: Plan, hops: Hops, transport: Transport
     ) -> EvaluationRecord:
         began = time.monotonic()
         own_loss = 0.0
-        stage.exchange.begin({})
+        hops.begin({})
         rounds = compile_evaluation(plan, self._held_out.microbatches)
         for number, program in enumerate(rounds[self._context.worker]):
             programs = {
                 member: programs[number] if number < len(programs) else ()
                 for member, programs in rounds.items()
             }
-            mailbox = stage.mailbox(programs)
-            microbatches = Microbatches(stage, mailbox)
+            mailbox = hops.mailbox(programs)
+            microbatches = Microbatches(hops, mailbox)
             for instruction in program:
-                own_loss += self._execute(instruction, step, plan.generation, stage, microbatches)
+                own_loss += self._execute(instruction, step, plan.generation, hops, microbatches)
             mailbox.finish()
-        stage.exchange.end()
+        hops.end()
         losses = torch.tensor([own_loss], dtype=torch.float64)
         transport.all_reduce(losses, tuple(range(transport.size))).wait()
         loss = losses.item() / self._held_out.microbatches
@@ -97,32 +97,32 @@ class Evaluator:
         instruction: Instruction,
         step: int,
         generation: Generation,
-        stage: PipelineStage,
+        hops: Hops,
         microbatches: Microbatches,
     ) -> float:
         """Carry out one instruction; the loss where it yields one, else 0."""
         context = self._context
         context.control.check_wanted(generation)
         assert isinstance(instruction, Action), "an evaluation has no vote"
-        m = instruction.microbatch
+        m, own = instruction.microbatch, hops.rows(instruction)
         context.faults.reached("evaluating", generation=generation, step=step, microbatch=m)
         with context.timeline.span(SPANS[type(instruction)], m):
             match instruction:
                 case ops.LoadTokens():
                     with pulse.FILES:
-                        rows = self._held_out.rows(m)[stage.rows.start : stage.rows.stop]
-                    microbatches.load(instruction, rows, self._keys(m, stage.rows))
+                        rows = self._held_out.rows(m)[own.start : own.stop]
+                    microbatches.load(instruction, rows, self._keys(m, own))
                 case ops.ReceiveActivation():
                     microbatches.receive(instruction)
                 case ops.Forward():
                     x, targets = microbatches.take_input(instruction)
                     # No layer wants a backward, so nothing is kept for one.
                     lowest = context.job.model.layer_count
-                    keys = self._keys(m, stage.rows)
-                    output = stage.runner.forward(m, x, keys, targets, lowest=lowest)
-                    if stage.is_last(instruction):
+                    runner = hops.runner(instruction)
+                    output = runner.forward(m, x, self._keys(m, own), targets, lowest=lowest)
+                    if hops.is_last(instruction):
                         return output.item()
-                    microbatches.keep_output(m, output)
+                    microbatches.keep_output(instruction, output)
                 case ops.SendActivation():
                     microbatches.send(instruction)
                 case _:

@@ -7,7 +7,7 @@ stage do the same in the same order. Must not know what is computed.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -61,14 +61,15 @@ class StageExchange(Exchange):
     def __init__(
         self,
         state: ModelState,
-        layers: range,
+        layers: Iterable[int],
         transport: Transport,
         ranks: Sequence[int],
         *,
-        resident: bool,
+        resident: Collection[int],
         timeline: Timeline,
     ) -> None:
-        """`ranks`: of the stage's workers, by their part."""
+        """`ranks`: of the workers that hold `layers` together, by their part; `resident`: those of
+        the layers that are."""
         self._layers = {
             layer: _SharedLayer(state.layers[layer], transport, ranks) for layer in layers
         }
@@ -81,9 +82,9 @@ class StageExchange(Exchange):
     def begin(self, due: Mapping[int, int]) -> None:
         self._due = dict(due)
         self._apart.clear()
-        for shared in self._layers.values():
+        for layer, shared in self._layers.items():
             shared.release()
-            if self._resident:
+            if layer in self._resident:
                 shared.start_gathering()
 
     @contextmanager
@@ -95,7 +96,7 @@ class StageExchange(Exchange):
         if gradients:
             shared.take_gradients()
         yield
-        if not self._resident:
+        if layer not in self._resident:
             shared.release()
 
     def take_gradients(self, layer: int) -> None:
@@ -104,7 +105,7 @@ class StageExchange(Exchange):
     def add(self, layer: int, microbatch: int) -> Sequence[int]:
         self._due[layer] -= 1
         self._apart[layer].append(microbatch)
-        if self._resident and self._due[layer]:
+        if layer in self._resident and self._due[layer]:
             return ()
         with self._timeline.span("reduce", layer):
             self._layers[layer].reduce()

@@ -4,13 +4,13 @@ Owns the order of a step's effects, and what each leaves in the worker's progres
 computes, a tensor travels or a ballot is counted is below.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from oobleck.host.ipc.messages import StepRecord
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.programs import instructions as ops
-from oobleck.planner.programs.instructions import Action, Instruction, Program
+from oobleck.planner.programs.instructions import Action, Instruction, Program, Visit
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.prefetch import Prefetcher
@@ -18,8 +18,8 @@ from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.step import vote
 from oobleck.worker.step.commit import commit, make_record
 from oobleck.worker.step.gradient_sums import GradientSums
+from oobleck.worker.step.hops import SPANS, Hops, Microbatches
 from oobleck.worker.step.mailbox import Mailbox
-from oobleck.worker.step.pipeline_stage import SPANS, Microbatches, PipelineStage
 from oobleck.worker.step.salvage import Salvage
 from oobleck.worker.transport.transport import Transport
 
@@ -40,7 +40,7 @@ class StepPlan:
     def __init__(
         self,
         worker: WorkerId,
-        layers: range,
+        layers: Collection[int],
         program: Program,
         mailbox: Mailbox,
         salvage: Salvage | None = None,
@@ -50,33 +50,32 @@ class StepPlan:
         self.mailbox = mailbox
         #: Micro-batches whose tokens are needed, in this order.
         self.loads = [step.microbatch for step in program if isinstance(step, ops.LoadTokens)]
-        backwards = [
-            s.microbatch for s in program if isinstance(s, ops.Backward | ops.BackwardInput)
-        ]
-        #: The micro-batch whose backward is the last one; None: there is none.
-        self.last = backwards[-1] if backwards else None
-        #: Micro-batches whose backward comes in two parts.
-        self.split = frozenset(s.microbatch for s in program if isinstance(s, ops.BackwardWeight))
+        backwards = [s for s in program if isinstance(s, ops.Backward | ops.BackwardInput)]
+        #: Whose backward is the last one; None: there is none.
+        self.last = backwards[-1].visit if backwards else None
+        #: Those whose backward comes in two parts.
+        self.split = frozenset(s.visit for s in program if isinstance(s, ops.BackwardWeight))
         #: Layers whose gradients have a part of the step already.
         self.counted: frozenset[int] = frozenset()
         #: Micro-batches that are not done again, whose loss this worker answers for; the same of
         #: the digests of their rows.
         self.losses: frozenset[int] = frozenset()
         self.digests: frozenset[int] = frozenset()
-        #: The layers whose gradients lack a micro-batch, and the lowest one of the whole model that
-        #: does. What is not in here is lacking everywhere.
-        self.lacking: Mapping[int, frozenset[int]] = {}
+        #: The layers of a hop whose gradients lack a micro-batch, and the lowest one of the whole
+        #: model that does. What is not in here is lacking everywhere.
+        self.lacking: Mapping[Visit, frozenset[int]] = {}
         self.lowest: Mapping[int, int] = {}
         if salvage is not None:
             self.counted = salvage.counted[worker]
             self.losses = frozenset(m for m, who in salvage.loss_holder.items() if who == worker)
             self.digests = frozenset(m for m, who in salvage.digest_holder.items() if who == worker)
-            self.lacking = {m: salvage.adding(m, layers) for m in backwards}
+            self.lacking = {s.visit: salvage.adding(s.microbatch, s.layers) for s in backwards}
             self.lowest = salvage.work.lowest
         #: How many micro-batches each layer's gradient gets.
-        self.due = {
-            layer: sum(layer in self.lacking.get(m, layers) for m in backwards) for layer in layers
-        }
+        self.due = dict.fromkeys(layers, 0)
+        for step in backwards:
+            for layer in self.lacking.get(step.visit, step.layers):
+                self.due[layer] += 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,14 +107,14 @@ class Executor:
         self._progress = context.progress
         self._timeline = context.timeline
         self._generation = plan.generation
-        self._layers = plan.holdings()[context.worker]
+        self._layers = plan.held[context.worker]
         self._transport = transport
         self._prefetcher = prefetcher
         self._saver = saver
         rank = {member: index for index, member in enumerate(plan.workers)}
         own = programs[context.worker]
         self._sums = GradientSums(own, rank, context.state, transport, context.timeline)
-        self.stage = PipelineStage(context, plan, transport)
+        self.hops = Hops(context, plan, transport)
         #: For a whole step.
         self._whole = self._make_step_plan(programs)
 
@@ -123,7 +122,7 @@ class Executor:
         self, programs: Mapping[WorkerId, Program], salvage: Salvage | None = None
     ) -> StepPlan:
         worker = self._context.worker
-        mailbox = self.stage.mailbox(programs)
+        mailbox = self.hops.mailbox(programs)
         return StepPlan(worker, self._layers, programs[worker], mailbox, salvage)
 
     def run_step(self, step: int, redo: Redo | None = None) -> tuple[StepRecord, Generation | None]:
@@ -161,8 +160,8 @@ class Executor:
         )
         self._prefetcher.begin(step, step_plan.loads, self._whole.loads)
         self._context.state.zero_gradients(keeping=step_plan.counted)
-        self.stage.exchange.begin(step_plan.due)
-        microbatches = Microbatches(self.stage, step_plan.mailbox)
+        self.hops.begin(step_plan.due)
+        microbatches = Microbatches(self.hops, step_plan.mailbox)
         self._sums.begin(step_plan.due)
         return _Step(number=step, plan=step_plan, microbatches=microbatches)
 
@@ -187,38 +186,40 @@ class Executor:
                 self._update(step)
 
     def _load(self, step: _Step, instruction: ops.LoadTokens) -> None:
-        """Take the micro-batch's token rows; the first stage answers for their digests."""
+        """Take the micro-batch's token rows; the first hop answers for their digests."""
         loaded = self._prefetcher.take(step.number, instruction.microbatch)
-        own = slice(self.stage.rows.start, self.stage.rows.stop)
-        if instruction.stage == 0:
+        rows = self.hops.rows(instruction)
+        own = slice(rows.start, rows.stop)
+        if self.hops.is_first(instruction):
             digests = zip(loaded.positions[own], loaded.digests[own], strict=True)
             self._progress.row_digests.update(digests)
-        keys = self._keys(step, instruction.microbatch)
+        keys = self._keys(step, instruction)
         step.microbatches.load(instruction, loaded.rows[own], keys)
 
-    def _keys(self, step: _Step, microbatch: int) -> RowKeys:
+    def _keys(self, step: _Step, action: Action) -> RowKeys:
         """Which samples this worker's rows of the micro-batch are: by step and position, never by
         rank."""
-        first, rows = microbatch * self._training.microbatch, self.stage.rows
+        first, rows = action.microbatch * self._training.microbatch, self.hops.rows(action)
         positions = tuple(range(first + rows.start, first + rows.stop))
         return RowKeys(seed=self._training.seed, step=step.number, positions=positions)
 
     def _forward(self, step: _Step, instruction: ops.Forward) -> None:
-        m, plan, progress = instruction.microbatch, step.plan, self._progress
+        m, visit, plan = instruction.microbatch, instruction.visit, step.plan
+        progress = self._progress
         x, targets = step.microbatches.take_input(instruction)
-        output = self.stage.runner.forward(
+        output = self.hops.runner(instruction).forward(
             m,
             x,
-            self._keys(step, m),
+            self._keys(step, instruction),
             targets,
-            split=m in plan.split,
-            adding=plan.lacking.get(m),
+            split=visit in plan.split,
+            adding=plan.lacking.get(visit),
             lowest=plan.lowest.get(m, 0),
-            by_layer=m == plan.last and self._sums.several,
+            by_layer=visit == plan.last and self._sums.several,
         )
-        if not self.stage.is_last(instruction):
-            step.microbatches.keep_output(m, output)
-        elif len(self.stage.rows) == self._training.microbatch:
+        if not self.hops.is_last(instruction):
+            step.microbatches.keep_output(instruction, output)
+        elif len(self.hops.rows(instruction)) == self._training.microbatch:
             progress.losses[m] = output.item()
         else:
             progress.loss_parts += output.item()
@@ -229,7 +230,7 @@ class Executor:
         timeline, progress, state = self._timeline, self._progress, self._context.state
         with timeline.span("wait for sends"):
             step.plan.mailbox.finish()
-        self.stage.exchange.end()
+        self.hops.end()
         with timeline.span("wait for sums"):
             self._sums.wait()
             self._transport.complete()
@@ -270,4 +271,4 @@ class Executor:
 
     def settle(self) -> None:
         """Leave a step in the middle: see `StageRunner.settle`."""
-        self.stage.runner.settle()
+        self.hops.settle()

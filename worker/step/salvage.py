@@ -2,7 +2,7 @@
 
 A survivor's gradient of a layer is a sum over micro-batches, so it counts as a whole or not at all:
 if its worker holds the same share of that layer in the new plan, and no micro-batch of it is in
-another sum that counts. The sums of workers that share a stage count together. From the same table
+another sum that counts. The sums of workers that share a layer count together. From the same table
 of `Contribution` every worker draws the same `Salvage`, with each (layer, micro-batch) once.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.plan import Plan, Stage
+from oobleck.planner.programs.plan import Hold, Plan
 from oobleck.planner.programs.work import Work, spread
 
 Bools = NDArray[np.bool_]
@@ -107,11 +107,10 @@ def _count(
     counted: dict[WorkerId, set[int]] = {worker: set() for worker in plan.workers}
     for layer in range(len(covered)):
         found = [
-            (stage.workers, added)
-            for pipeline in plan.pipelines
-            for stage in pipeline.stages
-            if layer in stage.layers
-            if (added := _common(stage, layer, contributions)) is not None
+            (hold.workers, added)
+            for hold in plan.holds
+            if layer in hold.layers
+            if (added := _common(hold, layer, contributions)) is not None
         ]
         for workers, added in sorted(found, key=lambda sum_: (-int(sum_[1].sum()), sum_[0])):
             if not (covered[layer] & added).any():
@@ -121,11 +120,9 @@ def _count(
     return {worker: frozenset(layers) for worker, layers in counted.items()}, covered
 
 
-def _common(
-    stage: Stage, layer: int, contributions: Mapping[WorkerId, Contribution]
-) -> Bools | None:
-    """The micro-batches that the workers of the stage have summed for `layer`; None for none."""
-    first, *others = (contributions[worker].added[layer] for worker in stage.workers)
+def _common(hold: Hold, layer: int, contributions: Mapping[WorkerId, Contribution]) -> Bools | None:
+    """The micro-batches that the workers of the hold have summed for `layer`; None for none."""
+    first, *others = (contributions[worker].added[layer] for worker in hold.workers)
     if any(not np.array_equal(other, first) for other in others):
         return None
     return first if first.any() else None

@@ -25,6 +25,11 @@ from oobleck.worker.step.exchange import Exchange
 OnLayer = Callable[[int], object]
 
 
+def activation_shape(job: JobSpec) -> tuple[int, int, int]:
+    """Of what passes between layers, forwards and backwards, for one micro-batch."""
+    return (job.training.microbatch, job.model.sequence_length, job.model.hidden)
+
+
 class _Segment:
     """A layer of a micro-batch, or several in a row, between forward and backward."""
 
@@ -67,7 +72,7 @@ class _Segment:
 
 
 class StageRunner:
-    """One stage of one pipeline on this worker."""
+    """Contiguous layers on this worker, for the micro-batches that pass them in one go."""
 
     def __init__(
         self,
@@ -102,9 +107,7 @@ class StageRunner:
 
     @property
     def activation_shape(self) -> tuple[int, int, int]:
-        """Of what passes between stages, forwards and backwards, for one micro-batch."""
-        model = self._job.model
-        return (self._job.training.microbatch, model.sequence_length, model.hidden)
+        return activation_shape(self._job)
 
     @property
     def activation_dtype(self) -> torch.dtype:

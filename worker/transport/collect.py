@@ -26,9 +26,9 @@ def collect(
     writer: WorkerId,
 ) -> Tensor | None:
     """The whole state of `layer` (1 + moments, n) in host memory, for `writer`, who holds it or a
-    share of it; None for all others. All workers of the writer's stage call this for the same
+    share of it; None for all others. All who share it with the writer call this for the same
     layers in the same order. Raises TransportError."""
-    members = plan.stage_of(writer).workers
+    members = plan.hold_of(writer, layer).workers
     if worker not in members:
         return None
     if len(members) == 1:

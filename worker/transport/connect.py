@@ -48,7 +48,7 @@ def choose(device: torch.device, wanted: TransportName, *, gpus_for_all: bool) -
 def links_of(programs: Mapping[WorkerId, Program], plan: Plan) -> list[Link]:
     """Sender and receiver of all messages of a step, as ranks; sorted, so the same for all.
 
-    The workers of a stage exchange weights and gradients, each with each.
+    Workers that hold layers together exchange weights and gradients, each with each.
     """
     rank = {worker: index for index, worker in enumerate(plan.workers)}
     messages = {
@@ -59,9 +59,8 @@ def links_of(programs: Mapping[WorkerId, Program], plan: Plan) -> list[Link]:
     }
     exchanges = {
         (rank[one], rank[other])
-        for pipeline in plan.pipelines
-        for stage in pipeline.stages
-        for one, other in permutations(stage.workers, 2)
+        for hold in plan.holds
+        for one, other in permutations(hold.workers, 2)
     }
     return sorted(messages | exchanges)
 

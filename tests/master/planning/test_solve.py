@@ -46,7 +46,7 @@ def test_a_plan_that_is_not_proven_is_refused(monkeypatch: pytest.MonkeyPatch) -
     solve.forget()
     for module in (compiler, proof):
         monkeypatch.setattr(module, "compute_order", last_stage_goes_backwards)
-    waits = r"programs wait for each other: .*p0s1/0 waits at 0\.1:RECV_F\d<p0s0/0 for p0s0/0"
+    waits = r"programs wait for each other: .*p0s1/0 waits at 1-1:RECV_F\d<p0s0/0 for p0s0/0"
     for ask in (client.first_plan, client.next_plan):
         with pytest.raises(RuntimeError, match=waits):
             ask(planner, job, nodes[1:], Generation(2))

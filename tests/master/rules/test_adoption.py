@@ -12,7 +12,7 @@ import pytest
 from oobleck.agent.connection.reports import newest_plan
 from oobleck.host.ipc.messages import Assign, Rendezvous
 from oobleck.planner.ids import Generation, JobId, NodeName, WorkerId
-from oobleck.planner.programs.plan import Pipeline, Plan, Stage
+from oobleck.planner.programs.plan import Hold, Pipeline, Plan
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.types import Assignment
 from support.fake_agent import DEADLINE_S, FakeAgent, MasterProcess, operator
@@ -99,11 +99,9 @@ def test_a_journal_without_the_plan_costs_the_job_no_worker_and_no_generation(
 
 
 def assignment(job: str | None, generation: int = 0) -> Assignment:
-    stage = Stage(first_layer=0, last_layer=1, workers=(WorkerId(NodeName("n1"), 0),))
-    pipeline = Pipeline(
-        nodes=(NodeName("n1"),), stages=(stage,), first_microbatch=0, microbatches=1
-    )
-    plan = Plan(generation=Generation(generation), pipelines=(pipeline,), schedule="1f1b")
+    stage = Hold(first_layer=0, last_layer=1, workers=(WorkerId(NodeName("n1"), 0),))
+    pipeline = Pipeline(nodes=(NodeName("n1"),), stages=(stage,), microbatches=1)
+    plan = Plan.of_pipelines([pipeline], generation=Generation(generation), schedule="1f1b")
     meeting = Rendezvous(store="127.0.0.1:4001", prefix="p")
     assign = Assign(plan=plan, rendezvous=meeting, boundary=False) if generation else None
     return Assignment(

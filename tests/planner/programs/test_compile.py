@@ -134,27 +134,27 @@ def test_stages_of_several_workers_exchange_the_rows_they_share() -> None:
     # Stage 0 on 2 workers, stage 1 on 3: of six sixths of the rows each holds 3, or 2.
     programs = compile_programs(plan_of_cuts(([(1, 2), (1, 3)], 1)), tied=False)
     assert words(programs[worker(0, 0)], "SEND") == [
-        "0.0:SEND_F0(0:2/6)>n1/0",
-        "0.0:SEND_F0(2:3/6)>n1/1",
+        "0-0:SEND_F0(0:2/6)>n1/0",
+        "0-0:SEND_F0(2:3/6)>n1/1",
     ]
     assert words(programs[worker(0, 1)], "SEND") == [
-        "0.0:SEND_F0(3:4/6)>n1/1",
-        "0.0:SEND_F0(4:6/6)>n1/2",
+        "0-0:SEND_F0(3:4/6)>n1/1",
+        "0-0:SEND_F0(4:6/6)>n1/2",
     ]
     assert words(programs[worker(1, 1)], "RECV") == [
-        "0.1:RECV_F0(2:3/6)<n0/0",
-        "0.1:RECV_F0(3:4/6)<n0/1",
+        "1-1:RECV_F0(2:3/6)<n0/0",
+        "1-1:RECV_F0(3:4/6)<n0/1",
     ]
     assert words(programs[worker(1, 1)], "SEND") == [
-        "0.1:SEND_B0(2:3/6)>n0/0",
-        "0.1:SEND_B0(3:4/6)>n0/1",
+        "1-1:SEND_B0(2:3/6)>n0/0",
+        "1-1:SEND_B0(3:4/6)>n0/1",
     ]
 
 
 def test_equally_wide_stages_talk_worker_to_worker() -> None:
     programs = compile_programs(plan_of_cuts(([(1, 2), (1, 2)], 1)), tied=False)
-    assert words(programs[worker(0, 1)], "SEND") == ["0.0:SEND_F0(1:2/2)>n1/1"]
-    assert words(programs[worker(0, 1)], "RECV") == ["0.0:RECV_B0(1:2/2)<n1/1"]
+    assert words(programs[worker(0, 1)], "SEND") == ["0-0:SEND_F0(1:2/2)>n1/1"]
+    assert words(programs[worker(0, 1)], "RECV") == ["0-0:RECV_B0(1:2/2)<n1/1"]
 
 
 def test_gradients_of_differently_wide_stages_are_summed_piece_by_piece() -> None:
@@ -185,7 +185,7 @@ def test_every_piece_of_every_layer_is_summed_over_one_worker_of_each_pipeline(t
             sizes = [b - a for a, b in pairwise([0, *cuts, layers])]
             pipelines.append(([(size, rng.randint(1, 4)) for size in sizes], 1))
         plan = plan_of_cuts(*pipelines)
-        held = plan.holdings()
+        held = plan.held
         covered: Counter[tuple[int, str, WorkerId]] = Counter()
         for bucket in gradient_buckets(plan, tied=tied):
             assert list(bucket.owners) == sorted(set(bucket.owners))
@@ -259,5 +259,5 @@ def test_an_evaluation_forwards_every_microbatch_once_through_every_layer() -> N
                 assert kinds <= {LoadTokens, ReceiveActivation, Forward, SendActivation}, seed
                 steps = [step.microbatch for step in program if isinstance(step, Forward)]
                 assert 0 < len(steps) <= EVALUATION_ROUND, seed
-                forwarded.update((m, layer) for m in steps for layer in plan.holdings()[member])
+                forwarded.update((m, layer) for m in steps for layer in plan.held[member])
         assert forwarded == Counter((m, layer) for m in range(count) for layer in range(4)), seed

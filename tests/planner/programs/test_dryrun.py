@@ -39,7 +39,7 @@ def test_programs_of_any_plan_end_and_do_everything_once(seed: int, tied: bool) 
     assert parse_programs(format_programs(programs)) == programs
     dry_run(programs, plan)
 
-    held = plan.holdings()
+    held = plan.held
     forward: Counter[tuple[int, int]] = Counter()
     backward: Counter[tuple[int, int]] = Counter()
     order: dict[tuple[WorkerId, ...], list[tuple[WorkerId, list[int]]]] = {}
@@ -83,7 +83,7 @@ def test_a_send_that_is_missing_is_found() -> None:
         for step in programs[worker(0)]
         if not (isinstance(step, SendActivation) and step.microbatch == 1)
     )
-    with pytest.raises(ProgramDeadlock, match=r"n1/0 waits at 0\.1:RECV_F1<n0/0 for n0/0"):
+    with pytest.raises(ProgramDeadlock, match=r"n1/0 waits at 1-1:RECV_F1<n0/0 for n0/0"):
         dry_run(programs, plan)
 
 
@@ -92,7 +92,7 @@ def test_the_workers_of_a_stage_compute_together() -> None:
     programs = compile_programs(plan, tied=False)
     dry_run(programs, plan)
     lame = {**programs, worker(1, 1): programs[worker(1, 1)][-2:]}
-    with pytest.raises(ProgramDeadlock, match=r"n1/0 waits at 0\.1:F0 for the other workers of"):
+    with pytest.raises(ProgramDeadlock, match=r"n1/0 waits at 1-1:F0 for the other workers of"):
         dry_run(lame, plan)
 
 
@@ -100,10 +100,10 @@ def test_messages_out_of_order_are_found() -> None:
     """All of them are there, and the first of the link is not the one that is waited for."""
     plan = plan_of_cuts(([1, 1], 2), schedule="gpipe")
     text = format_programs(compile_programs(plan, tied=False))
-    first, second = "0.1:RECV_F0<n0/0", "0.1:RECV_F1<n0/0"
+    first, second = "1-1:RECV_F0<n0/0", "1-1:RECV_F1<n0/0"
     swapped = text.replace(first, "?").replace(second, first).replace("?", second)
     with pytest.raises(
-        ProgramDeadlock, match=r"n1/0 waits at 0\.1:RECV_F1<n0/0 for n0/0 in its turn: another"
+        ProgramDeadlock, match=r"n1/0 waits at 1-1:RECV_F1<n0/0 for n0/0 in its turn: another"
     ):
         dry_run(parse_programs(swapped), plan)
 
@@ -123,11 +123,11 @@ def test_program_text_reads_like_this() -> None:
     profile = profile_of([1.0, 1.0, 1.0])
     plan = plan_of_templates(generate_templates(profile, range(1, 3)), (2, 1), (1, 1))
     assert format_programs(compile_programs(plan, tied=True)) == (
-        "n0/0: 0.0:LOAD0 0.0:F0 0.0:SEND_F0>n1/0 0.0:RECV_B0<n1/0 0.0:B0 "
+        "n0/0: 0-1:LOAD0 0-1:F0 0-1:SEND_F0>n1/0 0-1:RECV_B0<n1/0 0-1:B0 "
         "SYNC0[tied:0]@n0/0,n1/0,n2/0 SYNC2[0,1]@n0/0,n2/0 VOTE[0,tied:0] STEP\n"
-        "n1/0: 0.1:LOAD0 0.1:RECV_F0<n0/0 0.1:F0 0.1:B0 0.1:SEND_B0>n0/0 "
+        "n1/0: 2-2:LOAD0 2-2:RECV_F0<n0/0 2-2:F0 2-2:B0 2-2:SEND_B0>n0/0 "
         "SYNC0[tied:2]@n0/0,n1/0,n2/0 SYNC1[2]@n1/0,n2/0 VOTE[2] STEP\n"
-        "n2/0: 1.0:LOAD1 1.0:F1 1.0:B1 SYNC0[tied:0,tied:2]@n0/0,n1/0,n2/0 "
+        "n2/0: 0-2:LOAD1 0-2:F1 0-2:B1 SYNC0[tied:0,tied:2]@n0/0,n1/0,n2/0 "
         "SYNC1[2]@n1/0,n2/0 SYNC2[0,1]@n0/0,n2/0 VOTE[1] STEP\n"
     )
 
@@ -139,15 +139,15 @@ def test_an_empty_share_is_refused() -> None:
 
 def test_every_word_survives() -> None:
     for word in (
-        "0.1:RECV_B3<a.b-c/2",
-        "12.0:SEND_F7>n0/0",
-        "0.2:SEND_B1(1:2/4)>n0/3",
+        "2-4:RECV_B3<a.b-c/2",
+        "0-12:SEND_F7>n0/0",
+        "7-7:SEND_B1(1:2/4)>n0/3",
         "VOTE[]",
         "VOTE[0(0:1/2),tied:0(0:1/2)]",
         "SYNC3[4(2:3/6),tied:4(2:3/6)]@n0/0,n1/2",
         "STEP",
-        "0.0:LOAD3",
-        "0.1:BI3",
-        "0.1:BW3",
+        "0-1:LOAD3",
+        "1-2:BI3",
+        "1-2:BW3",
     ):
         assert format_instruction(parse_instruction(word)) == word

@@ -185,9 +185,9 @@ def test_a_receive_in_front_of_the_send_that_the_peer_needs_is_found(schedule: S
     """Both neighbours receive before they send what the other waits for."""
     plan = plan_of_cuts(([1, 1], 3), schedule=schedule)
     text = format_programs(compile_programs(plan, tied=False))
-    swapped = text.replace("0.0:SEND_F0>n1/0 0.0:LOAD1 0.0:F1 ", "0.0:LOAD1 0.0:F1 ").replace(
-        "0.0:RECV_B0<n1/0 ", "0.0:RECV_B0<n1/0 0.0:SEND_F0>n1/0 "
+    swapped = text.replace("0-0:SEND_F0>n1/0 0-0:LOAD1 0-0:F1 ", "0-0:LOAD1 0-0:F1 ").replace(
+        "0-0:RECV_B0<n1/0 ", "0-0:RECV_B0<n1/0 0-0:SEND_F0>n1/0 "
     )
     assert swapped != text
-    with pytest.raises(ProgramDeadlock, match=r"n1/0 waits at 0\.1:RECV_F0<n0/0 for n0/0"):
+    with pytest.raises(ProgramDeadlock, match=r"n1/0 waits at 1-1:RECV_F0<n0/0 for n0/0"):
         dry_run(parse_programs(swapped), plan)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from oobleck.planner.errors import LayerLost, PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.programs.plan import Pipeline, Plan, Stage
+from oobleck.planner.programs.plan import Hold, Pipeline, Plan
 from oobleck.planner.programs.shards import Shard, ShardTable, require_holders
 from oobleck.planner.programs.transfer import Transfer, plan_transfers
 
@@ -19,17 +19,16 @@ LAYERS = 4
 
 def replicas(*workers: WorkerId) -> Plan:
     """Every worker holds the whole model."""
-    return Plan(
-        generation=Generation(2),
-        pipelines=tuple(
+    return Plan.of_pipelines(
+        [
             Pipeline(
                 nodes=(NodeName(f"{w.node}.{w.slot}"),),
-                stages=(Stage(first_layer=0, last_layer=LAYERS - 1, workers=(w,)),),
-                first_microbatch=number,
+                stages=(Hold(first_layer=0, last_layer=LAYERS - 1, workers=(w,)),),
                 microbatches=1,
             )
-            for number, w in enumerate(workers)
-        ),
+            for w in workers
+        ],
+        generation=Generation(2),
     )
 
 
@@ -112,7 +111,7 @@ def cut(first_node: int, *stages: tuple[int, int]) -> Pipeline:
     for number, (layers, gpus) in enumerate(stages):
         node = NodeName(f"n{first_node + number}")
         made.append(
-            Stage(
+            Hold(
                 first_layer=layer,
                 last_layer=layer + layers - 1,
                 workers=tuple(WorkerId(node, slot) for slot in range(gpus)),
@@ -122,13 +121,12 @@ def cut(first_node: int, *stages: tuple[int, int]) -> Pipeline:
     return Pipeline(
         nodes=tuple(NodeName(f"n{first_node + n}") for n in range(len(stages))),
         stages=tuple(made),
-        first_microbatch=0,
         microbatches=1,
     )
 
 
 def plan_of(pipeline: Pipeline) -> Plan:
-    return Plan(generation=Generation(1), pipelines=(pipeline,))
+    return Plan.of_pipelines([pipeline], generation=Generation(1))
 
 
 def span(held: ShardTable, of: WorkerId, layer: int) -> set[Fraction]:

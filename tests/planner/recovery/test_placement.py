@@ -31,10 +31,8 @@ def test_the_fewest_bytes_move_of_all_orders(seed: int, gpus: int) -> None:
     )
     templates = generate_templates(profile, range(1, 5))
     old, new = rng.randint(2, 4), rng.randint(2, 4)
-    plan = Plan(
-        generation=Generation(1),
-        pipelines=(place(templates[old], names(old), first_microbatch=0, microbatches=4),),
-    )
+    pipeline = place(templates[old], names(old), microbatches=4)
+    plan = Plan.of_pipelines([pipeline], generation=Generation(1))
     alive = frozenset(names(max(old, new))) - {NodeName("n1")}
     slots = [Slot(size=min(new, len(alive)), kept=None, origin=None)]
     seats = seat(slots, plan, alive, templates=templates, state_bytes=state)
@@ -42,9 +40,9 @@ def test_the_fewest_bytes_move_of_all_orders(seed: int, gpus: int) -> None:
     held = plan.shards
 
     def moved(order: tuple[NodeName, ...]) -> float:
-        pipeline = place(templates[slots[0].size], order, first_microbatch=0, microbatches=4)
+        pipeline = place(templates[slots[0].size], order, microbatches=4)
         total = 0.0
-        plan = Plan(generation=Generation(2), pipelines=(pipeline,))
+        plan = Plan.of_pipelines([pipeline], generation=Generation(2))
         for worker, shards in plan.shards.items():
             for shard in shards:
                 unit = state[shard.layer] / 12
@@ -72,11 +70,9 @@ def test_the_fewest_bytes_move_of_all_orders(seed: int, gpus: int) -> None:
 def test_whole_pipelines_stay_and_the_schedule_with_them() -> None:
     profile = profile_of([1.0] * 6)
     templates = generate_templates(profile, range(2, 4))
-    first = place(templates[3], names(3), first_microbatch=0, microbatches=4)
-    second = place(
-        templates[2], (NodeName("n3"), NodeName("n4")), first_microbatch=4, microbatches=4
-    )
-    plan = Plan(generation=Generation(1), pipelines=(first, second), schedule="zb-h1")
+    first = place(templates[3], names(3), microbatches=4)
+    second = place(templates[2], (NodeName("n3"), NodeName("n4")), microbatches=4)
+    plan = Plan.of_pipelines([first, second], generation=Generation(1), schedule="zb-h1")
     alive = frozenset(plan.nodes) - {NodeName("n4")}
     slots = keep_fitting([3, 1], plan, alive)
     assert [(slot.size, slot.kept) for slot in slots] == [(3, first), (1, None)]
@@ -85,4 +81,4 @@ def test_whole_pipelines_stay_and_the_schedule_with_them() -> None:
     now = put_in_place(slots, seats, (6, 2), plan, templates=templates, generation=Generation(2))
     assert now.schedule == "zb-h1"
     assert now.pipelines[0].stages == first.stages
-    assert [(p.first_microbatch, p.microbatches) for p in now.pipelines] == [(0, 6), (6, 2)]
+    assert now.shares == (range(6), range(6, 8))

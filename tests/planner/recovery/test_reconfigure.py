@@ -32,13 +32,11 @@ def names(count: int) -> tuple[NodeName, ...]:
 def plan_of(templates: Templates, *sizes: int) -> Plan:
     """Pipelines of these sizes on n0, n1, ... in order."""
     pipelines, first_node, share = [], 0, MICROBATCHES // len(sizes)
-    for number, size in enumerate(sizes):
+    for size in sizes:
         nodes = tuple(NodeName(f"n{n}") for n in range(first_node, first_node + size))
-        pipelines.append(
-            place(templates[size], nodes, first_microbatch=number * share, microbatches=share)
-        )
+        pipelines.append(place(templates[size], nodes, microbatches=share))
         first_node += size
-    return Plan(generation=Generation(1), pipelines=tuple(pipelines))
+    return Plan.of_pipelines(pipelines, generation=Generation(1))
 
 
 @pytest.fixture
@@ -165,13 +163,12 @@ def test_placement_moves_the_fewest_bytes_of_all_orders(profile: Profile) -> Non
         nodes = change.plan.pipelines[0].nodes
 
         def moved(order: tuple[NodeName, ...]) -> int:
-            placed = place(templates[4], order, first_microbatch=0, microbatches=1)
-            held = plan.holdings()
+            placed = place(templates[4], order, microbatches=1)
             return sum(
                 state[layer]
                 for stage in placed.stages
                 for layer in stage.layers
-                if layer not in held[stage.workers[0]]
+                if layer not in plan.held[stage.workers[0]]
             )
 
         assert moved(nodes) == min(map(moved, itertools.permutations(nodes)))
@@ -249,10 +246,8 @@ def test_nodes_without_use_stay_idle_and_disturb_nobody() -> None:
     profile = profile_of([1.0] * 2)
     templates = generate_templates(profile, range(1, 3))
     plan = plan_of(templates, 1)
-    plan = Plan(
-        generation=Generation(1),
-        pipelines=(place(templates[1], names(1), first_microbatch=0, microbatches=1),),
-    )
+    pipeline = place(templates[1], names(1), microbatches=1)
+    plan = Plan.of_pipelines([pipeline], generation=Generation(1))
     change = after(plan, profile, templates, join=("n1", "n2", "n3"))
     assert len(change.plan.nodes) == 2
     assert len(change.idle) == 2
@@ -337,9 +332,7 @@ def check(
 def check_sources(before: Plan, now: Plan, live: tuple[NodeName, ...], profile: Profile) -> None:
     """Each transfer comes from one who held the layer before."""
     held = {
-        worker: frozenset(layers)
-        for worker, layers in before.holdings().items()
-        if worker.node in live
+        worker: frozenset(layers) for worker, layers in before.held.items() if worker.node in live
     }
     state_bytes = [layer.state_bytes for layer in profile.layers]
     for transfer in plan_transfers(held, now, state_bytes=state_bytes):

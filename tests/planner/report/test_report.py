@@ -9,6 +9,7 @@ import pytest
 from oobleck.planner.errors import PlanInfeasible, ProgramDeadlock
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs import proof
+from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.schedule import Work, compute_order
 from oobleck.planner.report.report import Outcome, draw, make_report
 from oobleck.planner.schedules import Schedule
@@ -160,7 +161,7 @@ def test_gpus_of_a_node_stand_together_and_equal_pipelines_are_drawn_once() -> N
                 nodes=(node, pipeline.nodes[2]),
             )
         shared.append(pipeline)
-    plan = replace(plan, pipelines=tuple(shared))
+    plan = Plan.of_pipelines(shared, generation=plan.generation)
     profile = profile_of([0.1] * 8, gpus=(1, 2, 3), gpus_per_node=3, memory=10000)
     outcome = Outcome(plan=plan, choice=choose_schedule(plan, profile))
     text = draw(outcome, profile).splitlines()

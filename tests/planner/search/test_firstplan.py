@@ -100,8 +100,8 @@ def test_another_process_knows_the_cuts_from_the_plan() -> None:
         plain = Catalogue(tied=True).offer(profile, sizes)
         for size in sizes:
             for template in (each.template for each in plain.equals[size]):
-                pipeline = place(template, tuple(nodes[:size]), first_microbatch=0, microbatches=4)
-                plan = Plan(generation=Generation(1), pipelines=(pipeline,))
+                pipeline = place(template, tuple(nodes[:size]), microbatches=4)
+                plan = Plan.of_pipelines([pipeline], generation=Generation(1))
                 offer = Catalogue(tied=True).offer(profile, sizes, plan)
                 assert offer.templates == {**plain.templates, size: template}
                 assert offer.costs[size] == pipeline_cost(template, profile)

@@ -415,7 +415,7 @@ def test_each_layer_is_written_once_by_a_holder(cuts, sizes):
     chosen = writers(plan, sizes)
     assert sorted(layer for layers in chosen.values() for layer in layers) == list(range(5))
     for worker, layers in chosen.items():
-        assert set(layers) <= set(plan.holdings()[worker])
+        assert set(layers) <= set(plan.held[worker])
     if len(cuts) > 1 and all(cut == [5] for cut in cuts):
         most = max(sum(sizes[layer] for layer in layers) for layers in chosen.values())
         assert most <= max(max(sizes), -(-sum(sizes) // len(cuts)) + max(sizes))

@@ -133,7 +133,7 @@ def test_recording_matches_the_program_and_the_recovery_is_in_it(
         found = record_ahead(cluster, PLAN, 1)
         programs = compile_programs(PLAN, tied=spec.model.tied)
         for worker, recording in found.items():
-            check_step(recording, programs[worker], PLAN.holdings()[worker])
+            check_step(recording, programs[worker], PLAN.held[worker])
         # A wish that comes too late is answered, with nothing.
         late = record(cluster, PLAN, Record(number=100, first_step=1, last_step=1))
         assert [(r.steps, r.spans) for r in late.values()] == [((), ())] * 3
@@ -151,7 +151,7 @@ def test_recording_matches_the_program_and_the_recovery_is_in_it(
         check_step(
             recording,
             compile_programs(WITHOUT_B, tied=spec.model.tied)[worker],
-            WITHOUT_B.holdings()[worker],
+            WITHOUT_B.held[worker],
         )
         phases = [span.name for span in recording.spans if span.category == "recovery"]
         assert phases[0] == "leave"

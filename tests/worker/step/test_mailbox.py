@@ -32,12 +32,13 @@ def test_sends_are_let_go_once_by_what_the_peer_sends_after_it_has_them() -> Non
                 assert most_under_way(worker, programs) <= 2 * len(cuts), (seed, program)
 
 
-def freed(worker: WorkerId, programs: dict[WorkerId, Program]) -> dict[Receive, tuple[Send, ...]]:
-    peers = {step.peer for step in messages(programs[worker])}
+def freed(worker: WorkerId, programs: dict[WorkerId, Program]) -> dict[Receive, list[Send]]:
+    own = messages(programs[worker])
+    ends = {(step.peer, step.content): step for step in own}
     return {
-        receive: sends
-        for peer in peers
-        for receive, sends in acknowledged(worker, peer, messages(programs[peer]))
+        ends[peer, content]: [ends[peer, sent] for sent in arrived]
+        for peer in {step.peer for step in own}
+        for content, arrived in acknowledged(worker, messages(programs[peer]))
     }
 
 

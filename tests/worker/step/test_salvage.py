@@ -50,7 +50,7 @@ def random_table(draw: random.Random, plan: Plan) -> Table:
         mine = source.random(plan.microbatches) < draw.choice([0.2, 1.0])
         added &= mine
         known = source.random((2, plan.microbatches)) < draw.choice([0.0, 0.5, 1.0])
-        layers = [i in plan.holdings()[w] and draw.random() < 0.8 for i in range(plan.layer_count)]
+        layers = [i in plan.held[w] and draw.random() < 0.8 for i in range(plan.layer_count)]
         added[np.logical_not(layers)] = False
         table[w] = Contribution(added=added, losses=known[0], digests=known[1])
     return table

@@ -7,34 +7,12 @@ import pytest
 
 from oobleck.host.ipc.messages import FaultRule
 from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.job.optimization import OptimizerSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.programs.compile import compile_programs
 from oobleck.planner.programs.instructions import BackwardInput, BackwardWeight
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.schedules import Schedule
-from oobleck.worker.checkpoint.output import read_output
 from support.director import Director, WarmWorkers, make_plan
-from support.folders import TEXT
-from support.reference import assert_same_weights, train_reference
-
-STEPS = 4
-
-
-def make_job(output: Path, *, tied: bool = True) -> JobSpec:
-    return JobSpec(
-        name="schedules",
-        model=ModelSpec(layers=4, hidden=32, heads=2, sequence_length=16, dropout=0.1, tied=tied),
-        data=DataSpec(text=(TEXT,)),
-        training=TrainingSpec(
-            steps=STEPS,
-            global_batch=10,
-            microbatch=1,
-            precision="fp64",
-            optimizer=OptimizerSpec(lr=1e-2),
-        ),
-        output=str(output),
-    )
+from support.unsplit import check, make_job
 
 
 def scheduled(plan: Plan, schedule: Schedule) -> Plan:
@@ -44,14 +22,6 @@ def scheduled(plan: Plan, schedule: Schedule) -> Plan:
 #: Three stages and two, so that layers are cut differently and shares differ.
 FIVE = make_plan(1, [[("a", 2), ("b", 2), ("c", 2)], [("d", 3), ("e", 3)]], [6, 4])
 WITHOUT_C = make_plan(2, [[("a", 2), ("b", 4)], [("d", 3), ("e", 3)]], [5, 5])
-
-
-def check(cluster: Director, job: JobSpec) -> None:
-    reference = train_reference(job)
-    assert list(cluster.losses().values()) == pytest.approx(
-        [step.loss for step in reference.steps], rel=1e-12
-    )
-    assert_same_weights(read_output(job.output), reference.weights, rtol=1e-11)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -1,0 +1,38 @@
+"""A small job in fp64, and whether workers have trained it as one process does."""
+
+from pathlib import Path
+
+import pytest
+
+from oobleck.planner.job.optimization import OptimizerSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.worker.checkpoint.output import read_output
+from support.director import Director
+from support.folders import TEXT
+from support.reference import assert_same_weights, train_reference
+
+STEPS = 4
+
+
+def make_job(output: Path, *, tied: bool = True) -> JobSpec:
+    return JobSpec(
+        name="schedules",
+        model=ModelSpec(layers=4, hidden=32, heads=2, sequence_length=16, dropout=0.1, tied=tied),
+        data=DataSpec(text=(TEXT,)),
+        training=TrainingSpec(
+            steps=STEPS,
+            global_batch=10,
+            microbatch=1,
+            precision="fp64",
+            optimizer=OptimizerSpec(lr=1e-2),
+        ),
+        output=str(output),
+    )
+
+
+def check(cluster: Director, job: JobSpec) -> None:
+    reference = train_reference(job)
+    assert list(cluster.losses().values()) == pytest.approx(
+        [step.loss for step in reference.steps], rel=1e-12
+    )
+    assert_same_weights(read_output(job.output), reference.weights, rtol=1e-11)

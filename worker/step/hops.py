@@ -1,0 +1,207 @@
+"""What a plan has this worker compute, and its micro-batches between two instructions.
+
+Training steps (`executor`) and evaluations (`evaluator`) say which instruction comes next, which
+samples are loaded and what becomes of a loss. What a layer computes is in `stage`, how tensors
+travel is in `mailbox`.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+import torch
+
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.programs import instructions as ops
+from oobleck.planner.programs.instructions import Action, Instruction, Program, Share, Visit
+from oobleck.planner.programs.plan import Hold, Plan
+from oobleck.worker.context import WorkerContext
+from oobleck.worker.data.dataset import Tokens
+from oobleck.worker.data.objective import inputs_and_targets
+from oobleck.worker.runtime.random import RowKeys
+from oobleck.worker.state.model_state import state_dtype
+from oobleck.worker.step.exchange import Exchange, StageExchange
+from oobleck.worker.step.mailbox import Mailbox, Receive, Send, joined
+from oobleck.worker.step.stage import OnLayer, StageRunner, activation_shape
+from oobleck.worker.transport.transport import Transport
+
+#: What an instruction is called in a timeline.
+SPANS: Mapping[type[Instruction], str] = {
+    ops.LoadTokens: "load",
+    ops.ReceiveActivation: "receive activation",
+    ops.Forward: "forward",
+    ops.SendActivation: "send activation",
+    ops.ReceiveGradient: "receive gradient",
+    ops.Backward: "backward",
+    ops.BackwardInput: "backward input",
+    ops.BackwardWeight: "backward weight",
+    ops.SendGradient: "send gradient",
+    ops.SyncGradient: "sync gradient",
+    ops.Vote: "vote",
+    ops.OptimizerStep: "optimizer",
+}
+
+#: What a worker sends on that has no row of a micro-batch.
+_NO_ROWS = torch.empty(0)
+
+
+class Hops:
+    """What a plan has this worker compute, in one generation: hops of routes, by their layers."""
+
+    def __init__(self, context: WorkerContext, plan: Plan, transport: Transport) -> None:
+        self._context = context
+        self.model = context.job.model
+        self._transport = transport
+        #: Of each worker of the plan in `transport`.
+        self._rank = {member: index for index, member in enumerate(plan.workers)}
+        #: Which share of a micro-batch's rows is this worker's, by layer.
+        self._share: dict[int, Share] = {}
+        #: With the workers that hold a layer together with this one, by layer.
+        self._exchange: dict[int, Exchange] = {}
+        self._exchanges: list[Exchange] = []
+        own = [hold for hold in plan.holds if context.worker in hold.workers]
+        for workers, holds in groupby(sorted(own, key=_workers), key=_workers):
+            self._join(workers, list(holds))
+        self._runners: dict[range, StageRunner] = {}
+
+    def _join(self, workers: tuple[WorkerId, ...], holds: Sequence[Hold]) -> None:
+        """Take up what `workers` hold together."""
+        part, parts = workers.index(self._context.worker), len(workers)
+        layers = [layer for hold in holds for layer in hold.layers]
+        exchange = Exchange()
+        if parts > 1:
+            exchange = StageExchange(
+                self._context.state,
+                layers,
+                self._transport,
+                [self._rank[member] for member in workers],
+                resident={layer for hold in holds if hold.resident for layer in hold.layers},
+                timeline=self._context.timeline,
+            )
+        self._exchanges.append(exchange)
+        self._exchange.update(dict.fromkeys(layers, exchange))
+        self._share.update(dict.fromkeys(layers, Share(part, part + 1, parts)))
+
+    def rows(self, action: Action) -> range:
+        """Which rows of the micro-batch are this worker's there."""
+        return self._share[action.first_layer].of_rows(self._context.job.training.microbatch)
+
+    def runner(self, action: Action) -> StageRunner:
+        """Runs the layers of `action`."""
+        layers, context = action.layers, self._context
+        if layers not in self._runners:
+            self._runners[layers] = StageRunner(
+                context.state,
+                layers,
+                context.job,
+                context.connector.device,
+                context.timeline,
+                self._exchange[action.first_layer],
+            )
+        return self._runners[layers]
+
+    def begin(self, due: Mapping[int, int]) -> None:
+        """Begin a step in which each layer's gradient gets so many micro-batches."""
+        for exchange in self._exchanges:
+            exchange.begin(due)
+
+    def end(self) -> None:
+        """Wait until nothing that the step has exchanged is on its way; before the update."""
+        for exchange in self._exchanges:
+            exchange.end()
+
+    def settle(self) -> None:
+        """Leave a step in the middle: see `StageRunner.settle`."""
+        for runner in self._runners.values():
+            runner.settle()
+
+    def mailbox(self, programs: Mapping[WorkerId, Program]) -> Mailbox:
+        """For this worker's program among those of all workers of the plan."""
+        context = self._context
+        return Mailbox(
+            context.worker,
+            programs,
+            self._transport,
+            rank=self._rank,
+            layers=self.model.layer_count,
+            shape=activation_shape(context.job),
+            shares=self._share,
+            dtype=state_dtype(context.job.training.precision),
+            device=context.connector.device,
+        )
+
+    def is_first(self, action: Action) -> bool:
+        """Whether `action` takes tokens."""
+        return action.first_layer == 0
+
+    def is_last(self, action: Action) -> bool:
+        """Whether `action` yields the loss."""
+        return action.last_layer == self.model.layer_count - 1
+
+
+def _workers(hold: Hold) -> tuple[WorkerId, ...]:
+    return hold.workers
+
+
+class Microbatches:
+    """What the worker's micro-batches have at each hop, while one program runs."""
+
+    def __init__(self, hops: Hops, mailbox: Mailbox) -> None:
+        """Begins the program that `mailbox` is for: its first receives are posted."""
+        self._hops = hops
+        self._mailbox = mailbox
+        self._tokens: dict[Visit, torch.Tensor] = {}
+        self._targets: dict[Visit, torch.Tensor] = {}
+        #: Rows of a micro-batch that have arrived, in order: from one neighbour or several.
+        self._inputs: dict[Visit, list[torch.Tensor]] = {}
+        self._outputs: dict[Visit, torch.Tensor] = {}
+        self._gradients: dict[Visit, list[torch.Tensor]] = {}
+        self._input_gradients: dict[Visit, torch.Tensor] = {}
+        mailbox.begin()
+
+    def load(self, instruction: ops.LoadTokens, rows: Tokens, keys: RowKeys) -> None:
+        """Keep this worker's `rows` (n, sequence_length + 1) until their forward."""
+        inputs, targets = inputs_and_targets(self._hops.model, torch.from_numpy(rows), keys)
+        if self._hops.is_first(instruction):
+            self._tokens[instruction.visit] = inputs
+        if self._hops.is_last(instruction):
+            self._targets[instruction.visit] = targets
+
+    def receive(self, message: Receive) -> None:
+        """Wait for the message. Raises TransportError."""
+        kept = self._inputs if isinstance(message, ops.ReceiveActivation) else self._gradients
+        kept.setdefault(message.visit, []).append(self._mailbox.receive(message))
+
+    def send(self, message: Send) -> None:
+        """Start sending what the micro-batch has for the hop beside it. Raises TransportError."""
+        kept = self._input_gradients if isinstance(message, ops.SendGradient) else self._outputs
+        rows = kept.get(message.visit, _NO_ROWS)
+        if self._mailbox.send(message, rows):
+            kept.pop(message.visit, None)
+
+    def take_input(self, instruction: ops.Forward) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The hop's input for the micro-batch, and the targets where it yields the loss."""
+        visit = instruction.visit
+        first = self._hops.is_first(instruction)
+        x = self._tokens.pop(visit) if first else joined(self._inputs.pop(visit))
+        assert x is not None, "a hop's input is there before its forward"
+        return x, self._targets.pop(visit, None)
+
+    def keep_output(self, instruction: ops.Forward, output: torch.Tensor) -> None:
+        """To be sent to the next hop."""
+        self._outputs[instruction.visit] = output
+
+    def backward(
+        self, instruction: ops.Backward | ops.BackwardInput | ops.BackwardWeight, on_layer: OnLayer
+    ) -> None:
+        """Run it; `on_layer` is told each layer whose gradient has the micro-batch now."""
+        m, runner = instruction.microbatch, self._hops.runner(instruction)
+        if isinstance(instruction, ops.BackwardWeight):
+            runner.backward_weight(m, on_layer)
+            return
+        gradient = joined(self._gradients.pop(instruction.visit, []))
+        if isinstance(instruction, ops.Backward):
+            gradient = runner.backward(m, gradient, on_layer)
+        else:
+            gradient = runner.backward_input(m, gradient)
+        if gradient is not None:
+            self._input_gradients[instruction.visit] = gradient
