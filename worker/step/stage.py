@@ -262,10 +262,14 @@ class StageRunner:
 
     def settle(self) -> None:
         """Leave a step in the middle: drop what is in flight, and add what was left for later, so
-        that no layer's gradient has a part of a micro-batch. Where several workers share the stage,
-        it is dropped too: all of them would have to add it."""
+        that no layer's gradient has a part of a micro-batch. Where several workers share the layers
+        all of them would have to add it: there it is dropped, and such a layer's gradient, which
+        may have the other part already, does not count."""
         self._in_flight.clear()
         if self._exchange.shared:
+            for due in self._deferred.values():
+                for layer, _ in due:
+                    self._state.layers[layer].added.clear()
             self._deferred.clear()
         for microbatch in list(self._deferred):
             self.backward_weight(microbatch)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from oobleck.host.ipc.messages import CheckpointSaved, FaultRule, PhaseReached
+from oobleck.planner.ids import Generation
 from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.job.spec import (
     CheckpointSpec,
@@ -278,5 +279,26 @@ def test_sums_of_a_resident_stage_are_known_to_have_the_whole_step(
             if isinstance(message, PhaseReached) and message.phase == "joined"
         }
         assert joined == {0}, "rows' losses are known in part, so all are computed again"
+        cluster.stop()
+        check(cluster, tmp_path, alone())
+
+
+def test_a_sum_with_a_part_of_a_micro_batch_does_not_count(
+    warm: WarmWorkers, tmp_path: Path
+) -> None:
+    """b has summed its first micro-batch into the shares, and with it what of the second one's
+    gradients is not left for later, when its peer is lost."""
+    plan = make_plan(1, [[("a", 2), ("b", 3, 2)], [("c", 5)]], [4, 2], schedule="zb-h1")
+    held = [fault(f"b/{slot}", "after:BackwardWeight", action="hold") for slot in (0, 1)]
+    with Director(warm, job(tmp_path), held) as cluster:
+        cluster.start(*workers_of(plan))
+        cluster.assign(plan)
+        cluster.wait(lambda: all(map(cluster.has_faulted, ("b/0", "b/1"))), "b held")
+        cluster.kill("a/0")
+        cluster.wait(lambda: is_gone(cluster, "a/0"), "the kill")
+        cluster.start("a/0")
+        after = replace(plan, generation=Generation(2))
+        cluster.assign(after)
+        cluster.wait_finished(after)
         cluster.stop()
         check(cluster, tmp_path, alone())
