@@ -122,7 +122,7 @@ class Replays:
                 pipeline=each.pipeline,
                 kind=each.kind,
                 computed_s=self._computed[schedule, each.kind],
-                peak_bytes=_peak_bytes(
+                peak_bytes=stage_peak_bytes(
                     each.costs, schedule, each.kind.microbatches, len(plan.pipelines)
                 ),
             )
@@ -191,12 +191,13 @@ def _peaks(plan: Plan, profile: Profile) -> Iterator[tuple[list[int], tuple[int,
     """Of each kind of pipeline its positions in the plan, and the bytes per stage."""
     for (microbatches, _), numbers in pipeline_kinds(plan).items():
         costs = [cost_of(stage, profile) for stage in plan.pipelines[numbers[0]].stages]
-        yield numbers, _peak_bytes(costs, plan.schedule, microbatches, len(plan.pipelines))
+        yield numbers, stage_peak_bytes(costs, plan.schedule, microbatches, len(plan.pipelines))
 
 
-def _peak_bytes(
+def stage_peak_bytes(
     costs: Sequence[StageCost], schedule: Schedule, microbatches: int, replicas: int
 ) -> tuple[int, ...]:
+    """Of each worker of a pipeline's stages, in a plan of so many pipelines."""
     return tuple(
         cost.worker_bytes(
             in_flight(schedule, stages=len(costs), stage=number, microbatches=microbatches),

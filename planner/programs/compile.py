@@ -1,14 +1,16 @@
 """From a plan to one program per worker, by lowering passes.
 
 Owns where the communication stands in the order of compute, which
-`oobleck.planner.programs.schedule` gives. Each pass takes and gives instruction lists: compute
-schedule -> with tokens, sends and receives -> with gradient sync, vote and optimizer step. Must not
-know times, nor whether anybody waits for ever: `oobleck.planner.programs.proof` does.
+`oobleck.planner.programs.schedule` and `oobleck.planner.programs.listing.schedule` give. Each pass
+takes and gives instruction lists: order of compute -> with tokens, sends and receives -> with
+receives in the order of the sends -> with gradient sync, vote and optimizer step. Must not know
+times, nor whether anybody waits for ever: `oobleck.planner.programs.proof` does.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import TypeVar
 
@@ -35,6 +37,8 @@ from oobleck.planner.programs.instructions import (
     Visit,
     Vote,
 )
+from oobleck.planner.programs.links import receives_hoisted
+from oobleck.planner.programs.listing.schedule import planned
 from oobleck.planner.programs.plan import Hop, Plan, Route
 from oobleck.planner.programs.schedule import compute_order
 from oobleck.planner.programs.work import Work
@@ -57,15 +61,21 @@ def compile_programs(
     `tied`: the head shares layer 0's token embedding; `layer_bytes`: of each layer's gradient, to
     have sums of large ones split.
     """
+    bodies = compile_bodies(plan, work)
+    syncs = syncs_by_worker(gradient_buckets(plan, tied=tied, layer_bytes=layer_bytes), plan)
+    return {worker: add_sync(worker, body, syncs[worker]) for worker, body in bodies.items()}
+
+
+def compile_bodies(plan: Plan, work: Work | None = None) -> Mapping[WorkerId, list[Instruction]]:
+    """All programs up to their gradient sums. Raises ValueError."""
     shares = plan.shares if work is None else work.microbatches
     lowest = {} if work is None else work.lowest
     routes = {m: route for route, share in zip(plan.routes, shares, strict=True) for m in share}
-    orders = compute_orders(plan, shares, lowest)
-    syncs = syncs_by_worker(gradient_buckets(plan, tied=tied, layer_bytes=layer_bytes), plan)
-    return {
-        worker: add_sync(worker, add_communication(worker, order, routes, lowest), syncs[worker])
-        for worker, order in orders.items()
+    bodies = {
+        worker: list(add_communication(worker, order, routes, lowest))
+        for worker, order in compute_orders(plan, shares, lowest).items()
     }
+    return bodies if plan.listing is None else receives_hoisted(bodies)
 
 
 def compile_evaluation(plan: Plan, microbatches: int) -> Mapping[WorkerId, tuple[Program, ...]]:
@@ -109,11 +119,27 @@ def compute_orders(
 ) -> dict[WorkerId, list[Compute]]:
     """What each worker computes, in its order; the routes have the micro-batches `shares`.
 
-    Of a micro-batch backwards go no further than to the hop of layer `lowest`, by default 0.
-    Raises ValueError.
+    Of a micro-batch backwards go no further than to the hop of layer `lowest`, by default 0. What
+    is left of an order where some micro-batches, or backwards to the end of a route, are left out
+    is still one in which nobody waits for ever. Raises ValueError.
     """
     orders: dict[WorkerId, list[Compute]] = {worker: [] for worker in plan.workers}
+    listed = _listed(plan)
+    if listed is not None:
+        number: dict[int, int] = {}
+        for whole, share in zip(plan.shares, shares, strict=True):
+            number.update(zip(whole, share, strict=False))
+        for worker, whole_order in listed.orders.items():
+            orders[worker] = [
+                _at(type(step), step, number[step.microbatch])
+                for step in whole_order
+                if step.microbatch in number
+                if isinstance(step, Forward)
+                or lowest.get(number[step.microbatch], 0) <= step.last_layer
+            ]
     for route, share in zip(plan.routes, shares, strict=True):
+        if listed is not None and route.hops[0].workers[0] in listed.orders:
+            continue
         for position, hop in enumerate(route.hops):
             works = compute_order(
                 plan.schedule, stages=len(route.hops), stage=position, microbatches=len(share)
@@ -124,14 +150,16 @@ def compute_orders(
                 if kind is Forward or lowest.get(share[index], 0) <= hop.last_layer
             ]
             for worker in hop.workers:
-                if orders[worker]:
-                    raise ValueError(f"worker {worker} stands in more than one hop")
                 orders[worker] = order
     return orders
 
 
-def _at(kind: type[A], hop: Hop, microbatch: int) -> A:
-    return kind(microbatch=microbatch, first_layer=hop.first_layer, last_layer=hop.last_layer)
+#: A plan is compiled again for the rest of a step that was cut off.
+_listed = lru_cache(maxsize=4)(planned)
+
+
+def _at(kind: type[A], where: Hop | Action, microbatch: int) -> A:
+    return kind(microbatch=microbatch, first_layer=where.first_layer, last_layer=where.last_layer)
 
 
 # ---- pass 2: tokens, sends and receives
@@ -220,7 +248,7 @@ def _messages(kind: type[M], step: Compute, peers: _Peers) -> Iterator[M]:
         )
 
 
-# ---- pass 3: gradient sync, vote, optimizer step
+# ---- pass 4: gradient sync, vote, optimizer step
 
 
 def add_sync(

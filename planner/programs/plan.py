@@ -13,6 +13,7 @@ from types import MappingProxyType
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.programs.shards import Shard, ShardTable
 from oobleck.planner.programs.template import PipelineTemplate
+from oobleck.planner.programs.ticks import Listing
 from oobleck.planner.schedules import Schedule
 
 
@@ -148,7 +149,10 @@ class Plan(_Derived):
     generation: Generation
     holds: tuple[Hold, ...]
     routes: tuple[Route, ...]
+    #: The order of compute on workers that stand in one hop alone.
     schedule: Schedule = "1f1b"
+    #: For the order on all others; None: there are none.
+    listing: Listing | None = None
 
     def __post_init__(self) -> None:
         if not self.routes:
@@ -176,6 +180,12 @@ class Plan(_Derived):
             _check_once(layers)
         if self.holds and max(hold.last_layer for hold in self.holds) >= self.layer_count:
             raise ValueError(f"a layer is held that is none of the model's {self.layer_count}")
+        if self.listing is not None:
+            lengths = [len(hops) for hops in self.listing.hops]
+            if lengths != [len(route.hops) for route in self.routes]:
+                raise ValueError("the listing's hops are not those of the routes")
+            if len(self.listing.room) != len(self.workers):
+                raise ValueError("the listing's room is not that of the workers")
 
     @classmethod
     def of_pipelines(
@@ -306,7 +316,7 @@ class Plan(_Derived):
         try:
             return self._hash
         except AttributeError:
-            found = hash((self.generation, self.holds, self.routes, self.schedule))
+            found = hash((self.generation, self.holds, self.routes, self.schedule, self.listing))
             object.__setattr__(self, "_hash", found)
             return found
 

@@ -1,7 +1,8 @@
 """Proof that nobody waits for ever for a message in a plan's programs, before any worker sees it.
 
-A plan is proven by dry runs (`oobleck.planner.programs.dryrun`) of small pieces of programs that
-stand for it. They are remembered, so that a plan costs only what is new in it. A message names a
+Routes that are list-scheduled are proven by a dry run (`oobleck.planner.programs.dryrun`) of all
+their messages. Routes with closed forms are proven by dry runs of small pieces of programs that
+stand for them. They are remembered, so that a plan costs only what is new in it. A message names a
 stage's worker by its place in the piece (p0s1/0: the second stage). Why pieces are enough:
 
 1. Pipelines meet in gradient sums and in the vote alone, and a program does not stop for a sum
@@ -32,9 +33,10 @@ from functools import lru_cache
 from itertools import chain, takewhile
 
 from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.programs.compile import add_communication
+from oobleck.planner.programs.compile import add_communication, compile_bodies
 from oobleck.planner.programs.dryrun import dry_run
 from oobleck.planner.programs.instructions import Backward, BackwardWeight, Compute, Forward
+from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.plan import Hold, Pipeline, Plan
 from oobleck.planner.programs.schedule import Work, compute_order
 
@@ -50,7 +52,13 @@ _Order = tuple[Work, ...]
 
 def prove(plan: Plan) -> None:
     """Raises ProgramDeadlock with who waits for what."""
-    kinds = {(tuple(len(hop.workers) for hop in r.hops), r.microbatches) for r in plan.routes}
+    listed = set(listed_routes(plan))
+    if listed:
+        workers = {w for number in listed for hop in plan.routes[number].hops for w in hop.workers}
+        bodies = compile_bodies(plan)
+        dry_run({worker: tuple(bodies[worker]) for worker in sorted(workers)}, plan)
+    closed = [route for number, route in enumerate(plan.routes) if number not in listed]
+    kinds = {(tuple(len(hop.workers) for hop in r.hops), r.microbatches) for r in closed}
     for widths, microbatches in sorted(kinds):
         stages = len(widths)
         for first in range(stages - 1):

@@ -1,6 +1,7 @@
 """A small job in fp64, and whether workers have trained it as one process does."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,25 +15,29 @@ from support.reference import assert_same_weights, train_reference
 STEPS = 4
 
 
-def make_job(output: Path, *, tied: bool = True) -> JobSpec:
+def make_job(output: Path, *, tied: bool = True, **training: Any) -> JobSpec:
     return JobSpec(
         name="schedules",
         model=ModelSpec(layers=4, hidden=32, heads=2, sequence_length=16, dropout=0.1, tied=tied),
         data=DataSpec(text=(TEXT,)),
         training=TrainingSpec(
-            steps=STEPS,
-            global_batch=10,
-            microbatch=1,
-            precision="fp64",
-            optimizer=OptimizerSpec(lr=1e-2),
+            **{
+                "steps": STEPS,
+                "global_batch": 10,
+                "microbatch": 1,
+                "precision": "fp64",
+                "optimizer": OptimizerSpec(lr=1e-2),
+                **training,
+            }
         ),
         output=str(output),
     )
 
 
-def check(cluster: Director, job: JobSpec) -> None:
+def check(cluster: Director, job: JobSpec, *, rtol: float = 1e-12) -> None:
+    """Losses are equal to within `rtol`, and final weights to within ten times that."""
     reference = train_reference(job)
     assert list(cluster.losses().values()) == pytest.approx(
-        [step.loss for step in reference.steps], rel=1e-12
+        [step.loss for step in reference.steps], rel=rtol
     )
-    assert_same_weights(read_output(job.output), reference.weights, rtol=1e-11)
+    assert_same_weights(read_output(job.output), reference.weights, rtol=10 * rtol)

@@ -151,10 +151,10 @@ class Microbatches:
         self._mailbox = mailbox
         self._tokens: dict[Visit, torch.Tensor] = {}
         self._targets: dict[Visit, torch.Tensor] = {}
-        #: Rows of a micro-batch that have arrived, in order: from one neighbour or several.
-        self._inputs: dict[Visit, list[torch.Tensor]] = {}
+        #: Rows of a micro-batch that have arrived, from one neighbour or several.
+        self._inputs: dict[Visit, dict[Share, torch.Tensor]] = {}
         self._outputs: dict[Visit, torch.Tensor] = {}
-        self._gradients: dict[Visit, list[torch.Tensor]] = {}
+        self._gradients: dict[Visit, dict[Share, torch.Tensor]] = {}
         self._input_gradients: dict[Visit, torch.Tensor] = {}
         mailbox.begin()
 
@@ -169,7 +169,7 @@ class Microbatches:
     def receive(self, message: Receive) -> None:
         """Wait for the message. Raises TransportError."""
         kept = self._inputs if isinstance(message, ops.ReceiveActivation) else self._gradients
-        kept.setdefault(message.visit, []).append(self._mailbox.receive(message))
+        kept.setdefault(message.visit, {})[message.share] = self._mailbox.receive(message)
 
     def send(self, message: Send) -> None:
         """Start sending what the micro-batch has for the hop beside it. Raises TransportError."""
@@ -198,7 +198,7 @@ class Microbatches:
         if isinstance(instruction, ops.BackwardWeight):
             runner.backward_weight(m, on_layer)
             return
-        gradient = joined(self._gradients.pop(instruction.visit, []))
+        gradient = joined(self._gradients.pop(instruction.visit, {}))
         if isinstance(instruction, ops.Backward):
             gradient = runner.backward(m, gradient, on_layer)
         else:

@@ -137,8 +137,8 @@ def acknowledged(
             arrived.clear()
 
 
-def joined(pieces: list[torch.Tensor]) -> torch.Tensor | None:
+def joined(pieces: Mapping[Share, torch.Tensor]) -> torch.Tensor | None:
     """The rows of one micro-batch that came in several messages; None: there is none."""
     if len(pieces) < 2:
-        return pieces[0] if pieces else None
-    return torch.cat(pieces)
+        return next(iter(pieces.values()), None)
+    return torch.cat([pieces[share] for share in sorted(pieces)])

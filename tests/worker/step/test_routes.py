@@ -1,13 +1,23 @@
 """Workers hold more than they compute, in pieces, and train as the unsplit reference does."""
 
 import dataclasses
+import random
 from pathlib import Path
 
 import pytest
 
 from oobleck.host.ipc.messages import FaultRule, PhaseReached
+from oobleck.planner.cost.listed import with_listing
+from oobleck.planner.ids import Generation
+from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.profile.estimate import estimate_profile
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.plan import Hold, Plan, Route
+from oobleck.planner.recovery.reconfigure import can_lose
+from oobleck.planner.recovery.reroute import reroute
 from support.director import Director, WarmWorkers, make_plan, worker_named
+from support.routes import random_routes
 from support.unsplit import check, make_job
 
 #: Layers 0 to 2 and 3 to 5, twice.
@@ -75,12 +85,161 @@ def test_a_copy_takes_over_at_once_and_nothing_moves(
         cluster.wait(lambda: cluster.workers[lost].gone, "the scripted kill")
         cluster.assign(after)
         cluster.wait_finished(after)
-        for worker in after.workers:
-            transferred = [
-                said
-                for said in cluster.said(worker, PhaseReached, after.generation)
-                if said.phase == "transferred"
-            ]
-            assert [said.received_bytes for said in transferred] == [0]
+        assert moved_bytes(cluster, after) == {0}
         cluster.stop()
         check(cluster, job)
+
+
+# ---- around lost workers
+
+
+def profile_of(job: JobSpec) -> Profile:
+    """As a master that has not measured has it."""
+    return estimate_profile(job, gpus_per_node=2, memory_per_worker_bytes=1 << 30)
+
+
+def rerouted(plan: Plan, job: JobSpec, *names: str) -> Plan:
+    """Without these workers, in the next generation."""
+    lost = {worker_named(name) for name in names}
+    around = reroute(plan, lost, generation=Generation(plan.generation + 1))
+    return with_listing(around, profile_of(job)) if listed_routes(around) else around
+
+
+#: Three pipelines that cut the model differently.
+SEVEN = make_plan(
+    1, [[("a", 2), ("b", 2), ("c", 2)], [("d", 3), ("e", 3)], [("f", 4), ("g", 2)]], [4, 3, 3]
+)
+#: Layers on two workers in two of three pipelines; of their nodes one worker each is left over.
+SHARED = make_plan(
+    1, [[("a", 3, 2), ("b", 3)], [("c", 3), ("d", 3, 2)], [("e", 2, 2), ("f", 4)]], [4, 3, 3]
+)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "point", ["before:Forward", "after:SendActivation", "before:Backward", "reduced", "voting"]
+)
+def test_the_micro_batches_of_a_lost_worker_go_to_others(
+    warm: WarmWorkers, tmp_path: Path, point: str, tied: bool
+) -> None:
+    job = make_job(tmp_path / "out", tied=tied)
+    lost = worker_named("b")
+    fault = FaultRule(worker=lost, point=point, step=2, action="kill_worker")
+    after = rerouted(SEVEN, job, "b")
+    with Director(warm, job, [fault]) as cluster:
+        cluster.start(*"abcdefg")
+        cluster.assign(SEVEN)
+        cluster.wait(lambda: cluster.workers[lost].gone, "the scripted kill")
+        cluster.assign(after)
+        cluster.wait_finished(after)
+        assert moved_bytes(cluster, after) == {0}
+        cluster.stop()
+        check(cluster, job)
+
+
+def moved_bytes(cluster: Director, plan: Plan) -> set[int]:
+    return {
+        said.received_bytes
+        for worker in plan.workers
+        for said in cluster.said(worker, PhaseReached, plan.generation)
+        if said.phase == "transferred"
+    }
+
+
+@pytest.mark.parametrize("point", ["before:BackwardInput", "after:ReceiveGradient"])
+def test_a_second_loss_in_a_re_routed_plan(warm: WarmWorkers, tmp_path: Path, point: str) -> None:
+    """Of a worker that helps, at a step after the first one's."""
+    job = make_job(tmp_path / "out")
+    faults = [
+        FaultRule(worker=worker_named("b"), point="before:Forward", step=2, action="kill_worker"),
+        FaultRule(worker=worker_named("e"), point=point, step=3, action="kill_worker"),
+    ]
+    second = rerouted(SEVEN, job, "b")
+    third = rerouted(second, job, "e")
+    with Director(warm, job, faults) as cluster:
+        cluster.start(*"abcdefg")
+        cluster.assign(SEVEN)
+        for lost, after in (("b", second), ("e", third)):
+            gone = worker_named(lost)
+            cluster.wait(lambda gone=gone: cluster.workers[gone].gone, "the scripted kill")
+            cluster.assign(after)
+        cluster.wait_finished(third)
+        assert moved_bytes(cluster, second) | moved_bytes(cluster, third) == {0}
+        cluster.stop()
+        check(cluster, job)
+
+
+def test_back_to_templates_at_a_step_boundary(warm: WarmWorkers, tmp_path: Path) -> None:
+    job = make_job(tmp_path / "out", steps=8)
+    second = rerouted(SEVEN, job, "b")
+    third = make_plan(
+        3, [[("a", 2), ("c", 4)], [("d", 3), ("e", 3)], [("f", 4), ("g", 2)]], [4, 3, 3]
+    )
+    fault = FaultRule(
+        worker=worker_named("b"), point="before:Backward", step=2, action="kill_worker"
+    )
+    with Director(warm, job, [fault]) as cluster:
+        cluster.start(*"abcdefg")
+        cluster.assign(SEVEN)
+        gone = worker_named("b")
+        cluster.wait(lambda: cluster.workers[gone].gone, "the scripted kill")
+        cluster.assign(second)
+        cluster.wait(lambda: 2 in cluster.records, "a step of the re-routed plan")
+        cluster.assign(third, boundary=True)
+        cluster.wait_finished(third)
+        cluster.stop()
+        check(cluster, job)
+
+
+# ---- any routes
+
+
+def random_plan(draw: random.Random, job: JobSpec) -> Plan:
+    """Every layer is on two nodes."""
+    while True:
+        plan = random_routes(
+            draw,
+            layers=job.model.layer_count,
+            names="abcde",
+            microbatches=job.training.microbatches,
+        )
+        if can_lose(plan) > 0 and listed_routes(plan):
+            return with_listing(plan, profile_of(job), split=draw.random() < 0.5)
+
+
+@pytest.mark.parametrize(
+    ("seed", "training"),
+    [
+        (1, {}),
+        (2, {"global_batch": 16}),
+        (3, {"recompute": "layer"}),
+        (4, {"clip": 0.1}),
+        (5, {"precision": "fp32"}),
+        (6, {"precision": "bf16", "recompute": "layer"}),
+    ],
+)
+def test_any_routes_train_and_lose_a_node(
+    warm: WarmWorkers, tmp_path: Path, seed: int, training: dict[str, object]
+) -> None:
+    """One after the other all its workers are killed, and others compute for them."""
+    draw = random.Random(seed)
+    job = make_job(tmp_path / "out", tied=draw.random() < 0.5, **{"microbatch": 2, **training})
+    plan = random_plan(draw, job)
+    lost = draw.choice(draw.choice(draw.choice(plan.routes).hops).workers)
+    kind = draw.choice(["before:Forward", "after:Forward", "before:SyncGradient", "voting"])
+    mates = [worker for worker in plan.workers if worker.node == lost.node]
+    faults = [FaultRule(worker=w, point=kind, step=2, action="kill_worker") for w in mates]
+    after = rerouted(plan, job, *map(str, mates))
+    with Director(warm, job, faults) as cluster:
+        cluster.start(*map(str, plan.workers))
+        cluster.assign(plan)
+        cluster.wait(lambda: any(cluster.workers[w].gone for w in mates), "a scripted kill")
+        for worker in mates:
+            if not cluster.workers[worker].gone:
+                cluster.kill(str(worker))
+        cluster.wait(lambda: all(cluster.workers[w].gone for w in mates), "all of the node")
+        cluster.assign(after)
+        cluster.wait_finished(after)
+        cluster.stop()
+        rtol = {"fp64": 1e-12, "fp32": 1e-6, "bf16": 2e-2}[job.training.precision]
+        check(cluster, job, rtol=rtol)

@@ -1,0 +1,241 @@
+"""List scheduling: from the routes of a plan to the order of compute on each worker.
+
+Several rules rank the micro-batches, a pass makes a schedule of each ranking, and the one of least
+makespan is kept. What is left of a budget, counted in visits and not in time, goes into trying
+other ranks: the same plan has the same schedule on every machine. Owns rules, search and the
+result. Must not know how a pass goes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.programs.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    Forward,
+)
+from oobleck.planner.programs.listing.bound import least_makespan, loads
+from oobleck.planner.programs.listing.passes import Pass, run_pass
+from oobleck.planner.programs.listing.visits import Visits, visits_of
+from oobleck.planner.programs.plan import Hop, Plan
+from oobleck.planner.programs.ticks import HopTicks
+
+#: Visits that all passes together may schedule, and the most passes: about 0.1 s. One is always
+#: made.
+BUDGET_VISITS = 10_000
+_MOST_PASSES = 256
+#: Where each forward asks whether it is safe, a pass takes so many times as long.
+_UNORDERED_COST = 4
+#: By whether the backward is in two: its parts.
+_BACKWARDS: Mapping[bool, tuple[type[Compute], ...]] = {
+    False: (Backward,),
+    True: (BackwardInput, BackwardWeight),
+}
+#: The order of the micro-batches, and how many more than under 1F1B are in flight.
+_Try = tuple[list[int], int | None]
+_SPARES = (None, 0, 1, 2)
+#: So finely the places of routes of different lengths are compared.
+_FINE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListSchedule:
+    """What each worker computes in which order, and when, in ticks from the begin of the step.
+    Those that compute nothing are not in it."""
+
+    orders: Mapping[WorkerId, tuple[Compute, ...]]
+    #: By worker, as in its order.
+    begins: Mapping[WorkerId, tuple[int, ...]]
+    ends: Mapping[WorkerId, tuple[int, ...]]
+    makespan: int
+    #: The most bytes that each worker keeps of micro-batches at a time.
+    peak_bytes: Mapping[WorkerId, int]
+
+
+def listed_routes(plan: Plan) -> tuple[int, ...]:
+    """The routes (positions in the plan's) that need list scheduling: those that meet a worker
+    twice, or share a worker with another route. The others keep their closed form."""
+    met: dict[WorkerId, int] = {}
+    for route in plan.routes:
+        for hop in route.hops:
+            for worker in hop.workers:
+                met[worker] = met.get(worker, 0) + 1
+    return tuple(
+        position
+        for position, route in enumerate(plan.routes)
+        if any(met[worker] > 1 for hop in route.hops for worker in hop.workers)
+    )
+
+
+def planned(plan: Plan) -> ListSchedule | None:
+    """The schedule of the plan's listed routes by its own listing, the same on every machine; None:
+    all routes have closed forms. Raises ValueError where the plan lacks a listing, PlanInfeasible.
+    """
+    routes = listed_routes(plan)
+    if not routes:
+        return None
+    if plan.listing is None:
+        raise ValueError("workers stand in several hops, and the plan does not say what these take")
+    ticks = {
+        hop: taken
+        for route, own in zip(plan.routes, plan.listing.hops, strict=True)
+        for hop, taken in zip(route.hops, own, strict=True)
+    }
+    room = dict(zip(plan.workers, plan.listing.room, strict=True))
+    return list_schedule(plan, ticks.__getitem__, room, split=plan.listing.split, routes=routes)
+
+
+def list_schedule(
+    plan: Plan,
+    ticks: Callable[[Hop], HopTicks],
+    room: Mapping[WorkerId, int],
+    *,
+    split: bool,
+    routes: tuple[int, ...] | None = None,
+    budget_visits: int = BUDGET_VISITS,
+) -> ListSchedule:
+    """Schedule `routes` (positions in the plan's; all if None), whose workers no other route may
+    have. `room` is the bytes that each worker can keep of micro-batches; `split`: all hops but the
+    first of a route have their backward in two. Raises PlanInfeasible where a worker has no room
+    for a single micro-batch.
+    """
+    positions = tuple(range(len(plan.routes))) if routes is None else routes
+    visits = visits_of(plan, ticks, room, split=split, routes=positions)
+    cost = len(visits.owner) * (1 if visits.ordered else _UNORDERED_COST)
+    passes = min(max(1, budget_visits // max(1, cost)), _MOST_PASSES)
+    return _result(visits, _best(visits, passes))
+
+
+# ---- the best of several passes
+
+
+def _best(visits: Visits, passes: int) -> Pass:
+    """Of so many passes, those by rules first; of equal ones the first. Ends early at a makespan
+    that no schedule can be below."""
+    least = least_makespan(visits)
+    best: Pass | None = None
+    start: _Try = [], None
+    for tried in islice(_rules(visits), passes):
+        passes -= 1
+        found = _run(visits, tried)
+        if best is None or found.makespan < best.makespan:
+            best, start = found, tried
+        if best.makespan == least:
+            return best
+    assert best is not None, "there is one pass at least"
+    draws = _draws()
+    for _ in range(passes):
+        tried = _changed(visits, *start, draws)
+        found = _run(visits, tried)
+        # One that is as good is the next start, so that the search does not stay where it is.
+        if found.makespan <= best.makespan:
+            start = tried
+        if found.makespan < best.makespan:
+            best = found
+        if best.makespan == least:
+            break
+    return best
+
+
+def _run(visits: Visits, tried: _Try) -> Pass:
+    order, spare = tried
+    ranks = [0] * len(order)
+    for rank, microbatch in enumerate(order):
+        ranks[microbatch] = rank
+    return run_pass(visits, ranks, spare)
+
+
+def _rules(visits: Visits) -> Iterator[_Try]:
+    """What does best most often comes first, and then what differs most from it."""
+    route, place, mates = visits.route, visits.place, visits.mates
+    busiest = _busiest(visits)
+    everyone = range(len(visits.number))
+    together = sorted(everyone, key=lambda m: (place[m] * _FINE // mates[m], route[m]))
+    in_step = sorted(everyone, key=lambda m: (place[m], route[m]))
+    busiest_first = sorted(everyone, key=lambda m: (-busiest[m], place[m], route[m]))
+    yield together, None
+    yield in_step, 1
+    yield together, 2
+    yield busiest_first, 1
+    yield in_step, None
+    yield sorted(everyone, key=lambda m: (busiest[m], place[m], route[m])), None
+    yield busiest_first, None
+    yield in_step, 0
+    yield sorted(everyone, key=lambda m: (place[m], -route[m])), None
+
+
+def _changed(visits: Visits, order: list[int], spare: int | None, draws: Iterator[int]) -> _Try:
+    """A little different: of ten times six one micro-batch goes some places on or back, three
+    times all of a route, and once more or fewer are in flight."""
+    choice, drawn = next(draws) % 10, next(draws) % 8
+    microbatch = order[next(draws) % len(order)]
+    if choice == 0:
+        return order, _SPARES[drawn % len(_SPARES)]
+    by = (-4, -3, -2, -1, 1, 2, 3, 4)[drawn]
+    if choice > 3:
+        rest = [other for other in order if other != microbatch]
+        end = min(max(order.index(microbatch) + by, 0), len(rest))
+        return [*rest[:end], microbatch, *rest[end:]], spare
+    route = visits.route[microbatch]
+    by *= len(set(visits.route))
+    moved = {
+        other: place + by if visits.route[other] == route else place
+        for place, other in enumerate(order)
+    }
+    # Equal ones stay in their order.
+    return sorted(order, key=moved.__getitem__), spare
+
+
+def _draws() -> Iterator[int]:
+    """The same everywhere."""
+    state = 1
+    while True:
+        # Knuth's MMIX; its high bits are the good ones.
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        yield state >> 33
+
+
+def _busiest(visits: Visits) -> list[int]:
+    """By micro-batch: the ticks of all work of the busiest worker that it passes."""
+    load = loads(visits)
+    return [
+        max(load[worker] for visit in path for worker in visits.members[visits.group[visit]])
+        for path in visits.path
+    ]
+
+
+# ---- the result
+
+
+def _result(visits: Visits, best: Pass) -> ListSchedule:
+    orders: list[list[Compute]] = [[] for _ in visits.workers]
+    begins: list[list[int]] = [[] for _ in visits.workers]
+    ends: list[list[int]] = [[] for _ in visits.workers]
+    count = len(visits.owner)
+    ticks = visits.forward + visits.backward + visits.weight
+    for begin, code in best.begun:
+        kind, visit = divmod(code, count)
+        what: type[Compute] = Forward
+        if kind:
+            what = _BACKWARDS[visits.splits[visit]][kind - 1]
+        hop = visits.hops[visits.hop[visit]]
+        compute = what(
+            microbatch=visits.number[visits.owner[visit]],
+            first_layer=hop.first_layer,
+            last_layer=hop.last_layer,
+        )
+        for worker in visits.members[visits.group[visit]]:
+            orders[worker].append(compute)
+            begins[worker].append(begin)
+            ends[worker].append(begin + ticks[code])
+    return ListSchedule(
+        orders=dict(zip(visits.workers, map(tuple, orders), strict=True)),
+        begins=dict(zip(visits.workers, map(tuple, begins), strict=True)),
+        ends=dict(zip(visits.workers, map(tuple, ends), strict=True)),
+        makespan=best.makespan,
+        peak_bytes=dict(zip(visits.workers, best.peak_bytes, strict=True)),
+    )

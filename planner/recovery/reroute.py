@@ -1,0 +1,162 @@
+"""Around lost workers without moving state: their micro-batches go to others that hold the layers.
+
+ReCycle (Gandhi et al., SOSP 2024) sends them through the equal stages of the other pipelines. Here
+a hole is covered by hops on any workers that hold its layers, several in a row where pipelines cut
+the model differently. Owns the choice of the hops. Must not know in which order they are computed.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from itertools import groupby
+
+from oobleck.planner.errors import LayerLost, PlanInfeasible
+from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.programs.plan import Hop, Plan, Route
+
+#: Workers that hold layers together.
+_Group = tuple[WorkerId, ...]
+
+
+def layer_count(hop: Hop) -> int:
+    """As if all layers and all workers were alike."""
+    return len(hop.layers)
+
+
+def reroute(
+    plan: Plan,
+    lost: Collection[WorkerId],
+    *,
+    generation: Generation,
+    ticks: Callable[[Hop], int] = layer_count,
+) -> Plan:
+    """The plan without the `lost` workers: survivors hold what they held, and routes through lost
+    workers go by others, each micro-batch where the busiest worker has least to do by then.
+
+    `ticks` is what a micro-batch takes a worker of that hop, its rate counted in. Raises LayerLost,
+    and PlanInfeasible where workers that hold the layers cannot follow each other.
+    """
+    gone = set(lost)
+    holds = tuple(hold for hold in plan.holds if gone.isdisjoint(hold.workers))
+    held: dict[_Group, set[int]] = {}
+    for hold in holds:
+        held.setdefault(hold.workers, set()).update(hold.layers)
+    if missing := set(range(plan.layer_count)).difference(*held.values()):
+        raise LayerLost(missing)
+    spread = _Spread(plan, held, gone, ticks)
+    counts: Counter[tuple[Hop, ...]] = Counter()
+    for route in plan.routes:
+        counts.update(spread.around(route))
+    return Plan(
+        generation=generation,
+        holds=holds,
+        routes=tuple(Route(hops=hops, microbatches=count) for hops, count in counts.items()),
+        schedule=plan.schedule,
+    )
+
+
+#: The most that one of its workers has to do, how many hops, and the hops.
+_Way = tuple[int, int, tuple[Hop, ...]]
+
+
+class _Spread:
+    """How much each worker has to do, and where a micro-batch goes best."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        held: dict[_Group, set[int]],
+        lost: set[WorkerId],
+        ticks: Callable[[Hop], int],
+    ) -> None:
+        self._held, self._lost, self._ticks = held, lost, ticks
+        self._load: Counter[WorkerId] = Counter()
+        for route in plan.routes:
+            self._add((hop for hop in route.hops if self._lives(hop)), route.microbatches)
+        self._offered: dict[tuple[int, int], tuple[Hop, ...]] = {}
+
+    def around(self, route: Route) -> Counter[tuple[Hop, ...]]:
+        """The hops that its micro-batches take, and how many of them."""
+        if all(map(self._lives, route.hops)):
+            return Counter({route.hops: route.microbatches})
+        return Counter(_merged(self._way(route)) for _ in range(route.microbatches))
+
+    def _way(self, route: Route) -> list[Hop]:
+        """Of one more micro-batch; its work is counted."""
+        way: list[Hop] = []
+        parts = [(lives, list(hops)) for lives, hops in groupby(route.hops, self._lives)]
+        for number, (lives, hops) in enumerate(parts):
+            if lives:
+                way += hops
+                continue
+            before = way[-1].workers if way else ()
+            after = parts[number + 1][1][0].workers if number + 1 < len(parts) else ()
+            first_layer, last_layer = hops[0].first_layer, hops[-1].last_layer
+            ways = self._ways(first_layer, last_layer, after, {})
+            found = next((w for w in ways if _can_follow(before, w[2][0].workers)), None)
+            if found is None:
+                raise PlanInfeasible(
+                    f"no workers that hold layers {first_layer} to {last_layer} can follow each "
+                    "other: some of them share layers with different workers; move state instead"
+                )
+            self._add(found[2], 1)
+            way += found[2]
+        return way
+
+    def _ways(
+        self, layer: int, last_layer: int, after: _Group, known: dict[int, list[_Way]]
+    ) -> list[_Way]:
+        """From `layer` on: for each first hop the best way to the workers that come after; the best
+        ones first. Each hop goes as far as its workers hold the layers."""
+        if layer in known:
+            return known[layer]
+        ways: list[_Way] = []
+        for hop in self._offers(layer, last_layer):
+            load = max(self._load[worker] for worker in hop.workers) + self._ticks(hop)
+            if hop.last_layer == last_layer:
+                if _can_follow(hop.workers, after):
+                    ways.append((load, 1, (hop,)))
+                continue
+            for rest in self._ways(hop.last_layer + 1, last_layer, after, known):
+                if _can_follow(hop.workers, rest[2][0].workers):
+                    ways.append((max(load, rest[0]), rest[1] + 1, (hop, *rest[2])))
+                    break
+        # Of equal ones the first, in the order of the holds.
+        known[layer] = sorted(ways, key=lambda way: way[:2])
+        return known[layer]
+
+    def _offers(self, layer: int, last_layer: int) -> tuple[Hop, ...]:
+        """All hops that can compute `layer` and what follows, in the order of the holds."""
+        if (layer, last_layer) not in self._offered:
+            offers = []
+            for workers, layers in self._held.items():
+                if layer in layers:
+                    end = layer
+                    while end < last_layer and end + 1 in layers:
+                        end += 1
+                    offers.append(Hop(first_layer=layer, last_layer=end, workers=workers))
+            self._offered[layer, last_layer] = tuple(offers)
+        return self._offered[layer, last_layer]
+
+    def _lives(self, hop: Hop) -> bool:
+        return self._lost.isdisjoint(hop.workers)
+
+    def _add(self, hops: Iterable[Hop], microbatches: int) -> None:
+        for hop in hops:
+            ticks = microbatches * self._ticks(hop)
+            for worker in hop.workers:
+                self._load[worker] += ticks
+
+
+def _can_follow(before: _Group, after: _Group) -> bool:
+    """Hops in a row have nobody in common, or are one hop."""
+    return before == after or set(before).isdisjoint(after)
+
+
+def _merged(way: Iterable[Hop]) -> tuple[Hop, ...]:
+    """Hops in a row on the same workers are one."""
+    return tuple(
+        Hop(first_layer=own[0].first_layer, last_layer=own[-1].last_layer, workers=workers)
+        for workers, own in (
+            (workers, list(hops)) for workers, hops in groupby(way, lambda hop: hop.workers)
+        )
+    )

@@ -1,0 +1,168 @@
+"""Programs of plans with any routes: everything once, nobody waits for ever, memory holds."""
+
+import random
+from collections import Counter, defaultdict
+
+import pytest
+
+from oobleck.planner.cost.listed import with_listing
+from oobleck.planner.errors import ProgramDeadlock
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.programs.compile import compile_evaluation, compile_programs
+from oobleck.planner.programs.dryrun import dry_run
+from oobleck.planner.programs.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Message,
+    Program,
+    ReceiveActivation,
+    ReceiveGradient,
+    SyncGradient,
+    Vote,
+)
+from oobleck.planner.programs.listing.schedule import listed_routes, planned
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.proof import prove
+from oobleck.planner.programs.work import Work, spread
+from support.plans import plan_of_cuts
+from support.profiles import profile_of
+from support.program_text import format_programs, parse_programs
+from support.routes import random_routes
+
+
+def routed(seed: int) -> Plan:
+    draw = random.Random(seed)
+    layers = draw.randint(2, 7)
+    plan = random_routes(
+        draw, layers=layers, names=["a", "b", "c", "d", "e"], microbatches=draw.randint(1, 12)
+    )
+    profile = profile_of(
+        [float(draw.randint(1, 6)) for _ in range(layers)],
+        gpus=(1, 2),
+        gpus_per_node=2,
+        state=[4] * layers,
+        activation=[draw.randint(0, 3) for _ in range(layers)],
+    )
+    return with_listing(plan, profile, split=draw.random() < 0.5)
+
+
+def layers_of(program: Program, *kinds: type) -> Counter[tuple[int, int]]:
+    return Counter(
+        (step.microbatch, layer)
+        for step in program
+        if isinstance(step, kinds)
+        for layer in step.layers
+    )
+
+
+def computed(programs: dict[WorkerId, Program], plan: Plan, *kinds: type) -> Counter:
+    """How many of a hop's workers compute each layer of each micro-batch; 1: all of them."""
+    found: Counter[tuple[int, int]] = Counter()
+    for worker, program in programs.items():
+        for (microbatch, layer), times in layers_of(program, *kinds).items():
+            found[microbatch, layer] += times / len(plan.hold_of(worker, layer).workers)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_everything_is_computed_and_summed_once_and_nobody_waits_for_ever(seed: int) -> None:
+    plan = routed(seed)
+    tied = bool(seed % 2)
+    programs = compile_programs(plan, tied=tied)
+    assert parse_programs(format_programs(programs)) == programs
+    prove(plan)
+    dry_run(programs, plan)
+    everything = {
+        (m, layer): 1 for m in range(plan.microbatches) for layer in range(plan.layer_count)
+    }
+    assert computed(programs, plan, Forward) == everything
+    assert computed(programs, plan, Backward, BackwardInput) == everything
+    assert computed(programs, plan, Backward, BackwardWeight) == everything
+    check_links(programs)
+    norm = Counter(
+        (part.part, part.layer if part.part == "own" else 0, part.share)
+        for program in programs.values()
+        for step in program
+        if isinstance(step, Vote)
+        for part in step.norm_parts
+    )
+    assert set(norm.values()) == {1}
+    for worker, program in programs.items():
+        synced = [
+            part.layer
+            for step in program
+            if isinstance(step, SyncGradient)
+            for part in step.parts
+            if part.part == "own"
+        ]
+        assert set(synced) == set(plan.held[worker])
+
+
+def check_links(programs: dict[WorkerId, Program]) -> None:
+    """What one worker sends another one is received in the order of the sends."""
+    sent, received = defaultdict(list), defaultdict(list)
+    for worker, program in programs.items():
+        for step in program:
+            if isinstance(step, ReceiveActivation | ReceiveGradient):
+                received[step.peer, worker].append(step.content)
+            elif isinstance(step, Message):
+                sent[worker, step.peer].append(step.content)
+    assert sent == received
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_left_of_a_step_is_in_an_order_in_which_nobody_waits_for_ever(seed: int) -> None:
+    plan, draw = routed(seed), random.Random(seed)
+    left = sorted(draw.sample(range(plan.microbatches), draw.randint(0, plan.microbatches)))
+    lowest = {m: draw.randint(0, plan.layer_count) for m in left if draw.random() < 0.7}
+    work = Work(microbatches=spread(left, plan), lowest=lowest)
+    programs = compile_programs(plan, tied=False, work=work)
+    dry_run(programs, plan)
+    check_links(programs)
+    assert computed(programs, plan, Forward) == {
+        (m, layer): 1 for m in left for layer in range(plan.layer_count)
+    }
+    back = computed(programs, plan, Backward, BackwardWeight)
+    assert set(back.values()) <= {1}
+    for m in left:
+        for layer in range(lowest.get(m, 0), plan.layer_count):
+            assert (m, layer) in back
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_evaluation_goes_every_route(seed: int) -> None:
+    plan = routed(seed)
+    count = random.Random(seed).randint(1, 40)
+    rounds = compile_evaluation(plan, count)
+    whole = {worker: tuple(s for one in own for s in one) for worker, own in rounds.items()}
+    dry_run(whole, plan)
+    assert computed(whole, plan, Forward) == {
+        (m, layer): 1 for m in range(count) for layer in range(plan.layer_count)
+    }
+
+
+def test_routes_that_share_nobody_keep_their_closed_forms() -> None:
+    plan = plan_of_cuts(([2, 2], 4), ([1, 3], 3))
+    assert listed_routes(plan) == ()
+    assert planned(plan) is None
+
+
+def test_a_plan_that_needs_a_listing_and_lacks_it_is_refused() -> None:
+    plan = random_routes(
+        random.Random(3), layers=4, names=["a", "b", "c"], microbatches=9, shared=False
+    )
+    assert listed_routes(plan)
+    with pytest.raises(ValueError, match="the plan does not say what these take"):
+        compile_programs(plan, tied=False)
+
+
+def test_a_message_that_is_missing_is_found() -> None:
+    plan = routed(1)
+    programs = dict(compile_programs(plan, tied=False))
+    worker = next(w for w, p in programs.items() if any(isinstance(s, Message) for s in p))
+    first = next(step for step in programs[worker] if isinstance(step, Message))
+    programs[worker] = tuple(step for step in programs[worker] if step is not first)
+    with pytest.raises(ProgramDeadlock):
+        dry_run(programs, plan)
