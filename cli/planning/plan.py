@@ -1,8 +1,7 @@
 """`oobleck plan`: what the planner would do, without a cluster."""
 
 import dataclasses
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,9 +12,10 @@ from oobleck.cli.planning.question import Flags, Question, from_job, from_profil
 from oobleck.host.command import CommandFailed
 from oobleck.host.display import printable
 from oobleck.planner.schedules import SCHEDULES, Schedule
-from oobleck.planner.units import count
+from oobleck.planner.units import count, format_bytes
 
 if TYPE_CHECKING:
+    from oobleck.planner.recovery.policies import Wanted
     from oobleck.planner.report.report import PlanReport
 
 
@@ -76,6 +76,13 @@ if TYPE_CHECKING:
     metavar="k",
     help="Show also what follows the loss of k nodes, one after the other.",
 )
+@click.option(
+    "--policy",
+    type=click.Choice(["auto", "templates", "reroute"]),
+    default="auto",
+    help="What a loss is answered by: a plan of templates, for which state moves; or sending the "
+    "micro-batches of lost workers to others that hold the layers.  [default: auto]",
+)
 @json_option("One JSON object: templates, plan, and after_losses with --lost.")
 def plan(
     job_file: Path | None,
@@ -84,6 +91,7 @@ def plan(
     nodes: int,
     schedule: str | None,
     lost: int,
+    policy: str,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -95,7 +103,7 @@ def plan(
     if schedule is not None:
         wanted = None if schedule == "auto" else cast("Schedule", schedule)
         question = dataclasses.replace(question, schedule=wanted)
-    report = _report(question, nodes, lost)
+    report = _report(question, nodes, lost, cast("Wanted", policy))
     data = report.data()
     if question.notes:
         data["notes"] = list(question.notes)
@@ -122,7 +130,7 @@ def _question(
     raise click.UsageError("give either a job file or --profile P.json")
 
 
-def _report(question: Question, nodes: int, lost: int) -> "PlanReport":
+def _report(question: Question, nodes: int, lost: int, policy: "Wanted") -> "PlanReport":
     from oobleck.planner.report.report import make_report
 
     try:
@@ -135,6 +143,7 @@ def _report(question: Question, nodes: int, lost: int) -> "PlanReport":
             lost=lost,
             tied=question.tied,
             wanted=question.schedule,
+            policy=policy,
         )
     except ValueError as error:  # also PlanInfeasible
         raise CommandFailed(str(error), USAGE) from error
@@ -162,22 +171,42 @@ def report_text(report: dict[str, Any], drawing: str, width: int | None = None) 
         drawing.rstrip(),
     ]
     for loss in report.get("after_losses", []):
-        if loss["plan"] is None:
-            parts.append(f"{loss['lost']} lost: the job waits for nodes: {loss['reason']}")
-            continue
-        parts.append(
-            f"{loss['lost']} lost: {loss['rule']}, then {_shape(loss['plan'])}, "
-            f"{loss['plan']['step_s']:.4g} s per step ({loss['reason']})"
-        )
+        parts += _loss(loss, width)
     lines = printable("\n\n".join(parts)).split("\n")
     return "\n".join(folded(line, width, indent=2) for line in lines)
 
 
-def _shape(plan: dict[str, Any]) -> str:
-    sizes = Counter(pipeline["template_nodes"] for pipeline in plan["pipelines"])
-    pipelines = " and ".join(
-        f"{count(number, 'pipeline')} of {count(size, 'node')}"
-        for size, number in sorted(sizes.items(), reverse=True)
+def _loss(loss: dict[str, Any], width: int | None) -> Iterator[str]:
+    """What is done about it, and what each policy would do, side by side."""
+    from oobleck.cli.output.table import table
+
+    policies = loss["policies"]
+    if loss["plan"] is None:
+        yield f"{loss['lost']} lost: the job waits for nodes: {loss['reason']}"
+    else:
+        idle = loss["plan"]["idle"]
+        more = f", {count(len(idle), 'idle node')}" if idle else ""
+        then = f", and {loss['then']} at a step boundary behind it" if loss["then"] else ""
+        yield (
+            f"{loss['lost']} lost: {loss['rule']}, then {policies[loss['policy']]['plan']}{more}, "
+            f"{loss['plan']['step_s']:.4g} s per step{then} ({loss['reason']})"
+        )
+    rows = [
+        (
+            policy,
+            f"{each['step_s']:.4g} s",
+            format_bytes(each["moved_bytes"]),
+            f"{each['stall_s']:.2g} s",
+            each["can_lose"],
+            each["plan"],
+        )
+        for policy, each in policies.items()
+        if "refused" not in each
+    ]
+    if rows:
+        yield table(("POLICY", "STEP", "MOVES", "IN", "CAN LOSE", "PLAN"), rows, width=width)
+    yield from (
+        f"{policy} has no answer: {each['refused']}"
+        for policy, each in policies.items()
+        if "refused" in each
     )
-    idle = f", {count(len(plan['idle']), 'idle node')}" if plan["idle"] else ""
-    return pipelines + idle

@@ -13,8 +13,11 @@ from typing import Literal
 from oobleck.planner.programs.plan import Pipeline
 
 #: How a plan came about, by the paper's three or: "takeover", of pipelines lost whole the others
-#: take the shares; "reshape", sizes chosen anew; "join", newcomers; "replace", the same nodes.
-Rule = Literal["takeover", "reinstantiate", "borrow", "merge", "reshape", "join", "replace"]
+#: take the shares; "reshape", sizes chosen anew; "join", newcomers; "replace", the same nodes;
+#: "reroute", no template: around lost workers.
+Rule = Literal[
+    "takeover", "reinstantiate", "borrow", "merge", "reshape", "join", "replace", "reroute"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,25 +1,23 @@
 """What `oobleck plan` shows: templates, the plan and what a step of it takes, as data and text."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from oobleck.planner.cost.estimate import KindEstimate, StepEstimate
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.template import PipelineTemplate
-from oobleck.planner.recovery.reconfigure import reconfigure
+from oobleck.planner.recovery.policies import Answer, Change, Policy, Wanted, answer, answers
+from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.report.drawing import WIDTH, draw_pipelines, draw_timeline, some
 from oobleck.planner.schedules import Schedule
 from oobleck.planner.search.catalogue import Catalogue, Offer
-from oobleck.planner.search.choose import (
-    ScheduleChoice,
-    choose_schedule,
-    keep_schedule,
-    settled,
-)
+from oobleck.planner.search.choose import ScheduleChoice, choose_schedule
 from oobleck.planner.search.firstplan import make_first_plan
 from oobleck.planner.search.specification import node_specification
 from oobleck.planner.units import count, format_bytes
@@ -45,11 +43,15 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """What follows the loss of a node; without an outcome, the reason says what is missing."""
+    """What follows the loss of a node."""
 
     node: NodeName
-    rule: str | None
+    #: What is done; None: nothing can be, and the reason says what is missing.
+    taken: Answer | None
     reason: str
+    #: What each policy would do, or why it cannot.
+    answers: Mapping[Policy, Answer | PlanInfeasible]
+    #: Of a plan of templates.
     outcome: Outcome | None
 
 
@@ -70,15 +72,7 @@ class PlanReport:
             "plan": _plan(self.first, self.profile),
         }
         if self.losses is not None:
-            report["after_losses"] = [
-                {
-                    "lost": loss.node,
-                    "rule": loss.rule,
-                    "reason": loss.reason,
-                    "plan": None if loss.outcome is None else _plan(loss.outcome, self.profile),
-                }
-                for loss in self.losses
-            ]
+            report["after_losses"] = [_loss(loss, self.profile) for loss in self.losses]
         return report
 
     def drawing(self, width: int = WIDTH) -> str:
@@ -96,13 +90,14 @@ def make_report(
     lost: int = 0,
     tied: bool = False,
     wanted: Schedule | None = None,
+    policy: Wanted = "auto",
 ) -> PlanReport:
     """Templates and plan for nodes n1 .. n<nodes>.
 
     With `lost` there is also, one after the other, what follows the loss of the first pipeline's
     last node, until nothing fits any more. `tied`: the head shares layer 0's token embedding.
-    `wanted`: the schedule to use; None: the best one. Raises ValueError naming the field and the
-    fix, or PlanInfeasible.
+    `wanted`: the schedule to use; None: the best one. `policy`: what losses are answered by. Raises
+    ValueError naming the field and the fix, or PlanInfeasible.
     """
     _check(profile, nodes, global_batch, lost)
     sizes = node_specification(
@@ -121,7 +116,7 @@ def make_report(
     )
     offer = made.offer
     first = Outcome(plan=made.plan, idle=_unused(made.plan, names), choice=made.choice)
-    losses = _losses(first, names, lost, profile, offer, fault_tolerance, tied=tied)
+    losses = _losses(first, names, lost, profile, offer, fault_tolerance, policy, tied=tied)
     return PlanReport(
         profile=profile,
         templates=offer.templates,
@@ -155,32 +150,42 @@ def _losses(
     profile: Profile,
     offer: Offer,
     fault_tolerance: int,
+    policy: Wanted,
     *,
     tied: bool,
 ) -> Iterator[Loss]:
     """What follows each loss, until nothing fits; idle nodes take part where they can."""
-    plan, live = first.plan, list(names)
+    plan = base = first.plan
+    live = list(names)
     for _ in range(lost):
-        gone = plan.pipelines[0].nodes[-1]
+        gone = next(n for p in base.pipelines for n in reversed(p.nodes) if n in live)
         live.remove(gone)
+        change = Change(
+            plan=plan,
+            base=base,
+            live=tuple(live),
+            generation=Generation(plan.generation + 1),
+            templates=offer.templates,
+            profile=profile,
+            fault_tolerance=fault_tolerance,
+            tied=tied,
+            judge=offer.judge,
+            costs=offer.costs,
+        )
+        each = answers(change)
         try:
-            change = reconfigure(
-                plan,
-                live,
-                templates=offer.templates,
-                profile=profile,
-                fault_tolerance=fault_tolerance,
-                generation=Generation(plan.generation + 1),
-                judge=offer.judge,
-                costs=offer.costs,
-            )
-            kept = keep_schedule(change.plan, profile)
-            outcome = _under_best_schedule(kept, live, profile, tied=tied, wanted=kept.schedule)
+            taken = answer(change, policy)
         except PlanInfeasible as infeasible:
-            yield Loss(node=gone, rule=None, reason=str(infeasible), outcome=None)
+            reason = str(infeasible)
+            yield Loss(node=gone, taken=None, reason=reason, answers=each, outcome=None)
             return
-        yield Loss(node=gone, rule=change.rule, reason=change.reason, outcome=outcome)
-        plan = outcome.plan
+        plan, outcome = taken.found.plan, None
+        if taken.policy == "templates":
+            base = plan
+            choice = choose_schedule(plan, profile, tied=tied, wanted=plan.schedule)
+            outcome = Outcome(plan=plan, idle=_unused(plan, live), choice=choice)
+        reason = taken.found.reason
+        yield Loss(node=gone, taken=taken, reason=reason, answers=each, outcome=outcome)
 
 
 def draw(outcome: Outcome, profile: Profile, width: int = WIDTH) -> str:
@@ -209,19 +214,6 @@ def _idle(outcome: Outcome) -> str:
         f"idle: {count(len(idle), 'node')} ({some(idle)}): no pipelines of these templates use "
         f"them, with a share of the step's micro-batches ({microbatches}) for each"
     )
-
-
-def _under_best_schedule(
-    plan: Plan,
-    live: Sequence[NodeName],
-    profile: Profile,
-    *,
-    tied: bool,
-    wanted: Schedule | None,
-) -> Outcome:
-    choice = choose_schedule(plan, profile, tied=tied, wanted=wanted)
-    final = settled(replace(plan, schedule=choice.schedule), profile)
-    return Outcome(plan=final, idle=_unused(plan, live), choice=choice)
 
 
 def _unused(plan: Plan, live: Sequence[NodeName]) -> tuple[NodeName, ...]:
@@ -267,6 +259,64 @@ def _plan(outcome: Outcome, profile: Profile) -> dict[str, Any]:
         "gpu_memory_bytes": profile.gpu_memory_bytes,
         "kinds": [_kind(kind) for kind in estimate.kinds],
     }
+
+
+def _loss(loss: Loss, profile: Profile) -> dict[str, Any]:
+    taken = loss.taken
+    plan: dict[str, Any] | None = None
+    if loss.outcome is not None:
+        plan = _plan(loss.outcome, profile)
+    elif taken is not None:
+        plan = {"routes": _routes(taken.found.plan), "idle": [], "step_s": taken.step_s}
+    return {
+        "lost": loss.node,
+        "policy": None if taken is None else taken.policy,
+        "then": None if taken is None else taken.then,
+        "rule": None if taken is None else taken.found.rule,
+        "reason": loss.reason,
+        "plan": plan,
+        "policies": {policy: _answer(each) for policy, each in loss.answers.items()},
+    }
+
+
+def _answer(each: Answer | PlanInfeasible) -> dict[str, Any]:
+    if isinstance(each, PlanInfeasible):
+        return {"refused": str(each)}
+    return {
+        "step_s": each.step_s,
+        "moved_bytes": each.moved_bytes,
+        "stall_s": each.stall_s,
+        "can_lose": can_lose(each.found.plan),
+        "plan": shape(each.found.plan),
+    }
+
+
+def shape(plan: Plan) -> str:
+    """Its pipelines in a few words, or that it has other routes."""
+    if listed_routes(plan):
+        return f"{count(len(plan.routes), 'route')} over {count(len(plan.nodes), 'node')}"
+    sizes = Counter(len(pipeline.nodes) for pipeline in plan.pipelines)
+    return " and ".join(
+        f"{count(number, 'pipeline')} of {count(size, 'node')}"
+        for size, number in sorted(sizes.items(), reverse=True)
+    )
+
+
+def _routes(plan: Plan) -> list[dict[str, Any]]:
+    return [
+        {
+            "microbatches": route.microbatches,
+            "hops": [
+                {
+                    "first_layer": hop.first_layer,
+                    "last_layer": hop.last_layer,
+                    "workers": [str(worker) for worker in hop.workers],
+                }
+                for hop in route.hops
+            ],
+        }
+        for route in plan.routes
+    ]
 
 
 def _kind(kind: KindEstimate) -> dict[str, Any]:

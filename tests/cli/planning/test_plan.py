@@ -103,6 +103,32 @@ def test_idle_nodes_and_losses_in_words(job_file: JobFile) -> None:
     assert "idle nodes, " in many
 
 
+def test_policies_stand_side_by_side(job_file: JobFile) -> None:
+    job = str(job_file())
+    two = ("--set", "resources.min_nodes_per_pipeline=2")
+    flags = ("--nodes", "6", "--lost", "1", "--policy", "reroute", *two)
+    report = json.loads(run("plan", job, *flags, "--json").stdout)
+    (loss,) = report["after_losses"]
+    assert (loss["policy"], loss["rule"], loss["then"]) == ("reroute", "reroute", None)
+    assert list(loss["policies"]) == ["templates", "reroute"]
+    templates, reroute = loss["policies"].values()
+    assert (
+        templates.keys()
+        == reroute.keys()
+        == {"step_s", "moved_bytes", "stall_s", "can_lose", "plan"}
+    )
+    assert reroute["moved_bytes"] == 0 < templates["moved_bytes"]
+    assert loss["plan"]["step_s"] == reroute["step_s"]
+    whole = sum(pipeline["microbatches"] for pipeline in report["plan"]["pipelines"])
+    assert sum(route["microbatches"] for route in loss["plan"]["routes"]) == whole
+    text = run("plan", job, *flags).stdout
+    assert "lost: reroute, then " in text
+    assert "POLICY     STEP" in text
+    # Where one has no answer, the other one's is taken, and the table says why.
+    alone = run("plan", job, "--nodes", "2", "--fault-tolerance", "0", *flags[2:]).stdout
+    assert "reroute has no answer: " in alone
+
+
 @pytest.mark.parametrize(
     ("flags", "part"),
     [

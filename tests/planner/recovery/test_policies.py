@@ -1,0 +1,155 @@
+"""Which policy answers a change of the nodes, and what it costs by each."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from oobleck.planner.cost.estimate import estimate_step
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.ids import Generation, NodeName
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.listing.schedule import listed_routes
+from oobleck.planner.programs.plan import Plan, place
+from oobleck.planner.recovery.policies import Answer, Change, answer, answers
+from oobleck.planner.search.templates import generate_templates
+from support.profiles import profile_of
+
+#: A layer of 1 GB takes a second on its way.
+GIGABYTE = 10**9
+
+
+def profile(state_bytes: int) -> Profile:
+    found = profile_of([1.0] * 8, state=[state_bytes] * 8, activation=[1] * 8)
+    links = replace(found.links, inter_node_bytes_per_s=float(GIGABYTE))
+    return replace(found, links=links)
+
+
+def names(count: int) -> list[NodeName]:
+    return [NodeName(f"n{number}") for number in range(count)]
+
+
+def change(
+    sizes: Sequence[int], lost: str, *, state_bytes: int = 10, joined: Sequence[str] = ()
+) -> Change:
+    """Pipelines of these sizes on n0, n1, ... with 8 micro-batches each lose nodes."""
+    costs = profile(state_bytes)
+    templates = generate_templates(costs, range(1, 5))
+    nodes, pipelines = iter(names(sum(sizes))), []
+    for size in sizes:
+        own = tuple(next(nodes) for _ in range(size))
+        pipelines.append(place(templates[size], own, microbatches=8))
+    plan = Plan.of_pipelines(pipelines, generation=Generation(1))
+    gone = set(lost.split())
+    return Change(
+        plan=plan,
+        base=plan,
+        live=tuple(n for n in [*plan.nodes, *map(NodeName, joined)] if n not in gone),
+        generation=Generation(2),
+        templates=templates,
+        profile=costs,
+        fault_tolerance=1,
+        tied=False,
+    )
+
+
+def test_state_that_moves_at_once_is_moved() -> None:
+    found = answer(change([4, 4, 4], "n1"), "auto")
+    assert (found.policy, found.then) == ("templates", None)
+    assert found.stall_s < 1.0
+    assert found.moved_bytes > 0
+
+
+def test_state_that_takes_longer_moves_behind_a_plan_that_goes_on_at_once() -> None:
+    found = answer(change([4, 4, 4], "n1", state_bytes=2 * GIGABYTE), "auto")
+    assert (found.policy, found.then) == ("reroute", "templates")
+    assert (found.moved_bytes, found.stall_s) == (0, 0.0)
+    assert found.found.rule == "reroute"
+    by_name = answer(change([4, 4, 4], "n1", state_bytes=2 * GIGABYTE), "templates")
+    assert by_name.policy == "templates"
+    # A node that takes the place of a stage of two layers at least, less what it holds of them.
+    assert by_name.stall_s >= 1.0
+
+
+def test_a_policy_that_is_wanted_by_name_stays() -> None:
+    found = answer(change([4, 4, 4], "n1"), "reroute")
+    assert (found.policy, found.then) == ("reroute", None)
+    plan = found.found.plan
+    assert plan.microbatches == 24
+    assert listed_routes(plan)
+    assert plan.nodes == tuple(sorted(set(names(12)) - {"n1"}))
+    again = replace(
+        change([4, 4, 4], "n1 n6"), plan=plan, generation=Generation(3)
+    )  # a worker that helps
+    second = answer(again, "reroute")
+    assert second.policy == "reroute"
+    assert second.found.plan.microbatches == 24
+    assert second.step_s > found.step_s
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lost", "joined", "why"),
+    [
+        ([4, 4], "n1 n5", [], "no live worker holds the state of layer"),
+        ([4, 4], "n1", ["n9"], "n9 joined, and only templates give new nodes layers"),
+        ([4, 4], "", [], "no node is lost"),
+    ],
+)
+def test_templates_answer_where_the_wanted_policy_cannot_and_the_reason_says_so(
+    sizes: list[int], lost: str, joined: list[str], why: str
+) -> None:
+    asked = change(sizes, lost, joined=joined)
+    found = answer(asked, "reroute")
+    assert found.policy == "templates"
+    assert f"not by reroute: {why}" in found.found.reason
+    refused = answers(asked)["reroute"]
+    assert isinstance(refused, PlanInfeasible)
+
+
+def test_what_nobody_can_answer_is_refused() -> None:
+    asked = change([2, 2], "n1 n2 n3")
+    asked = replace(asked, templates={2: asked.templates[2]})
+    for wanted in ("auto", "templates", "reroute"):
+        with pytest.raises(PlanInfeasible, match="needs at least 2 nodes"):
+            answer(asked, wanted)
+
+
+def test_a_lost_pipeline_leaves_plain_ones() -> None:
+    found = answer(change([1, 1, 1], "n1"), "reroute")
+    plan = found.found.plan
+    assert plan.listing is None
+    assert [pipeline.nodes for pipeline in plan.pipelines] == [("n0",), ("n2",)]
+    assert plan.microbatches == 24
+    assert found.step_s == pytest.approx(estimate_step(plan, profile(10)).step_s)
+
+
+def test_a_step_of_a_re_routed_plan_takes_what_the_table_says() -> None:
+    """3 pipelines of 4 stages with 6 micro-batches each, one worker lost (ReCycle's example): 29
+    slots where a plan without a loss takes 27 under 1F1B; memory that 1F1B needs on the first
+    stage."""
+    costs = profile_of(
+        [1.0] * 4,
+        state=[16] * 4,
+        activation=[100] * 4,
+        memory=4 * 100 + 100,
+    )
+    inputs = [replace(layer, backward_input_s={1: 1.0}) for layer in costs.layers]
+    costs = replace(costs, layers=tuple(inputs))
+    templates = generate_templates(costs, range(4, 5))
+    pipelines = [
+        place(templates[4], tuple(names(12)[4 * k : 4 * k + 4]), microbatches=6) for k in range(3)
+    ]
+    plan = Plan.of_pipelines(pipelines, generation=Generation(1))
+    asked = Change(
+        plan=plan,
+        base=plan,
+        live=tuple(node for node in plan.nodes if node != "n6"),
+        generation=Generation(2),
+        templates=templates,
+        profile=costs,
+        fault_tolerance=1,
+        tied=False,
+    )
+    found = answers(asked)["reroute"]
+    assert isinstance(found, Answer)
+    assert found.step_s == pytest.approx(29.0, rel=0.01)
