@@ -79,9 +79,10 @@ if TYPE_CHECKING:
 @click.option(
     "--policy",
     type=click.Choice(["auto", "templates", "reroute"]),
-    default="auto",
-    help="What a loss is answered by: a plan of templates, for which state moves; or sending the "
-    "micro-batches of lost workers to others that hold the layers.  [default: auto]",
+    default="templates",
+    help="What losses are answered by: plans of templates, for which state moves; by sending the "
+    "micro-batches of lost workers to others that hold the layers; or auto, as by a job that says "
+    "nothing else.  [default: templates, where all ends]",
 )
 @json_option("One JSON object: templates, plan, and after_losses with --lost.")
 def plan(

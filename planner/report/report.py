@@ -90,7 +90,7 @@ def make_report(
     lost: int = 0,
     tied: bool = False,
     wanted: Schedule | None = None,
-    policy: Wanted = "auto",
+    policy: Wanted = "templates",
 ) -> PlanReport:
     """Templates and plan for nodes n1 .. n<nodes>.
 
