@@ -18,6 +18,7 @@ from oobleck.planner.schedules import Schedule
 Precision = Literal["fp32", "bf16", "fp64"]
 Recompute = Literal["none", "layer"]
 OnStateLost = Literal["fail", "restart"]
+RecoveryPolicy = Literal["auto", "templates", "reroute"]
 TransportName = Literal["auto", "gloo"]
 #: Of a path, so that a checkpoint's name behind it still fits into a line of the wire.
 _MOST_PATH = 900
@@ -304,6 +305,14 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecoverySpec:
+    """What follows a loss: see `oobleck.planner.recovery.policies`."""
+
+    #: The one that answers losses where it can; auto: whichever lets training go on sooner.
+    policy: RecoveryPolicy = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """One training run, as its job file describes it."""
 
@@ -328,12 +337,18 @@ class JobSpec:
     #: What becomes of the job where its state is with nobody any more and there is no checkpoint:
     #: it ends (fail), or begins anew at step 1 (restart).
     on_state_lost: OnStateLost = "fail"
+    recovery: RecoverySpec = field(default_factory=RecoverySpec)
 
     def __post_init__(self) -> None:
         check_name(self.name, "job")
         _check_place("profile", self.profile, "measure, estimate or a profile file's path")
         _check_paths("output", [self.output])
         _at_least(self, 0, "fault_tolerance")
+        if self.recovery.policy == "reroute" and self.fault_tolerance == 0:
+            raise ValueError(
+                "policy: reroute needs a second pipeline that holds the same layers; set "
+                "fault_tolerance to 1 or more, or policy to auto"
+            )
         if self.resources.min_nodes_per_pipeline > self.model.layer_count:
             raise ValueError(
                 f"min_nodes_per_pipeline: {self.resources.min_nodes_per_pipeline} nodes are more "

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from oobleck.planner.errors import InvalidJob
 from oobleck.planner.job.file import format_job, parse_job
 from oobleck.planner.job.optimization import OptimizerSpec, ScheduleSpec
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, ResourceSpec, TrainingSpec
+from oobleck.planner.job.spec import (
+    DataSpec,
+    JobSpec,
+    ModelSpec,
+    RecoverySpec,
+    ResourceSpec,
+    TrainingSpec,
+)
 from oobleck.planner.units import format_bytes, parse_bytes
 
 JOB = """\
@@ -100,6 +107,22 @@ def refusal(text: str, *overrides: str) -> str:
             "fault_tolerance: 1",
             "on_state_lost: no",
             "job.yaml:10: on_state_lost must be fail or res",
+        ),
+        (
+            "fault_tolerance: 1",
+            "recovery: {policy: rerout}",
+            "job.yaml:10: recovery.policy must be auto or templates or reroute, not the text",
+        ),
+        (
+            "fault_tolerance: 1",
+            "recovery: {polcy: auto}",
+            "unknown key 'polcy' in recovery; did you mean 'policy'?",
+        ),
+        (
+            "fault_tolerance: 1",
+            "fault_tolerance: 0\nrecovery: {policy: reroute}",
+            "job.yaml:11: recovery.policy: reroute needs a second pipeline that holds the same "
+            "layers; set fault_tolerance to 1 or more, or policy to auto",
         ),
         (
             "fault_tolerance: 1",
@@ -396,6 +419,7 @@ jobs = st.builds(
         min_nodes_per_pipeline=st.integers(1, 3),
     ),
     output=st.one_of(st.none(), paths),
+    recovery=st.builds(RecoverySpec, policy=st.sampled_from(["auto", "templates"])),
     profile=st.one_of(st.sampled_from(("measure", "estimate")), paths),
 )
 
