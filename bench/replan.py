@@ -89,7 +89,7 @@ def replan_ms(
     wall, processor = [], []
     for live in changes:
         begun = time.perf_counter(), time.process_time()
-        found = next_plan(cluster.context, cluster.job, live, Generation(2))
+        found = next_plan(cluster.context, cluster.job, live, Generation(2)).found
         wall.append((time.perf_counter() - begun[0]) * 1e3)
         processor.append((time.process_time() - begun[1]) * 1e3)
         show(f"    {wall[-1]:8.1f} ms  {found.rule}: {found.reason[:100]}")

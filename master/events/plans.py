@@ -31,6 +31,7 @@ Cause = Literal[
     "node drained",
     "put back",
     "journal cut",
+    "re-routed",
 ]
 
 
@@ -73,6 +74,10 @@ class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
     starting: tuple[WorkerId, ...] = ()
     #: The series of torch that its nodes have; empty: more than one, or not known.
     torch: str = ""
+    #: Whose plan it is (`oobleck.planner.recovery.policies`).
+    policy: str = "templates"
+    #: Whose plan is to follow at a step boundary; empty: nobody's.
+    then: str = ""
     #: Of the generation before, where it did not come to its first step.
     overtaken: ReconfigurationStats | None = None
     #: What was seen of failures since the last event that carries such.

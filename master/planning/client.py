@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 from oobleck.master.events.nodes import NodeLeftOut
+from oobleck.master.events.plans import PlanMade
 from oobleck.master.planning.machines import Machines, profile_on, template_sizes
 from oobleck.master.planning.requests import (
     FirstPlanReply,
@@ -26,7 +27,8 @@ from oobleck.planner.errors import ModelTooLarge, PlanInfeasible
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.recovery.reconfigure import Reconfiguration
+from oobleck.planner.recovery.pipelines import pipelines_within
+from oobleck.planner.recovery.policies import Answer, Wanted
 from oobleck.planner.units import count
 
 A = TypeVar("A", FirstPlanReply, NextPlanReply)
@@ -96,25 +98,34 @@ def idle_slots(plan: Plan, worker_slots: int) -> str:
 
 
 def next_plan(
-    planner: Planner, job: Job, live: Sequence[Node], generation: Generation
-) -> Reconfiguration:
-    """The plan after `job`'s newest one, on `live`. Raises StillPlanning, PlanInfeasible."""
-    if job.current.made is None:
+    planner: Planner, job: Job, live: Sequence[Node], generation: Generation, wanted: Wanted
+) -> Answer:
+    """What becomes of `job`'s newest plan on `live`. Raises StillPlanning, PlanInfeasible."""
+    made = job.current.made
+    if made is None:
         raise ValueError(f"job {job.id} has no plan to reconfigure")
+    plan, base = _plans(job, made)
     request = NextPlanRequest(
         spec=job.spec,
         machines=Machines.of(job, live),
-        plan=_base(job, job.current.made.plan),
+        plan=plan,
+        base=None if base is plan else base,
+        wanted=wanted,
         nodes=tuple(node.facts.node for node in live),
         most_nodes=max(job.lineage.most_nodes, len(live)),
         generation=generation,
     )
-    return _expect(NextPlanReply, planner.reply(request)).found
+    return _expect(NextPlanReply, planner.reply(request)).answer
 
 
-def _base(job: Job, newest: Plan) -> Plan:
-    """The plan to change: with a newcomer that is left out, what it was to change is undone."""
-    if job.astray:
-        return job.lineage.plans[job.newest_known]
+def _plans(job: Job, made: PlanMade) -> tuple[Plan, Plan]:
+    """The plan to change, and the one of templates behind it: with a newcomer that is left out,
+    what it was to change is undone."""
     undone = any(isinstance(loss, NodeLeftOut) for loss in job.current.losses)
-    return job.current.trained.plan if undone and job.current.trained is not None else newest
+    if job.astray:
+        plan = job.lineage.plans[job.newest_known]
+    elif undone and job.current.trained is not None:
+        plan = job.current.trained.plan
+    else:
+        return made.plan, job.current.base or made.plan
+    return plan, pipelines_within(plan)

@@ -16,7 +16,7 @@ from oobleck.master.planning.machines import Machines
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.recovery.reconfigure import Reconfiguration
+from oobleck.planner.recovery.policies import Answer, Wanted
 
 #: Replies that are kept beside those that the last decision has asked for.
 _KEPT = 8
@@ -37,6 +37,9 @@ class NextPlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     spec: JobSpec
     machines: Machines
     plan: Plan
+    #: The newest plan of templates; None: that is `plan`.
+    base: Plan | None
+    wanted: Wanted
     nodes: tuple[NodeName, ...]
     most_nodes: int
     generation: Generation
@@ -54,7 +57,7 @@ class FirstPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class NextPlanReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The reply to `NextPlanRequest`."""
 
-    found: Reconfiguration
+    answer: Answer
 
 
 class Infeasible(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -26,9 +26,8 @@ from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs import proof
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.recovery.reconfigure import reconfigure
+from oobleck.planner.recovery.policies import Change, answer
 from oobleck.planner.search.catalogue import Catalogue
-from oobleck.planner.search.choose import keep_schedule, settled
 from oobleck.planner.search.firstplan import make_first_plan
 
 
@@ -93,19 +92,21 @@ def _next_plan(request: NextPlanRequest) -> NextPlanReply:
     spec, machines, plan = request.spec, request.machines, request.plan
     profile = profile_on(spec, machines)
     sizes = template_sizes(spec, machines, request.most_nodes)
-    offer = _known(spec, profile).offer(profile, sizes, plan)
-    found = reconfigure(
-        plan,
-        request.nodes,
+    base = request.base or plan
+    offer = _known(spec, profile).offer(profile, sizes, base)
+    change = Change(
+        plan=plan,
+        base=base,
+        live=request.nodes,
+        generation=request.generation,
         templates=offer.templates,
         profile=profile,
         fault_tolerance=spec.fault_tolerance,
-        generation=request.generation,
+        tied=spec.model.tied,
         judge=offer.judge,
         costs=offer.costs,
     )
-    plan = settled(keep_schedule(found.plan, profile), profile)
-    return NextPlanReply(found=replace(found, plan=plan))
+    return NextPlanReply(answer=answer(change, request.wanted))
 
 
 def forget() -> None:
@@ -129,6 +130,8 @@ def rehearse(request: PlanRequest, reply: PlanReply) -> Iterator[None]:
                     spec=request.spec,
                     machines=request.machines,
                     plan=plan,
+                    base=None,
+                    wanted=request.spec.recovery.policy,
                     nodes=tuple(node for node in plan.nodes if node != pipeline.nodes[0]),
                     most_nodes=len(request.nodes),
                     generation=Generation(plan.generation + 1),

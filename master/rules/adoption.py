@@ -30,6 +30,7 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.planner.ids import Incarnation, NodeName, WorkerId
 from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.recovery.pipelines import is_of_pipelines
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.proto.types import Assignment
 
@@ -111,6 +112,7 @@ def _adopted(
         return None
     if any(state.nodes[name].facts.worker_slots != slots for name in plan.nodes):
         return None
+    of_templates = is_of_pipelines(plan)
     return PlanMade(
         **msgspec.structs.asdict(newest),
         job_id=job.id,
@@ -125,6 +127,8 @@ def _adopted(
         worker_slots=slots,
         detect_s=0.0,
         leaving_incarnations=leaving,
+        policy="templates" if of_templates else "reroute",
+        then="templates" if not of_templates and job.spec.recovery.policy == "auto" else "",
         overtaken=reconfiguration_stats(context, job),
     )
 

@@ -20,6 +20,7 @@ from oobleck.master.state.evidence import carried
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Drain, Node
 from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.recovery.policies import Answer
 from oobleck.planner.recovery.reconfigure import Reconfiguration
 
 TOLD_TO_END = "its agent was told to end"
@@ -104,7 +105,7 @@ def _still_there(state: ClusterState, job: Job) -> list[Node]:
     return _sorted([node for node in held if node.moves_off])
 
 
-def plan_without_drained(context: Context, job: Job, live: Sequence[Node]) -> Reconfiguration:
+def plan_without_drained(context: Context, job: Job, live: Sequence[Node]) -> Answer:
     """Without the nodes that are to be drained; with them where nothing else is possible, but for
     forced drains. Raises PlanInfeasible."""
     state, generation = context.state, next_generation(context, job)
@@ -188,7 +189,8 @@ def _find(
     for node in moving:
         rest = [other for other in staying if other is not node]
         try:
-            found = next_plan(context, job, _sorted([*ready, *rest]), generation)
+            live = _sorted([*ready, *rest])
+            found = next_plan(context, job, live, generation, "templates").found
         except PlanInfeasible as infeasible:
             if node.drain is not None and node.drain.force:
                 return None, _by_force(job, node, node.drain)

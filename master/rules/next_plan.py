@@ -22,7 +22,8 @@ from oobleck.master.state.node import Node
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose
+from oobleck.planner.recovery.policies import Answer, Wanted
+from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.units import count, listed
 
 _BACK = "put that right, and 'oobleck node undrain NODE' takes a node back"
@@ -50,6 +51,8 @@ def plan_made(
     reason: str,
     detect_s: float | None = None,
     restore: bool = False,
+    policy: str = "templates",
+    then: str = "",
 ) -> PlanMade:
     """`restore`: workers shall go back to the newest checkpoint. So they shall where the plan
     before told them to and has committed no step: it is not known which of them have gone back."""
@@ -91,6 +94,8 @@ def plan_made(
         torch=_torch(context.state, plan),
         restore=go_back,
         anew=go_back and not job.has_checkpoint,
+        policy=policy,
+        then=then,
         overtaken=reconfiguration_stats(context, job),
         evidence=() if boundary else carried(job, context.now),
     )
@@ -157,23 +162,40 @@ def _rendezvous(context: Context, job: Job, plan: Plan) -> Rendezvous:
 
 
 def next_plan(
-    context: Context, job: Job, live: Sequence[Node], generation: Generation
-) -> Reconfiguration:
-    """The plan after `job`'s newest one, on `live`. Raises StillPlanning, and PlanInfeasible, also
-    where a layer of a model that has been trained has no holder in the new plan, and there is no
-    checkpoint, unless it is gone for good and the job wants to begin anew then."""
-    found = client.next_plan(context.planner, job, live, generation)
-    lost = holders.lost_layers(context.state, job, found.plan)
+    context: Context,
+    job: Job,
+    live: Sequence[Node],
+    generation: Generation,
+    wanted: Wanted | None = None,
+) -> Answer:
+    """What becomes of `job`'s newest plan on `live`, by the `wanted` policy; None: as after a loss.
+    Raises StillPlanning, and PlanInfeasible, also where a layer of a model that has been trained
+    has no holder in the new plan, and there is no checkpoint, unless it is gone for good and the
+    job wants to begin anew then."""
+    wanted = wanted or _for_losses(job)
+    answer = client.next_plan(context.planner, job, live, generation, wanted)
+    lost = holders.lost_layers(context.state, job, answer.found.plan)
+    if lost is not None and answer.policy != "templates":
+        # State must move all the same, so it may as well go where it is best.
+        return next_plan(context, job, live, generation, "templates")
     if lost is None or job.has_checkpoint:
-        return found
+        return answer
     if job.spec.on_state_lost == "restart" and holders.gone_for_good(context, job) is not None:
-        return found
+        return answer
     away = listed(holders.may_bring_back(context, job, lost.layers))
     hope = f"only {away} with the workers of before can bring it back; or " if away else ""
     fix = "cancel the job and submit it again, since there is no checkpoint"
     if job.spec.on_state_lost == "restart":
         fix = "it begins anew once nothing can, since there is no checkpoint"
     raise PlanInfeasible(*lost.causes, hope + fix) from lost
+
+
+def _for_losses(job: Job) -> Wanted:
+    """The policy that the job wants, where workers hold what its newest plan says: not before one
+    of templates has committed a step, nor after another job had the turn."""
+    made = job.current.made
+    moving = made is not None and made.policy == "templates" and job.current.on_the_way
+    return "templates" if moving or job.current.put_back else job.spec.recovery.policy
 
 
 def names(nodes: Iterable[Node]) -> str:

@@ -144,6 +144,8 @@ _RULES: tuple[Rule, ...] = (
     # that one plan does both.
     _of_plan(draining.move_off),
     _of_plan(replan.join),
+    # A join is by templates as well: no state moves twice.
+    _of_plan(replan.follow_up),
 )
 #: Nothing above depends on what is long over: these wait for nothing, nor for a plan that is made.
 _AT_LAST: tuple[Rule, ...] = (losses.forget_nodes, job_queue.forget_jobs)

@@ -3,6 +3,7 @@
 A job's first plan is `oobleck.master.rules.first_plan`'s. Must not know how plans are made.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from oobleck.master.events.nodes import NodeDrained, NodeLost, NodeReset, WorkerLost
@@ -58,11 +59,12 @@ def replan(context: Context, job: Job) -> Decision | None:
         return patience
     live = [node for node in state.candidates(job) if state.is_ready(node, job) or node in coming]
     try:
-        found = draining.plan_without_drained(context, job, live)
+        answer = draining.plan_without_drained(context, job, live)
     except PlanInfeasible as infeasible:
         given_up_at = holders.given_up_at(context, job)
         waits = replace(wait(state, job, infeasible), wake_at=given_up_at)
         return patience or give_up_lost(context, job) or waits
+    found = answer.found
     if not any(is_up(state, worker) for worker in found.plan.workers):
         return Decision(reason=f"{names(coming)}: to be up before planning")
     if job.state == "waiting for nodes":
@@ -95,6 +97,8 @@ def replan(context: Context, job: Job) -> Decision | None:
         rule=found.rule,
         reason=reason,
         restore=lost is not None,
+        policy=answer.policy,
+        then=answer.then or "",
     )
     return Decision(actions=(event,), reason=reason)
 
@@ -191,19 +195,15 @@ def join(context: Context, job: Job) -> Decision | None:
     if job.seen.steps.furthest_step >= job.spec.training.steps:
         return None
     ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
-    since = [
-        n.seen.ready_at or context.now for n in ready if not job.current.has_member(n.facts.node)
-    ]
+    due = _settled_at(context, job, ready)
     if draining.on_the_move(state, job):
         return None  # their place is not free yet
-    if not since or not all(state.nodes[name].connected for name in job.current.members):
+    if due is None or not all(state.nodes[name].connected for name in job.current.members):
         return None
-    settle = context.timing.join_settle_s
-    due = min(max(since) + settle, min(since) + _MOST_SETTLES * settle)
     if context.now < due:
         return Decision(wake_at=due, reason="nodes are about to join")
     try:
-        found = next_plan(context, job, ready, next_generation(context, job))
+        found = next_plan(context, job, ready, next_generation(context, job), "templates").found
     except PlanInfeasible as infeasible:
         return Decision(reason=f"ready nodes stay idle: {'; '.join(infeasible.causes)}")
     if not set(found.plan.nodes) > set(job.current.members):
@@ -217,5 +217,47 @@ def join(context: Context, job: Job) -> Decision | None:
         rule=found.rule,
         reason=found.reason,
         detect_s=0.0,  # until it has settled, nothing waits for it
+    )
+    return Decision(actions=(event,), reason=found.reason)
+
+
+def _settled_at(context: Context, job: Job, ready: Sequence[Node]) -> float | None:
+    """When those of the `ready` nodes that have no part in the plan are taken in together; None:
+    there are none."""
+    members = job.current.has_member
+    since = [n.seen.ready_at or context.now for n in ready if not members(n.facts.node)]
+    settle = context.timing.join_settle_s
+    return min(max(since) + settle, min(since) + _MOST_SETTLES * settle) if since else None
+
+
+def follow_up(context: Context, job: Job) -> Decision | None:
+    """Behind a plan that moved no state, so that training went on at once, goes one of templates,
+    at a step boundary."""
+    state, made = context.state, job.current.made
+    if made is None or made.then != "templates":
+        return None
+    if job.state != "running" or job.seen.peers_lost or draining.on_the_move(state, job):
+        return None
+    if job.seen.steps.furthest_step >= job.spec.training.steps:
+        return None
+    if not all(state.nodes[name].connected for name in job.current.members):
+        return None
+    ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
+    due = _settled_at(context, job, ready)
+    if due is not None and context.now < due:
+        return None  # they join in the same plan
+    try:
+        found = next_plan(context, job, ready, next_generation(context, job), "templates").found
+    except PlanInfeasible as infeasible:
+        return Decision(reason=f"the job stays re-routed: {'; '.join(infeasible.causes)}")
+    event = plan_made(
+        context,
+        job,
+        found.plan,
+        boundary=True,
+        cause="re-routed",
+        rule=found.rule,
+        reason=found.reason,
+        detect_s=0.0,  # nothing waits for it
     )
     return Decision(actions=(event,), reason=found.reason)

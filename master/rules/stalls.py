@@ -79,16 +79,19 @@ def meet_again(
     """The workers of the newest plan meet anew, in the next generation, or that was enough."""
     if (end := met_enough(context, job, reason)) is not None:
         return end
-    assert job.current.made is not None, "only asked of a job with a plan"
+    made = job.current.made
+    assert made is not None, "only asked of a job with a plan"
     event = plan_made(
         context,
         job,
-        replace(job.current.made.plan, generation=next_generation(context, job)),
+        replace(made.plan, generation=next_generation(context, job)),
         boundary=False,
         cause=cause,
         rule="regroup",
         reason=reason,
         detect_s=detect_s,
+        policy=made.policy,
+        then=made.then,
     )
     return Decision(actions=(event,), reason=reason)
 
@@ -230,6 +233,6 @@ def plan_without(context: Context, job: Job, nodes: Set[NodeName]) -> Plan | Non
         if state.is_ready(node, job) and node.facts.node not in nodes
     ]
     try:
-        return next_plan(context, job, rest, next_generation(context, job)).plan
+        return next_plan(context, job, rest, next_generation(context, job)).found.plan
     except PlanInfeasible:
         return None

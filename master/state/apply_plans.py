@@ -11,6 +11,8 @@ from oobleck.master.state.job import KNOWN_PROCESSES, Job
 from oobleck.master.state.job_observed import LossSeen, RecoveryTimeline
 from oobleck.master.state.job_states import move
 from oobleck.planner.ids import Incarnation
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.recovery.pipelines import pipelines_within
 
 
 def apply(state: ClusterState, event: PlanEvent, now: float, unix: float) -> None:
@@ -60,12 +62,22 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
     for node in event.plan.nodes:
         job.left_out.pop(node, None)  # an adopted plan may have one that was let in again
     _note_replaced(job, event)
+    job.current.base = _base(job, event)
     job.current.made, job.current.made_at = event, unix
     job.reason = event.reason
     job.current.losses = ()
     job.lineage.most_nodes = max(job.lineage.most_nodes, len(event.plan.nodes))
     job.lineage.plans[event.plan.generation] = event.plan
     job.lineage.emptied.difference_update(event.plan.nodes)
+
+
+def _base(job: Job, event: PlanMade) -> Plan | None:
+    """`event` is the plan that follows `job.current.made`."""
+    if event.policy == "templates":
+        return None
+    if event.rule == "adopt" or job.current.made is None:
+        return pipelines_within(event.plan)  # the journal lacks what it came from
+    return job.current.base or job.current.made.plan
 
 
 def _note_replaced(job: Job, event: PlanMade) -> None:

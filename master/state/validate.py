@@ -100,6 +100,11 @@ def _generations_grow(job: Job) -> bool:
     )
 
 
+def _has_base(current: CurrentPlan) -> bool:
+    re_routed = current.made is not None and current.made.policy != "templates"
+    return (current.base is not None) == re_routed
+
+
 def _counts_progress(job: Job) -> bool:
     recent = [record.step for record in job.seen.steps.recent]
     return recent == sorted(set(recent)) and job.seen.steps.committed_step >= max(recent, default=0)
@@ -177,6 +182,7 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
                 or job.waiting_since
                 or job.lineage.plans
                 or job.lineage.before
+                or job.current.base
             )
         ),
     ),
@@ -222,6 +228,11 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
                 or job.current.generation in job.lineage.plans
             )
         ),
+    ),
+    (
+        "all and only plans that are not of templates have one that they come from, until the job "
+        "ends",
+        lambda _, job: job.state in ENDED or _has_base(job.current),
     ),
     (
         "every worker of a plan has a process of its own, and leaves or takes part",

@@ -72,6 +72,7 @@ def _reconfigured(
         "from_generation": before.generation,
         "to_generation": made.plan.generation,
         "cause": made.cause,
+        "policy": made.policy,
         "rule": made.rule,
         "reason": made.reason,
         "nodes_lost": made.nodes_lost,

@@ -98,6 +98,7 @@ from oobleck.planner.job.spec import (
     EvaluationSpec,
     JobSpec,
     ModelSpec,
+    RecoverySpec,
     ResourceSpec,
     TrainingSpec,
 )
@@ -133,11 +134,13 @@ def job_spec(
     memory: int | None = None,
     mixed: int = 0,
     restart: int = 0,
+    reroute: int = 0,
+    hidden: int = 32,
 ) -> JobSpec:
     """`evaluate`: every how many steps, of ten times the samples of a step."""
     return JobSpec(
         name=name,
-        model=ModelSpec(layers=6, hidden=32, heads=2, sequence_length=16),
+        model=ModelSpec(layers=6, hidden=hidden, heads=2, sequence_length=16),
         data=DataSpec(text=("/nowhere/*.py",)),
         training=TrainingSpec(steps=steps, global_batch=16, microbatch=2),
         fault_tolerance=f,
@@ -147,6 +150,7 @@ def job_spec(
         checkpoint=CheckpointSpec(path="/saved") if checkpoint else None,
         evaluation=EvaluationSpec(every=evaluate, fraction=0.1, samples=160) if evaluate else None,
         on_state_lost="restart" if restart else "fail",
+        recovery=RecoverySpec(policy="reroute" if reroute else "auto"),
     )
 
 
@@ -975,9 +979,9 @@ def copied(value: Any) -> Any:
 
 def drawn(plan: Plan) -> str:
     return " | ".join(
-        " ".join(f"{s.workers[0]}:{s.first_layer}-{s.last_layer}" for s in pipeline.stages)
-        + f" x{pipeline.microbatches}"
-        for pipeline in plan.pipelines
+        " ".join(f"{hop.workers[0]}:{hop.first_layer}-{hop.last_layer}" for hop in route.hops)
+        + f" x{route.microbatches}"
+        for route in plan.routes
     )
 
 
@@ -992,8 +996,10 @@ def told(event: Journaled) -> str:
                 how += ", anew" if event.anew else ", from a checkpoint"
             how += ", handed over" if event.handover else ""
             out = f" leaving [{' '.join(map(str, event.leaving))}]" if event.leaving else ""
+            behind = f", then {event.then}" if event.then else ""
             return (
-                f"{name} generation {event.plan.generation} {how}, {event.rule} ({event.cause}), "
+                f"{name} generation {event.plan.generation} {how}, "
+                f"{event.rule} ({event.cause}){behind}, "
                 f"lost [{' '.join(lost)}] joined [{' '.join(event.nodes_joined)}]{out}, "
                 f"can lose {event.can_lose}, store {event.rendezvous.store}: {drawn(event.plan)}"
             )

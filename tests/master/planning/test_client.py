@@ -31,11 +31,11 @@ def test_templates_outlive_the_weakest_node(monkeypatch: pytest.MonkeyPatch) -> 
     state, job = trained_job(nodes, hidden=34)
     assert made, "the first plan needs templates"
     made.clear()
-    change = next_plan(context(state), job, nodes[1:], Generation(2))
+    change = next_plan(context(state), job, nodes[1:], Generation(2)).found
     assert change.plan.nodes == ("n2", "n3", "n4", "n5", "n6")
     weak = [*nodes[1:], node(7, memory=1 << 29)]
     state.nodes[weak[-1].facts.node] = weak[-1]
-    assert len(next_plan(context(state), job, weak, Generation(2)).plan.nodes) == 6
+    assert len(next_plan(context(state), job, weak, Generation(2)).found.plan.nodes) == 6
     assert made == []
 
 
@@ -57,7 +57,7 @@ def test_a_layer_that_nobody_holds_is_a_cause() -> None:
             one.seen,
             status=NodeStatus(job_id=JOB, generation=Generation(1), workers=(fresh,)),
         )
-    assert len(next_plan(context(state), job, live, Generation(2)).plan.nodes) == 2
+    assert len(next_plan(context(state), job, live, Generation(2)).found.plan.nodes) == 2
 
 
 def test_every_plan_has_the_schedule_that_suits_it() -> None:
@@ -65,7 +65,7 @@ def test_every_plan_has_the_schedule_that_suits_it() -> None:
     state, job = trained_job(nodes, hidden=512)
     assert job.current.made is not None
     plan = job.current.made.plan
-    after = next_plan(context(state), job, nodes[1:], Generation(2)).plan
+    after = next_plan(context(state), job, nodes[1:], Generation(2)).found.plan
     for one in (plan, after):
         deepest = max(len(pipeline.stages) for pipeline in one.pipelines)
         assert deepest > 1
@@ -77,7 +77,7 @@ def test_a_schedule_that_the_job_wants_stays() -> None:
     state, job = trained_job(nodes, hidden=512, schedule="gpipe")
     assert job.current.made is not None
     assert job.current.made.plan.schedule == "gpipe"
-    assert next_plan(context(state), job, nodes[1:], Generation(2)).plan.schedule == "gpipe"
+    assert next_plan(context(state), job, nodes[1:], Generation(2)).found.plan.schedule == "gpipe"
 
 
 def test_nodes_with_more_slots_than_the_model_has_layers() -> None:
@@ -91,7 +91,7 @@ def test_nodes_with_more_slots_than_the_model_has_layers() -> None:
         "more than 8"
     )
     assert client.idle_slots(plan, 8) == ""
-    change = next_plan(context(state), job, nodes[1:], Generation(2))
+    change = next_plan(context(state), job, nodes[1:], Generation(2)).found
     assert change.plan.nodes == ("n2", "n3")
     nodes[0].desired = msgspec.structs.replace(
         nodes[0].desired, job_id=JOB, generation=Generation(1)

@@ -98,12 +98,14 @@ def test_answers_are_those_of_the_planner_and_a_killed_process_is_replaced() -> 
                 spec=THE_JOB.spec,
                 machines=first(6).machines,
                 plan=THE_JOB.current.made.plan,
+                base=None,
+                wanted="auto",
                 nodes=first(6).nodes[1:],
                 most_nodes=6,
                 generation=Generation(2),
             )
-            expected = client.next_plan(AtOnce(), THE_JOB, NODES[1:], Generation(2))
-            assert await reply(process, request) == NextPlanReply(found=expected)
+            expected = client.next_plan(AtOnce(), THE_JOB, NODES[1:], Generation(2), "auto")
+            assert await reply(process, request) == NextPlanReply(answer=expected)
         await until(lambda: not children())
 
     asyncio.run(play())

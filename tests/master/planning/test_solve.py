@@ -41,14 +41,15 @@ def test_a_plan_that_is_not_proven_is_refused(monkeypatch: pytest.MonkeyPatch) -
     _, job = trained_job(nodes, hidden=34)
     planner = InOneProcess()
     assert client.first_plan(planner, job, nodes, Generation(1)).pipelines
-    assert client.next_plan(planner, job, nodes[1:], Generation(2)).plan.pipelines
+    assert client.next_plan(planner, job, nodes[1:], Generation(2), "auto").found.plan.pipelines
 
     solve.forget()
     for module in (compiler, proof):
         monkeypatch.setattr(module, "compute_order", last_stage_goes_backwards)
     waits = r"programs wait for each other: .*p0s1/0 waits at 1-1:RECV_F\d<p0s0/0 for p0s0/0"
-    for ask in (client.first_plan, client.next_plan):
-        with pytest.raises(RuntimeError, match=waits):
-            ask(planner, job, nodes[1:], Generation(2))
+    with pytest.raises(RuntimeError, match=waits):
+        client.first_plan(planner, job, nodes[1:], Generation(2))
+    with pytest.raises(RuntimeError, match=waits):
+        client.next_plan(planner, job, nodes[1:], Generation(2), "auto")
     with pytest.raises(PlanInfeasible):  # no error of ours
         client.first_plan(planner, job, nodes[:1], Generation(1))

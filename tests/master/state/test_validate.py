@@ -96,6 +96,7 @@ CORRUPTIONS: tuple[tuple[str, str, Callable[[ClusterState], None]], ...] = (
     ("demo-1", "started as soon", _set(_job, started_at=0.0)),
     ("demo-1", "generations only grow", _set(_current, abrupt=Generation(7))),
     ("demo-1", "plans are kept", lambda s: _job(s).lineage.plans.clear()),
+    ("demo-1", "that they come from", lambda s: _made(s, policy="reroute")),
     ("demo-1", "process of its own", lambda s: _made(s, incarnations=(WRONG,) * 4)),
     (
         "demo-1",
