@@ -38,15 +38,29 @@ class Pipeline(_message.Message):
     microbatches: int
     def __init__(self, nodes: _Optional[_Iterable[str]] = ..., stages: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., first_microbatch: _Optional[int] = ..., microbatches: _Optional[int] = ...) -> None: ...
 
+class Route(_message.Message):
+    __slots__ = ("hops", "first_microbatch", "microbatches")
+    HOPS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_MICROBATCH_FIELD_NUMBER: _ClassVar[int]
+    MICROBATCHES_FIELD_NUMBER: _ClassVar[int]
+    hops: _containers.RepeatedCompositeFieldContainer[Stage]
+    first_microbatch: int
+    microbatches: int
+    def __init__(self, hops: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., first_microbatch: _Optional[int] = ..., microbatches: _Optional[int] = ...) -> None: ...
+
 class Plan(_message.Message):
-    __slots__ = ("generation", "pipelines", "schedule")
+    __slots__ = ("generation", "pipelines", "schedule", "routes", "holds")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PIPELINES_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
     generation: int
     pipelines: _containers.RepeatedCompositeFieldContainer[Pipeline]
     schedule: str
-    def __init__(self, generation: _Optional[int] = ..., pipelines: _Optional[_Iterable[_Union[Pipeline, _Mapping]]] = ..., schedule: _Optional[str] = ...) -> None: ...
+    routes: _containers.RepeatedCompositeFieldContainer[Route]
+    holds: _containers.RepeatedCompositeFieldContainer[Stage]
+    def __init__(self, generation: _Optional[int] = ..., pipelines: _Optional[_Iterable[_Union[Pipeline, _Mapping]]] = ..., schedule: _Optional[str] = ..., routes: _Optional[_Iterable[_Union[Route, _Mapping]]] = ..., holds: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ...) -> None: ...
 
 class AgentMessage(_message.Message):
     __slots__ = ("incarnation", "register", "status", "report", "records", "log", "recorded", "clock")
@@ -443,7 +457,7 @@ class ListJobsReply(_message.Message):
     def __init__(self, jobs: _Optional[_Iterable[_Union[JobStatus, _Mapping]]] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job_id", "name", "state", "reason", "generation", "committed_step", "steps", "loss", "tokens_per_s", "submitted_at", "started_at", "finished_at", "plan", "can_lose", "eta_s", "reconfigurations", "directory", "profile", "checkpoint", "checkpoint_step", "checkpoint_path", "save_failure", "evaluation", "skipped_steps", "memory", "incidents", "last_incident", "last_incident_at", "redo", "problem", "journal_cut_at", "last_step_age_s")
+    __slots__ = ("job_id", "name", "state", "reason", "generation", "committed_step", "steps", "loss", "tokens_per_s", "submitted_at", "started_at", "finished_at", "plan", "can_lose", "eta_s", "reconfigurations", "policy", "then", "directory", "profile", "checkpoint", "checkpoint_step", "checkpoint_path", "save_failure", "evaluation", "skipped_steps", "memory", "incidents", "last_incident", "last_incident_at", "redo", "problem", "journal_cut_at", "last_step_age_s")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -460,6 +474,8 @@ class JobStatus(_message.Message):
     CAN_LOSE_FIELD_NUMBER: _ClassVar[int]
     ETA_S_FIELD_NUMBER: _ClassVar[int]
     RECONFIGURATIONS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    THEN_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -492,6 +508,8 @@ class JobStatus(_message.Message):
     can_lose: int
     eta_s: float
     reconfigurations: int
+    policy: str
+    then: str
     directory: str
     profile: str
     checkpoint: str
@@ -508,7 +526,7 @@ class JobStatus(_message.Message):
     problem: str
     journal_cut_at: float
     last_step_age_s: float
-    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., submitted_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., can_lose: _Optional[int] = ..., eta_s: _Optional[float] = ..., reconfigurations: _Optional[int] = ..., directory: _Optional[str] = ..., profile: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., save_failure: _Optional[str] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., skipped_steps: _Optional[int] = ..., memory: _Optional[_Iterable[_Union[WorkerMemory, _Mapping]]] = ..., incidents: _Optional[int] = ..., last_incident: _Optional[str] = ..., last_incident_at: _Optional[float] = ..., redo: _Optional[_Union[Redo, _Mapping]] = ..., problem: _Optional[str] = ..., journal_cut_at: _Optional[float] = ..., last_step_age_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., submitted_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., can_lose: _Optional[int] = ..., eta_s: _Optional[float] = ..., reconfigurations: _Optional[int] = ..., policy: _Optional[str] = ..., then: _Optional[str] = ..., directory: _Optional[str] = ..., profile: _Optional[str] = ..., checkpoint: _Optional[str] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., save_failure: _Optional[str] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., skipped_steps: _Optional[int] = ..., memory: _Optional[_Iterable[_Union[WorkerMemory, _Mapping]]] = ..., incidents: _Optional[int] = ..., last_incident: _Optional[str] = ..., last_incident_at: _Optional[float] = ..., redo: _Optional[_Union[Redo, _Mapping]] = ..., problem: _Optional[str] = ..., journal_cut_at: _Optional[float] = ..., last_step_age_s: _Optional[float] = ...) -> None: ...
 
 class Redo(_message.Message):
     __slots__ = ("first_step", "last_step", "committed_step")

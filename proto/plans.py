@@ -3,7 +3,8 @@
 from functools import lru_cache
 
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.plan import Hold, Hop, Plan
+from oobleck.planner.recovery.pipelines import is_of_pipelines
 from oobleck.proto import control_pb2 as pb
 
 
@@ -11,23 +12,24 @@ def worker_message(worker: WorkerId) -> pb.WorkerId:
     return pb.WorkerId(node=worker.node, slot=worker.slot)
 
 
+def _stage_message(of: Hop | Hold) -> pb.Stage:
+    return pb.Stage(
+        first_layer=of.first_layer,
+        last_layer=of.last_layer,
+        workers=[worker_message(worker) for worker in of.workers],
+        resident=isinstance(of, Hold) and of.resident,
+    )
+
+
 @lru_cache(maxsize=4)
 def plan_message(plan: Plan) -> pb.Plan:
     """To be copied: of many nodes it takes milliseconds, and it is asked for often."""
-    return pb.Plan(
+    message = pb.Plan(
         generation=plan.generation,
         pipelines=[
             pb.Pipeline(
                 nodes=list(pipeline.nodes),
-                stages=[
-                    pb.Stage(
-                        first_layer=stage.first_layer,
-                        last_layer=stage.last_layer,
-                        workers=[worker_message(worker) for worker in stage.workers],
-                        resident=stage.resident,
-                    )
-                    for stage in pipeline.stages
-                ],
+                stages=map(_stage_message, pipeline.stages),
                 first_microbatch=share.start,
                 microbatches=pipeline.microbatches,
             )
@@ -35,3 +37,14 @@ def plan_message(plan: Plan) -> pb.Plan:
         ],
         schedule=plan.schedule,
     )
+    if not is_of_pipelines(plan):
+        message.routes.extend(
+            pb.Route(
+                hops=map(_stage_message, route.hops),
+                first_microbatch=share.start,
+                microbatches=route.microbatches,
+            )
+            for route, share in zip(plan.routes, plan.shares, strict=True)
+        )
+        message.holds.extend(map(_stage_message, plan.holds))
+    return message

@@ -207,6 +207,9 @@ def job_text(job: pb.JobStatus, width: int | None = None) -> str:
         changes = count(job.reconfigurations, "reconfiguration")
         lines.append(f"generation  {job.generation}, {changes} so far")
         lines.append(f"schedule    {job.plan.schedule}")
+        if job.policy:
+            then = f", then {job.then} at a step boundary" if job.then else ""
+            lines.append(f"policy      {job.policy}{then}")
         if job.state not in ENDED:
             more = count(job.can_lose, "more node")
             lines.append(f"can lose    {more}, whichever, without losing a layer")
@@ -237,15 +240,32 @@ def evaluation(found: pb.Evaluation) -> str:
 
 
 def draw(plan: pb.Plan, width: int | None = None) -> str:
-    """A line per pipeline: its share of the batch, then each stage's node and layers."""
-    rows = []
-    for number, pipeline in enumerate(plan.pipelines):
-        stages = " -> ".join(
-            f"{_holders(stage)} [{stage.first_layer}..{stage.last_layer}]"
-            for stage in pipeline.stages
-        )
-        rows.append((f"pipeline {number}", pipeline.microbatches, stages))
-    return table(("PIPELINE", "MICRO-BATCHES", "NODES [LAYERS]"), rows, width=width)
+    """A line per pipeline, or per route where the plan is not made of pipelines: its share of the
+    batch, then each stage's node and layers."""
+    head = ("MICRO-BATCHES", "NODES [LAYERS]")
+    if plan.routes:
+        routes = [
+            (f"route {number}", _share(route), _drawn(route.hops))
+            for number, route in enumerate(plan.routes)
+        ]
+        return table(("ROUTE", *head), routes, width=width)
+    rows = [
+        (f"pipeline {number}", pipeline.microbatches, _drawn(pipeline.stages))
+        for number, pipeline in enumerate(plan.pipelines)
+    ]
+    return table(("PIPELINE", *head), rows, width=width)
+
+
+def _share(route: pb.Route) -> str:
+    """Which micro-batches."""
+    last = route.first_microbatch + route.microbatches - 1
+    return f"{route.first_microbatch}" + (f"-{last}" if route.microbatches > 1 else "")
+
+
+def _drawn(stages: Iterable[pb.Stage]) -> str:
+    return " -> ".join(
+        f"{_holders(stage)} [{stage.first_layer}..{stage.last_layer}]" for stage in stages
+    )
 
 
 def _holders(stage: pb.Stage) -> str:

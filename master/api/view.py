@@ -72,6 +72,7 @@ def job_status(state: ClusterState, job: Job, config: MasterConfig, now: float) 
         message.evaluation.CopyFrom(message_of(pb.Evaluation, seen.steps.evaluation))
     if job.current.made is not None and not job.current.put_back:
         message.plan.CopyFrom(plan_message(job.current.made.plan))
+        message.policy, message.then = job.current.made.policy, job.current.made.then
         if job.state not in ENDED and not job.current.losses:
             message.can_lose = job.current.made.can_lose
         if job.state not in ENDED:
@@ -175,6 +176,8 @@ def _passing_reason(state: ClusterState, job: Job) -> str:
     away = [name for name in job.current.members if not state.nodes[name].connected]
     if away:
         return f"not connected, and lost if that lasts: {', '.join(away)}"
+    if job.state == "running" and job.current.made is not None and job.current.made.then:
+        return f"a plan of {job.current.made.then} follows at a step boundary once one is possible"
     return ""
 
 

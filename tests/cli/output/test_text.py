@@ -101,6 +101,26 @@ def test_status_of_a_job_draws_its_pipelines() -> None:
     assert "skipped     1 step whose" in text.job_text(job(skipped_steps=1))
 
 
+def test_status_of_a_job_draws_the_routes_of_a_plan_without_whole_pipelines() -> None:
+    first = [
+        pb.Stage(last_layer=4, workers=[pb.WorkerId(node="n1", slot=0)]),
+        pb.Stage(first_layer=5, last_layer=9, workers=[pb.WorkerId(node="n2", slot=1)]),
+    ]
+    other = pb.Stage(first_layer=5, last_layer=9, workers=[pb.WorkerId(node="n4", slot=0)])
+    plan = pb.Plan(
+        generation=3,
+        routes=[
+            pb.Route(hops=first, microbatches=5),
+            pb.Route(hops=[first[0], other], first_microbatch=5, microbatches=1),
+        ],
+    )
+    shown = text.job_text(job(plan=plan, policy="reroute", then="templates"))
+    assert "policy      reroute, then templates at a step boundary" in shown
+    assert "route 0  0-4            n1 [0..4] -> n2/1 [5..9]" in shown
+    assert "route 1  5              n1 [0..4] -> n4 [5..9]" in shown
+    assert "pipeline" not in shown
+
+
 def test_status_of_a_job_shows_the_memory_of_its_workers() -> None:
     memory = [
         pb.WorkerMemory(

@@ -223,3 +223,34 @@ def test_workers_that_cannot_meet_are_told_with_the_time_of_their_next_meeting()
     assert reason == f"{lost} 3 s, meeting 2 since the last step"
     player.play("17.0 steps 6 6 3\n")
     assert job_status(player.state, job, CONFIG, 17.0).reason == ""
+
+
+def test_a_re_routed_plan_is_told_with_its_routes_and_what_workers_hold() -> None:
+    player = Player()
+    player.play(START.replace("demo", "demo hidden=4096 memory=68719476736") + "1.0 steps 1 1 1\n")
+    job = player.state.jobs[JobId("demo-1")]
+    before = job_status(player.state, job, CONFIG, 1.0)
+    assert (before.policy, before.then) == ("templates", "")
+    assert not before.plan.routes
+    assert not before.plan.holds
+
+    player.play("2.0 close n3\n2.01 peer_lost n4/0 1\n2.1 enter 2 n1 n2 n4\n")
+    status = job_status(player.state, job, CONFIG, 2.2)
+    assert (status.policy, status.then) == ("reroute", "templates")
+    ways = [
+        (
+            [hop.workers[0].node for hop in route.hops],
+            (route.first_microbatch, route.microbatches),
+        )
+        for route in status.plan.routes
+    ]
+    assert ways == [(["n1", "n2"], (0, 4)), (["n1", "n4"], (4, 4))]
+    assert [hold.workers[0].node for hold in status.plan.holds] == ["n1", "n2", "n4"]
+    assert {found.worker.node for found in status.memory} == {"n1", "n2", "n4"}
+
+    job.state = "running"
+    reason = job_status(player.state, job, CONFIG, 2.3).reason
+    assert reason.startswith("n3 lost: others that hold the same layers")
+    job.reason = ""
+    reason = job_status(player.state, job, CONFIG, 2.3).reason
+    assert reason == "a plan of templates follows at a step boundary once one is possible"
