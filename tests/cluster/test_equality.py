@@ -48,6 +48,8 @@ class Case:
     min_nodes_of_4: int = 2
     #: A node that is started again once the job has come to a step, and joins it there.
     returns: tuple[str, int] | None = None
+    #: Of recovery.
+    policy: str = "auto"
 
 
 LOCAL_RULE = "takeover|reinstantiate|borrow|merge|reshape"
@@ -88,6 +90,14 @@ CASES = [
         rules=(LOCAL_RULE, "join"),
         returns=("n4", 9),
         steps=40,
+    ),
+    Case(
+        name="rerouted",
+        faults=(("n3", "after:Forward", 8, "kill_node"),),
+        rules=("reroute", "replace"),  # it takes its place of before again
+        returns=("n3", 9),
+        steps=40,
+        policy="reroute",
     ),
 ]
 
@@ -174,9 +184,8 @@ def test_training_is_the_same(
     make_whole(cluster, {f"n{number}" for number in range(1, nodes + 1)})
     output = tmp_path / "weights"
     min_nodes = case.min_nodes_of_4 if nodes == 4 else 2
-    job_id = cluster.submit(
-        job_text(case.name, precision, case.steps, min_nodes=min_nodes, output=output)
-    )
+    job = job_text(case.name, precision, case.steps, min_nodes=min_nodes, output=output)
+    job_id = cluster.submit({**job, "recovery": {"policy": case.policy}})
     if case.returns is not None:
         name, step = case.returns
         cluster.wait_step(job_id, step)
@@ -188,6 +197,8 @@ def test_training_is_the_same(
     for record, rule in zip(told, case.rules, strict=True):
         assert record["rule"] in rule.split("|"), record
         assert record["to_generation"] == record["from_generation"] + 1
+        assert record["policy"] == ("reroute" if rule == "reroute" else "templates"), record
+        assert record["received_bytes"] == 0 or rule != "reroute", record
     for (victim, _, _, action), record in zip(case.faults, told, strict=False):
         lost = record["nodes_lost"] if action == "kill_node" else record["workers_lost"]
         assert lost == [victim if action == "kill_node" else f"{victim}/0"], record
