@@ -1,6 +1,7 @@
 """How long the master takes to plan anew, with templates at hand.
 
     python -m bench.replan [--nodes 30 256 1024] [--losses 7] [--workers 1] [--microbatches 16]
+        [--policy templates]
 
 Builds the state of a master with a trained job on so many nodes and calls `planning.next_plan`, as
 the master does: for the loss of one node, of two at once (f = 2), and for a node that joins. Each
@@ -14,6 +15,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 from bench.support.trained import planned_job, ready_node
 from oobleck.host.detection import Detection
@@ -24,6 +26,7 @@ from oobleck.master.state.node import Node
 from oobleck.planner.ids import Generation, JobId
 from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.profile.estimate import estimate_profile
+from oobleck.planner.recovery.policies import Wanted
 
 JOB = JobId("replan-1")
 FAULT_TOLERANCE = 2
@@ -83,13 +86,13 @@ class Cluster:
 
 
 def replan_ms(
-    cluster: Cluster, changes: Iterator[list[Node]], show: Callable[[str], None]
+    cluster: Cluster, changes: Iterator[list[Node]], wanted: Wanted, show: Callable[[str], None]
 ) -> tuple[float, float, float]:
     """The first one, the median, and the median of the processor's time."""
     wall, processor = [], []
     for live in changes:
         begun = time.perf_counter(), time.process_time()
-        found = next_plan(cluster.context, cluster.job, live, Generation(2)).found
+        found = next_plan(cluster.context, cluster.job, live, Generation(2), wanted).found
         wall.append((time.perf_counter() - begun[0]) * 1e3)
         processor.append((time.process_time() - begun[1]) * 1e3)
         show(f"    {wall[-1]:8.1f} ms  {found.rule}: {found.reason[:100]}")
@@ -102,6 +105,7 @@ def main() -> None:
     parser.add_argument("--losses", type=int, default=7)
     parser.add_argument("--workers", type=int, default=1, help="workers per node")
     parser.add_argument("--microbatches", type=int, default=16, help="micro-batches per node")
+    parser.add_argument("--policy", choices=get_args(Wanted), default="templates")
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
     show: Callable[[str], None] = print if arguments.verbose else lambda line: None
@@ -117,9 +121,11 @@ def main() -> None:
         assert cluster.job.current.made is not None
         pipelines = len(cluster.job.current.made.plan.pipelines)
         figures = [
-            replan_ms(cluster, cluster.without(1, arguments.losses), show),
-            replan_ms(cluster, cluster.without(FAULT_TOLERANCE, arguments.losses), show),
-            replan_ms(cluster, cluster.joined(arguments.losses), show),
+            replan_ms(cluster, cluster.without(1, arguments.losses), arguments.policy, show),
+            replan_ms(
+                cluster, cluster.without(FAULT_TOLERANCE, arguments.losses), arguments.policy, show
+            ),
+            replan_ms(cluster, cluster.joined(arguments.losses), arguments.policy, show),
         ]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         times = "  ".join(f"{first:5.0f} {wall:5.1f} ({cpu:5.1f})" for first, wall, cpu in figures)
