@@ -24,9 +24,8 @@ from oobleck.master.rules.decision import Context
 from oobleck.master.rules.next_plan import next_plan
 from oobleck.master.state.node import Node
 from oobleck.planner.ids import Generation, JobId
-from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, RecoveryPolicy, TrainingSpec
 from oobleck.planner.profile.estimate import estimate_profile
-from oobleck.planner.recovery.policies import Wanted
 
 JOB = JobId("replan-1")
 FAULT_TOLERANCE = 2
@@ -86,7 +85,10 @@ class Cluster:
 
 
 def replan_ms(
-    cluster: Cluster, changes: Iterator[list[Node]], wanted: Wanted, show: Callable[[str], None]
+    cluster: Cluster,
+    changes: Iterator[list[Node]],
+    wanted: RecoveryPolicy,
+    show: Callable[[str], None],
 ) -> tuple[float, float, float]:
     """The first one, the median, and the median of the processor's time."""
     wall, processor = [], []
@@ -105,7 +107,7 @@ def main() -> None:
     parser.add_argument("--losses", type=int, default=7)
     parser.add_argument("--workers", type=int, default=1, help="workers per node")
     parser.add_argument("--microbatches", type=int, default=16, help="micro-batches per node")
-    parser.add_argument("--policy", choices=get_args(Wanted), default="templates")
+    parser.add_argument("--policy", choices=get_args(RecoveryPolicy), default="templates")
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
     show: Callable[[str], None] = print if arguments.verbose else lambda line: None

@@ -15,7 +15,7 @@ from oobleck.planner.schedules import SCHEDULES, Schedule
 from oobleck.planner.units import count, format_bytes
 
 if TYPE_CHECKING:
-    from oobleck.planner.recovery.policies import Wanted
+    from oobleck.planner.job.spec import RecoveryPolicy
     from oobleck.planner.report.report import PlanReport
 
 
@@ -104,7 +104,7 @@ def plan(
     if schedule is not None:
         wanted = None if schedule == "auto" else cast("Schedule", schedule)
         question = dataclasses.replace(question, schedule=wanted)
-    report = _report(question, nodes, lost, cast("Wanted", policy))
+    report = _report(question, nodes, lost, cast("RecoveryPolicy", policy))
     data = report.data()
     if question.notes:
         data["notes"] = list(question.notes)
@@ -131,7 +131,7 @@ def _question(
     raise click.UsageError("give either a job file or --profile P.json")
 
 
-def _report(question: Question, nodes: int, lost: int, policy: "Wanted") -> "PlanReport":
+def _report(question: Question, nodes: int, lost: int, policy: "RecoveryPolicy") -> "PlanReport":
     from oobleck.planner.report.report import make_report
 
     try:

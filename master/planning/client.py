@@ -25,10 +25,11 @@ from oobleck.master.state.node import Node
 from oobleck.planner.cost.estimate import worker_peak_bytes
 from oobleck.planner.errors import ModelTooLarge, PlanInfeasible
 from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.job.spec import RecoveryPolicy
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.pipelines import pipelines_within
-from oobleck.planner.recovery.policies import Answer, Wanted
+from oobleck.planner.recovery.policies import Answer
 from oobleck.planner.units import count
 
 A = TypeVar("A", FirstPlanReply, NextPlanReply)
@@ -98,7 +99,7 @@ def idle_slots(plan: Plan, worker_slots: int) -> str:
 
 
 def next_plan(
-    planner: Planner, job: Job, live: Sequence[Node], generation: Generation, wanted: Wanted
+    planner: Planner, job: Job, live: Sequence[Node], generation: Generation, wanted: RecoveryPolicy
 ) -> Answer:
     """What becomes of `job`'s newest plan on `live`. Raises StillPlanning, PlanInfeasible."""
     made = job.current.made

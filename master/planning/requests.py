@@ -14,9 +14,9 @@ import msgspec
 
 from oobleck.master.planning.machines import Machines
 from oobleck.planner.ids import Generation, NodeName
-from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.job.spec import JobSpec, RecoveryPolicy
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.recovery.policies import Answer, Wanted
+from oobleck.planner.recovery.policies import Answer
 
 #: Replies that are kept beside those that the last decision has asked for.
 _KEPT = 8
@@ -39,7 +39,7 @@ class NextPlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     plan: Plan
     #: The newest plan of templates; None: that is `plan`.
     base: Plan | None
-    wanted: Wanted
+    wanted: RecoveryPolicy
     nodes: tuple[NodeName, ...]
     most_nodes: int
     generation: Generation

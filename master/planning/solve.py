@@ -103,6 +103,7 @@ def _next_plan(request: NextPlanRequest) -> NextPlanReply:
         profile=profile,
         fault_tolerance=spec.fault_tolerance,
         tied=spec.model.tied,
+        schedule_named=spec.training.wanted_schedule is not None,
         judge=offer.judge,
         costs=offer.costs,
     )

@@ -21,8 +21,9 @@ from oobleck.master.state.job import MOST_GENERATION, Job
 from oobleck.master.state.node import Node
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
+from oobleck.planner.job.spec import RecoveryPolicy
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.recovery.policies import Answer, Wanted
+from oobleck.planner.recovery.policies import Answer
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.units import count, listed
 
@@ -166,7 +167,7 @@ def next_plan(
     job: Job,
     live: Sequence[Node],
     generation: Generation,
-    wanted: Wanted | None = None,
+    wanted: RecoveryPolicy | None = None,
 ) -> Answer:
     """What becomes of `job`'s newest plan on `live`, by the `wanted` policy; None: as after a loss.
     Raises StillPlanning, and PlanInfeasible, also where a layer of a model that has been trained
@@ -190,7 +191,7 @@ def next_plan(
     raise PlanInfeasible(*lost.causes, hope + fix) from lost
 
 
-def _for_losses(job: Job) -> Wanted:
+def _for_losses(job: Job) -> RecoveryPolicy:
     """The policy that the job wants, where workers hold what its newest plan says: not before one
     of templates has committed a step, nor after another job had the turn."""
     made = job.current.made

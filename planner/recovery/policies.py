@@ -19,6 +19,7 @@ from oobleck.planner.cost.listed import estimate_listed, with_listing
 from oobleck.planner.cost.stagecost import stage_cost
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
+from oobleck.planner.job.spec import RecoveryPolicy
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.plan import Hop, Plan
@@ -32,11 +33,10 @@ from oobleck.planner.units import listed
 
 Policy = Literal["templates", "reroute"]
 POLICIES: tuple[Policy, ...] = ("templates", "reroute")
-#: `auto`: see `answer`.
-Wanted = Literal["auto", "templates", "reroute"]
-
 #: State that moves in less than this is moved at once.
 QUICK_S = 1.0
+#: Micro-batches times hops that are list-scheduled: a second and a half, on all workers.
+MOST_VISITS = 40_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,8 @@ class Change:
     fault_tolerance: int
     #: The head shares layer 0's token embedding.
     tied: bool
+    #: The job names the plan's schedule.
+    schedule_named: bool = False
     judge: Judge = by_formula
     costs: Costs | None = None
 
@@ -72,7 +74,7 @@ class Answer:
     then: Policy | None = None
 
 
-def answer(change: Change, wanted: Wanted) -> Answer:
+def answer(change: Change, wanted: RecoveryPolicy) -> Answer:
     """What is done about a change.
 
     `auto`: a loss whose state moves in less than a second is answered by `templates`; else by
@@ -138,7 +140,10 @@ def _by_reroute(change: Change) -> Answer:
     lost = {worker for worker in plan.workers if worker.node in gone}
     profile = change.profile
     routed = reroute(plan, lost, generation=change.generation, ticks=_hop_ticks(profile))
-    if listed_routes(routed):
+    if positions := listed_routes(routed):
+        routes = [routed.routes[position] for position in positions]
+        if sum(route.microbatches * len(route.hops) for route in routes) > MOST_VISITS:
+            raise PlanInfeasible("so many micro-batches on so many hops take too long to schedule")
         routed, step_s = _under_best_schedule(with_listing(routed, profile), change)
         prove(routed)
     else:  # the routes that are left are those of whole pipelines
@@ -163,7 +168,7 @@ def _under_best_schedule(plan: Plan, change: Change) -> tuple[Plan, float]:
     profile = change.profile
     best = plan, estimate_listed(plan, profile, tied=change.tied).step_s
     split = replace(plan, schedule="zb-h1")
-    if split != plan:
+    if split != plan and not change.schedule_named:
         estimate = estimate_listed(split, profile, tied=change.tied)
         if estimate.peak_bytes <= profile.gpu_memory_bytes and estimate.step_s < best[1]:
             return split, estimate.step_s

@@ -8,11 +8,12 @@ from typing import Any
 from oobleck.planner.cost.estimate import KindEstimate, StepEstimate
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
+from oobleck.planner.job.spec import RecoveryPolicy
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.template import PipelineTemplate
-from oobleck.planner.recovery.policies import Answer, Change, Policy, Wanted, answer, answers
+from oobleck.planner.recovery.policies import Answer, Change, Policy, answer, answers
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.report.drawing import WIDTH, draw_pipelines, draw_timeline, some
 from oobleck.planner.schedules import Schedule
@@ -90,7 +91,7 @@ def make_report(
     lost: int = 0,
     tied: bool = False,
     wanted: Schedule | None = None,
-    policy: Wanted = "templates",
+    policy: RecoveryPolicy = "templates",
 ) -> PlanReport:
     """Templates and plan for nodes n1 .. n<nodes>.
 
@@ -116,7 +117,17 @@ def make_report(
     )
     offer = made.offer
     first = Outcome(plan=made.plan, idle=_unused(made.plan, names), choice=made.choice)
-    losses = _losses(first, names, lost, profile, offer, fault_tolerance, policy, tied=tied)
+    losses = _losses(
+        first,
+        names,
+        lost,
+        profile,
+        offer,
+        fault_tolerance,
+        policy,
+        tied=tied,
+        schedule_named=wanted is not None,
+    )
     return PlanReport(
         profile=profile,
         templates=offer.templates,
@@ -150,9 +161,10 @@ def _losses(
     profile: Profile,
     offer: Offer,
     fault_tolerance: int,
-    policy: Wanted,
+    policy: RecoveryPolicy,
     *,
     tied: bool,
+    schedule_named: bool,
 ) -> Iterator[Loss]:
     """What follows each loss, until nothing fits; idle nodes take part where they can."""
     plan = base = first.plan
@@ -169,6 +181,7 @@ def _losses(
             profile=profile,
             fault_tolerance=fault_tolerance,
             tied=tied,
+            schedule_named=schedule_named,
             judge=offer.judge,
             costs=offer.costs,
         )

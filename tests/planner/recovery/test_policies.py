@@ -11,6 +11,7 @@ from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.plan import Plan, place
+from oobleck.planner.recovery import policies
 from oobleck.planner.recovery.policies import Answer, Change, answer, answers
 from oobleck.planner.search.templates import generate_templates
 from support.profiles import profile_of
@@ -104,6 +105,34 @@ def test_templates_answer_where_the_wanted_policy_cannot_and_the_reason_says_so(
     assert f"not by reroute: {why}" in found.found.reason
     refused = answers(asked)["reroute"]
     assert isinstance(refused, PlanInfeasible)
+
+
+def test_more_than_can_be_scheduled_in_a_moment_is_not_re_routed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = change([4, 4, 4], "n1", state_bytes=2 * GIGABYTE)
+    visits = 4 * 24  # all pipelines help
+    monkeypatch.setattr(policies, "MOST_VISITS", visits)
+    assert answer(asked, "auto").policy == "reroute"
+    monkeypatch.setattr(policies, "MOST_VISITS", visits - 1)
+    assert answer(asked, "auto").policy == "templates"
+    assert "too long to schedule" in answer(asked, "reroute").found.reason
+
+
+def test_a_schedule_that_the_job_names_stays() -> None:
+    """Of five pipelines one helps, and the others have their own schedule."""
+    asked = change([4, 4, 4, 4, 4], "n1")
+    asked = replace(asked, plan=few(asked.plan), base=few(asked.plan))
+    split = answer(asked, "reroute").found.plan
+    named = answer(replace(asked, schedule_named=True), "reroute").found.plan
+    assert (split.schedule, named.schedule) == ("zb-h1", "1f1b")
+
+
+def few(plan: Plan) -> Plan:
+    """The first pipeline, which is hit, has one micro-batch."""
+    first, *others = plan.pipelines
+    pipelines = [replace(first, microbatches=1), *others]
+    return Plan.of_pipelines(pipelines, generation=plan.generation)
 
 
 def test_what_nobody_can_answer_is_refused() -> None:
