@@ -34,6 +34,8 @@ class _Layers:
             raise ValueError(f"a {kind}'s workers must be different ones: {workers}")
         if len(workers) > 1 and len({w.node for w in workers}) > 1:
             raise ValueError(f"a {kind}'s workers must be of one node: {workers}")
+        if self.first_layer < 0:
+            raise ValueError(f"first_layer: {self.first_layer} is below 0")
         if self.last_layer < self.first_layer:
             raise ValueError(f"last_layer: {self.last_layer} is below {self.first_layer}")
 
@@ -159,27 +161,10 @@ class Plan(_Derived):
             raise ValueError("a plan needs at least one route")
         if len({route.hops[-1].last_layer for route in self.routes}) > 1:
             raise ValueError("the routes disagree on the number of layers")
-        whole = {(hold.first_layer, hold.last_layer, hold.workers) for hold in self.holds}
-        parts = [
-            hop
-            for route in self.routes
-            for hop in route.hops
-            if (hop.first_layer, hop.last_layer, hop.workers) not in whole
-        ]
-        held: dict[tuple[WorkerId, ...], set[int]] = {}
-        for hold in self.holds:
-            held.setdefault(hold.workers, set()).update(hold.layers)
-        for hop in parts:
-            if missing := sorted(set(hop.layers) - held.get(hop.workers, set())):
-                names = ", ".join(map(str, hop.workers))
-                raise ValueError(
-                    f"{names} compute layer {missing[0]}, which they do not hold in these shares"
-                )
-        layers = [(worker, hold.layers) for hold in self.holds for worker in hold.workers]
-        if len({worker for worker, _ in layers}) < len(layers):
-            _check_once(layers)
         if self.holds and max(hold.last_layer for hold in self.holds) >= self.layer_count:
             raise ValueError(f"a layer is held that is none of the model's {self.layer_count}")
+        _check_once(self.holds)
+        _check_held(self.routes, self.holds)
         if self.listing is not None:
             lengths = [len(hops) for hops in self.listing.hops]
             if lengths != [len(route.hops) for route in self.routes]:
@@ -334,13 +319,42 @@ class Plan(_Derived):
         return tuple(sorted(w for hold in self.holds if layer in hold.layers for w in hold.workers))
 
 
-def _check_once(held: Iterable[tuple[WorkerId, range]]) -> None:
-    found: set[tuple[WorkerId, int]] = set()
-    for worker, layers in held:
-        for layer in layers:
-            if (worker, layer) in found:
-                raise ValueError(f"{worker} holds layer {layer} twice")
-            found.add((worker, layer))
+# Plans come from agents, too: no check may go through all layers that a plan says it has.
+
+
+def _check_once(holds: Iterable[Hold]) -> None:
+    held: dict[WorkerId, list[range]] = {}
+    for hold in holds:
+        for worker in hold.workers:
+            held.setdefault(worker, []).append(hold.layers)
+    for worker, own in held.items():
+        for before, after in pairwise(sorted(own, key=_start)):
+            if after.start < before.stop:
+                raise ValueError(f"{worker} holds layer {after.start} twice")
+
+
+def _check_held(routes: Iterable[Route], holds: Iterable[Hold]) -> None:
+    """Each hop's layers are held by its workers, together and in the same order."""
+    held: dict[tuple[WorkerId, ...], list[range]] = {}
+    for hold in holds:
+        held.setdefault(hold.workers, []).append(hold.layers)
+    for own in held.values():
+        own.sort(key=_start)
+    for route in routes:
+        for hop in route.hops:
+            layer = hop.first_layer
+            for layers in held.get(hop.workers, ()):
+                if layer in layers:
+                    layer = layers.stop
+            if layer <= hop.last_layer:
+                names = ", ".join(map(str, hop.workers))
+                raise ValueError(
+                    f"{names} compute layer {layer}, which they do not hold in these shares"
+                )
+
+
+def _start(layers: range) -> int:
+    return layers.start
 
 
 @lru_cache(maxsize=1024)

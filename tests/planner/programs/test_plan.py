@@ -125,6 +125,24 @@ def test_a_plan_that_contradicts_itself_is_refused(parts: list[Hold | Route], re
         plan(*parts)
 
 
+#: More than could be looked at one by one.
+MANY = 1 << 50
+
+
+def test_a_plan_of_any_size_is_checked_at_once() -> None:
+    """An agent may tell the master of any plan."""
+    with pytest.raises(ValueError, match="none of the model's 1"):
+        plan(hold(0, 0, worker(0)), hold(0, MANY, worker(1)), route(hop(0, 0, worker(0))))
+    with pytest.raises(ValueError, match="holds layer 1 twice"):
+        plan(hold(0, MANY, worker(0)), hold(1, 1, worker(0)), route(hop(0, MANY, worker(0))))
+    with pytest.raises(ValueError, match=f"n1/0 compute layer {MANY}, which they do not hold"):
+        plan(
+            hold(0, MANY, worker(0)),
+            hold(0, MANY - 1, worker(1)),
+            route(hop(0, 1, worker(0)), hop(2, MANY, worker(1))),
+        )
+
+
 @pytest.mark.parametrize(
     ("hops", "reason"),
     [
@@ -149,6 +167,8 @@ def test_who_shares_a_layer_is_on_one_node() -> None:
         hold(0, 0)
     with pytest.raises(ValueError, match="last_layer: 0 is below 1"):
         hop(1, 0, worker(0))
+    with pytest.raises(ValueError, match="first_layer: -1 is below 0"):
+        hold(-1, 0, worker(0))
     with pytest.raises(ValueError, match="at least one micro-batch"):
         route(hop(0, 0, worker(0)), microbatches=0)
 
