@@ -8,13 +8,14 @@ know the order of compute or times.
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.instructions import LayerPart, Share, SyncGradient
 from oobleck.planner.programs.plan import Hold, Plan
+from oobleck.planner.programs.shards import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +94,28 @@ def syncs_by_worker(buckets: Sequence[Bucket], plan: Plan) -> Mapping[WorkerId, 
     """The sums that each worker takes part in, in the order of the buckets."""
     syncs: dict[WorkerId, list[SyncGradient]] = {worker: [] for worker in plan.workers}
     for number, bucket in enumerate(buckets):
-        parts_of: dict[tuple[int, ...], tuple[LayerPart, ...]] = {}
+        parts_of: dict[frozenset[Shard], tuple[LayerPart, ...]] = {}
         for worker in bucket.owners:
-            layers = plan.held[worker]
-            if layers not in parts_of:
-                parts_of[layers] = tuple(part for part in bucket.parts if part.layer in layers)
+            shards = plan.shards[worker]
+            if shards not in parts_of:
+                parts_of[shards] = tuple(_within(bucket.parts, shards))
             syncs[worker].append(
-                SyncGradient(bucket=number, parts=parts_of[layers], owners=bucket.owners)
+                SyncGradient(bucket=number, parts=parts_of[shards], owners=bucket.owners)
             )
     return syncs
+
+
+def _within(parts: Iterable[LayerPart], shards: Iterable[Shard]) -> Iterator[LayerPart]:
+    """Those of `parts` that a worker with these shards has."""
+    shard_of = {shard.layer: shard for shard in shards}
+    for part in parts:
+        shard, share = shard_of.get(part.layer), part.share
+        if (
+            shard is not None
+            and shard.part * share.of <= share.start * shard.parts
+            and share.stop * shard.parts <= (shard.part + 1) * share.of
+        ):
+            yield part
 
 
 def _runs(plan: Plan) -> Iterator[tuple[range, list[Hold]]]:

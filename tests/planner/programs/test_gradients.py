@@ -1,0 +1,36 @@
+"""Which gradients are summed over whom."""
+
+from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.programs.gradients import gradient_buckets, syncs_by_worker
+from oobleck.planner.programs.instructions import LayerPart, Share
+from oobleck.planner.programs.plan import Hold, Hop, Plan, Route
+from support.plans import worker
+
+
+def hold(first: int, last: int, *workers: WorkerId) -> Hold:
+    return Hold(first_layer=first, last_layer=last, workers=workers)
+
+
+def test_a_worker_sums_of_tied_layers_what_it_holds_of_each() -> None:
+    """It holds one of them with another worker and one alone."""
+    one, two, other = worker(0), worker(0, 1), worker(1)
+    holds = (hold(0, 0, one, two), hold(1, 1, other), hold(2, 2, one))
+    hops = tuple(
+        Hop(first_layer=each.first_layer, last_layer=each.last_layer, workers=each.workers)
+        for each in holds
+    )
+    plan = Plan(generation=Generation(1), holds=holds, routes=(Route(hops=hops, microbatches=2),))
+    syncs = syncs_by_worker(gradient_buckets(plan, tied=True), plan)
+    summed = {
+        member: {(sync.owners, part) for sync in own for part in sync.parts if part.part == "tied"}
+        for member, own in syncs.items()
+    }
+
+    def tied(layer: int, start: int) -> LayerPart:
+        return LayerPart(layer=layer, part="tied", share=Share(start, start + 1, 2))
+
+    assert summed == {
+        one: {((one,), tied(0, 0)), ((one,), tied(2, 0)), ((one, two), tied(2, 1))},
+        two: {((one, two), tied(0, 1))},
+        other: set(),
+    }
