@@ -8,9 +8,8 @@ times, nor whether anybody waits for ever: `oobleck.planner.programs.proof` does
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from typing import TypeVar
 
@@ -66,14 +65,18 @@ def compile_programs(
     return {worker: add_sync(worker, body, syncs[worker]) for worker, body in bodies.items()}
 
 
-def compile_bodies(plan: Plan, work: Work | None = None) -> Mapping[WorkerId, list[Instruction]]:
-    """All programs up to their gradient sums. Raises ValueError."""
+def compile_bodies(
+    plan: Plan, work: Work | None = None, *, workers: Collection[WorkerId] | None = None
+) -> Mapping[WorkerId, list[Instruction]]:
+    """The programs of `workers`, by default of all, up to their gradient sums. They must have the
+    workers of whole routes. Raises ValueError."""
     shares = plan.shares if work is None else work.microbatches
     lowest = {} if work is None else work.lowest
     routes = {m: route for route, share in zip(plan.routes, shares, strict=True) for m in share}
     bodies = {
         worker: list(add_communication(worker, order, routes, lowest))
         for worker, order in compute_orders(plan, shares, lowest).items()
+        if workers is None or worker in workers
     }
     return bodies if plan.listing is None else receives_hoisted(bodies)
 
@@ -124,7 +127,7 @@ def compute_orders(
     is still one in which nobody waits for ever. Raises ValueError.
     """
     orders: dict[WorkerId, list[Compute]] = {worker: [] for worker in plan.workers}
-    listed = _listed(plan)
+    listed = planned(plan)
     if listed is not None:
         number: dict[int, int] = {}
         for whole, share in zip(plan.shares, shares, strict=True):
@@ -152,10 +155,6 @@ def compute_orders(
             for worker in hop.workers:
                 orders[worker] = order
     return orders
-
-
-#: A plan is compiled again for the rest of a step that was cut off.
-_listed = lru_cache(maxsize=4)(planned)
 
 
 def _at(kind: type[A], where: Hop | Action, microbatch: int) -> A:

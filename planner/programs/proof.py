@@ -55,8 +55,8 @@ def prove(plan: Plan) -> None:
     listed = set(listed_routes(plan))
     if listed:
         workers = {w for number in listed for hop in plan.routes[number].hops for w in hop.workers}
-        bodies = compile_bodies(plan)
-        dry_run({worker: tuple(bodies[worker]) for worker in sorted(workers)}, plan)
+        bodies = compile_bodies(plan, workers=workers)
+        dry_run({worker: tuple(body) for worker, body in bodies.items()}, plan)
     closed = [route for number, route in enumerate(plan.routes) if number not in listed]
     kinds = {(tuple(len(hop.workers) for hop in r.hops), r.microbatches) for r in closed}
     for widths, microbatches in sorted(kinds):

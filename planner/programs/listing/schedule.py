@@ -7,10 +7,11 @@ result. Must not know how a pass goes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
 
-from oobleck.planner.ids import WorkerId
+from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.programs.instructions import (
     Backward,
     BackwardInput,
@@ -74,12 +75,21 @@ def listed_routes(plan: Plan) -> tuple[int, ...]:
 def planned(plan: Plan) -> ListSchedule | None:
     """The schedule of the plan's listed routes by its own listing, the same on every machine; None:
     all routes have closed forms. Raises ValueError where the plan lacks a listing, PlanInfeasible.
+
+    Remembered: a plan is estimated, proven and compiled, and compiled again for the rest of a step.
     """
     routes = listed_routes(plan)
     if not routes:
         return None
     if plan.listing is None:
         raise ValueError("workers stand in several hops, and the plan does not say what these take")
+    # Neither its generation nor the order in closed forms matters.
+    return _planned(replace(plan, generation=Generation(0), schedule="1f1b"), routes)
+
+
+@lru_cache(maxsize=4)
+def _planned(plan: Plan, routes: tuple[int, ...]) -> ListSchedule:
+    assert plan.listing is not None, "it was asked for"
     ticks = {
         hop: taken
         for route, own in zip(plan.routes, plan.listing.hops, strict=True)

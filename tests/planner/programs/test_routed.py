@@ -2,12 +2,13 @@
 
 import random
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
 
 from oobleck.planner.cost.listed import with_listing
 from oobleck.planner.errors import ProgramDeadlock
-from oobleck.planner.ids import WorkerId
+from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.programs.compile import compile_evaluation, compile_programs
 from oobleck.planner.programs.dryrun import dry_run
 from oobleck.planner.programs.instructions import (
@@ -147,6 +148,14 @@ def test_routes_that_share_nobody_keep_their_closed_forms() -> None:
     plan = plan_of_cuts(([2, 2], 4), ([1, 3], 3))
     assert listed_routes(plan) == ()
     assert planned(plan) is None
+
+
+def test_a_plan_is_list_scheduled_once() -> None:
+    """Whoever estimates, proves or compiles it has the same schedule."""
+    plan = routed(1)
+    other = replace(plan, generation=Generation(7), schedule="zb-h1")
+    assert plan.schedule != other.schedule
+    assert planned(plan) is planned(other) is not None
 
 
 def test_a_plan_that_needs_a_listing_and_lacks_it_is_refused() -> None:
