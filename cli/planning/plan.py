@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     default="templates",
     help="What losses are answered by: plans of templates, for which state moves; by sending the "
     "micro-batches of lost workers to others that hold the layers; or auto, as by a job that says "
-    "nothing else.  [default: templates, where all ends]",
+    "nothing else.  [default: templates]",
 )
 @json_option("One JSON object: templates, plan, and after_losses with --lost.")
 def plan(
