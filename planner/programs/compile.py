@@ -78,7 +78,11 @@ def compile_bodies(
         for worker, order in compute_orders(plan, shares, lowest).items()
         if workers is None or worker in workers
     }
-    return bodies if plan.listing is None else receives_hoisted(bodies)
+    listed = planned(plan)
+    if listed is None:
+        return bodies
+    # On links of closed forms receives stand in the order of the sends.
+    return bodies | receives_hoisted({w: bodies[w] for w in listed.orders if w in bodies})
 
 
 def compile_evaluation(plan: Plan, microbatches: int) -> Mapping[WorkerId, tuple[Program, ...]]:
