@@ -7,7 +7,7 @@ from typing import Any
 
 
 def with_routes(value: Any) -> Any:
-    """The same with each plan of pipelines in it as one of holds and routes."""
+    """The same with each plan of pipelines in it as one of holds and routes. Raises ValueError."""
     if isinstance(value, list):
         return [with_routes(item) for item in value]
     if not isinstance(value, dict):
@@ -18,7 +18,13 @@ def with_routes(value: Any) -> Any:
 
 
 def _plan(plan: dict[str, Any]) -> dict[str, Any]:
-    pipelines = plan["pipelines"]
+    try:
+        return _of_routes(plan, plan["pipelines"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a plan of pipelines: {error!r}") from error
+
+
+def _of_routes(plan: dict[str, Any], pipelines: Any) -> dict[str, Any]:
     others = {name: item for name, item in plan.items() if name != "pipelines"}
     return others | {
         "holds": [stage for pipeline in pipelines for stage in pipeline["stages"]],

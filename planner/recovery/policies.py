@@ -133,8 +133,6 @@ def _by_templates(change: Change) -> Answer:
 def _by_reroute(change: Change) -> Answer:
     plan, alive = change.plan, frozenset(change.live)
     gone = sorted(set(plan.nodes) - alive)
-    if joined := sorted(alive - set(plan.nodes)):
-        raise PlanInfeasible(f"{listed(joined)} joined, and only templates give new nodes layers")
     if not gone:
         raise PlanInfeasible("no node is lost whose micro-batches could go elsewhere")
     lost = {worker for worker in plan.workers if worker.node in gone}
@@ -155,6 +153,8 @@ def _by_reroute(change: Change) -> Answer:
             plan=routed,
             rule="reroute",
             reason=f"{listed(gone)} lost: others that hold the same layers take the micro-batches",
+            # Only templates give layers to nodes that hold none.
+            idle=tuple(sorted(alive - set(plan.nodes))),
         ),
         moved_bytes=0,
         stall_s=0.0,
@@ -192,8 +192,8 @@ def _hop_ticks(profile: Profile) -> Callable[[Hop], int]:
 
 
 def _moves(change: Change, plan: Plan) -> tuple[int, int]:
-    """Bytes of state that go to other nodes before `plan` can begin, and those of the node that
-    receives most."""
+    """Bytes of state that workers lack before `plan` can begin, and those of the node that lacks
+    most."""
     held, received = change.plan.shards, Counter[NodeName]()
     for worker, shards in plan.shards.items():
         for shard in shards - held.get(worker, frozenset()):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from oobleck.master.storage import snapshot as snapshots
 from oobleck.master.storage.earlier import with_routes
@@ -57,6 +58,12 @@ def test_a_plan_of_pipelines_is_one_of_routes() -> None:
     assert encode(with_pipelines(decode(object, encode(plan)))).decode() == WRITTEN.replace(
         '"first_microbatch":0,"microbatches":2', '"microbatches":2,"first_microbatch":0'
     ).replace('"first_microbatch":2,"microbatches":1', '"microbatches":1,"first_microbatch":2')
+
+
+def test_what_is_no_plan_is_told() -> None:
+    for pipelines in ([{}], [1], 1):
+        with pytest.raises(ValueError, match="not a plan of pipelines"):
+            with_routes({"generation": 1, "pipelines": pipelines})
 
 
 def test_a_journal_is_read(tmp_path: Path) -> None:

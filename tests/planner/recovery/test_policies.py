@@ -92,8 +92,7 @@ def test_a_policy_that_is_wanted_by_name_stays() -> None:
     ("sizes", "lost", "joined", "why"),
     [
         ([4, 4], "n1 n5", [], "no live worker holds the state of layer"),
-        ([4, 4], "n1", ["n9"], "n9 joined, and only templates give new nodes layers"),
-        ([4, 4], "", [], "no node is lost"),
+        ([4, 4], "", ["n9"], "no node is lost"),
     ],
 )
 def test_templates_answer_where_the_wanted_policy_cannot_and_the_reason_says_so(
@@ -133,6 +132,13 @@ def few(plan: Plan) -> Plan:
     first, *others = plan.pipelines
     pipelines = [replace(first, microbatches=1), *others]
     return Plan.of_pipelines(pipelines, generation=plan.generation)
+
+
+def test_a_node_without_layers_keeps_nobody_waiting() -> None:
+    asked = change([4, 4, 4], "n1", state_bytes=2 * GIGABYTE, joined=["spare"])
+    found = answer(asked, "auto")
+    assert (found.policy, found.then) == ("reroute", "templates")
+    assert found.found.idle == ("spare",)
 
 
 def test_what_nobody_can_answer_is_refused() -> None:
