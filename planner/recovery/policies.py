@@ -79,10 +79,10 @@ def answer(change: Change, wanted: RecoveryPolicy) -> Answer:
 
     `auto`: a loss whose state moves in less than a second is answered by `templates`; else by
     `reroute` at once and by `templates` behind it, as far as both are possible. Where `reroute` is
-    wanted by name and has no answer, `templates` takes its place and the reason says why. Raises
-    PlanInfeasible where there is no answer.
+    wanted by name and has no answer to a loss, `templates` takes its place and the reason says why.
+    Raises PlanInfeasible where there is no answer.
     """
-    if wanted == "reroute":
+    if wanted == "reroute" and not frozenset(change.live).issuperset(change.plan.nodes):
         try:
             return _by_reroute(change)
         except PlanInfeasible as infeasible:
