@@ -1,0 +1,56 @@
+"""How long each worker computes in a step."""
+
+import pytest
+
+from oobleck.planner.cost.computing import computing_s
+from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.programs.plan import Hold, Hop, Plan, Route
+from support.profiles import profile_of
+
+
+def test_a_worker_computes_all_hops_of_all_its_microbatches() -> None:
+    a, b, c, d = (WorkerId(NodeName(name), 0) for name in "abcd")
+    b1 = WorkerId(NodeName("b"), 1)
+    profile = profile_of([1.0, 2.0, 4.0], gpus=(1, 2), gpus_per_node=2)
+    plan = Plan(
+        generation=Generation(1),
+        holds=(
+            Hold(first_layer=0, last_layer=2, workers=(a,)),
+            Hold(first_layer=0, last_layer=1, workers=(b, b1)),
+            Hold(first_layer=2, last_layer=2, workers=(c,)),
+            Hold(first_layer=0, last_layer=0, workers=(d,)),
+        ),
+        routes=(
+            Route(hops=(Hop(first_layer=0, last_layer=2, workers=(a,)),), microbatches=3),
+            Route(
+                hops=(
+                    Hop(first_layer=0, last_layer=1, workers=(b, b1)),
+                    Hop(first_layer=2, last_layer=2, workers=(a,)),
+                ),
+                microbatches=2,
+            ),
+            Route(
+                hops=(
+                    Hop(first_layer=0, last_layer=1, workers=(b, b1)),
+                    Hop(first_layer=2, last_layer=2, workers=(c,)),
+                ),
+                microbatches=5,
+            ),
+        ),
+    )
+
+    def taken_s(gpus: int, *layers: int) -> float:
+        return sum(
+            profile.layers[i].forward_s[gpus] + profile.layers[i].backward_s[gpus] for i in layers
+        )
+
+    assert computing_s(plan, profile) == pytest.approx(
+        {
+            a: 3 * taken_s(1, 0, 1, 2) + 2 * taken_s(1, 2),
+            b: 7 * taken_s(2, 0, 1),
+            b1: 7 * taken_s(2, 0, 1),
+            c: 5 * taken_s(1, 2),
+            d: 0.0,
+        }
+    )
+    assert list(computing_s(plan, profile)) == sorted([a, b, b1, c, d])
