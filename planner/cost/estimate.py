@@ -108,7 +108,10 @@ class Replays:
         found = []
         for (microbatches, places), numbers in pipeline_kinds(plan).items():
             pipeline = plan.pipelines[numbers[0]]
-            costs = [cost_of(stage, self.profile) for stage in pipeline.stages]
+            costs = [
+                cost_of(stage, self.profile, place.rate)
+                for stage, place in zip(pipeline.stages, places, strict=True)
+            ]
             if places not in self._cuts:
                 self._cuts[places] = pipeline_cut(places, costs, self.profile)
             kind = Kind(microbatches, self._cuts[places])

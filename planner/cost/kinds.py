@@ -24,6 +24,8 @@ class Place(NamedTuple):
     last_layer: int
     gpus: int
     node: int
+    #: Of the slowest of the workers.
+    rate: float = 1.0
 
 
 class StageTimes(NamedTuple):
@@ -91,29 +93,36 @@ def pipeline_cut(places: tuple[Place, ...], costs: Iterable[StageCost], profile:
     return Cut(places=places, stages=tuple(times), message_s=_messages_s(places, profile))
 
 
-def cost_of(stage: Hold, profile: Profile) -> StageCost:
-    """Raises ValueError, as `stage_cost`."""
-    return stage_cost(
+def cost_of(stage: Hold, profile: Profile, rate: float = 1.0) -> StageCost:
+    """Where the slowest of the workers has that rate. Raises ValueError, as `stage_cost`."""
+    cost = stage_cost(
         profile,
         stage.first_layer,
         stage.last_layer,
         len(stage.workers),
         resident=stage.resident,
     )
+    return cost.at(rate)
 
 
 def pipeline_kinds(plan: Plan) -> dict[tuple[int, tuple[Place, ...]], list[int]]:
     """Of pipelines that run alike: micro-batches and places, and their positions in the plan."""
     kinds: dict[tuple[int, tuple[Place, ...]], list[int]] = {}
     for number, pipeline in enumerate(plan.pipelines):
-        kinds.setdefault((pipeline.microbatches, _places(pipeline)), []).append(number)
+        kinds.setdefault((pipeline.microbatches, _places(pipeline, plan)), []).append(number)
     return kinds
 
 
-def _places(pipeline: Pipeline) -> tuple[Place, ...]:
+def _places(pipeline: Pipeline, plan: Plan) -> tuple[Place, ...]:
     node = {name: number for number, name in enumerate(pipeline.nodes)}
     return tuple(
-        Place(s.first_layer, s.last_layer, len(s.workers), node[s.workers[0].node])
+        Place(
+            s.first_layer,
+            s.last_layer,
+            len(s.workers),
+            node[s.workers[0].node],
+            plan.rate(s.workers),
+        )
         for s in pipeline.stages
     )
 

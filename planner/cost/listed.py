@@ -35,7 +35,8 @@ class ListedEstimate:
 
 
 def with_listing(plan: Plan, profile: Profile, *, split: bool = True) -> Plan:
-    """`plan` with what its hops take and the room that its workers have, by `profile`.
+    """`plan` with what its hops take and the room that its workers have, by `profile` and its
+    rates.
 
     Raises ValueError, as `stage_cost`.
     """
@@ -57,7 +58,10 @@ def estimate_listed(plan: Plan, profile: Profile, *, tied: bool) -> ListedEstima
     listed = set(listed_routes(plan))
     for (microbatches, places), numbers in pipeline_kinds(plan).items():
         if closed := [number for number in numbers if number not in listed]:
-            costs = [cost_of(stage, profile) for stage in plan.pipelines[closed[0]].stages]
+            costs = [
+                cost_of(stage, profile, place.rate)
+                for stage, place in zip(plan.pipelines[closed[0]].stages, places, strict=True)
+            ]
             kind = Kind(microbatches, pipeline_cut(places, costs, profile))
             (ends,) = computed_s([(plan.schedule, kind)]).values()
             for number in closed:
@@ -70,7 +74,10 @@ def estimate_listed(plan: Plan, profile: Profile, *, tied: bool) -> ListedEstima
 def _costs(plan: Plan, profile: Profile) -> dict[Hop, StageCost]:
     hops = dict.fromkeys(hop for route in plan.routes for hop in route.hops)
     return {
-        hop: stage_cost(profile, hop.first_layer, hop.last_layer, len(hop.workers)) for hop in hops
+        hop: stage_cost(profile, hop.first_layer, hop.last_layer, len(hop.workers)).at(
+            plan.rate(hop.workers)
+        )
+        for hop in hops
     }
 
 
@@ -161,8 +168,9 @@ def _in_turn(sums: Sequence[tuple[float, float]]) -> float:
 def _updates_s(plan: Plan, profile: Profile) -> dict[WorkerId, float]:
     found = dict.fromkeys(plan.workers, 0.0)
     for hold in plan.holds:
+        update_s = sum(
+            profile.layers[layer].update_s.get(len(hold.workers), 0.0) for layer in hold.layers
+        )
         for worker in hold.workers:
-            found[worker] += sum(
-                profile.layers[layer].update_s.get(len(hold.workers), 0.0) for layer in hold.layers
-            )
+            found[worker] += update_s / plan.rate((worker,))
     return found

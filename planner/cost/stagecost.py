@@ -4,7 +4,7 @@ The terms of the replay (`oobleck.planner.cost.replay`) and of what fits. Must n
 things.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from oobleck.planner.profile.profile import Profile, working_bytes
 from oobleck.planner.profile.sharing import exchange_bytes
@@ -48,6 +48,19 @@ class StageCost:
         shared = self.state_bytes + kept * self.activation_bytes + self.working_bytes
         shared += self.sum_bytes if replicas > 1 else self.tied_bytes
         return -(-shared // self.gpus) + self.exchange_bytes
+
+    def at(self, rate: float) -> "StageCost":
+        """Where the slowest of the workers has that rate."""
+        if rate == 1:
+            return self
+        return replace(
+            self,
+            forward_s=self.forward_s / rate,
+            backward_s=self.backward_s / rate,
+            backward_input_s=self.backward_input_s / rate,
+            backward_weight_s=self.backward_weight_s / rate,
+            update_s=self.update_s / rate,
+        )
 
 
 def stage_cost(

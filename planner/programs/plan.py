@@ -5,12 +5,13 @@ route per pipeline, through all that the pipeline's workers hold.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.programs.rates import WorkerRate, check_rates, slow_workers
 from oobleck.planner.programs.shards import Shard, ShardTable
 from oobleck.planner.programs.template import PipelineTemplate
 from oobleck.planner.programs.ticks import Listing
@@ -130,11 +131,21 @@ class _Derived:
     No fields of the plan, so neither compared nor written anywhere.
     """
 
-    __slots__ = ("_hash", "_held", "_nodes", "_pipelines", "_shards", "_shares", "_workers")
+    __slots__ = (
+        "_hash",
+        "_held",
+        "_nodes",
+        "_pipelines",
+        "_rates",
+        "_shards",
+        "_shares",
+        "_workers",
+    )
     _hash: int
     _held: Mapping[WorkerId, tuple[int, ...]]
     _nodes: tuple[NodeName, ...]
     _pipelines: tuple[Pipeline, ...]
+    _rates: Mapping[WorkerId, float]
     _shards: ShardTable
     _shares: tuple[range, ...]
     _workers: tuple[WorkerId, ...]
@@ -155,6 +166,8 @@ class Plan(_Derived):
     schedule: Schedule = "1f1b"
     #: For the order on all others; None: there are none.
     listing: Listing | None = None
+    #: Of workers that are slower than profiled, sorted; the listing counts them in.
+    rates: tuple[WorkerRate, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.routes:
@@ -165,6 +178,7 @@ class Plan(_Derived):
             raise ValueError(f"a layer is held that is none of the model's {self.layer_count}")
         _check_once(self.holds)
         _check_held(self.routes, self.holds)
+        check_rates(self.rates, self.workers if self.rates else ())
         if self.listing is not None:
             lengths = [len(hops) for hops in self.listing.hops]
             if lengths != [len(route.hops) for route in self.routes]:
@@ -301,9 +315,28 @@ class Plan(_Derived):
         try:
             return self._hash
         except AttributeError:
-            found = hash((self.generation, self.holds, self.routes, self.schedule, self.listing))
+            fields = self.generation, self.holds, self.routes, self.schedule
+            found = hash((*fields, self.listing, self.rates))
             object.__setattr__(self, "_hash", found)
             return found
+
+    def rate(self, workers: Iterable[WorkerId]) -> float:
+        """Of what these workers compute in step: the rate of the slowest one."""
+        if not self.rates:
+            return 1.0
+        try:
+            rates = self._rates
+        except AttributeError:
+            rates = {one.worker: one.rate for one in self.rates}
+            object.__setattr__(self, "_rates", rates)
+        return min(rates.get(worker, 1.0) for worker in workers)
+
+    def with_rates(self, rates: Mapping[WorkerId, float]) -> "Plan":
+        """The plan where its workers have these rates, those that are not named their profiled
+        one; rates of others are ignored. Without a listing, which counts rates in."""
+        slow = slow_workers(rates, self.workers)
+        own = tuple(WorkerRate(worker=worker, rate=rates[worker]) for worker in slow)
+        return replace(self, rates=own, listing=None)
 
     def hold_of(self, worker: WorkerId, layer: int) -> Hold:
         """What `worker` holds `layer` with. Raises ValueError where it does not."""

@@ -14,7 +14,7 @@ def is_of_pipelines(plan: Plan) -> bool:
     try:
         return Plan.of_pipelines(
             plan.pipelines, generation=plan.generation, schedule=plan.schedule
-        ) == replace(plan, listing=None)
+        ) == replace(plan, listing=None, rates=())
     except ValueError:
         return False
 

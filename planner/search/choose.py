@@ -83,7 +83,7 @@ def settled(plan: Plan, profile: Profile) -> Plan:
 
 def with_residents(plan: Plan, profile: Profile) -> Plan:
     """`plan`, of templates, with all stages of several workers resident that have the memory."""
-    return Plan.of_pipelines(
+    found = Plan.of_pipelines(
         [
             replace(
                 pipeline,
@@ -97,6 +97,7 @@ def with_residents(plan: Plan, profile: Profile) -> Plan:
         generation=plan.generation,
         schedule=plan.schedule,
     )
+    return replace(found, rates=plan.rates)
 
 
 def _has_room(plan: Plan, pipeline: Pipeline, number: int, profile: Profile) -> bool:

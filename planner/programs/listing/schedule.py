@@ -83,8 +83,9 @@ def planned(plan: Plan) -> ListSchedule | None:
         return None
     if plan.listing is None:
         raise ValueError("workers stand in several hops, and the plan does not say what these take")
-    # Neither its generation nor the order in closed forms matters.
-    return _planned(replace(plan, generation=Generation(0), schedule="1f1b"), routes)
+    # Neither its generation nor the order in closed forms matters, and its ticks count rates in.
+    plain = replace(plan, generation=Generation(0), schedule="1f1b", rates=())
+    return _planned(plain, routes)
 
 
 @lru_cache(maxsize=4)
