@@ -190,7 +190,11 @@ class Supervisor:
         if worker is None:
             return
         match message:
-            case Committed(record=record):
+            case Committed(record=record, compute=compute):
+                if compute is not None and not compute.makes_sense:
+                    told = f"{compute.seconds} s in {compute.steps} steps"
+                    extra = {"slot": worker.slot, "told": told}
+                    logger.error("ignored: how long a worker says that it computes", extra=extra)
                 self._outbox.record(worker.job_id, record, self._now())
             case Recorded(recording=recording):
                 self._outbox.recorded(worker.job_id, worker.slot, recording)

@@ -29,6 +29,7 @@ from oobleck.host.ipc.messages import (
     Alive,
     CheckpointSaved,
     Committed,
+    ComputeTime,
     Evaluated,
     Failed,
     Finished,
@@ -70,6 +71,8 @@ class WorkerState:
     entered: Generation = NO_GENERATION
     committed_step: int | None = None
     memory: MemoryUse | None = None
+    #: In the generation `stepped`; None: not told, or what it told makes no sense.
+    compute: ComputeTime | None = None
     finished: bool = False
     #: Newest attempt at a measurement that was handed to it, and what came of it; until its plan.
     measure_sent: int = 0
@@ -151,10 +154,11 @@ class WorkerState:
                 self.entered, self.finished = generation, False
             case PhaseReached(committed_step=int(step)):
                 self.committed_step = step
-            case Committed(record=record, memory=memory):
+            case Committed(record=record, memory=memory, compute=compute):
                 self.committed_step = record.step
                 self.stepped = max(self.stepped, record.generation)
                 self.memory = memory or self.memory
+                self.compute = compute if compute and compute.makes_sense else None
             case Evaluated():
                 self.evaluated.append(message)
             case Failed():

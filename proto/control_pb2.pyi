@@ -141,7 +141,7 @@ class NodeStatus(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., generation: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., leaving: _Optional[bool] = ..., trouble: _Optional[str] = ..., failed_starts: _Optional[int] = ..., ending: _Optional[bool] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("slot", "incarnation", "pid", "store", "generation", "committed_step", "stepped", "finished", "data", "peak_memory_bytes", "base_memory_bytes", "beats", "doing", "waiting")
+    __slots__ = ("slot", "incarnation", "pid", "store", "generation", "committed_step", "stepped", "finished", "data", "peak_memory_bytes", "base_memory_bytes", "compute_steps", "compute_s", "rate", "beats", "doing", "waiting")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +153,9 @@ class WorkerStatus(_message.Message):
     DATA_FIELD_NUMBER: _ClassVar[int]
     PEAK_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     BASE_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    RATE_FIELD_NUMBER: _ClassVar[int]
     BEATS_FIELD_NUMBER: _ClassVar[int]
     DOING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -167,10 +170,13 @@ class WorkerStatus(_message.Message):
     data: str
     peak_memory_bytes: int
     base_memory_bytes: int
+    compute_steps: int
+    compute_s: float
+    rate: float
     beats: int
     doing: str
     waiting: bool
-    def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., store: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., stepped: _Optional[int] = ..., finished: _Optional[bool] = ..., data: _Optional[str] = ..., peak_memory_bytes: _Optional[int] = ..., base_memory_bytes: _Optional[int] = ..., beats: _Optional[int] = ..., doing: _Optional[str] = ..., waiting: _Optional[bool] = ...) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[str] = ..., pid: _Optional[int] = ..., store: _Optional[str] = ..., generation: _Optional[int] = ..., committed_step: _Optional[int] = ..., stepped: _Optional[int] = ..., finished: _Optional[bool] = ..., data: _Optional[str] = ..., peak_memory_bytes: _Optional[int] = ..., base_memory_bytes: _Optional[int] = ..., compute_steps: _Optional[int] = ..., compute_s: _Optional[float] = ..., rate: _Optional[float] = ..., beats: _Optional[int] = ..., doing: _Optional[str] = ..., waiting: _Optional[bool] = ...) -> None: ...
 
 class Evaluation(_message.Message):
     __slots__ = ("step", "loss", "samples", "seconds", "time")

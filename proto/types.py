@@ -51,6 +51,10 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     #: held any layer; 0: not known.
     peak_memory_bytes: int = 0
     base_memory_bytes: int = 0
+    #: Whole steps in `stepped`, and how long it has computed in them, without what it waited for;
+    #: 0: not known.
+    compute_steps: int = 0
+    compute_s: float = 0.0
     #: See oobleck.host.ipc.messages.Alive; empty `doing`: not known yet.
     beats: int = 0
     doing: str = ""

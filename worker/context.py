@@ -6,6 +6,7 @@ from oobleck.planner.ids import JobId, WorkerId
 from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.faults import FaultInjector
+from oobleck.worker.runtime.stopwatch import Stopwatch
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.progress import TrainingProgress
@@ -24,6 +25,7 @@ class WorkerContext:
     control: Control
     faults: FaultInjector
     timeline: Timeline
+    stopwatch: Stopwatch
     #: The worker's device and address.
     connector: Connector
     #: The store that this worker serves, in which any generation may meet.

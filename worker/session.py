@@ -40,6 +40,7 @@ from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.errors import Superseded, TransportError
 from oobleck.worker.runtime.faults import FaultInjector
 from oobleck.worker.runtime.memory import MemoryMeter
+from oobleck.worker.runtime.stopwatch import Stopwatch
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.layout import layer_sizes
 from oobleck.worker.state.model_state import ModelState, state_dtype
@@ -76,6 +77,7 @@ class Session:
             control=control,
             faults=FaultInjector(launch, control),
             timeline=Timeline(),
+            stopwatch=Stopwatch(connector.device),
             connector=connector,
             store=StoreServer(launch.address),
             state=ModelState(job, connector.device),
@@ -191,7 +193,10 @@ class Session:
             with context.timeline.first_step():
                 record, switch_to = executor.run_step(progress.committed + 1, redo)
             redo = None
-            context.control.report(Committed(record=record, memory=self._memory.read()))
+            committed = Committed(
+                record=record, memory=self._memory.read(), compute=executor.compute
+            )
+            context.control.report(committed)
             if switch_to is not None:
                 return context.control.boundary(switch_to)
         self._finish(assign.plan, transport)

@@ -174,6 +174,14 @@ def _text_of(report: WorkerReport) -> bytes | None:
 
 
 def _without_progress(status: NodeStatus) -> NodeStatus:
-    nothing = {"committed_step": -1, "stepped": 0, "beats": 0, "doing": "", "waiting": False}
+    nothing = {
+        "committed_step": -1,
+        "stepped": 0,
+        "compute_steps": 0,
+        "compute_s": 0.0,
+        "beats": 0,
+        "doing": "",
+        "waiting": False,
+    }
     workers = tuple(msgspec.structs.replace(w, **nothing) for w in status.workers)
     return msgspec.structs.replace(status, workers=workers)

@@ -79,6 +79,8 @@ def _worker_status(worker: WorkerState) -> types.WorkerStatus:
         finished=worker.finished,
         peak_memory_bytes=worker.memory.peak_bytes if worker.memory else 0,
         base_memory_bytes=worker.memory.base_bytes if worker.memory else 0,
+        compute_steps=worker.compute.steps if worker.compute else 0,
+        compute_s=worker.compute.seconds if worker.compute else 0.0,
         beats=worker.alive.beats if worker.alive else 0,
         doing=worker.alive.doing if worker.alive else "",
         waiting=worker.alive is not None and worker.alive.waiting,

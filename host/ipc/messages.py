@@ -4,6 +4,7 @@ One stream socket per worker carries these messages (`oobleck.host.ipc.channel`)
 closed, the process there is gone.
 """
 
+import math
 from typing import Literal
 
 import msgspec
@@ -227,9 +228,27 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     base_bytes: int
 
 
+class ComputeTime(msgspec.Struct, frozen=True, kw_only=True):
+    """How long one worker has computed in whole steps of its generation, without what it has waited
+    for. A step of which only a part was done again is none."""
+
+    steps: int
+    seconds: float
+
+    def plus(self, step_s: float) -> "ComputeTime":
+        """With one step more."""
+        return ComputeTime(steps=self.steps + 1, seconds=self.seconds + step_s)
+
+    @property
+    def makes_sense(self) -> bool:
+        return self.steps >= 0 and math.isfinite(self.seconds) and self.seconds >= 0
+
+
 class Committed(msgspec.Struct, frozen=True, kw_only=True, tag="committed"):
     record: StepRecord
     memory: MemoryUse | None = None
+    #: None: nothing is told.
+    compute: ComputeTime | None = None
 
 
 class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):

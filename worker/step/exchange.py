@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from oobleck.planner.programs.shards import Shard
+from oobleck.worker.runtime.stopwatch import Stopwatch
 from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.layer_state import LayerState
 from oobleck.worker.state.layout import point_parameters
@@ -67,14 +68,16 @@ class StageExchange(Exchange):
         *,
         resident: Collection[int],
         timeline: Timeline,
+        stopwatch: Stopwatch,
     ) -> None:
         """`ranks`: of the workers that hold `layers` together, by their part; `resident`: those of
-        the layers that are."""
+        the layers that are; `stopwatch`: is paused while the others are waited for."""
         self._layers = {
             layer: _SharedLayer(state.layers[layer], transport, ranks) for layer in layers
         }
         self._resident = resident
         self._timeline = timeline
+        self._stopwatch = stopwatch
         self._due: dict[int, int] = {}
         #: By layer: the micro-batches whose gradients this worker has of its own rows alone.
         self._apart: defaultdict[int, list[int]] = defaultdict(list)
@@ -90,7 +93,7 @@ class StageExchange(Exchange):
     @contextmanager
     def computing(self, layer: int, *, gradients: bool) -> Iterator[None]:
         shared = self._layers[layer]
-        with self._timeline.span("gather", layer):
+        with self._timeline.span("gather", layer), self._stopwatch.paused():
             shared.start_gathering()
             shared.finish_gathering()
         if gradients:
@@ -107,7 +110,7 @@ class StageExchange(Exchange):
         self._apart[layer].append(microbatch)
         if layer in self._resident and self._due[layer]:
             return ()
-        with self._timeline.span("reduce", layer):
+        with self._timeline.span("reduce", layer), self._stopwatch.paused():
             self._layers[layer].reduce()
         return self._apart.pop(layer)
 

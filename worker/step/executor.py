@@ -7,7 +7,7 @@ computes, a tensor travels or a ballot is counted is below.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from oobleck.host.ipc.messages import StepRecord
+from oobleck.host.ipc.messages import ComputeTime, StepRecord
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.programs import instructions as ops
 from oobleck.planner.programs.instructions import Action, Instruction, Program, Visit
@@ -106,6 +106,9 @@ class Executor:
         self._training = context.job.training
         self._progress = context.progress
         self._timeline = context.timeline
+        self._stopwatch = context.stopwatch
+        #: Of the whole steps so far.
+        self.compute = ComputeTime(steps=0, seconds=0.0)
         self._generation = plan.generation
         self._layers = plan.held[context.worker]
         self._transport = transport
@@ -132,6 +135,7 @@ class Executor:
         wanted = control.record
         timeline.begin_step(step, wanted)
         with timeline.span("step", step):
+            self._stopwatch.begin()
             under_way = self._begin(step, redo)
             for instruction in under_way.plan.program:
                 control.check_wanted(self._generation)
@@ -144,6 +148,8 @@ class Executor:
         if (recorded := timeline.end_step(step, wanted)) is not None:
             control.report_recorded(recorded)
         assert under_way.result is not None, "a program ends with a vote"
+        if redo is None:
+            self.compute = self.compute.plus(self._stopwatch.seconds())
         record = make_record(self._context.job, self._generation, self._progress, under_way.result)
         return record, under_way.result.switch_to
 
@@ -172,10 +178,11 @@ class Executor:
             case ops.ReceiveActivation() | ops.ReceiveGradient():
                 step.microbatches.receive(instruction)
             case ops.Forward():
-                self._forward(step, instruction)
+                with self._stopwatch.running():
+                    self._forward(step, instruction)
             case ops.Backward() | ops.BackwardInput() | ops.BackwardWeight():
-                # The sum of a layer starts beside the backward of those below it.
-                step.microbatches.backward(instruction, self._sums.added)
+                with self._stopwatch.running():
+                    step.microbatches.backward(instruction, self._added)
             case ops.SendActivation() | ops.SendGradient():
                 step.microbatches.send(instruction)
             case ops.SyncGradient():
@@ -223,6 +230,11 @@ class Executor:
             progress.losses[m] = output.item()
         else:
             progress.loss_parts += output.item()
+
+    def _added(self, layer: int) -> None:
+        """Start the sum of the layer, beside the backward of those below it."""
+        with self._stopwatch.paused():
+            self._sums.added(layer)
 
     def _vote(self, step: _Step, norm_parts: tuple[ops.LayerPart, ...]) -> vote.Result:
         """Have every reduced gradient in hand, say so, and learn that everybody has: from then on

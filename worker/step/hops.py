@@ -76,6 +76,7 @@ class Hops:
                 [self._rank[member] for member in workers],
                 resident={layer for hold in holds if hold.resident for layer in hold.layers},
                 timeline=self._context.timeline,
+                stopwatch=self._context.stopwatch,
             )
         self._exchanges.append(exchange)
         self._exchange.update(dict.fromkeys(layers, exchange))

@@ -1,0 +1,71 @@
+"""How long a worker computes in a step, without what it waits for.
+
+By the wall clock on a CPU, so that a core which is throttled or shared shows. On a GPU by events
+between what is queued there, which are read when the step is over. One thread uses it.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+#: A moment: seconds, or an event of the device.
+_Mark = float | torch.cuda.Event
+
+
+class Stopwatch:
+    """Of one worker, step after step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._mark = _event if device.type == "cuda" else time.monotonic
+        #: Begin and end of everything that was computed in the step.
+        self._spans: list[tuple[_Mark, _Mark]] = []
+        #: None: nothing is computed.
+        self._began: _Mark | None = None
+
+    def begin(self) -> None:
+        """Begin a step. The one before may have been left in the middle."""
+        self._spans.clear()
+        self._began = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """What is done inside of it is computation."""
+        self._began = self._mark()
+        yield
+        self._stop()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """But for what is done inside of this."""
+        if self._began is None:
+            yield
+            return
+        self._stop()
+        yield
+        self._began = self._mark()
+
+    def _stop(self) -> None:
+        assert self._began is not None, "it runs"
+        self._spans.append((self._began, self._mark()))
+        self._began = None
+
+    def seconds(self) -> float:
+        """Of the step, whose computation is over."""
+        return sum(_between(began, ended) for began, ended in self._spans)
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+    event.record()
+    return event
+
+
+def _between(began: _Mark, ended: _Mark) -> float:
+    if isinstance(began, torch.cuda.Event):
+        assert isinstance(ended, torch.cuda.Event), "marks of a step are of one kind"
+        ended.synchronize()  # the step's vote has waited for it already
+        return float(began.elapsed_time(ended)) / 1e3
+    assert isinstance(ended, float), "marks of a step are of one kind"
+    return ended - began
