@@ -24,6 +24,8 @@ def _sentence(record: dict[str, Any]) -> str:
                 f"started generation {generation}: {count(len(pipelines), 'pipeline')} on "
                 f"{count(len(nodes), 'node')}, can lose {record.get('can_lose')}"
             )
+        case {"event": "rate_changed", "node": node, "slot": slot}:
+            return f"{node} worker {slot} {_pace(record)}"
         case {"event": "node_joined", "node": node}:
             return f"node {node} joined"
         case {"event": "versions_differ", "versions": found}:
@@ -99,6 +101,15 @@ def _restored(record: dict[str, Any]) -> str:
         parts = [f"all went back to step {record['step']} ({again} again): {record['path']}"]
     parts += [f"passed over: {why}" for why in record.get("passed_over", ())]
     return "; ".join(parts)
+
+
+def _pace(record: dict[str, Any]) -> str:
+    if not record["steps"]:
+        return "is another process, and its pace is not known yet"
+    if record["rate"] == 1:
+        return "computes at the others' pace again"
+    per_step = f"{seconds(record['step_s'])} a step instead of {seconds(record['usual_s'])}"
+    return f"computes at {record['rate']:.2f} of the others' pace, {per_step}"
 
 
 def _reconfigured(record: dict[str, Any]) -> str:

@@ -213,8 +213,16 @@ def node_info(state: ClusterState, node: Node, now: float) -> pb.NodeInfo:
         last_heard_s=max(0.0, now - (node.seen.last_heard if heard_at is None else heard_at)),
         heard_before=heard_at is None,
         versions=message_of(pb.Versions, facts.versions),
-        workers=[message_of(pb.WorkerStatus, w) for w in status.workers] if node.registered else [],
+        workers=_workers(state, node) if node.registered else [],
     )
+
+
+def _workers(state: ClusterState, node: Node) -> list[pb.WorkerStatus]:
+    rates = state.job.rates if state.job is not None else {}
+    return [
+        message_of(pb.WorkerStatus, told, rate=rates.get(WorkerId(node.facts.node, told.slot), 1.0))
+        for told in node.seen.status.workers
+    ]
 
 
 def _node_state(node: Node) -> str:

@@ -114,6 +114,22 @@ class JobCaughtUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     step: int
 
 
+class RateChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A worker computes more slowly than the others, or does so no more."""
+
+    job_id: JobId
+    worker: WorkerId
+    incarnation: Incarnation
+    #: 0.5: half as fast as the others; 1: as fast, or its process is another one.
+    rate: float
+    #: Seconds that it has computed per step, and that it would have at the others' pace.
+    step_s: float = 0.0
+    usual_s: float = 0.0
+    #: So many steps have told it, in so many seconds; 0: its process is another one.
+    steps: int = 0
+    seconds: float = 0.0
+
+
 class JobSucceeded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId
     #: Of a generation that came after the last step and has only saved the result.
@@ -159,6 +175,7 @@ JobEvent = (
     | SaveProblem
     | JobRestored
     | JobCaughtUp
+    | RateChanged
     | JobEnded
     | JobForgotten
 )

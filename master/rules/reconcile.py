@@ -20,6 +20,7 @@ from oobleck.master.rules import (
     job_queue,
     losses,
     node_faults,
+    pace,
     replan,
     stalls,
     worker_losses,
@@ -140,6 +141,8 @@ _RULES: tuple[Rule, ...] = (
     _of_job(job_queue.give_way),
     # Want of progress says least about who is at fault, so it comes after all other evidence.
     _of_plan(stalls.rouse),
+    # Who is slow is known before plans are made that need not be.
+    _of_plan(pace.watch),
     # What can wait for a step boundary comes after what cannot; leaving nodes before new ones, so
     # that one plan does both.
     _of_plan(draining.move_off),

@@ -21,6 +21,7 @@ from oobleck.master.events.jobs import (
     JobWaiting,
     MeasuringStarted,
     ProfileChosen,
+    RateChanged,
     SaveProblem,
 )
 from oobleck.master.events.nodes import NodeYielded
@@ -44,6 +45,8 @@ def apply(state: ClusterState, event: JobEvent, now: float, unix: float) -> None
             _note_save(state.jobs[event.job_id], event, now)
         case JobCaughtUp():
             state.jobs[event.job_id].rollback.redo_until = 0
+        case RateChanged():
+            _note_rate(state.jobs[event.job_id], event)
         case JobStarted() | JobPutBack() | JobWaiting():
             _take_turn(state, state.jobs[event.job_id], event, now, unix)
         case MeasuringStarted() | ProfileChosen():
@@ -52,6 +55,13 @@ def apply(state: ClusterState, event: JobEvent, now: float, unix: float) -> None
             _end(state, state.jobs[event.job_id], event, unix)
         case JobForgotten():
             del state.requests[state.jobs.pop(event.job_id).request_id]
+
+
+def _note_rate(job: Job, event: RateChanged) -> None:
+    if event.rate < 1:
+        job.slow[event.worker] = event
+    else:
+        job.slow.pop(event.worker, None)
 
 
 def _submitted(event: JobSubmitted, unix: float) -> Job:
@@ -132,6 +142,7 @@ def _take_turn(
                 job.waiting_since = 0.0
         case JobPutBack():
             state.active, job.passed_over = None, True
+            job.slow.clear()
             job.reason = f"{why}; {event.instead} has its turn meanwhile"
             if (made := job.current.made) is None:
                 job.waiting_since = 0.0
@@ -179,6 +190,7 @@ def _end(
     job.profiling.under_way = None
     job.current.losses = ()
     job.waiting_since = 0.0
+    job.slow.clear()
     _forget_what_led_there(job)
     if state.active == job.id:
         state.active = None

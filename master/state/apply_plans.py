@@ -62,6 +62,12 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
     for node in event.plan.nodes:
         job.left_out.pop(node, None)  # an adopted plan may have one that was let in again
     _note_replaced(job, event)
+    processes = dict(zip(event.plan.workers, event.incarnations, strict=True))
+    job.slow = {
+        worker: told
+        for worker, told in job.slow.items()
+        if processes.get(worker, told.incarnation) == told.incarnation
+    }
     job.current.base = _base(job, event)
     job.current.made, job.current.made_at = event, unix
     job.reason = event.reason

@@ -26,8 +26,9 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.job_observed import JobSeen, LossSeen, SinceStep
 from oobleck.master.state.node import Node
+from oobleck.master.state.readings import Reading
 from oobleck.master.state.worker_reports import hear, note_entered, note_progress
-from oobleck.planner.ids import Generation
+from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.proto.types import Assignment, NodeStatus, WorkerStatus
 
 #: A tick that is less late than this is not lateness.
@@ -142,6 +143,7 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
                 # Who has lost a peer may have what nobody else has any more.
                 changed |= worker.stepped != last.stepped and bool(job.seen.peers_lost)
             changed |= _take_progress(job, worker, now)
+            changed |= _take_pace(job, node.facts.node, worker, now)
             note_entered(job, worker.incarnation, worker.generation)
     return changed
 
@@ -167,6 +169,17 @@ def _take_progress(job: Job, worker: WorkerStatus, now: float) -> bool:
         and worker.generation == job.current.generation
         and _redoes(job, worker)
     )
+
+
+def _take_pace(job: Job, node: NodeName, status: WorkerStatus, now: float) -> bool:
+    """Only of steps in the newest generation, and of the processes that it counts on."""
+    worker, generation = WorkerId(node, status.slot), job.current.generation
+    processes = job.current.processes()
+    if status.stepped != generation or processes.get(worker) != status.incarnation:
+        return False
+    job.seen.pace.enter(generation)
+    reading = Reading(status.incarnation, status.compute_steps, status.compute_s)
+    return job.seen.pace.take(worker, reading, len(processes), now)
 
 
 def _take_beats(job: Job, before: WorkerStatus, worker: WorkerStatus, now: float) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from oobleck.host.ipc.messages import CheckpointSaved, Restored
-from oobleck.master.events.jobs import MeasuringStarted, ProfileChosen
+from oobleck.master.events.jobs import MeasuringStarted, ProfileChosen, RateChanged
 from oobleck.master.events.nodes import (
     NodeDrained,
     NodeLeftOut,
@@ -266,6 +266,8 @@ class Job:
     current: CurrentPlan = field(default_factory=CurrentPlan)
     #: Nodes that cannot take part, and why; none is a member as long as the job goes on.
     left_out: dict[NodeName, str] = field(default_factory=dict)
+    #: What was last told of each worker that computes more slowly than the others.
+    slow: dict[WorkerId, RateChanged] = field(default_factory=dict)
     #: The failure that is being answered; None: none. How many there were, this one among them.
     incident: Incident | None = None
     incidents: int = 0
@@ -301,6 +303,16 @@ class Job:
         """Whether the newest plan counts on another process in the place of this one. A late report
         may come from a process that has already been replaced."""
         return process in self.lineage.replaced and worker in self.current.processes()
+
+    @property
+    def rates(self) -> Mapping[WorkerId, float]:
+        """How fast slow workers compute, as a part of the others' pace; all that are not in here
+        are as fast as the others, as far as is known."""
+        return {worker: told.rate for worker, told in self.slow.items()}
+
+    def forget_rates(self, node: NodeName) -> None:
+        """The node's processes are gone, or about to go."""
+        self.slow = {worker: told for worker, told in self.slow.items() if worker.node != node}
 
     @property
     def redone_until(self) -> int:

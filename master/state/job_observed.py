@@ -20,6 +20,7 @@ from oobleck.host.ipc.messages import (
 )
 from oobleck.master.events.nodes import Evidence
 from oobleck.master.events.plans import Phase, ReconfigurationStats
+from oobleck.master.state.readings import PaceSeen
 from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.planner.profile.measurement import Scope
 from oobleck.proto.types import Hung, WorkerExited
@@ -217,6 +218,7 @@ class JobSeen:
     processes: ProcessesSeen = field(default_factory=ProcessesSeen)
     profiling: ProfilingSeen = field(default_factory=ProfilingSeen)
     faults: FaultsSeen = field(default_factory=FaultsSeen)
+    pace: PaceSeen = field(default_factory=PaceSeen)
 
     @property
     def waits_since(self) -> float:

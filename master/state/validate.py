@@ -105,6 +105,17 @@ def _has_base(current: CurrentPlan) -> bool:
     return (current.base is not None) == re_routed
 
 
+def _knows_slow(state: ClusterState, job: Job) -> bool:
+    processes = job.current.processes()
+    return all(
+        0 < told.rate < 1
+        and processes.get(worker, told.incarnation) == told.incarnation
+        and worker.node in state.nodes
+        and state.nodes[worker.node].registered
+        for worker, told in job.slow.items()
+    )
+
+
 def _counts_progress(job: Job) -> bool:
     recent = [record.step for record in job.seen.steps.recent]
     return recent == sorted(set(recent)) and job.seen.steps.committed_step >= max(recent, default=0)
@@ -287,6 +298,11 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
             job.last_incident is None
             or job.last_incident.number == job.incidents - (job.incident is not None)
         ),
+    ),
+    (
+        "slow workers are of registered nodes and of processes that the newest plan has not "
+        "replaced, and only a job that has the turn knows any",
+        lambda state, job: not job.slow or (_under_way(job) and _knows_slow(state, job)),
     ),
     (
         "steps are done again only after a way back to a checkpoint",

@@ -16,6 +16,7 @@ from oobleck.master.events.jobs import (
     JobWaiting,
     MeasuringStarted,
     ProfileChosen,
+    RateChanged,
     SaveProblem,
 )
 from oobleck.master.events.nodes import (
@@ -54,6 +55,7 @@ _OfJob = (
     | CheckpointPublished
     | SaveProblem
     | JobRestored
+    | RateChanged
     | JobWaiting
     | JobPutBack
 )
@@ -145,6 +147,9 @@ def _job_line(event: _OfJob) -> EventLine:
                 "lost_steps": event.lost_steps,
                 "generation": restored.generation,
             }
+        case RateChanged(worker=worker):
+            told = _with("rate_changed", event, "rate", "step_s", "usual_s", "steps", "seconds")
+            return told | _with("rate_changed", worker, "node", "slot")
         case JobWaiting(causes=causes):
             return {"event": "waiting", "reason": "; ".join(causes), "causes": causes}
         case JobPutBack():

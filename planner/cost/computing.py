@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from oobleck.planner.cost.stagecost import stage_cost
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.instructions import Share
 from oobleck.planner.programs.plan import Hop, Plan
 
 
@@ -28,6 +29,33 @@ def computing_s(plan: Plan, profile: Profile) -> Mapping[WorkerId, float]:
             for worker in hop.workers:
                 found[worker] += route.microbatches * known[key]
     return found
+
+
+def computing_by_layer_s(plan: Plan, profile: Profile) -> Mapping[WorkerId, Mapping[int, float]]:
+    """The same of each layer that a worker computes. Where several share it, by the rows that each
+    has of a micro-batch.
+
+    Raises ValueError, as `stage_cost`.
+    """
+    known: dict[tuple[int, int], float] = {}
+    found: dict[WorkerId, dict[int, float]] = {worker: {} for worker in plan.workers}
+    for route in plan.routes:
+        for hop in route.hops:
+            parts = len(hop.workers)
+            for part, worker in enumerate(hop.workers):
+                rows = Share(part, part + 1, parts).of_rows(profile.microbatch)
+                share = route.microbatches * len(rows) * parts / profile.microbatch
+                own = found[worker]
+                for layer in hop.layers if rows else ():
+                    if (layer, parts) not in known:
+                        known[layer, parts] = _layer_s(profile, layer, parts)
+                    own[layer] = own.get(layer, 0.0) + share * known[layer, parts]
+    return found
+
+
+def _layer_s(profile: Profile, layer: int, gpus: int) -> float:
+    cost = stage_cost(profile, layer, layer, gpus)
+    return cost.forward_s + cost.backward_s
 
 
 def _microbatch_s(hop: Hop, profile: Profile) -> float:

@@ -14,7 +14,7 @@ import copy
 import shlex
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -49,6 +49,7 @@ from oobleck.master.events.jobs import (
     JobWaiting,
     MeasuringStarted,
     ProfileChosen,
+    RateChanged,
     SaveProblem,
 )
 from oobleck.master.events.nodes import (
@@ -81,6 +82,7 @@ from oobleck.master.events.reports import (
     WorkerReported,
 )
 from oobleck.master.events.unions import JournalCut, Journaled, MasterStarted
+from oobleck.master.planning.machines import Machines, profile_on
 from oobleck.master.rules.admission import Refusal, admit
 from oobleck.master.rules.reconcile import reconcile
 from oobleck.master.state.apply import apply
@@ -91,6 +93,7 @@ from oobleck.master.state.node import NodeSeen
 from oobleck.master.state.validate import validate
 from oobleck.master.storage import snapshot
 from oobleck.master.storage.event_lines import lines_of
+from oobleck.planner.cost.computing import computing_by_layer_s
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job.spec import (
     CheckpointSpec,
@@ -482,6 +485,8 @@ class Player:
             generation=Generation(0),
             committed_step=-1,
             stepped=Generation(0),
+            compute_steps=0,
+            compute_s=0.0,
             finished=False,
         )
 
@@ -546,6 +551,46 @@ class Player:
             for worker in agent.status.workers:
                 agent.worker(worker.slot, stepped=Generation(int(generation)))
             self._tell(agent)
+
+    def do_compute(self, seconds: str, steps: str, *paces: str) -> None:
+        """For so many seconds all workers of the plan train so many steps in each, in the time that
+        the profile says; N1/0=2: in twice that, N1/0=nothing: it tells of none, 0-3=1.5: the
+        profile is wrong about these layers."""
+        job = self.state.job
+        assert job is not None
+        made = job.current.made
+        assert made is not None
+        members = [self.state.nodes[name] for name in job.current.members]
+        profile = profile_on(job.spec, Machines.of(job, members))
+        factors = dict(pace.split("=") for pace in paces)
+        spent = computing_by_layer_s(made.plan, profile)
+        for _ in range(int(seconds)):
+            self._advance(self.now + 1)
+            for worker, layers in spent.items():
+                step_s = sum(_wrong(factors, layer) * s for layer, s in layers.items())
+                self._computed(worker, int(steps), step_s, factors.get(str(worker), "1"))
+            self._settle(f"{self.now:.2f} ")
+
+    def _computed(self, worker: WorkerId, steps: int, step_s: float, pace: str) -> None:
+        """The worker's agent tells of so many steps more in the newest generation."""
+        job, agent = self.state.job, self.agents[worker.node]
+        assert job is not None
+        known = agent.status.worker(worker.slot)
+        if known is None or agent.silent:
+            return
+        generation = job.current.generation
+        told = known.compute_steps, known.compute_s
+        before, spent_s = told if known.stepped == generation else (0, 0.0)
+        if pace == "nothing":
+            agent.worker(worker.slot, stepped=generation, compute_steps=0, compute_s=0.0)
+        else:
+            agent.worker(
+                worker.slot,
+                stepped=generation,
+                compute_steps=before + steps,
+                compute_s=spent_s + steps * step_s * float(pace),
+            )
+        self._tell(agent)
 
     def do_evaluated(self, step: str, generation: str) -> None:
         job = self.state.job
@@ -899,6 +944,13 @@ class Player:
                 if incident["event"] == "incident":
                     self.written += [f"> {line}" for line in incident_text(job_id, incident)]
 
+    def do_rates(self) -> None:
+        """Write down who is known to be slow."""
+        job = self.state.job
+        assert job is not None
+        rates = " ".join(f"{worker}={rate:g}" for worker, rate in sorted(job.rates.items()))
+        self.written.append(f"> rates: {rates or 'all the same'}")
+
     def do_assigned(self, *names: str) -> None:
         """Write down what the nodes are to do."""
         for name in names:
@@ -907,6 +959,15 @@ class Player:
             save = f" save {desired.save}" if desired.save else ""
             save += " drained" if desired.drained else ""
             self.written.append(f"> {name}: {desired.job_id or 'no job'}{plan}{save}")
+
+
+def _wrong(factors: Mapping[str, str], layer: int) -> float:
+    """How wrong the profile is about the layer."""
+    for name, factor in factors.items():
+        first, _, last = name.partition("-")
+        if first.isdigit() and int(first) <= layer <= int(last):
+            return float(factor)
+    return 1.0
 
 
 def incident_text(job_id: JobId, told: dict[str, Any]) -> Iterator[str]:
@@ -1051,6 +1112,11 @@ def told(event: Journaled) -> str:
             return f"{name} {event.failed.what} step {event.failed.step}: {event.failed.reason}"
         case JobCaughtUp():
             return f"{name} step {event.step}"
+        case RateChanged():
+            return (
+                f"{name} {event.worker}: {event.rate:g}, {event.step_s:.3f} s a step instead of "
+                f"{event.usual_s:.3f} s, {event.steps} steps in {event.seconds:g} s"
+            )
         case JobRestored():
             how = "resumed" if event.resumed else f"lost {event.lost_steps} steps"
             return f"{name} step {event.restored.step}, {how}"

@@ -1,0 +1,202 @@
+"""Workers that compute more slowly than the others: stragglers (Malleus, Li et al., 2024).
+
+A worker's time is held against what its profile says of the layers that it computes in the plan.
+What all who compute a layer need beyond that is the profile's mistake, and nobody's slowness: so
+each layer counts as the fastest of them has it. Then a worker is held against the median of all.
+
+Slow is who was so in every sample of a while, and well again who was well in every one. A sample is
+of a second and a step or more. Where there are too few processors for all, they are starved in
+turn, and one by half as much again for seconds, but not for long: so a while is also as long as it
+takes to lose some time. Who is twice as slow has lost it at once, and who is little slower later.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from statistics import median, median_low
+
+from oobleck.master.events.jobs import RateChanged
+from oobleck.master.planning.machines import Machines, profile_on
+from oobleck.master.rules.decision import Context, Decision, decide
+from oobleck.master.state.job import Job
+from oobleck.master.state.readings import Round
+from oobleck.planner.cost.computing import computing_by_layer_s
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.plan import Plan
+
+#: Of the median's time.
+SLOW, WELL = 1.2, 1.1
+#: A while, in steps and in seconds: to be called slow, and well again.
+SLOW_STEPS, WELL_STEPS = 5, 20
+WHILE_S = 3.0
+#: Before it is called slow, a worker has taken so much longer than SLOW allows.
+LOST_S = 1.5
+#: A slow worker's rate is told anew when it has changed by more.
+_CHANGE = 0.2
+#: Rates are told in such steps, and none lower than one.
+_STEP = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """What workers did between two rounds."""
+
+    seconds: float
+    steps: Mapping[WorkerId, int]
+    #: Seconds of computation per step.
+    step_s: Mapping[WorkerId, float]
+    #: That, as a multiple of what it would be at the others' pace.
+    slowness: Mapping[WorkerId, float]
+
+
+def watch(context: Context, job: Job) -> Decision | None:
+    """Tell whose pace has changed, if any."""
+    told = [*_replaced(context, job), *_changed(context, job)]
+    return decide(told, "; ".join(f"{e.worker} computes at {e.rate:.2f}" for e in told))
+
+
+def _replaced(context: Context, job: Job) -> Iterator[RateChanged]:
+    """Of slow workers that are in no plan, another process may take the place."""
+    for worker, told in job.slow.items():
+        node = context.state.nodes[worker.node]
+        status = node.seen.status.worker(worker.slot) if node.connected else None
+        if status is None or worker in job.current.processes():
+            continue
+        if status.incarnation != told.incarnation:
+            yield RateChanged(job_id=job.id, worker=worker, incarnation=status.incarnation, rate=1)
+
+
+def _changed(context: Context, job: Job) -> Iterator[RateChanged]:
+    made, pace = job.current.made, job.seen.pace
+    if made is None or job.state != "running" or len(pace.rounds) < 2:
+        return
+    if pace.generation != job.current.generation:
+        return
+    members = [context.state.nodes[name] for name in job.current.members]
+    samples = _samples(made.plan, profile_on(job.spec, Machines.of(job, members)), pace.rounds)
+    for worker in samples[0].slowness:
+        now, told = samples[0].slowness[worker], job.slow.get(worker)
+        if told is None and now < SLOW:
+            continue
+        if told is None:
+            run = _run(samples, worker, lambda slowness: slowness >= SLOW, SLOW_STEPS, LOST_S)
+        elif now < WELL:
+            run = _run(samples, worker, lambda slowness: slowness < WELL, WELL_STEPS)
+        else:
+            run = _run(samples, worker, _differs(told.rate, now), SLOW_STEPS)
+        if not run:
+            continue
+        rate = 1.0 if told is not None and now < WELL else _rate(run, worker)
+        if told is None or rate != told.rate:
+            yield _event(job, worker, rate, run)
+
+
+def _differs(rate: float, slowness: float) -> Callable[[float], bool]:
+    """Whether a sample shows another pace than `rate`, as one of `slowness` does."""
+    if slowness * rate > 1:
+        return lambda sample: sample * rate > 1 + _CHANGE
+    return lambda sample: sample * rate < 1 - _CHANGE
+
+
+def _run(
+    samples: Sequence[_Sample],
+    worker: WorkerId,
+    holds: Callable[[float], bool],
+    steps: int,
+    lost_s: float = 0.0,
+) -> Sequence[_Sample]:
+    """The newest samples that make a while, if what `holds` does so for all of them; else none."""
+    found_steps, found_s, found_lost_s = 0, 0.0, 0.0
+    for count, sample in enumerate(samples, 1):
+        slowness = sample.slowness.get(worker)
+        if slowness is None or not holds(slowness):
+            return ()
+        found_steps += sample.steps[worker]
+        found_s += sample.seconds
+        found_lost_s += sample.seconds * max(0.0, slowness - SLOW)
+        enough = found_steps >= steps and found_s >= WHILE_S
+        if enough and found_lost_s >= lost_s:
+            return samples[:count]
+    return ()
+
+
+def _rate(run: Sequence[_Sample], worker: WorkerId) -> float:
+    """Of a slow worker."""
+    steps = round(1 / median(sample.slowness[worker] for sample in run) / _STEP)
+    return round(min(max(1, steps), round(1 / _STEP) - 1) * _STEP, 2)
+
+
+def _event(job: Job, worker: WorkerId, rate: float, run: Sequence[_Sample]) -> RateChanged:
+    steps = sum(sample.steps[worker] for sample in run)
+    spent_s = sum(sample.steps[worker] * sample.step_s[worker] for sample in run)
+    usual_s = sum(
+        sample.steps[worker] * sample.step_s[worker] / sample.slowness[worker] for sample in run
+    )
+    return RateChanged(
+        job_id=job.id,
+        worker=worker,
+        incarnation=job.current.processes()[worker],
+        rate=rate,
+        step_s=spent_s / steps,
+        usual_s=usual_s / steps,
+        steps=steps,
+        seconds=sum(sample.seconds for sample in run),
+    )
+
+
+def _samples(plan: Plan, profile: Profile, rounds: Sequence[Round]) -> list[_Sample]:
+    """Newest first. The first round is where the generation's first step is left behind."""
+    found = [_sample(plan, profile, before, after) for before, after in pairwise(rounds)]
+    return found[::-1]
+
+
+@lru_cache(maxsize=64)
+def _sample(plan: Plan, profile: Profile, before: Round, after: Round) -> _Sample:
+    steps: dict[WorkerId, int] = {}
+    step_s: dict[WorkerId, float] = {}
+    for worker, last in after.readings.items():
+        first = before.readings.get(worker)
+        if first is None or first.process != last.process:
+            continue
+        taken, spent_s = last.steps - first.steps, last.seconds - first.seconds
+        if taken > 0 and spent_s > 0:
+            steps[worker], step_s[worker] = taken, spent_s / taken
+    return _Sample(
+        seconds=after.at - before.at,
+        steps=steps,
+        step_s=step_s,
+        slowness=slowness_of(step_s, _profiled_s(plan, profile)),
+    )
+
+
+@lru_cache(maxsize=4)
+def _profiled_s(plan: Plan, profile: Profile) -> Mapping[WorkerId, Mapping[int, float]]:
+    """By layer; nothing where the profile does not have what the plan does."""
+    try:
+        return computing_by_layer_s(plan, profile)
+    except ValueError:  # of a plan that another master made, by another profile
+        return {}
+
+
+def slowness_of(
+    step_s: Mapping[WorkerId, float], profiled_s: Mapping[WorkerId, Mapping[int, float]]
+) -> Mapping[WorkerId, float]:
+    """What each worker's time per step is a multiple of, by the layers that it computes: of the
+    time at the others' pace. Who computes nothing is not in it."""
+    ratios = {
+        worker: seconds / whole
+        for worker, seconds in step_s.items()
+        if (whole := sum(profiled_s.get(worker, {}).values())) > 0
+    }
+    fastest: dict[int, float] = {}
+    for worker, ratio in ratios.items():
+        for layer in profiled_s[worker]:
+            fastest[layer] = min(ratio, fastest.get(layer, ratio))
+    own = {
+        worker: step_s[worker] / sum(s * fastest[layer] for layer, s in profiled_s[worker].items())
+        for worker in ratios
+    }
+    usual = median_low(own.values()) if own else 1.0
+    return {worker: slowness / usual for worker, slowness in own.items()}
