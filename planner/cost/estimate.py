@@ -63,7 +63,7 @@ class StepEstimate:
         return max(peak for kind in self.kinds for peak in kind.peak_bytes)
 
 
-class _Alike(NamedTuple):
+class Alike(NamedTuple):
     """Pipelines of one kind: their positions in the plan, the first of them, its stages' costs."""
 
     numbers: tuple[int, ...]
@@ -97,14 +97,15 @@ class Replays:
         Beyond some hundreds of micro-batches per pipeline, times are extrapolated from the steady
         state, to within a fraction of a per cent. Raises ValueError, as `stage_cost`.
         """
-        kinds = [self._kinds(plan) for plan in plans]
+        kinds = [self.kinds(plan) for plan in plans]
         self._replay([(s, each.kind) for some in kinds for each in some for s in schedules])
         return [
             {schedule: self._estimate(plan, some, schedule) for schedule in schedules}
             for plan, some in zip(plans, kinds, strict=True)
         ]
 
-    def _kinds(self, plan: Plan) -> list[_Alike]:
+    def kinds(self, plan: Plan) -> list[Alike]:
+        """Those of a plan; raises ValueError, as `stage_cost`."""
         found = []
         for (microbatches, places), numbers in pipeline_kinds(plan).items():
             pipeline = plan.pipelines[numbers[0]]
@@ -115,10 +116,10 @@ class Replays:
             if places not in self._cuts:
                 self._cuts[places] = pipeline_cut(places, costs, self.profile)
             kind = Kind(microbatches, self._cuts[places])
-            found.append(_Alike(tuple(numbers), pipeline, kind, costs))
+            found.append(Alike(tuple(numbers), pipeline, kind, costs))
         return found
 
-    def _estimate(self, plan: Plan, kinds: Sequence[_Alike], schedule: Schedule) -> StepEstimate:
+    def _estimate(self, plan: Plan, kinds: Sequence[Alike], schedule: Schedule) -> StepEstimate:
         estimates = [
             KindEstimate(
                 numbers=each.numbers,
@@ -160,6 +161,11 @@ class Replays:
             self.profile,
             tied=self._tied,
         )
+
+
+def kinds_of(plan: Plan, profile: Profile) -> Sequence[Alike]:
+    """The pipelines of a plan that run alike."""
+    return Replays(profile, tied=False).kinds(plan)
 
 
 def estimate_step(

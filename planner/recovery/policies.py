@@ -4,39 +4,44 @@
   step.
 - `reroute` (ReCycle, SOSP 2024): the micro-batches of lost workers go to live holders of their
   layers; nothing moves, so training goes on at once.
+- `uneven` (Malleus): where nobody is lost, by how fast each worker is now.
 
 Owns the choice. Must not know how a policy comes to its plan.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from oobleck.planner.cost.estimate import estimate_step
-from oobleck.planner.cost.listed import estimate_listed, with_listing
-from oobleck.planner.cost.stagecost import stage_cost
 from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.ids import Generation, NodeName
+from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.job.spec import RecoveryPolicy
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.programs.plan import Hop, Plan
+from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.proof import prove
 from oobleck.planner.recovery.reconfigure import Reconfiguration, Templates, reconfigure
 from oobleck.planner.recovery.reroute import reroute
+from oobleck.planner.recovery.uneven.candidates import (
+    Situation,
+    candidates,
+    hop_ticks,
+    scheduled,
+    staying_s,
+)
+from oobleck.planner.recovery.uneven.shares import reshared
+from oobleck.planner.recovery.uneven.worth import Prospect
 from oobleck.planner.search.choose import keep_schedule, settled
 from oobleck.planner.search.demand import Costs
 from oobleck.planner.search.instantiate import Judge, by_formula
-from oobleck.planner.units import listed
+from oobleck.planner.units import format_bytes, listed
 
-Policy = Literal["templates", "reroute"]
-POLICIES: tuple[Policy, ...] = ("templates", "reroute")
+Policy = Literal["templates", "reroute", "uneven"]
 #: State that moves in less than this is moved at once.
 QUICK_S = 1.0
-#: Micro-batches times hops that are list-scheduled: a second and a half, on all workers.
-MOST_VISITS = 40_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,11 @@ class Change:
     schedule_named: bool = False
     judge: Judge = by_formula
     costs: Costs | None = None
+    #: Of workers that are slower than profiled; those of others than the live ones do not matter.
+    rates: Mapping[WorkerId, float] = field(default_factory=dict)
+    #: `uneven` may leave out nodes with slow workers: whoever asks takes them back when they are
+    #: well.
+    stand_by: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +129,10 @@ def _by_templates(change: Change) -> Answer:
         judge=change.judge,
         costs=change.costs,
     )
-    plan = settled(keep_schedule(found.plan, profile), profile)
+    plan = found.plan.with_rates(change.rates)
+    if plan.rates:
+        plan = reshared(plan, profile)
+    plan = settled(keep_schedule(plan, profile), profile)
     moved_bytes, busiest_bytes = _moves(change, plan)
     return Answer(
         policy="templates",
@@ -137,16 +150,11 @@ def _by_reroute(change: Change) -> Answer:
         raise PlanInfeasible("no node is lost whose micro-batches could go elsewhere")
     lost = {worker for worker in plan.workers if worker.node in gone}
     profile = change.profile
-    routed = reroute(plan, lost, generation=change.generation, ticks=_hop_ticks(profile))
-    if positions := listed_routes(routed):
-        routes = [routed.routes[position] for position in positions]
-        if sum(route.microbatches * len(route.hops) for route in routes) > MOST_VISITS:
-            raise PlanInfeasible("so many micro-batches on so many hops take too long to schedule")
-        routed, step_s = _under_best_schedule(with_listing(routed, profile), change)
+    ticks = hop_ticks(profile, plan.with_rates(change.rates))
+    routed = reroute(plan, lost, generation=change.generation, ticks=ticks)
+    routed, step_s = scheduled(routed.with_rates(change.rates), _situation(change))
+    if listed_routes(routed):
         prove(routed)
-    else:  # the routes that are left are those of whole pipelines
-        routed = settled(keep_schedule(routed, profile), profile)
-        step_s = estimate_step(routed, profile, tied=change.tied).step_s
     return Answer(
         policy="reroute",
         found=Reconfiguration(
@@ -162,33 +170,94 @@ def _by_reroute(change: Change) -> Answer:
     )
 
 
-def _under_best_schedule(plan: Plan, change: Change) -> tuple[Plan, float]:
-    """Routes that nobody helps keep the plan's schedule, or have their backwards split as all
-    others, where memory allows that and a step takes less; and what a step takes."""
-    profile = change.profile
-    best = plan, estimate_listed(plan, profile, tied=change.tied).step_s
-    split = replace(plan, schedule="zb-h1")
-    if split != plan and not change.schedule_named:
-        estimate = estimate_listed(split, profile, tied=change.tied)
-        if estimate.peak_bytes <= profile.gpu_memory_bytes and estimate.step_s < best[1]:
-            return split, estimate.step_s
-    return best
+def uneven(change: Change) -> Answer:
+    """The best plan for the rates that the workers of the running one have now; nobody is lost.
+
+    Raises PlanInfeasible, which says why, where staying is better.
+    """
+    now = _situation(change)
+    before_s = staying_s(now)
+    offers = list(_by_rates(change, now))
+    if not offers:
+        raise PlanInfeasible("no other plan is better for the rates of the workers")
+    best = max(offers, key=lambda one: _prospect(one).until_next_loss)
+    if problem := _prospect(best).why_not(before_s):
+        raise PlanInfeasible(f"{problem}: not worth a change")
+    if listed_routes(best.found.plan):
+        prove(best.found.plan)
+    reason = (
+        f"{_slow_ones(change)}: {best.found.rule}: a step takes {best.step_s:.4g} s in place of "
+        f"{before_s:.4g} s, and {format_bytes(best.moved_bytes)} move"
+    )
+    return replace(best, found=replace(best.found, reason=reason))
+
+
+def by_rates(change: Change) -> tuple[float, Sequence[Answer]]:
+    """What a step of the running plan takes at the rates of now, and all that could be done."""
+    now = _situation(change)
+    return staying_s(now), list(_by_rates(change, now))
+
+
+def _by_rates(change: Change, now: Situation) -> Iterator[Answer]:
+    running = change.plan
+    for each in candidates(now):
+        plan = replace(each.plan, generation=change.generation)
+        if (plan.holds, plan.routes, plan.schedule) == (
+            running.holds,
+            running.routes,
+            running.schedule,
+        ):
+            continue
+        moved_bytes, busiest_bytes = _moves(change, plan)
+        yield Answer(
+            policy="uneven",
+            found=Reconfiguration(
+                plan=plan,
+                rule=each.rule,
+                reason="",
+                idle=tuple(sorted(set(change.live).difference(plan.nodes))),
+            ),
+            moved_bytes=moved_bytes,
+            stall_s=busiest_bytes / change.profile.links.inter_node_bytes_per_s,
+            step_s=each.step_s,
+        )
+    if change.stand_by and now.rates:
+        slow = {worker.node for worker in now.rates}
+        fewer = replace(change, live=tuple(node for node in change.live if node not in slow))
+        with suppress(PlanInfeasible):
+            found = _by_templates(fewer)
+            without = replace(found.found, rule="stand by", idle=(*found.found.idle, *sorted(slow)))
+            yield replace(found, policy="uneven", found=without)
+
+
+def _situation(change: Change) -> Situation:
+    return Situation(
+        running=change.plan,
+        base=change.base,
+        rates={worker: rate for worker, rate in sorted(change.rates.items()) if rate != 1},
+        profile=change.profile,
+        tied=change.tied,
+        schedule_named=change.schedule_named,
+    )
+
+
+def _prospect(one: Answer) -> Prospect:
+    return Prospect(step_s=one.step_s, stall_s=one.stall_s)
+
+
+def _slow_ones(change: Change) -> str:
+    slow = [
+        f"{worker} at {rate:.2g}"
+        for worker, rate in sorted(change.rates.items())
+        if rate != 1 and worker.node in change.live
+    ]
+    return f"{listed(slow)} of the profiled speed" if slow else "all workers are well again"
 
 
 _MAKERS: Mapping[Policy, Callable[[Change], Answer]] = {
     "templates": _by_templates,
     "reroute": _by_reroute,
 }
-
-
-def _hop_ticks(profile: Profile) -> Callable[[Hop], int]:
-    """What a micro-batch takes a worker of a hop, in nanoseconds."""
-
-    def ticks(hop: Hop) -> int:
-        cost = stage_cost(profile, hop.first_layer, hop.last_layer, len(hop.workers))
-        return round((cost.forward_s + cost.backward_s) * 1e9)
-
-    return ticks
 
 
 def _moves(change: Change, plan: Plan) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from itertools import groupby
 
 from oobleck.planner.errors import LayerLost, PlanInfeasible
 from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.programs.plan import Hop, Plan, Route
+from oobleck.planner.programs.plan import Hold, Hop, Plan, Route
 
 #: Workers that hold layers together.
 _Group = tuple[WorkerId, ...]
@@ -37,12 +37,15 @@ def reroute(
     """
     gone = set(lost)
     holds = tuple(hold for hold in plan.holds if gone.isdisjoint(hold.workers))
-    held: dict[_Group, set[int]] = {}
-    for hold in holds:
-        held.setdefault(hold.workers, set()).update(hold.layers)
+    held = held_layers(holds)
     if missing := set(range(plan.layer_count)).difference(*held.values()):
         raise LayerLost(missing)
-    spread = _Spread(plan, held, gone, ticks)
+    load: Counter[WorkerId] = Counter()
+    for route in plan.routes:
+        for hop in route.hops:
+            if gone.isdisjoint(hop.workers):
+                add_load(load, hop, route.microbatches * ticks(hop))
+    spread = Spread(held, gone, ticks, load)
     counts: Counter[tuple[Hop, ...]] = Counter()
     for route in plan.routes:
         counts.update(spread.around(route))
@@ -54,36 +57,43 @@ def reroute(
     )
 
 
+def held_layers(holds: Iterable[Hold]) -> dict[_Group, set[int]]:
+    """By the workers that hold them together."""
+    held: dict[_Group, set[int]] = {}
+    for hold in holds:
+        held.setdefault(hold.workers, set()).update(hold.layers)
+    return held
+
+
 #: The most that one of its workers has to do, how many hops, and the hops.
 _Way = tuple[int, int, tuple[Hop, ...]]
 
 
-class _Spread:
-    """How much each worker has to do, and where a micro-batch goes best."""
+class Spread:
+    """Where a micro-batch goes best around the `lost` workers, by the `load`: how much each worker
+    has to do. `held`: by whom else."""
 
     def __init__(
         self,
-        plan: Plan,
         held: dict[_Group, set[int]],
         lost: set[WorkerId],
         ticks: Callable[[Hop], int],
+        load: Counter[WorkerId],
     ) -> None:
-        self._held, self._lost, self._ticks = held, lost, ticks
-        self._load: Counter[WorkerId] = Counter()
-        for route in plan.routes:
-            self._add((hop for hop in route.hops if self._lives(hop)), route.microbatches)
+        self._held, self._lost, self._ticks, self._load = held, lost, ticks, load
         self._offered: dict[tuple[int, int], tuple[Hop, ...]] = {}
 
     def around(self, route: Route) -> Counter[tuple[Hop, ...]]:
         """The hops that its micro-batches take, and how many of them."""
         if all(map(self._lives, route.hops)):
             return Counter({route.hops: route.microbatches})
-        return Counter(_merged(self._way(route)) for _ in range(route.microbatches))
+        return Counter(merged(self.way(route.hops)) for _ in range(route.microbatches))
 
-    def _way(self, route: Route) -> list[Hop]:
-        """Of one more micro-batch; its work is counted."""
+    def way(self, passed: tuple[Hop, ...]) -> list[Hop]:
+        """Of one more micro-batch: these hops, with others in place of those on lost workers, whose
+        work is counted. Raises PlanInfeasible."""
         way: list[Hop] = []
-        parts = [(lives, list(hops)) for lives, hops in groupby(route.hops, self._lives)]
+        parts = [(lives, list(hops)) for lives, hops in groupby(passed, self._lives)]
         for number, (lives, hops) in enumerate(parts):
             if lives:
                 way += hops
@@ -98,7 +108,8 @@ class _Spread:
                     f"no workers that hold layers {first_layer} to {last_layer} can follow each "
                     "other: some of them share layers with different workers; move state instead"
                 )
-            self._add(found[2], 1)
+            for hop in found[2]:
+                add_load(self._load, hop, self._ticks(hop))
             way += found[2]
         return way
 
@@ -140,11 +151,10 @@ class _Spread:
     def _lives(self, hop: Hop) -> bool:
         return self._lost.isdisjoint(hop.workers)
 
-    def _add(self, hops: Iterable[Hop], microbatches: int) -> None:
-        for hop in hops:
-            ticks = microbatches * self._ticks(hop)
-            for worker in hop.workers:
-                self._load[worker] += ticks
+
+def add_load(load: Counter[WorkerId], hop: Hop, ticks: int) -> None:
+    for worker in hop.workers:
+        load[worker] += ticks
 
 
 def _can_follow(before: _Group, after: _Group) -> bool:
@@ -152,7 +162,7 @@ def _can_follow(before: _Group, after: _Group) -> bool:
     return before == after or set(before).isdisjoint(after)
 
 
-def _merged(way: Iterable[Hop]) -> tuple[Hop, ...]:
+def merged(way: Iterable[Hop]) -> tuple[Hop, ...]:
     """Hops in a row on the same workers are one."""
     return tuple(
         Hop(first_layer=own[0].first_layer, last_layer=own[-1].last_layer, workers=workers)

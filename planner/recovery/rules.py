@@ -14,9 +14,22 @@ from oobleck.planner.programs.plan import Pipeline
 
 #: How a plan came about, by the paper's three or: "takeover", of pipelines lost whole the others
 #: take the shares; "reshape", sizes chosen anew; "join", newcomers; "replace", the same nodes;
-#: "reroute", no template: around lost workers.
+#: "reroute", no template: around lost workers; or, for slow workers, by the candidates of
+#: `oobleck.planner.recovery.uneven`.
 Rule = Literal[
-    "takeover", "reinstantiate", "borrow", "merge", "reshape", "join", "replace", "reroute"
+    "takeover",
+    "reinstantiate",
+    "borrow",
+    "merge",
+    "reshape",
+    "join",
+    "replace",
+    "reroute",
+    "as planned",
+    "reshare",
+    "partial reroute",
+    "recut",
+    "stand by",
 ]
 
 

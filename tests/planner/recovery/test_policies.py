@@ -11,8 +11,8 @@ from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.plan import Plan, place
-from oobleck.planner.recovery import policies
 from oobleck.planner.recovery.policies import Answer, Change, answer, answers
+from oobleck.planner.recovery.uneven import candidates
 from oobleck.planner.search.templates import generate_templates
 from support.profiles import profile_of
 
@@ -110,9 +110,9 @@ def test_more_than_can_be_scheduled_in_a_moment_is_not_re_routed(
 ) -> None:
     asked = change([4, 4, 4], "n1", state_bytes=2 * GIGABYTE)
     visits = 4 * 24  # all pipelines help
-    monkeypatch.setattr(policies, "MOST_VISITS", visits)
+    monkeypatch.setattr(candidates, "MOST_VISITS", visits)
     assert answer(asked, "auto").policy == "reroute"
-    monkeypatch.setattr(policies, "MOST_VISITS", visits - 1)
+    monkeypatch.setattr(candidates, "MOST_VISITS", visits - 1)
     assert answer(asked, "auto").policy == "templates"
     assert "too long to schedule" in answer(asked, "reroute").found.reason
 

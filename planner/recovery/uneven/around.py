@@ -1,0 +1,106 @@
+"""Around slow workers without moving state: some of their micro-batches go through other holders of
+their layers, or by another route as a whole. A slow worker keeps one at least, so that it goes on
+being measured.
+
+Owns which micro-batches move. Must not know in which order they are computed.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.programs.plan import Hop, Plan, Route
+from oobleck.planner.recovery.reroute import Spread, add_load, held_layers, merged
+
+_Hops = tuple[Hop, ...]
+#: Micro-batches of each way.
+_Counts = Counter[_Hops]
+
+
+def around(plan: Plan, ticks: Callable[[Hop], int], *, whole: bool) -> Sequence[Plan]:
+    """Plans on the way from `plan` to one in which no further move lessens what the busiest worker
+    has to do: after each move one.
+
+    In each move one micro-batch of the busiest worker goes where the busiest of those that get it
+    has least to do; of equals to a whole route, if `whole`, which is otherwise no choice. `ticks`
+    is what a micro-batch takes a worker of that hop, its rate counted in.
+    """
+    moves = _Moves(plan, ticks, whole=whole)
+    found = []
+    while moves.make_one():
+        routes = tuple(Route(hops=hops, microbatches=n) for hops, n in moves.counts.items() if n)
+        found.append(replace(plan, routes=routes, listing=None))
+    return found
+
+
+class _Moves:
+    """How many micro-batches take which way, and what workers have to do by then."""
+
+    def __init__(self, plan: Plan, ticks: Callable[[Hop], int], *, whole: bool) -> None:
+        self._ticks, self._whole = ticks, whole
+        self._held = held_layers(plan.holds)
+        self.counts: _Counts = Counter()
+        self._load: Counter[WorkerId] = Counter()
+        for route in plan.routes:
+            self._add(route.hops, route.microbatches)
+        #: The spreads of micro-batches around some workers: they offer the same hops all the time.
+        self._spreads: dict[tuple[WorkerId, ...], Spread] = {}
+
+    def make_one(self) -> bool:
+        """Whether a move lessens what the busiest worker has to do; if so, it is made."""
+        busiest = min(self._load, key=lambda worker: (-self._load[worker], worker))
+        most = self._load[busiest]
+        own = [hops for hops, count in self.counts.items() if count and _meets(hops, busiest)]
+        if sum(self.counts[hops] for hops in own) < 2:
+            return False
+        best: tuple[int, _Hops, _Hops] | None = None
+        for hops in own:
+            self._add(hops, -1)
+            for way in self._ways(hops, busiest):
+                self._add(way, 1)
+                load = max(self._load[w] for hop in way if hop not in hops for w in hop.workers)
+                if load < most and (best is None or load < best[0]):
+                    best = load, hops, way
+                self._add(way, -1)
+            self._add(hops, 1)
+        if best is None:
+            return False
+        _, hops, way = best
+        self._add(hops, -1)
+        self._add(way, 1)
+        return True
+
+    def _ways(self, hops: _Hops, busiest: WorkerId) -> list[_Hops]:
+        """Ways without that worker for a micro-batch of these hops."""
+        found = []
+        if self._whole:
+            others = [way for way, n in self.counts.items() if n and not _meets(way, busiest)]
+            least = min(others, key=self._most, default=None)
+            if least is not None:
+                found.append(least)
+        avoided = next(hop.workers for hop in hops if busiest in hop.workers)
+        if avoided not in self._spreads:
+            others_hold = {w: own for w, own in self._held.items() if busiest not in w}
+            self._spreads[avoided] = Spread(others_hold, set(avoided), self._ticks, self._load)
+        with suppress(PlanInfeasible):
+            way = self._spreads[avoided].way(hops)
+            for hop in way:
+                if hop not in hops:  # it is only looked at
+                    add_load(self._load, hop, -self._ticks(hop))
+            found.append(merged(way))
+        return found
+
+    def _most(self, way: _Hops) -> int:
+        return max(self._load[w] + self._ticks(hop) for hop in way for w in hop.workers)
+
+    def _add(self, hops: _Hops, count: int) -> None:
+        self.counts[hops] += count
+        for hop in hops:
+            add_load(self._load, hop, count * self._ticks(hop))
+
+
+def _meets(hops: _Hops, worker: WorkerId) -> bool:
+    return any(worker in hop.workers for hop in hops)

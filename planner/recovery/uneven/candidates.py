@@ -1,0 +1,141 @@
+"""Plans for the rates that workers have now (Malleus), each with what a step of it takes.
+
+- *as planned*: the routes of the plan of templates; also what ends a way around a worker that is
+  well again.
+- *reshare*: its pipelines with shares by their rates.
+- *partial reroute*: some micro-batches go around slow workers.
+- *recut*: its pipelines with fewer layers for slow workers, and shares by that; state moves.
+
+The plan of templates can be gone back to without moving state as long as the running one holds the
+same. Where that was re-routed after a loss, only a way around slow workers is left: whole pipelines
+come from templates. Owns the candidates. Must not know which is worth a change.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from oobleck.planner.cost.estimate import estimate_step
+from oobleck.planner.cost.listed import estimate_listed, with_listing
+from oobleck.planner.cost.stagecost import stage_cost
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.listing.schedule import listed_routes
+from oobleck.planner.programs.plan import Hop, Plan
+from oobleck.planner.recovery.pipelines import is_of_pipelines
+from oobleck.planner.recovery.rules import Rule
+from oobleck.planner.recovery.uneven.around import around
+from oobleck.planner.recovery.uneven.cuts import recut
+from oobleck.planner.recovery.uneven.shares import reshared
+from oobleck.planner.search.choose import keep_schedule, settled
+
+#: Micro-batches times hops that are list-scheduled: a second and a half, on all workers.
+MOST_VISITS = 40_000
+#: Of all moves around slow workers, how many are made: an order of compute makes room for some.
+_PARTS = (1.0, 0.85, 0.7, 0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan that is not proven yet."""
+
+    rule: Rule
+    plan: Plan
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What candidates are made of."""
+
+    running: Plan
+    base: Plan
+    rates: Mapping[WorkerId, float]
+    profile: Profile
+    #: The head shares layer 0's token embedding.
+    tied: bool
+    schedule_named: bool = False
+
+
+def staying_s(now: Situation) -> float:
+    """What a step of the running plan takes at the rates as they are now."""
+    plan = now.running.with_rates(now.rates)
+    if not listed_routes(plan):
+        return estimate_step(plan, now.profile, tied=now.tied).step_s
+    listing = now.running.listing
+    split = listing is None or listing.split
+    return estimate_listed(
+        with_listing(plan, now.profile, split=split), now.profile, tied=now.tied
+    ).step_s
+
+
+def candidates(now: Situation) -> Iterator[Candidate]:
+    """In the order in which equal ones are preferred."""
+    source = now.running.with_rates(now.rates)
+    if now.base.shards == now.running.shards and is_of_pipelines(now.base):
+        source = now.base.with_rates(now.rates)
+        yield _of_pipelines("as planned", source, now)
+        yield _of_pipelines("reshare", reshared(source, now.profile), now)
+    if source.rates:
+        yield from _partial_reroutes(source, now)
+    if is_of_pipelines(source):
+        moved = recut(source, now.profile)
+        if moved is not source:
+            yield _of_pipelines("recut", reshared(moved, now.profile), now)
+
+
+def _of_pipelines(rule: Rule, plan: Plan, now: Situation) -> Candidate:
+    final = settled(keep_schedule(plan, now.profile), now.profile)
+    step_s = estimate_step(final, now.profile, tied=now.tied).step_s
+    return Candidate(rule=rule, plan=final, step_s=step_s)
+
+
+def _partial_reroutes(source: Plan, now: Situation) -> Iterator[Candidate]:
+    """The best one of those by single hops, and of those by whole routes as well."""
+    ticks = hop_ticks(now.profile, source)
+    for whole in (False, True):
+        ways = around(source, ticks, whole=whole)
+        found = []
+        for number in dict.fromkeys(round(part * len(ways)) for part in _PARTS):
+            if number:
+                with suppress(PlanInfeasible):
+                    plan, step_s = scheduled(ways[number - 1], now)
+                    found.append(Candidate(rule="partial reroute", plan=plan, step_s=step_s))
+        if found:
+            yield min(found, key=lambda each: each.step_s)
+
+
+def scheduled(plan: Plan, now: Situation) -> tuple[Plan, float]:
+    """The plan with its listing, and what a step takes. Routes that nobody helps keep the plan's
+    schedule, or have their backwards split as all others, where memory allows that and a step takes
+    less. Raises PlanInfeasible."""
+    profile = now.profile
+    routes = [plan.routes[position] for position in listed_routes(plan)]
+    if not routes:  # whole micro-batches have moved
+        plan = settled(keep_schedule(plan, profile), profile)
+        return plan, estimate_step(plan, profile, tied=now.tied).step_s
+    if sum(route.microbatches * len(route.hops) for route in routes) > MOST_VISITS:
+        raise PlanInfeasible("so many micro-batches on so many hops take too long to schedule")
+    plan = with_listing(plan, profile)
+    best = plan, estimate_listed(plan, profile, tied=now.tied).step_s
+    split = replace(plan, schedule="zb-h1")
+    if split != plan and not now.schedule_named and len(routes) < len(plan.routes):
+        estimate = estimate_listed(split, profile, tied=now.tied)
+        if estimate.peak_bytes <= profile.gpu_memory_bytes and estimate.step_s < best[1]:
+            return split, estimate.step_s
+    return best
+
+
+def hop_ticks(profile: Profile, plan: Plan) -> Callable[[Hop], int]:
+    """What a micro-batch takes a worker of a hop at the plan's rates, in nanoseconds."""
+    known: dict[Hop, int] = {}
+
+    def ticks(hop: Hop) -> int:
+        if hop not in known:
+            cost = stage_cost(profile, hop.first_layer, hop.last_layer, len(hop.workers))
+            cost = cost.at(plan.rate(hop.workers))
+            known[hop] = round((cost.forward_s + cost.backward_s) * 1e9)
+        return known[hop]
+
+    return ticks

@@ -1,0 +1,41 @@
+"""Fewer micro-batches for slow pipelines: the shares of given pipelines, chosen by their rates."""
+
+from dataclasses import replace
+from heapq import heapify, heapreplace
+
+from oobleck.planner.cost.estimate import kinds_of
+from oobleck.planner.cost.kinds import Kind
+from oobleck.planner.cost.replay import computed_s
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.plan import Plan
+
+
+def reshared(plan: Plan, profile: Profile) -> Plan:
+    """`plan`, of pipelines, with the shares by which the last pipeline has computed soonest.
+
+    Each has at least one micro-batch. One after the other goes to the pipeline that would be done
+    with it first, of equals to the one that stands first: since no pipeline is done sooner with
+    more of them, no shares end sooner.
+    """
+    cuts = {number: each.kind.cut for each in kinds_of(plan, profile) for number in each.numbers}
+    most = plan.microbatches - len(plan.routes) + 1
+    asked = [
+        (plan.schedule, Kind(count, cut))
+        for cut in dict.fromkeys(cuts.values())
+        for count in range(1, most + 1)
+    ]
+    done_s = {kind: max(ends) for (_, kind), ends in computed_s(asked).items()}
+    shares = [1] * len(plan.routes)
+    heap = [(_next_s(done_s, Kind(2, cuts[n]), most), n) for n in range(len(shares))]
+    heapify(heap)
+    for _ in range(plan.microbatches - len(shares)):
+        number = heap[0][1]
+        shares[number] += 1
+        following = Kind(shares[number] + 1, cuts[number])
+        heapreplace(heap, (_next_s(done_s, following, most), number))
+    routes = zip(plan.routes, shares, strict=True)
+    return replace(plan, routes=tuple(replace(r, microbatches=share) for r, share in routes))
+
+
+def _next_s(done_s: dict[Kind, float], kind: Kind, most: int) -> float:
+    return done_s[kind] if kind.microbatches <= most else float("inf")

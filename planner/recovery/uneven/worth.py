@@ -1,0 +1,38 @@
+"""Whether a change that nobody is forced to make is worth it. Pure."""
+
+from dataclasses import dataclass
+
+from oobleck.planner.recovery.reconfigure import HORIZON_S
+
+#: What a change of generation takes beside the state that moves.
+CHANGE_S = 0.5
+#: Part of a step's time that a change must save at least: estimates are not more exact.
+LEAST_GAIN = 0.03
+#: What it saves until the next loss is expected is at least so many times what it costs.
+_LEAST_RETURN = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """A plan that could take the running one's place."""
+
+    step_s: float
+    stall_s: float
+
+    @property
+    def until_next_loss(self) -> float:
+        """Steps that are made until then."""
+        return (HORIZON_S - self.stall_s - CHANGE_S) / self.step_s if self.step_s else 0.0
+
+    def why_not(self, staying_s: float) -> str:
+        """Why staying, at so many seconds a step, is better; empty: it is not."""
+        if self.step_s > staying_s * (1 - LEAST_GAIN):
+            return f"a step would take {self.step_s:.4g} s in place of {staying_s:.4g} s"
+        saved_s = HORIZON_S * (1 - self.step_s / staying_s)
+        cost_s = self.stall_s + CHANGE_S
+        if saved_s < _LEAST_RETURN * cost_s:
+            return (
+                f"it would save {saved_s:.3g} s until the next loss is expected and cost "
+                f"{cost_s:.3g} s"
+            )
+        return ""

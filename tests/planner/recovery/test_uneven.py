@@ -1,0 +1,147 @@
+"""What is done about slow workers, and when nothing is."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+
+from oobleck.planner.codec import encode
+from oobleck.planner.cost.estimate import estimate_step, peak_bytes
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.job.spec import RecoveryPolicy
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.recovery.policies import Change, answer, by_rates, uneven
+from oobleck.planner.recovery.uneven.worth import Prospect
+from oobleck.planner.search.templates import generate_templates
+from support.plans import plan_of_templates, worker
+from support.profiles import profile_of
+
+
+def costs(layers: int = 12) -> Profile:
+    return profile_of([1.0] * layers, activation=100)
+
+
+def over_slow_links(profile: Profile) -> Profile:
+    """A layer takes minutes on its way."""
+    return replace(profile, links=replace(profile.links, inter_node_bytes_per_s=5.0))
+
+
+def change(
+    rates: Mapping[WorkerId, float], *, sizes: Sequence[int] = (4, 4, 4), profile: Profile
+) -> Change:
+    """Pipelines of these sizes with 8 micro-batches each."""
+    templates = generate_templates(profile, range(1, max(sizes) + 1))
+    plan = plan_of_templates(templates, *((size, 8) for size in sizes))
+    return Change(
+        plan=plan,
+        base=plan,
+        live=plan.nodes,
+        generation=Generation(2),
+        templates=templates,
+        profile=profile,
+        fault_tolerance=1,
+        tied=False,
+        rates=rates,
+    )
+
+
+def test_a_slow_worker_is_relieved() -> None:
+    asked = change({worker(5): 0.5}, profile=costs())
+    now_s = estimate_step(asked.plan.with_rates(asked.rates), asked.profile).step_s
+    found = uneven(asked)
+    assert found.policy == "uneven"
+    assert found.step_s < 0.75 * now_s
+    assert found.found.plan.generation == 2
+    assert found.found.plan.microbatches == 24
+    assert [(str(one.worker), one.rate) for one in found.found.plan.rates] == [("n5/0", 0.5)]
+    for words in ("n5/0 at 0.5 of the profiled speed", found.found.rule, f"{now_s:.4g} s", "bytes"):
+        assert words in found.found.reason.replace(" B ", " bytes ")
+    assert encode(uneven(asked)) == encode(found)
+
+
+def test_of_no_gain_staying_is_better() -> None:
+    with pytest.raises(PlanInfeasible, match=r"no other plan is better|not worth a change"):
+        uneven(change({worker(5): 0.99}, profile=costs()))
+    with pytest.raises(PlanInfeasible, match="no other plan is better"):
+        uneven(change({}, profile=costs()))
+
+
+def test_what_was_done_is_undone_when_the_worker_is_well() -> None:
+    asked = change({worker(5): 0.25}, profile=costs())
+    (running,) = (each for each in by_rates(asked)[1] if each.found.rule == "reshare")
+    again = replace(asked, plan=running.found.plan, generation=Generation(3))
+    assert by_rates(again)[0] == pytest.approx(running.step_s)
+    well = uneven(replace(again, rates={}))
+    assert well.step_s <= estimate_step(asked.base, asked.profile).step_s
+    assert well.moved_bytes == 0
+    assert "all workers are well again" in well.found.reason
+
+
+def test_state_that_takes_long_to_move_does_not_move() -> None:
+    """One pipeline has nobody to share with: only another cut helps."""
+    rates = {worker(1): 0.5}
+    found = uneven(change(rates, sizes=(4,), profile=costs()))
+    assert found.found.rule == "recut"
+    assert found.moved_bytes > 0
+    with pytest.raises(PlanInfeasible, match="not worth a change"):
+        uneven(change(rates, sizes=(4,), profile=over_slow_links(costs())))
+
+
+@pytest.mark.parametrize(
+    ("step_s", "stall_s", "why"),
+    [
+        (9.6, 0.0, ""),
+        (9.8, 0.0, "a step would take 9.8 s in place of 10 s"),
+        (5.0, 149.0, ""),
+        (5.0, 150.0, "it would save 300 s until the next loss is expected and cost 150 s"),
+    ],
+)
+def test_a_change_must_gain_and_pay_back_twice_what_it_costs(
+    step_s: float, stall_s: float, why: str
+) -> None:
+    assert Prospect(step_s=step_s, stall_s=stall_s).why_not(10.0) == why
+
+
+def test_a_recut_pipeline_has_room() -> None:
+    asked = change({worker(1): 0.5}, sizes=(4,), profile=costs())
+    least = peak_bytes(asked.plan, asked.profile)
+    for memory in (least, 2 * least):
+        tight = replace(asked, profile=replace(asked.profile, gpu_memory_bytes=memory))
+        for found in by_rates(tight)[1]:
+            assert peak_bytes(found.found.plan, tight.profile) <= memory
+
+
+def test_a_slow_node_stands_by_only_where_it_can_be_taken_back() -> None:
+    asked = change({worker(5): 0.05}, profile=costs())
+    rules = {each.found.rule for each in by_rates(asked)[1]}
+    assert rules == {"reshare", "partial reroute", "recut"}
+    *_, last = by_rates(replace(asked, stand_by=True))[1]
+    assert last.found.rule == "stand by"
+    assert last.found.idle == ("n5",)
+    assert "n5" not in last.found.plan.nodes
+
+
+@pytest.mark.parametrize("wanted", ["templates", "reroute"])
+def test_after_a_loss_the_rates_of_those_that_are_left_count(wanted: RecoveryPolicy) -> None:
+    """n4 has the stage of the lost node in another pipeline."""
+    rates = {worker(4): 0.5, worker(0): 0.5}
+    asked = change(rates, profile=costs())
+    asked = replace(asked, live=tuple(node for node in asked.live if node != "n0"))
+    found = answer(asked, wanted)
+    plan = found.found.plan
+    assert found.policy == wanted
+    assert [str(one.worker) for one in plan.rates] == ["n4/0"]
+    blind = answer(replace(asked, rates={}), wanted).found.plan
+    assert load(plan, worker(4)) < load(blind, worker(4))
+
+
+def load(plan: Plan, of: WorkerId) -> int:
+    """Layers of all micro-batches."""
+    return sum(
+        route.microbatches * len(hop.layers)
+        for route in plan.routes
+        for hop in route.hops
+        if of in hop.workers
+    )
