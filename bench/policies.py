@@ -25,7 +25,9 @@ from oobleck.planner.programs.instructions import BackwardWeight, Forward
 from oobleck.planner.programs.listing.bound import least_makespan
 from oobleck.planner.programs.listing.schedule import list_schedule
 from oobleck.planner.programs.listing.visits import visits_of
-from oobleck.planner.programs.plan import Hold, Hop, Pipeline, Plan
+from oobleck.planner.programs.pipeline import Pipeline
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold, Hop
 from oobleck.planner.programs.schedule import compute_order, splits_backward
 from oobleck.planner.programs.ticks import HopTicks
 from oobleck.planner.recovery.reroute import reroute

@@ -31,7 +31,9 @@ from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.profile.file import parse_profile
 from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Hold, Pipeline, Plan
+from oobleck.planner.programs.pipeline import Pipeline
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold
 
 WARM_UP_STEPS = 3
 TEXT = str(Path(__file__).resolve().parents[1] / "LICENSE")

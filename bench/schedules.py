@@ -29,7 +29,9 @@ from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.profile import LayerProfile, Links, Profile
 from oobleck.planner.programs.compile import compile_programs
 from oobleck.planner.programs.dryrun import dry_run
-from oobleck.planner.programs.plan import Hold, Pipeline, Plan
+from oobleck.planner.programs.pipeline import Pipeline
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold
 from oobleck.planner.schedules import SCHEDULES, Schedule
 from oobleck.planner.search.choose import choose_schedule
 from oobleck.planner.units import format_bytes

@@ -3,7 +3,8 @@
 from functools import lru_cache
 
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.plan import Hold, Hop, Plan
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold, Hop
 from oobleck.planner.recovery.pipelines import is_of_pipelines
 from oobleck.proto import control_pb2 as pb
 

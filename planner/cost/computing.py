@@ -10,7 +10,8 @@ from oobleck.planner.cost.stagecost import stage_cost
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.instructions import Share
-from oobleck.planner.programs.plan import Hop, Plan
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hop
 
 
 def computing_s(plan: Plan, profile: Profile) -> Mapping[WorkerId, float]:

@@ -12,7 +12,9 @@ from typing import NamedTuple
 from oobleck.planner.cost.stagecost import StageCost, stage_cost
 from oobleck.planner.profile.links import message_s
 from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Hold, Pipeline, Plan
+from oobleck.planner.programs.pipeline import Pipeline
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold
 from oobleck.planner.programs.template import PipelineTemplate
 
 

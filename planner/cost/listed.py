@@ -16,7 +16,8 @@ from oobleck.planner.profile.links import all_reduce_s, message_s
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.gradients import gradient_buckets
 from oobleck.planner.programs.listing.schedule import listed_routes, planned
-from oobleck.planner.programs.plan import Hop, Plan, Route
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hop, Route
 from oobleck.planner.programs.ticks import HopTicks, Listing
 
 #: The longest forward or backward of any hop has so many ticks.

@@ -68,7 +68,7 @@ def stage_cost(
 ) -> StageCost:
     """The cost of layers first_layer .. last_layer on `gpus` GPUs of a node.
 
-    `resident`: as a stage's flag of that name (`oobleck.planner.programs.plan.Hold`). Raises
+    `resident`: as a stage's flag of that name (`oobleck.planner.programs.routes.Hold`). Raises
     ValueError where the profile has no time of a layer for so many GPUs.
     """
     layers = profile.layers[first_layer : last_layer + 1]

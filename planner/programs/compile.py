@@ -38,7 +38,8 @@ from oobleck.planner.programs.instructions import (
 )
 from oobleck.planner.programs.links import receives_hoisted
 from oobleck.planner.programs.listing.schedule import planned
-from oobleck.planner.programs.plan import Hop, Plan, Route
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hop, Route
 from oobleck.planner.programs.schedule import compute_order
 from oobleck.planner.programs.work import Work
 

@@ -14,7 +14,8 @@ from itertools import pairwise
 
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.instructions import LayerPart, Share, SyncGradient
-from oobleck.planner.programs.plan import Hold, Plan
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold
 from oobleck.planner.programs.shards import Shard
 
 

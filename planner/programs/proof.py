@@ -37,7 +37,9 @@ from oobleck.planner.programs.compile import add_communication, compile_bodies
 from oobleck.planner.programs.dryrun import dry_run
 from oobleck.planner.programs.instructions import Backward, BackwardWeight, Compute, Forward
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.programs.plan import Hold, Pipeline, Plan
+from oobleck.planner.programs.pipeline import Pipeline
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold
 from oobleck.planner.programs.schedule import Work, compute_order
 
 #: Micro-batches of a run beyond those that fill the stages.

@@ -6,7 +6,8 @@ Pure. Must not know why a plan is made otherwise.
 from dataclasses import replace
 
 from oobleck.planner.ids import NodeName
-from oobleck.planner.programs.plan import Pipeline, Plan
+from oobleck.planner.programs.pipeline import Pipeline
+from oobleck.planner.programs.plan import Plan
 
 
 def is_of_pipelines(plan: Plan) -> bool:

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oobleck.planner.ids import Generation, NodeName
-from oobleck.planner.programs.plan import Pipeline, Plan, place
+from oobleck.planner.programs.pipeline import Pipeline, place
+from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.template import PipelineTemplate
 
 Templates = Mapping[int, PipelineTemplate]

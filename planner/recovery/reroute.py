@@ -11,7 +11,8 @@ from itertools import groupby
 
 from oobleck.planner.errors import LayerLost, PlanInfeasible
 from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.programs.plan import Hold, Hop, Plan, Route
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold, Hop, Route
 
 #: Workers that hold layers together.
 _Group = tuple[WorkerId, ...]

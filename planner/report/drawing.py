@@ -10,7 +10,8 @@ from oobleck.planner.cost.estimate import KindEstimate, StepEstimate
 from oobleck.planner.cost.replay import Event, timeline
 from oobleck.planner.ids import NodeName
 from oobleck.planner.programs.instructions import BackwardInput, BackwardWeight, Forward
-from oobleck.planner.programs.plan import Hold, Plan
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold
 from oobleck.planner.schedules import Schedule
 from oobleck.planner.units import count, format_bytes
 

@@ -12,7 +12,8 @@ from oobleck.planner.cost.estimate import Replays, StepEstimate, peak_bytes
 from oobleck.planner.cost.stagecost import stage_cost
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Pipeline, Plan
+from oobleck.planner.programs.pipeline import Pipeline
+from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.proof import prove
 from oobleck.planner.programs.schedule import in_flight
 from oobleck.planner.schedules import SCHEDULES, Schedule

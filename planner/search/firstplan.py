@@ -16,7 +16,8 @@ from oobleck.planner.cost.estimate import Replays
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Plan, place
+from oobleck.planner.programs.pipeline import place
+from oobleck.planner.programs.plan import Plan
 from oobleck.planner.schedules import SCHEDULES, Schedule
 from oobleck.planner.search.catalogue import Catalogue, Offer
 from oobleck.planner.search.choose import ScheduleChoice, choose_among, settled

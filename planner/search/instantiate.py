@@ -15,7 +15,8 @@ from oobleck.planner.cost.formula import pipeline_cost
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Pipeline, Plan, place
+from oobleck.planner.programs.pipeline import Pipeline, place
+from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.template import PipelineTemplate
 from oobleck.planner.search.demand import BAND, Costs, Demand, Sizes, worth_judging
 from oobleck.planner.search.sizesearch import EXACT, BestSizes, Floats, SizeSearch

@@ -50,7 +50,9 @@ from oobleck.host.ipc.messages import (
 )
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.programs.plan import Hold, Pipeline, Plan
+from oobleck.planner.programs.pipeline import Pipeline
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold
 from oobleck.planner.schedules import Schedule
 from support import devices
 from support.waiting import PATIENCE_S, is_stopped

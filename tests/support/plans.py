@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.programs.plan import Hold, Pipeline, Plan, place
+from oobleck.planner.programs.pipeline import Pipeline, place
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold, Hop, Route
 from oobleck.planner.programs.template import PipelineTemplate
 from oobleck.planner.schedules import Schedule
 
@@ -49,3 +51,15 @@ def plan_of_templates(
 def worker(number: int, slot: int = 0) -> WorkerId:
     """The worker of the stage on node number `number`."""
     return WorkerId(NodeName(f"n{number}"), slot)
+
+
+def hop(first: int, last: int, *workers: WorkerId) -> Hop:
+    return Hop(first_layer=first, last_layer=last, workers=workers)
+
+
+def hold(first: int, last: int, *workers: WorkerId) -> Hold:
+    return Hold(first_layer=first, last_layer=last, workers=workers)
+
+
+def route(*hops: Hop, microbatches: int = 1) -> Route:
+    return Route(hops=hops, microbatches=microbatches)

@@ -9,40 +9,16 @@ from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.programs.compile import add_communication
 from oobleck.planner.programs.instructions import Instruction
 from oobleck.planner.programs.listing.schedule import ListSchedule
-from oobleck.planner.programs.plan import Hold, Hop, Pipeline, Plan, Route
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold, Hop, Route
 from oobleck.planner.programs.ticks import HopTicks
 from oobleck.planner.recovery.reroute import reroute
 from oobleck.planner.schedules import SCHEDULES
-
-#: Layers of a stage, or (layers, workers).
-Cut = int | tuple[int, int]
-
-
-def pipelines_of_cuts(*pipelines: tuple[Sequence[Cut], int]) -> Plan:
-    """Each pipeline: its stages, every one on a node of its own, and its micro-batches."""
-    made, node = [], 0
-    for cuts, microbatches in pipelines:
-        stages, layer = [], 0
-        for cut in cuts:
-            layers, workers = (cut, 1) if isinstance(cut, int) else cut
-            stages.append(
-                Hold(
-                    first_layer=layer,
-                    last_layer=layer + layers - 1,
-                    workers=tuple(
-                        WorkerId(NodeName(f"n{node:03}"), slot) for slot in range(workers)
-                    ),
-                )
-            )
-            layer += layers
-            node += 1
-        nodes = tuple(stage.workers[0].node for stage in stages)
-        made.append(Pipeline(nodes=nodes, stages=tuple(stages), microbatches=microbatches))
-    return Plan.of_pipelines(made, generation=Generation(1))
+from support.plans import Cut, plan_of_cuts
 
 
 def equal_pipelines(pipelines: int, stages: int, microbatches: int) -> Plan:
-    return pipelines_of_cuts(*[([1] * stages, microbatches)] * pipelines)
+    return plan_of_cuts(*[([1] * stages, microbatches)] * pipelines)
 
 
 def random_cuts(rng: random.Random, layers: int) -> list[Cut]:
@@ -58,7 +34,7 @@ def random_pipelines(rng: random.Random) -> Plan:
     layers, count = rng.randint(2, 7), rng.randint(2, 4)
     cuts = random_cuts(rng, layers)
     alike = rng.random() < 0.4
-    return pipelines_of_cuts(
+    return plan_of_cuts(
         *((cuts if alike else random_cuts(rng, layers), rng.randint(1, 5)) for _ in range(count))
     )
 

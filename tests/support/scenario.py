@@ -108,7 +108,9 @@ from oobleck.planner.job.spec import (
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.measurement import LinkMeasurement, Measurement
 from oobleck.planner.profile.profile import LayerProfile, Profile
-from oobleck.planner.programs.plan import Hold, Pipeline, Plan
+from oobleck.planner.programs.pipeline import Pipeline
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold
 from oobleck.proto.types import (
     PROTOCOL,
     Assignment,

@@ -12,7 +12,9 @@ from oobleck.host.detection import Detection
 from oobleck.host.ipc.messages import Assign, Measure, Rendezvous
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
-from oobleck.planner.programs.plan import Hold, Pipeline, Plan
+from oobleck.planner.programs.pipeline import Pipeline
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.assignments import assignment_message
 from oobleck.proto.control_pb2_grpc import (

@@ -13,7 +13,8 @@ import torch
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs import instructions as ops
 from oobleck.planner.programs.instructions import Action, Instruction, Program, Share, Visit
-from oobleck.planner.programs.plan import Hold, Plan
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.dataset import Tokens
 from oobleck.worker.data.objective import inputs_and_targets

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.plan import Hop, Plan, Route
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hop, Route
 from oobleck.planner.programs.ticks import HopTicks
 
 

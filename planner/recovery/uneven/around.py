@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.plan import Hop, Plan, Route
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hop, Route
 from oobleck.planner.recovery.reroute import Spread, add_load, held_layers, merged
 
 _Hops = tuple[Hop, ...]

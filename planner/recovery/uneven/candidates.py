@@ -22,7 +22,8 @@ from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.programs.plan import Hop, Plan
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hop
 from oobleck.planner.recovery.pipelines import is_of_pipelines
 from oobleck.planner.recovery.rules import Rule
 from oobleck.planner.recovery.uneven.around import around

@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 from oobleck.planner.cost.stagetable import StageTable
 from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Hold, Pipeline, Plan
+from oobleck.planner.programs.pipeline import Pipeline
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold
 
 #: Cuts whose slowest stages differ by so much are equal, and the one that moves least is taken.
 _TIE = Fraction(1, 100)

@@ -4,7 +4,8 @@ import pytest
 
 from oobleck.planner.cost.computing import computing_s
 from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.programs.plan import Hold, Hop, Plan, Route
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold, Hop, Route
 from support.profiles import profile_of
 
 

@@ -3,7 +3,8 @@
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.programs.gradients import gradient_buckets, syncs_by_worker
 from oobleck.planner.programs.instructions import LayerPart, Share
-from oobleck.planner.programs.plan import Hold, Hop, Plan, Route
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold, Hop, Route
 from support.plans import worker
 
 

@@ -5,23 +5,13 @@ from dataclasses import replace
 import pytest
 
 from oobleck.planner.codec import decode, encode
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.programs.plan import Hold, Hop, Pipeline, Plan, Route
+from oobleck.planner.ids import Generation, NodeName
+from oobleck.planner.programs.pipeline import Pipeline
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold, Route
 from oobleck.planner.programs.shards import Shard
 from oobleck.planner.recovery.reconfigure import can_lose
-from support.plans import plan_of_cuts, worker
-
-
-def hop(first: int, last: int, *workers: WorkerId) -> Hop:
-    return Hop(first_layer=first, last_layer=last, workers=workers)
-
-
-def hold(first: int, last: int, *workers: WorkerId) -> Hold:
-    return Hold(first_layer=first, last_layer=last, workers=workers)
-
-
-def route(*hops: Hop, microbatches: int = 1) -> Route:
-    return Route(hops=hops, microbatches=microbatches)
+from support.plans import hold, hop, plan_of_cuts, route, worker
 
 
 def plan(*parts: Hold | Route) -> Plan:
@@ -141,36 +131,6 @@ def test_a_plan_of_any_size_is_checked_at_once() -> None:
             hold(0, MANY - 1, worker(1)),
             route(hop(0, 1, worker(0)), hop(2, MANY, worker(1))),
         )
-
-
-@pytest.mark.parametrize(
-    ("hops", "reason"),
-    [
-        ([], "at least one hop"),
-        ([hop(1, 2, worker(0))], "begins at layer 1, not at 0"),
-        ([hop(0, 0, worker(0)), hop(2, 2, worker(1))], "from layer 0 on to 2"),
-        ([hop(0, 1, worker(0)), hop(1, 2, worker(1))], "from layer 1 on to 1"),
-        ([hop(0, 0, worker(0)), hop(1, 1, worker(0))], "are on the same worker"),
-    ],
-)
-def test_a_route_passes_every_layer_once(hops: list[Hop], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        route(*hops)
-
-
-def test_who_shares_a_layer_is_on_one_node() -> None:
-    with pytest.raises(ValueError, match="must be of one node"):
-        hop(0, 0, worker(0), worker(1))
-    with pytest.raises(ValueError, match="must be different ones"):
-        hold(0, 0, worker(0), worker(0))
-    with pytest.raises(ValueError, match="needs at least one worker"):
-        hold(0, 0)
-    with pytest.raises(ValueError, match="last_layer: 0 is below 1"):
-        hop(1, 0, worker(0))
-    with pytest.raises(ValueError, match="first_layer: -1 is below 0"):
-        hold(-1, 0, worker(0))
-    with pytest.raises(ValueError, match="at least one micro-batch"):
-        route(hop(0, 0, worker(0)), microbatches=0)
 
 
 def test_a_node_stands_in_one_pipeline() -> None:

@@ -4,7 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.programs.plan import Hold, Hop, Pipeline, Plan, Route
+from oobleck.planner.programs.pipeline import Pipeline
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold, Hop, Route
 from oobleck.planner.recovery.pipelines import is_of_pipelines, pipelines_within
 from oobleck.planner.recovery.reroute import reroute
 

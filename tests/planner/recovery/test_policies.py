@@ -10,7 +10,8 @@ from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.programs.plan import Plan, place
+from oobleck.planner.programs.pipeline import place
+from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.policies import Answer, Change, answer, answers
 from oobleck.planner.recovery.uneven import candidates
 from oobleck.planner.search.templates import generate_templates

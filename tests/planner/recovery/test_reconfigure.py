@@ -11,7 +11,8 @@ import pytest
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.plan import Plan, place
+from oobleck.planner.programs.pipeline import place
+from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.template import PipelineTemplate
 from oobleck.planner.programs.transfer import plan_transfers
 from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose, reconfigure

@@ -5,18 +5,16 @@ import random
 import pytest
 
 from oobleck.planner.errors import LayerLost, PlanInfeasible
-from oobleck.planner.ids import Generation, NodeName, WorkerId
-from oobleck.planner.programs.plan import Hold, Hop, Plan, Route
+from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold, Hop, Route
 from oobleck.planner.recovery.reroute import reroute
-from support.routes import equal_pipelines, pipelines_of_cuts, random_pipelines
-
-
-def worker(number: int, slot: int = 0) -> WorkerId:
-    return WorkerId(NodeName(f"n{number:03}"), slot)
+from support.plans import plan_of_cuts, worker
+from support.routes import equal_pipelines, random_pipelines
 
 
 def text(route: Route) -> str:
-    """As in `6: 0-3 n001/0, 4-7 n002/0`."""
+    """As in `6: 0-3 n1/0, 4-7 n2/0`."""
     hops = (
         f"{hop.first_layer}-{hop.last_layer} {'+'.join(map(str, hop.workers))}"
         for hop in route.hops
@@ -30,29 +28,29 @@ def routes(plan: Plan, *lost: WorkerId) -> list[str]:
 
 def test_peers_share_the_micro_batches_of_a_lost_worker() -> None:
     assert routes(equal_pipelines(3, 2, 5), worker(5)) == [
-        "5: 0-0 n000/0, 1-1 n001/0",
-        "5: 0-0 n002/0, 1-1 n003/0",
-        "3: 0-0 n004/0, 1-1 n001/0",
-        "2: 0-0 n004/0, 1-1 n003/0",
+        "5: 0-0 n0/0, 1-1 n1/0",
+        "5: 0-0 n2/0, 1-1 n3/0",
+        "3: 0-0 n4/0, 1-1 n1/0",
+        "2: 0-0 n4/0, 1-1 n3/0",
     ]
 
 
 def test_two_holes_in_one_pipeline() -> None:
     assert routes(equal_pipelines(2, 3, 4), worker(0), worker(2))[0] == (
-        "4: 0-0 n003/0, 1-1 n001/0, 2-2 n005/0"
+        "4: 0-0 n3/0, 1-1 n1/0, 2-2 n5/0"
     )
 
 
 def test_holes_side_by_side_become_one_hop_of_who_holds_both() -> None:
-    plan = pipelines_of_cuts(([1, 1, 1], 4), ([1, 2], 4))
-    assert routes(plan, worker(1), worker(2))[0] == "4: 0-0 n000/0, 1-2 n004/0"
+    plan = plan_of_cuts(([1, 1, 1], 4), ([1, 2], 4))
+    assert routes(plan, worker(1), worker(2))[0] == "4: 0-0 n0/0, 1-2 n4/0"
 
 
 def test_a_hole_is_covered_by_hops_of_other_cuts() -> None:
-    plan = pipelines_of_cuts(([2, 4, 2], 4), ([4, 4], 4))
+    plan = plan_of_cuts(([2, 4, 2], 4), ([4, 4], 4))
     assert routes(plan, worker(1)) == [
-        "4: 0-1 n000/0, 2-3 n003/0, 4-5 n004/0, 6-7 n002/0",
-        "4: 0-3 n003/0, 4-7 n004/0",
+        "4: 0-1 n0/0, 2-3 n3/0, 4-5 n4/0, 6-7 n2/0",
+        "4: 0-3 n3/0, 4-7 n4/0",
     ]
 
 
@@ -63,7 +61,7 @@ def test_a_hop_that_meets_its_own_workers_is_merged() -> None:
     holds = (*once.holds, Hold(first_layer=0, last_layer=0, workers=(worker(3),)))
     shadowed = Plan(generation=Generation(2), holds=holds, routes=once.routes)
     found = routes(shadowed, worker(0), worker(2))
-    assert found == ["8: 0-1 n003/0"]
+    assert found == ["8: 0-1 n3/0"]
 
 
 def test_micro_batches_go_by_ticks() -> None:
@@ -77,8 +75,8 @@ def test_micro_batches_go_by_ticks() -> None:
         ticks=lambda hop: 2 if hop.workers == (worker(0),) else 1,
     )
     assert [text(route) for route in found.routes] == [
-        "12: 0-0 n000/0",
-        "24: 0-0 n001/0",
+        "12: 0-0 n0/0",
+        "24: 0-0 n1/0",
     ]
 
 

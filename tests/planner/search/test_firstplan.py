@@ -10,7 +10,8 @@ from oobleck.planner.cost.stagetable import StageTable
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.profile.profile import Links, Profile
-from oobleck.planner.programs.plan import Plan, place
+from oobleck.planner.programs.pipeline import place
+from oobleck.planner.programs.plan import Plan
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.choose import choose_schedule
 from oobleck.planner.search.firstplan import FirstPlan, make_first_plan

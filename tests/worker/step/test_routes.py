@@ -13,7 +13,8 @@ from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.programs.plan import Hold, Plan, Route
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold, Route
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.reroute import reroute
 from support.director import Director, WarmWorkers, make_plan, worker_named

@@ -22,7 +22,8 @@ from oobleck.planner.programs.listing.schedule import (
     listed_routes,
 )
 from oobleck.planner.programs.listing.visits import Visits, visits_of
-from oobleck.planner.programs.plan import Hold, Hop, Plan, Route
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold, Hop, Route
 from oobleck.planner.programs.ticks import HopTicks
 from oobleck.planner.recovery.reroute import reroute
 from support.routes import (
