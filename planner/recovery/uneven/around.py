@@ -21,19 +21,26 @@ _Hops = tuple[Hop, ...]
 _Counts = Counter[_Hops]
 
 
-def around(plan: Plan, ticks: Callable[[Hop], int], *, whole: bool) -> Sequence[Plan]:
+def around(
+    plan: Plan, ticks: Callable[[Hop], int], *, whole: bool, parts: Sequence[float]
+) -> Sequence[Plan]:
     """Plans on the way from `plan` to one in which no further move lessens what the busiest worker
-    has to do: after each move one.
+    has to do: after these parts of all moves.
 
     In each move one micro-batch of the busiest worker goes where the busiest of those that get it
     has least to do; of equals to a whole route, if `whole`, which is otherwise no choice. `ticks`
     is what a micro-batch takes a worker of that hop, its rate counted in.
     """
     moves = _Moves(plan, ticks, whole=whole)
-    found = []
+    made = []
     while moves.make_one():
-        routes = tuple(Route(hops=hops, microbatches=n) for hops, n in moves.counts.items() if n)
-        found.append(replace(plan, routes=routes, listing=None))
+        made.append(tuple(moves.counts.items()))
+    found = []
+    for number in dict.fromkeys(round(part * len(made)) for part in parts):
+        if number:
+            ways = made[number - 1]
+            routes = tuple(Route(hops=hops, microbatches=count) for hops, count in ways if count)
+            found.append(replace(plan, routes=routes, listing=None))
     return found
 
 

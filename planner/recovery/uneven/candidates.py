@@ -29,12 +29,15 @@ from oobleck.planner.recovery.rules import Rule
 from oobleck.planner.recovery.uneven.around import around
 from oobleck.planner.recovery.uneven.cuts import recut
 from oobleck.planner.recovery.uneven.shares import reshared
+from oobleck.planner.schedules import Schedule
 from oobleck.planner.search.choose import keep_schedule, settled
 
 #: Micro-batches times hops that are list-scheduled: a second and a half, on all workers.
 MOST_VISITS = 40_000
-#: Of all moves around slow workers, how many are made: an order of compute makes room for some.
-_PARTS = (1.0, 0.85, 0.7, 0.5)
+#: Of all moves around slow workers, how many are made: an order of compute has room for some.
+_PARTS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
+#: Of more visits one order alone is tried: whole routes are the better way where shares are large.
+_FEW_VISITS = 2_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +84,7 @@ def candidates(now: Situation) -> Iterator[Candidate]:
     if source.rates:
         yield from _partial_reroutes(source, now)
     if is_of_pipelines(source):
-        moved = recut(source, now.profile)
-        if moved is not source:
-            yield _of_pipelines("recut", reshared(moved, now.profile), now)
+        yield from _recuts(source, now)
 
 
 def _of_pipelines(rule: Rule, plan: Plan, now: Situation) -> Candidate:
@@ -92,19 +93,32 @@ def _of_pipelines(rule: Rule, plan: Plan, now: Situation) -> Candidate:
     return Candidate(rule=rule, plan=final, step_s=step_s)
 
 
+def _recuts(source: Plan, now: Situation) -> Iterator[Candidate]:
+    """The best one: under its schedule, or 1F1B, which keeps least and so lets stages grow most."""
+    schedules: tuple[Schedule, ...] = (source.schedule, "1f1b")
+    cuts = [recut(replace(source, schedule=s), now.profile) for s in dict.fromkeys(schedules)]
+    found = [
+        _of_pipelines("recut", reshared(plan, now.profile), now)
+        for plan in cuts
+        if plan.holds != source.holds
+    ]
+    if found:
+        yield min(found, key=lambda each: each.step_s)
+
+
 def _partial_reroutes(source: Plan, now: Situation) -> Iterator[Candidate]:
-    """The best one of those by single hops, and of those by whole routes as well."""
+    """The best one: by single hops alone, or by whole routes too."""
     ticks = hop_ticks(now.profile, source)
-    for whole in (False, True):
-        ways = around(source, ticks, whole=whole)
-        found = []
-        for number in dict.fromkeys(round(part * len(ways)) for part in _PARTS):
-            if number:
-                with suppress(PlanInfeasible):
-                    plan, step_s = scheduled(ways[number - 1], now)
-                    found.append(Candidate(rule="partial reroute", plan=plan, step_s=step_s))
-        if found:
-            yield min(found, key=lambda each: each.step_s)
+    many = sum(route.microbatches * len(route.hops) for route in source.routes) > _FEW_VISITS
+    best: Candidate | None = None
+    for whole in (True,) if many else (False, True):
+        for plan in around(source, ticks, whole=whole, parts=_PARTS[:1] if many else _PARTS):
+            with suppress(PlanInfeasible):
+                routed, step_s = scheduled(plan, now)
+                if best is None or step_s < best.step_s:
+                    best = Candidate(rule="partial reroute", plan=routed, step_s=step_s)
+    if best is not None:
+        yield best
 
 
 def scheduled(plan: Plan, now: Situation) -> tuple[Plan, float]:

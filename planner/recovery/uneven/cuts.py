@@ -12,6 +12,7 @@ from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.pipeline import Pipeline
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold
+from oobleck.planner.programs.schedule import in_flight
 
 #: Cuts whose slowest stages differ by so much are equal, and the one that moves least is taken.
 _TIE = Fraction(1, 100)
@@ -20,7 +21,7 @@ _Matrix = NDArray[np.float64]
 
 def recut(plan: Plan, profile: Profile) -> Plan:
     """`plan`, of pipelines, each cut so that its slowest stage takes as short as it can, where the
-    memory holds what 1F1B keeps; those stay that are as good as that."""
+    memory holds what its schedule keeps; those stay that are as good as that."""
     table = StageTable(profile)
     state = np.cumsum([0, *(layer.state_bytes for layer in profile.layers)], dtype=np.float64)
     pipelines = tuple(_recut(one, plan, table, state) for one in plan.pipelines)
@@ -33,7 +34,17 @@ def recut(plan: Plan, profile: Profile) -> Plan:
 def _recut(pipeline: Pipeline, plan: Plan, table: StageTable, state: _Matrix) -> Pipeline:
     stages = pipeline.stages
     times = [
-        _times(table, len(stage.workers), len(stages) - number) / plan.rate(stage.workers)
+        _times(
+            table,
+            len(stage.workers),
+            in_flight(
+                plan.schedule,
+                stages=len(stages),
+                stage=number,
+                microbatches=pipeline.microbatches,
+            ),
+        )
+        / plan.rate(stage.workers)
         for number, stage in enumerate(stages)
     ]
     limit = _least(times) * float(1 + _TIE)
@@ -56,10 +67,10 @@ def _recut(pipeline: Pipeline, plan: Plan, table: StageTable, state: _Matrix) ->
     )
 
 
-def _times(table: StageTable, gpus: int, in_flight: int) -> _Matrix:
+def _times(table: StageTable, gpus: int, kept: int) -> _Matrix:
     """[first layer, layer after the last] of a stage as profiled; infinite: there is no room."""
     choice = table.choices.index(gpus)
-    return np.where(table.room[choice] >= in_flight, table.time[choice], np.inf)
+    return np.where(table.room[choice] >= kept, table.time[choice], np.inf)
 
 
 def _least(times: list[_Matrix]) -> float:
