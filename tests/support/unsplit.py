@@ -15,10 +15,14 @@ from support.reference import assert_same_weights, train_reference
 STEPS = 4
 
 
-def make_job(output: Path, *, tied: bool = True, **training: Any) -> JobSpec:
+def make_job(
+    output: Path, *, tied: bool = True, model: ModelSpec | None = None, **training: Any
+) -> JobSpec:
+    """Of our own GPT, or of `model`."""
+    gpt = ModelSpec(layers=4, hidden=32, heads=2, sequence_length=16, dropout=0.1, tied=tied)
     return JobSpec(
         name="schedules",
-        model=ModelSpec(layers=4, hidden=32, heads=2, sequence_length=16, dropout=0.1, tied=tied),
+        model=model or gpt,
         data=DataSpec(text=(TEXT,)),
         training=TrainingSpec(
             **{

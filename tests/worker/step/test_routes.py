@@ -3,13 +3,14 @@
 import dataclasses
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from oobleck.host.ipc.messages import FaultRule, PhaseReached
 from oobleck.planner.cost.listed import with_listing
 from oobleck.planner.ids import Generation
-from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.job.spec import JobSpec, ModelSpec
 from oobleck.planner.profile.estimate import estimate_profile
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes
@@ -17,6 +18,7 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold, Route
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.reroute import reroute
+from support import foreign
 from support.director import Director, WarmWorkers, make_plan, worker_named
 from support.routes import random_routes
 from support.unsplit import check, make_job
@@ -208,8 +210,13 @@ def random_plan(draw: random.Random, job: JobSpec) -> Plan:
             return with_listing(plan, profile_of(job), split=draw.random() < 0.5)
 
 
+def hugging_face(kind: str, blocks: str, **config: object) -> ModelSpec:
+    """A model of theirs with four blocks."""
+    return foreign.spec(kind, sequence_length=16, vocab_size=256, **{blocks: 4}, **config)
+
+
 @pytest.mark.parametrize(
-    ("seed", "training"),
+    ("seed", "given"),
     [
         (1, {}),
         (2, {"global_batch": 16}),
@@ -217,14 +224,16 @@ def random_plan(draw: random.Random, job: JobSpec) -> Plan:
         (4, {"clip": 0.1}),
         (5, {"precision": "fp32"}),
         (6, {"precision": "bf16", "recompute": "layer"}),
+        (7, {"model": hugging_face("gpt2", "n_layer")}),
+        (8, {"model": hugging_face("llama", "num_hidden_layers", num_key_value_heads=2)}),
     ],
 )
 def test_any_routes_train_and_lose_a_node(
-    warm: WarmWorkers, tmp_path: Path, seed: int, training: dict[str, object]
+    warm: WarmWorkers, tmp_path: Path, seed: int, given: dict[str, Any]
 ) -> None:
     """One after the other all its workers are killed, and others compute for them."""
     draw = random.Random(seed)
-    job = make_job(tmp_path / "out", tied=draw.random() < 0.5, **{"microbatch": 2, **training})
+    job = make_job(tmp_path / "out", tied=draw.random() < 0.5, **{"microbatch": 2, **given})
     plan = random_plan(draw, job)
     lost = draw.choice(draw.choice(draw.choice(plan.routes).hops).workers)
     kind = draw.choice(["before:Forward", "after:Forward", "before:SyncGradient", "voting"])
