@@ -32,6 +32,8 @@ Cause = Literal[
     "put back",
     "journal cut",
     "re-routed",
+    "worker slow",
+    "worker well",
 ]
 
 

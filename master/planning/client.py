@@ -28,6 +28,7 @@ from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.job.spec import RecoveryPolicy
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.rates import WorkerRate
 from oobleck.planner.recovery.pipelines import pipelines_within
 from oobleck.planner.recovery.policies import Answer
 from oobleck.planner.units import count
@@ -112,6 +113,7 @@ def next_plan(
         plan=plan,
         base=None if base is plan else base,
         wanted=wanted,
+        rates=tuple(WorkerRate(worker=w, rate=rate) for w, rate in sorted(job.rates.items())),
         nodes=tuple(node.facts.node for node in live),
         most_nodes=max(job.lineage.most_nodes, len(live)),
         generation=generation,

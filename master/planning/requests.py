@@ -16,6 +16,7 @@ from oobleck.master.planning.machines import Machines
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.job.spec import JobSpec, RecoveryPolicy
 from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.rates import WorkerRate
 from oobleck.planner.recovery.policies import Answer
 
 #: Replies that are kept beside those that the last decision has asked for.
@@ -39,7 +40,10 @@ class NextPlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     plan: Plan
     #: The newest plan of templates; None: that is `plan`.
     base: Plan | None
+    #: `uneven`: no node is lost, and some workers compute at other rates than `plan` counts on.
     wanted: RecoveryPolicy
+    #: Of slow workers.
+    rates: tuple[WorkerRate, ...]
     nodes: tuple[NodeName, ...]
     most_nodes: int
     generation: Generation

@@ -26,7 +26,7 @@ from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs import proof
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.recovery.policies import Change, answer
+from oobleck.planner.recovery.policies import Change, answer, uneven
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.firstplan import make_first_plan
 
@@ -103,10 +103,13 @@ def _next_plan(request: NextPlanRequest) -> NextPlanReply:
         profile=profile,
         fault_tolerance=spec.fault_tolerance,
         tied=spec.model.tied,
+        rates={one.worker: one.rate for one in request.rates},
         schedule_named=spec.training.wanted_schedule is not None,
         judge=offer.judge,
         costs=offer.costs,
     )
+    if request.wanted == "uneven":
+        return NextPlanReply(answer=uneven(change))
     return NextPlanReply(answer=answer(change, request.wanted))
 
 
@@ -133,6 +136,7 @@ def rehearse(request: PlanRequest, reply: PlanReply) -> Iterator[None]:
                     plan=plan,
                     base=None,
                     wanted="templates",  # which alone asks the judge
+                    rates=(),
                     nodes=tuple(node for node in plan.nodes if node != pipeline.nodes[0]),
                     most_nodes=len(request.nodes),
                     generation=Generation(plan.generation + 1),

@@ -193,10 +193,14 @@ def next_plan(
 
 def _for_losses(job: Job) -> RecoveryPolicy:
     """The policy that the job wants, where workers hold what its newest plan says: not before one
-    of templates has committed a step, nor after another job had the turn."""
+    that moves state has committed a step, nor after another job had the turn. `uneven` is none for
+    losses."""
     made = job.current.made
-    moving = made is not None and made.policy == "templates" and job.current.on_the_way
-    return "templates" if moving or job.current.put_back else job.spec.recovery.policy
+    moving = made is not None and made.policy != "reroute" and job.current.on_the_way
+    wanted = job.spec.recovery.policy
+    if moving or job.current.put_back or wanted == "uneven":
+        return "templates"
+    return wanted
 
 
 def names(nodes: Iterable[Node]) -> str:

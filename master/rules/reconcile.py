@@ -23,6 +23,7 @@ from oobleck.master.rules import (
     pace,
     replan,
     stalls,
+    uneven,
     worker_losses,
 )
 from oobleck.master.rules.decision import Context, Decision, JobRule, Rule
@@ -149,6 +150,8 @@ _RULES: tuple[Rule, ...] = (
     _of_plan(replan.join),
     # A join is by templates as well: no state moves twice.
     _of_plan(replan.follow_up),
+    # The plan that is followed up would be the wrong one to give slow workers less of.
+    _of_plan(uneven.even_out),
 )
 #: Nothing above depends on what is long over: these wait for nothing, nor for a plan that is made.
 _AT_LAST: tuple[Rule, ...] = (losses.forget_nodes, job_queue.forget_jobs)

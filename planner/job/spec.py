@@ -18,7 +18,7 @@ from oobleck.planner.schedules import Schedule
 Precision = Literal["fp32", "bf16", "fp64"]
 Recompute = Literal["none", "layer"]
 OnStateLost = Literal["fail", "restart"]
-RecoveryPolicy = Literal["auto", "templates", "reroute"]
+RecoveryPolicy = Literal["auto", "templates", "reroute", "uneven"]
 TransportName = Literal["auto", "gloo"]
 #: Of a path, so that a checkpoint's name behind it still fits into a line of the wire.
 _MOST_PATH = 900

@@ -140,6 +140,7 @@ def job_spec(
     mixed: int = 0,
     restart: int = 0,
     reroute: int = 0,
+    templates: int = 0,
     hidden: int = 32,
 ) -> JobSpec:
     """`evaluate`: every how many steps, of ten times the samples of a step."""
@@ -155,7 +156,9 @@ def job_spec(
         checkpoint=CheckpointSpec(path="/saved") if checkpoint else None,
         evaluation=EvaluationSpec(every=evaluate, fraction=0.1, samples=160) if evaluate else None,
         on_state_lost="restart" if restart else "fail",
-        recovery=RecoverySpec(policy="reroute" if reroute else "auto"),
+        recovery=RecoverySpec(
+            policy="reroute" if reroute else "templates" if templates else "auto"
+        ),
     )
 
 

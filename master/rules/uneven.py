@@ -1,0 +1,65 @@
+"""Plans that give slow workers less to do, and what they had back once they are well.
+
+Nothing waits for such a plan: it comes at a step boundary. Whether one is worth it is the
+planner's word (`oobleck.planner.recovery.policies`). Must not know how a worker is found slow.
+"""
+
+from collections.abc import Iterable
+
+from oobleck.master.events.plans import Cause
+from oobleck.master.rules import draining
+from oobleck.master.rules.decision import Context, Decision
+from oobleck.master.rules.next_plan import next_generation, next_plan, plan_made
+from oobleck.master.state.job import Job
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.programs.rates import WorkerRate
+
+#: Between two plans around slow workers: a change costs a part of a second, and a worker that is
+#: slow now and then must not keep the job busy.
+REST_S = 60.0
+
+
+def even_out(context: Context, job: Job) -> Decision | None:
+    """Plan anew where workers compute at other rates than the newest plan counts on."""
+    state, made = context.state, job.current.made
+    if made is None or job.spec.recovery.policy not in ("auto", "uneven"):
+        return None
+    if job.state != "running" or job.seen.peers_lost or draining.on_the_move(state, job):
+        return None
+    if job.seen.steps.furthest_step >= job.spec.training.steps:
+        return None
+    planned, rates = made.plan.rates, made.plan.with_rates(job.rates).rates
+    if rates == planned:
+        return None
+    members = [state.nodes[name] for name in job.current.members]
+    if not all(node.connected for node in members):
+        return None
+    well = _all_better(rates, planned)
+    due = (job.seen.planned_at or 0.0) + REST_S
+    if made.policy == "uneven" and not well and context.now < due:
+        return Decision(wake_at=due, reason="the plan around slow workers is not a minute old")
+    try:
+        answer = next_plan(context, job, members, next_generation(context, job), "uneven")
+    except PlanInfeasible as infeasible:
+        return Decision(reason=f"slow workers keep their part: {'; '.join(infeasible.causes)}")
+    cause: Cause = "worker well" if well else "worker slow"
+    event = plan_made(
+        context,
+        job,
+        answer.found.plan,
+        boundary=True,
+        cause=cause,
+        rule=answer.found.rule,
+        reason=answer.found.reason,
+        detect_s=0.0,  # nothing waits for it
+        policy=answer.policy,
+        then=made.then,
+    )
+    return Decision(actions=(event,), reason=answer.found.reason)
+
+
+def _all_better(rates: Iterable[WorkerRate], planned: Iterable[WorkerRate]) -> bool:
+    """Whether nobody is slower than planned: that waits for nothing, and cannot come again before
+    somebody is slow, which does."""
+    before = {one.worker: one.rate for one in planned}
+    return all(one.rate >= before.get(one.worker, 1.0) for one in rates)
