@@ -1,0 +1,105 @@
+"""What is left of the speed when a worker becomes slow, or is lost, where cores are short.
+
+    python -m bench.straggler [--cores 0.5] [--slow 0.25] [--seconds 40] [--rounds 1]
+
+Four nodes train as 2 x 2; each worker has half a core by a cgroup quota. One is cut to a quarter
+of a core and gets its half back; later one is killed and comes back. Speeds are samples a second
+between commits, beside what the rates of all workers together would allow (`bound`): with four
+workers of which one has half of its rate, 3.5 / 4 of the speed before. Needs the right to make
+control groups.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+from bench.support.cluster import LocalCluster
+from bench.support.quota import quotas
+
+_VICTIM = "n2/0"
+#: After the begin of a disturbance, seconds, from when on the job has to have answered.
+_ANSWERED_S = 10.0
+_HEALED_S = 25.0
+
+
+def job(policy: str) -> dict[str, object]:
+    return {
+        "name": "straggler",
+        "model": {"layers": 8, "hidden": 128, "heads": 4, "sequence_length": 128},
+        "data": {"text": [str(Path(__file__).resolve().parents[1] / "LICENSE")]},
+        "training": {"steps": 1_000_000, "global_batch": 32, "microbatch": 1},
+        "fault_tolerance": 1,
+        "resources": {"min_nodes_per_pipeline": 2},
+        "recovery": {"policy": policy},
+    }
+
+
+class Watch:
+    """The speed of one job, from the times of its commits."""
+
+    def __init__(self, cluster: LocalCluster, job_id: str) -> None:
+        self._cluster, self._job_id = cluster, job_id
+
+    def over(self, since: float, until: float) -> float:
+        """Samples a second of the steps committed between two moments."""
+        times = [
+            float(line["time"])
+            for line in self._cluster.metrics(self._job_id)
+            if since <= float(line["time"]) <= until
+        ]
+        if len(times) < 2:
+            return 0.0
+        return 32 * (len(times) - 1) / (times[-1] - times[0])
+
+
+def one_round(cluster: LocalCluster, job_id: str, options: argparse.Namespace) -> None:
+    watch, seconds = Watch(cluster, job_id), options.seconds
+    pids = cluster.worker_pids()
+    with quotas(pids, options.cores) as groups:
+        time.sleep(10)
+        begin = time.time()
+        time.sleep(seconds)
+        before = watch.over(begin, time.time())
+        groups[_VICTIM].set(options.slow)
+        cut = time.time()
+        time.sleep(_ANSWERED_S + seconds)
+        first = watch.over(cut, cut + _ANSWERED_S)
+        during = watch.over(cut + _ANSWERED_S, time.time())
+        groups[_VICTIM].set(options.cores)
+        healed = time.time()
+        time.sleep(_HEALED_S + seconds)
+        after = watch.over(healed + _HEALED_S, time.time())
+        bound = before * (len(pids) - 1 + options.slow / options.cores) / len(pids)
+        print(
+            f"slow     before {before:6.2f}  first {_ANSWERED_S:.0f} s {first:6.2f}  "
+            f"during {during:6.2f}  bound {bound:6.2f}  of it {during / bound:5.2f}  "
+            f"after {after:6.2f} ({after / before:4.2f} of before)",
+            flush=True,
+        )
+        begin = time.time()
+        cluster.kill_node(_VICTIM.partition("/")[0])
+        cluster.wait(lambda: cluster.planned(job_id) == {"n1", "n3", "n4"}, "a plan of three")
+        time.sleep(_ANSWERED_S)
+        begin = time.time()
+        time.sleep(seconds)
+        lost = watch.over(begin, time.time())
+        print(f"loss     before {after:6.2f}  after {lost:6.2f}  kept {lost / after:5.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cores", type=float, default=0.5, help="of each worker")
+    parser.add_argument("--slow", type=float, default=0.25, help="of the slow one")
+    parser.add_argument("--seconds", type=float, default=30.0, help="that a speed is measured")
+    parser.add_argument("--policy", default="auto")
+    options = parser.parse_args()
+    with LocalCluster(4) as cluster:
+        job_id = cluster.submit(job(options.policy))
+        cluster.wait_step(job_id, 5)
+        one_round(cluster, job_id, options)
+        for record in cluster.events(job_id, "reconfigured"):
+            print({k: record[k] for k in ("to_generation", "cause", "rule", "policy", "reason")})
+
+
+if __name__ == "__main__":
+    main()
