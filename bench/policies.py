@@ -14,12 +14,15 @@ S equal stages compute M micro-batches each, and one worker is lost.
 - `dropped`: the other pipelines compute everything (ZB-H1).
 - `bound`: all work shared evenly by the workers that are left.
 - `seconds`: what a re-routed plan and its list schedule took, split, on average.
+
+Another table has answers to slow workers (`bench.uneven`).
 """
 
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from bench import uneven
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.programs.instructions import BackwardWeight, Forward
 from oobleck.planner.programs.listing.bound import least_makespan
@@ -222,6 +225,8 @@ def main() -> None:
         f"{pipelines} x {stages} with {microbatches}, a worker of each pipeline lost, split: "
         f"{slots[0]}, with twice the memory {slots[1]}; bound {left:.1f}"
     )
+    print(f"\n{uneven.PIPELINES} x {uneven.STAGES} with {uneven.MICROBATCHES} and slow workers:")
+    print("\n".join(uneven.table()))
 
 
 if __name__ == "__main__":

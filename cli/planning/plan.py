@@ -84,7 +84,14 @@ if TYPE_CHECKING:
     "micro-batches of lost workers to others that hold the layers; or auto, as by a job that says "
     "nothing else.  [default: templates]",
 )
-@json_option("One JSON object: templates, plan, and after_losses with --lost.")
+@click.option(
+    "--slow",
+    multiple=True,
+    metavar="NODE[/SLOT]=RATE",
+    help="Show also what can be done where these workers have a share of their profiled speed, as "
+    "n1=0.5 or n2/0=0.25; may be given more than once.",
+)
+@json_option("One JSON object: templates, plan, after_losses with --lost, and slow with --slow.")
 def plan(
     job_file: Path | None,
     profile_file: Path | None,
@@ -93,6 +100,7 @@ def plan(
     schedule: str | None,
     lost: int,
     policy: str,
+    slow: tuple[str, ...],
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -104,7 +112,7 @@ def plan(
     if schedule is not None:
         wanted = None if schedule == "auto" else cast("Schedule", schedule)
         question = dataclasses.replace(question, schedule=wanted)
-    report = _report(question, nodes, lost, cast("RecoveryPolicy", policy))
+    report = _report(question, nodes, lost, cast("RecoveryPolicy", policy), slow)
     data = report.data()
     if question.notes:
         data["notes"] = list(question.notes)
@@ -131,7 +139,9 @@ def _question(
     raise click.UsageError("give either a job file or --profile P.json")
 
 
-def _report(question: Question, nodes: int, lost: int, policy: "RecoveryPolicy") -> "PlanReport":
+def _report(
+    question: Question, nodes: int, lost: int, policy: "RecoveryPolicy", slow: Sequence[str]
+) -> "PlanReport":
     from oobleck.planner.report.report import make_report
 
     try:
@@ -145,6 +155,7 @@ def _report(question: Question, nodes: int, lost: int, policy: "RecoveryPolicy")
             tied=question.tied,
             wanted=question.schedule,
             policy=policy,
+            slow=slow,
         )
     except ValueError as error:  # also PlanInfeasible
         raise CommandFailed(str(error), USAGE) from error
@@ -173,6 +184,8 @@ def report_text(report: dict[str, Any], drawing: str, width: int | None = None) 
     ]
     for loss in report.get("after_losses", []):
         parts += _loss(loss, width)
+    if "slow" in report:
+        parts += _slow(report["slow"], width)
     lines = printable("\n\n".join(parts)).split("\n")
     return "\n".join(folded(line, width, indent=2) for line in lines)
 
@@ -211,3 +224,30 @@ def _loss(loss: dict[str, Any], width: int | None) -> Iterator[str]:
         for policy, each in policies.items()
         if "refused" in each
     )
+
+
+def _slow(slow: dict[str, Any], width: int | None) -> Iterator[str]:
+    """What is done about slow workers, and what could be, side by side."""
+    from oobleck.cli.output.table import table
+
+    rates = ", ".join(f"{worker} at {rate:g}" for worker, rate in slow["rates"].items())
+    done = slow["taken"] or "nothing is done"
+    yield (
+        f"{rates} of the profiled speed: a step takes {slow['step_s']:.4g} s, "
+        f"{slow['relative']:.2f} times as long; {done} ({slow['reason']})"
+    )
+    rows = [
+        (
+            each["rule"],
+            f"{each['step_s']:.4g} s",
+            f"{each['relative']:.2f}",
+            format_bytes(each["moved_bytes"]),
+            f"{each['stall_s']:.2g} s",
+            each["can_lose"],
+            each["plan"],
+        )
+        for each in slow["candidates"]
+    ]
+    if rows:
+        heads = ("SLOW WORKERS", "STEP", "RELATIVE", "MOVES", "IN", "CAN LOSE", "PLAN")
+        yield table(heads, rows, width=width)

@@ -1,8 +1,7 @@
 """What `oobleck plan` shows: templates, the plan and what a step of it takes, as data and text."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from oobleck.planner.cost.estimate import KindEstimate, StepEstimate
@@ -10,12 +9,13 @@ from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.job.spec import RecoveryPolicy
 from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.template import PipelineTemplate
 from oobleck.planner.recovery.policies import Answer, Change, Policy, answer, answers
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.report.drawing import WIDTH, draw_pipelines, draw_timeline, some
+from oobleck.planner.report.shape import shape
+from oobleck.planner.report.slow import Slowness, read_rates, slowness
 from oobleck.planner.schedules import Schedule
 from oobleck.planner.search.catalogue import Catalogue, Offer
 from oobleck.planner.search.choose import ScheduleChoice, choose_schedule
@@ -65,6 +65,8 @@ class PlanReport:
     first: Outcome
     #: None where nobody asked for losses.
     losses: tuple[Loss, ...] | None
+    #: None where nobody asked for slow workers.
+    slowness: Slowness | None = None
 
     def data(self) -> dict[str, Any]:
         """As plain data, for JSON."""
@@ -74,6 +76,8 @@ class PlanReport:
         }
         if self.losses is not None:
             report["after_losses"] = [_loss(loss, self.profile) for loss in self.losses]
+        if self.slowness is not None:
+            report["slow"] = self.slowness.data()
         return report
 
     def drawing(self, width: int = WIDTH) -> str:
@@ -92,12 +96,14 @@ def make_report(
     tied: bool = False,
     wanted: Schedule | None = None,
     policy: RecoveryPolicy = "templates",
+    slow: Sequence[str] = (),
 ) -> PlanReport:
     """Templates and plan for nodes n1 .. n<nodes>.
 
     With `lost` there is also, one after the other, what follows the loss of the first pipeline's
     last node, until nothing fits any more. `tied`: the head shares layer 0's token embedding.
-    `wanted`: the schedule to use; None: the best one. `policy`: what losses are answered by. Raises
+    `wanted`: the schedule to use; None: the best one. `policy`: what losses are answered by.
+    `slow`: slow workers, as `read_rates` has them; what is done about them before any loss. Raises
     ValueError naming the field and the fix, or PlanInfeasible.
     """
     _check(profile, nodes, global_batch, lost)
@@ -105,6 +111,7 @@ def make_report(
         profile, nodes=nodes, fault_tolerance=fault_tolerance, min_nodes=min_nodes
     )
     names = [NodeName(f"n{number}") for number in range(1, nodes + 1)]
+    rates = read_rates(slow, names, profile.gpus_per_node)
     made = make_first_plan(
         Catalogue(tied=tied),
         sizes,
@@ -117,22 +124,28 @@ def make_report(
     )
     offer = made.offer
     first = Outcome(plan=made.plan, idle=_unused(made.plan, names), choice=made.choice)
+    asked = _change(
+        first.plan,
+        names,
+        profile,
+        offer,
+        fault_tolerance,
+        tied=tied,
+        schedule_named=wanted is not None,
+    )
     losses = _losses(
         first,
         names,
         lost,
-        profile,
-        offer,
-        fault_tolerance,
         policy,
-        tied=tied,
-        schedule_named=wanted is not None,
+        asked,
     )
     return PlanReport(
         profile=profile,
         templates=offer.templates,
         first=first,
         losses=tuple(losses) if lost else None,
+        slowness=slowness(replace(asked, rates=rates), made.choice.step_s) if slow else None,
     )
 
 
@@ -154,36 +167,52 @@ def _check(profile: Profile, nodes: int, global_batch: int, lost: int) -> None:
         )
 
 
+def _change(
+    plan: Plan,
+    names: Sequence[NodeName],
+    profile: Profile,
+    offer: Offer,
+    fault_tolerance: int,
+    *,
+    tied: bool,
+    schedule_named: bool,
+) -> Change:
+    """Of `plan`, in which nothing has happened yet."""
+    return Change(
+        plan=plan,
+        base=plan,
+        live=tuple(names),
+        generation=Generation(plan.generation + 1),
+        templates=offer.templates,
+        profile=profile,
+        fault_tolerance=fault_tolerance,
+        tied=tied,
+        schedule_named=schedule_named,
+        judge=offer.judge,
+        costs=offer.costs,
+    )
+
+
 def _losses(
     first: Outcome,
     names: Sequence[NodeName],
     lost: int,
-    profile: Profile,
-    offer: Offer,
-    fault_tolerance: int,
     policy: RecoveryPolicy,
-    *,
-    tied: bool,
-    schedule_named: bool,
+    asked: Change,
 ) -> Iterator[Loss]:
     """What follows each loss, until nothing fits; idle nodes take part where they can."""
     plan = base = first.plan
+    profile, tied = asked.profile, asked.tied
     live = list(names)
     for _ in range(lost):
         gone = next(n for p in base.pipelines for n in reversed(p.nodes) if n in live)
         live.remove(gone)
-        change = Change(
+        change = replace(
+            asked,
             plan=plan,
             base=base,
             live=tuple(live),
             generation=Generation(plan.generation + 1),
-            templates=offer.templates,
-            profile=profile,
-            fault_tolerance=fault_tolerance,
-            tied=tied,
-            schedule_named=schedule_named,
-            judge=offer.judge,
-            costs=offer.costs,
         )
         each = answers(change)
         try:
@@ -302,17 +331,6 @@ def _answer(each: Answer | PlanInfeasible) -> dict[str, Any]:
         "can_lose": can_lose(each.found.plan),
         "plan": shape(each.found.plan),
     }
-
-
-def shape(plan: Plan) -> str:
-    """Its pipelines in a few words, or that it has other routes."""
-    if listed_routes(plan):
-        return f"{count(len(plan.routes), 'route')} over {count(len(plan.nodes), 'node')}"
-    sizes = Counter(len(pipeline.nodes) for pipeline in plan.pipelines)
-    return " and ".join(
-        f"{count(number, 'pipeline')} of {count(size, 'node')}"
-        for size, number in sorted(sizes.items(), reverse=True)
-    )
 
 
 def _routes(plan: Plan) -> list[dict[str, Any]]:

@@ -129,6 +129,44 @@ def test_policies_stand_side_by_side(job_file: JobFile) -> None:
     assert "reroute has no answer: " in alone
 
 
+def test_plans_for_slow_workers_stand_side_by_side(job_file: JobFile) -> None:
+    job = str(job_file())
+    two = ("--set", "resources.min_nodes_per_pipeline=2")
+    big = ("--global-batch", "48", "--set", "model.layers=8", "--set", "model.hidden=256")
+    flags = ("--nodes", "6", "--slow", "n1=0.5", "--slow", "n4/0=0.25", *two, *big)
+    report = json.loads(run("plan", job, *flags, "--json").stdout)
+    slow = report["slow"]
+    assert slow["rates"] == {"n1/0": 0.5, "n4/0": 0.25}
+    assert slow["relative"] == pytest.approx(slow["step_s"] / report["plan"]["step_s"])
+    rules = [each["rule"] for each in slow["candidates"]]
+    assert rules[-1] == "stand by"
+    assert slow["taken"] in rules
+    taken = slow["candidates"][rules.index(slow["taken"])]
+    assert taken["relative"] < 0.97 * slow["relative"]
+    assert taken.keys() == {
+        "rule", "step_s", "relative", "moved_bytes", "stall_s", "can_lose", "plan"
+    }  # fmt: skip
+    text = run("plan", job, *flags).stdout
+    assert "n1/0 at 0.5, n4/0 at 0.25 of the profiled speed: a step takes " in text
+    assert "RELATIVE" in text
+
+
+@pytest.mark.parametrize(
+    ("slow", "part"),
+    [
+        ("n3=0.5", "slow names node 'n3'; the nodes are n1 to n2"),
+        ("n1/1=0.5", "slow names n1/1; slots are 0 to 0"),
+        ("n1=0", "slow has the rate '0'; give the share of the profiled speed"),
+        ("n1=nan", "slow has the rate 'nan'"),
+        ("n1=1.5", "slow has the rate '1.5'"),
+        ("n1", "slow is 'n1'; give NODE=RATE or NODE/SLOT=RATE"),
+    ],
+)
+def test_wrong_rates_are_refused(job_file: JobFile, slow: str, part: str) -> None:
+    found = run("plan", str(job_file()), "--nodes", "2", "--fault-tolerance", "0", "--slow", slow)
+    assert part in refused(found, 2)
+
+
 @pytest.mark.parametrize(
     ("flags", "part"),
     [

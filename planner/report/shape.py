@@ -1,0 +1,18 @@
+"""A plan in a few words."""
+
+from collections import Counter
+
+from oobleck.planner.programs.listing.schedule import listed_routes
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.units import count
+
+
+def shape(plan: Plan) -> str:
+    """Its pipelines in a few words, or that it has other routes."""
+    if listed_routes(plan):
+        return f"{count(len(plan.routes), 'route')} over {count(len(plan.nodes), 'node')}"
+    sizes = Counter(len(pipeline.nodes) for pipeline in plan.pipelines)
+    return " and ".join(
+        f"{count(number, 'pipeline')} of {count(size, 'node')}"
+        for size, number in sorted(sizes.items(), reverse=True)
+    )
