@@ -18,6 +18,8 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold, Route
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.reroute import reroute
+from oobleck.planner.recovery.rules import Rule
+from oobleck.planner.recovery.uneven.candidates import Situation, candidates
 from support import foreign
 from support.director import Director, WarmWorkers, make_plan, worker_named
 from support.routes import random_routes
@@ -190,6 +192,43 @@ def test_back_to_templates_at_a_step_boundary(warm: WarmWorkers, tmp_path: Path)
         cluster.wait(lambda: 2 in cluster.records, "a step of the re-routed plan")
         cluster.assign(third, boundary=True)
         cluster.wait_finished(third)
+        cluster.stop()
+        check(cluster, job)
+
+
+# ---- around slow workers
+
+
+def candidate(rule: Rule, running: Plan, job: JobSpec, rates: dict[str, float]) -> Plan:
+    """For these rates, in the next generation."""
+    now = Situation(
+        running=running,
+        base=SEVEN,
+        rates={worker_named(name): rate for name, rate in rates.items()},
+        profile=profile_of(job),
+        tied=job.model.tied,
+    )
+    (found,) = (each.plan for each in candidates(now) if each.rule == rule)
+    return dataclasses.replace(found, generation=Generation(running.generation + 1))
+
+
+def test_stragglers_come_and_go(warm: WarmWorkers, tmp_path: Path) -> None:
+    """At step boundaries: around two of them, other cuts, and back."""
+    job = make_job(tmp_path / "out", steps=12)
+    second = candidate("partial reroute", SEVEN, job, {"b": 0.25, "d": 0.5})
+    third = candidate("recut", second, job, {"b": 0.25})
+    fourth = dataclasses.replace(SEVEN, generation=Generation(4))
+    assert listed_routes(second)
+    assert second.shards == SEVEN.shards != third.shards
+    with Director(warm, job) as cluster:
+        cluster.start(*"abcdefg")
+        cluster.assign(SEVEN)
+        for step, after in ((1, second), (4, third), (7, fourth)):
+            cluster.wait(lambda step=step: step in cluster.records, f"step {step}")
+            cluster.assign(after, boundary=True)
+        cluster.wait_finished(fourth)
+        assert moved_bytes(cluster, second) == {0}
+        assert max(moved_bytes(cluster, third)) > 0
         cluster.stop()
         check(cluster, job)
 
