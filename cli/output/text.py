@@ -100,6 +100,14 @@ def _heard(node: pb.NodeInfo) -> str:
     return f"{'> ' if node.heard_before else ''}{node.last_heard_s:.1f} s ago"
 
 
+def _pace(node: pb.NodeInfo) -> str:
+    """Of workers that compute more slowly than the others, as a part of their pace."""
+    slow = [w for w in node.workers if 0 < w.rate < 1]
+    if len(node.workers) == 1:
+        return "".join(f"{worker.rate:.2f}" for worker in slow) or "-"
+    return ", ".join(f"{worker.slot}: {worker.rate:.2f}" for worker in slow) or "-"
+
+
 _JOB_COLUMNS = (
     Column("JOB", lambda job: job.job_id),
     Column("STATE", lambda job: job.state),
@@ -122,6 +130,7 @@ _NODE_COLUMNS = (
     Column("PID", lambda node: node.pid, wide=True),
     Column("JOB", lambda node: node.job_id or "-"),
     Column("GENERATION", lambda node: node.generation or "-", wide=True),
+    Column("PACE", _pace),
     Column("HEARD", _heard),
     Column("REASON", lambda node: node.reason),
 )

@@ -178,7 +178,7 @@ def _passing_reason(state: ClusterState, job: Job) -> str:
         return f"not connected, and lost if that lasts: {', '.join(away)}"
     if job.state == "running" and job.current.made is not None and job.current.made.then:
         return f"a plan of {job.current.made.then} follows at a step boundary once one is possible"
-    return ""
+    return "; ".join(str(told) for _, told in sorted(job.slow.items()))
 
 
 def _start_reason(state: ClusterState, job: Job) -> str:

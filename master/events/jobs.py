@@ -129,6 +129,14 @@ class RateChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     steps: int = 0
     seconds: float = 0.0
 
+    def __str__(self) -> str:
+        """For operators, in half a sentence."""
+        if not self.steps:
+            return f"{self.worker} is another process, and its pace is not known yet"
+        if self.rate == 1:
+            return f"{self.worker} computes at the others' pace again"
+        return f"{self.worker} computes at {self.rate:.2f} of the others' pace"
+
 
 class JobSucceeded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     job_id: JobId

@@ -4,10 +4,11 @@ A worker's time is held against what its profile says of the layers that it comp
 What all who compute a layer need beyond that is the profile's mistake, and nobody's slowness: so
 each layer counts as the fastest of them has it. Then a worker is held against the median of all.
 
-Slow is who was so in every sample of a while, and well again who was well in every one. A sample is
-of a second and a step or more. Where there are too few processors for all, they are starved in
-turn, and one by half as much again for seconds, but not for long: so a while is also as long as it
-takes to lose some time. Who is twice as slow has lost it at once, and who is little slower later.
+Slow is who was so in every sample of a while. A sample is of a second and a step or more. Where
+there are too few processors for all, they are starved in turn, and one by half as much again for
+seconds, but not for long: so a while is also as long as it takes to lose some time. Who is twice as
+slow has lost it at once, and who is little slower later. For the same reason well again is who was
+well on the whole for a while, though not in every sample.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +32,8 @@ SLOW, WELL = 1.2, 1.1
 #: A while, in steps and in seconds: to be called slow, and well again.
 SLOW_STEPS, WELL_STEPS = 5, 20
 WHILE_S = 3.0
-#: Before it is called slow, a worker has taken so much longer than SLOW allows.
-LOST_S = 1.5
+#: Before it is called slow, a worker has computed so much longer than SLOW allows.
+LOST_S = 0.8
 #: A slow worker's rate is told anew when it has changed by more.
 _CHANGE = 0.2
 #: Rates are told in such steps, and none lower than one.
@@ -54,7 +55,7 @@ class _Sample:
 def watch(context: Context, job: Job) -> Decision | None:
     """Tell whose pace has changed, if any."""
     told = [*_replaced(context, job), *_changed(context, job)]
-    return decide(told, "; ".join(f"{e.worker} computes at {e.rate:.2f}" for e in told))
+    return decide(told, "; ".join(map(str, told)))
 
 
 def _replaced(context: Context, job: Job) -> Iterator[RateChanged]:
@@ -76,28 +77,38 @@ def _changed(context: Context, job: Job) -> Iterator[RateChanged]:
         return
     members = [context.state.nodes[name] for name in job.current.members]
     samples = _samples(made.plan, profile_on(job.spec, Machines.of(job, members)), pace.rounds)
-    for worker in samples[0].slowness:
-        now, told = samples[0].slowness[worker], job.slow.get(worker)
-        if told is None and now < SLOW:
-            continue
+    for worker, now in samples[0].slowness.items():
+        told = job.slow.get(worker)
         if told is None:
             run = _run(samples, worker, lambda slowness: slowness >= SLOW, SLOW_STEPS, LOST_S)
-        elif now < WELL:
-            run = _run(samples, worker, lambda slowness: slowness < WELL, WELL_STEPS)
+            rate = _rate(run, worker) if run else 1.0
+        elif run := _well(samples, worker):
+            rate = 1.0
         else:
             run = _run(samples, worker, _differs(told.rate, now), SLOW_STEPS)
-        if not run:
-            continue
-        rate = 1.0 if told is not None and now < WELL else _rate(run, worker)
-        if told is None or rate != told.rate:
+            rate = _rate(run, worker) if run else told.rate
+        if rate != (1.0 if told is None else told.rate):
             yield _event(job, worker, rate, run)
 
 
+def _well(samples: Sequence[_Sample], worker: WorkerId) -> Sequence[_Sample]:
+    """The newest samples that make a while, if the worker was well in it; else none."""
+    run = _run(samples, worker, lambda slowness: True, WELL_STEPS)
+    return run if run and _slowness(run, worker) < WELL else ()
+
+
+def _slowness(run: Sequence[_Sample], worker: WorkerId) -> float:
+    """Over all of its steps."""
+    spent_s, usual_s = _spent(run, worker)
+    return spent_s / usual_s
+
+
 def _differs(rate: float, slowness: float) -> Callable[[float], bool]:
-    """Whether a sample shows another pace than `rate`, as one of `slowness` does."""
+    """Whether a sample shows another pace than `rate`, as one of `slowness` does. Who may be about
+    to be well has none until then."""
     if slowness * rate > 1:
         return lambda sample: sample * rate > 1 + _CHANGE
-    return lambda sample: sample * rate < 1 - _CHANGE
+    return lambda sample: sample >= WELL and sample * rate < 1 - _CHANGE
 
 
 def _run(
@@ -115,7 +126,8 @@ def _run(
             return ()
         found_steps += sample.steps[worker]
         found_s += sample.seconds
-        found_lost_s += sample.seconds * max(0.0, slowness - SLOW)
+        spent_s = sample.steps[worker] * sample.step_s[worker]
+        found_lost_s += spent_s * max(0.0, 1 - SLOW / slowness)
         enough = found_steps >= steps and found_s >= WHILE_S
         if enough and found_lost_s >= lost_s:
             return samples[:count]
@@ -130,10 +142,7 @@ def _rate(run: Sequence[_Sample], worker: WorkerId) -> float:
 
 def _event(job: Job, worker: WorkerId, rate: float, run: Sequence[_Sample]) -> RateChanged:
     steps = sum(sample.steps[worker] for sample in run)
-    spent_s = sum(sample.steps[worker] * sample.step_s[worker] for sample in run)
-    usual_s = sum(
-        sample.steps[worker] * sample.step_s[worker] / sample.slowness[worker] for sample in run
-    )
+    spent_s, usual_s = _spent(run, worker)
     return RateChanged(
         job_id=job.id,
         worker=worker,
@@ -144,6 +153,13 @@ def _event(job: Job, worker: WorkerId, rate: float, run: Sequence[_Sample]) -> R
         steps=steps,
         seconds=sum(sample.seconds for sample in run),
     )
+
+
+def _spent(run: Sequence[_Sample], worker: WorkerId) -> tuple[float, float]:
+    """Seconds that it has computed, and that it would have at the others' pace."""
+    seconds = [sample.steps[worker] * sample.step_s[worker] for sample in run]
+    usual = (s / sample.slowness[worker] for s, sample in zip(seconds, run, strict=True))
+    return sum(seconds), sum(usual)
 
 
 def _samples(plan: Plan, profile: Profile, rounds: Sequence[Round]) -> list[_Sample]:

@@ -1,8 +1,10 @@
 """How long each worker computes in a step."""
 
+from dataclasses import replace
+
 import pytest
 
-from oobleck.planner.cost.computing import computing_s
+from oobleck.planner.cost.computing import computing_by_layer_s, computing_s
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold, Hop, Route
@@ -55,3 +57,30 @@ def test_a_worker_computes_all_hops_of_all_its_microbatches() -> None:
         }
     )
     assert list(computing_s(plan, profile)) == sorted([a, b, b1, c, d])
+
+
+def test_what_a_worker_computes_by_layer_follows_its_rows() -> None:
+    """Of a micro-batch of three rows, the second of two workers has two."""
+    a, b = (WorkerId(NodeName("a"), slot) for slot in (0, 1))
+    profile = replace(profile_of([1.0, 2.0], gpus=(1, 2), gpus_per_node=2), microbatch=3)
+    plan = Plan(
+        generation=Generation(1),
+        holds=(Hold(first_layer=0, last_layer=1, workers=(a, b)),),
+        routes=(Route(hops=(Hop(first_layer=0, last_layer=1, workers=(a, b)),), microbatches=4),),
+    )
+    found = computing_by_layer_s(plan, profile)
+    whole = computing_s(plan, profile)
+    assert sum(found[a].values()) == pytest.approx(whole[a] * 2 / 3)
+    assert sum(found[b].values()) == pytest.approx(whole[b] * 4 / 3)
+    assert found[a][1] == pytest.approx(2 * found[a][0])
+
+
+def test_a_worker_without_a_row_computes_nothing() -> None:
+    a, b = (WorkerId(NodeName("a"), slot) for slot in (0, 1))
+    profile = profile_of([1.0], gpus=(1, 2), gpus_per_node=2)
+    plan = Plan(
+        generation=Generation(1),
+        holds=(Hold(first_layer=0, last_layer=0, workers=(a, b)),),
+        routes=(Route(hops=(Hop(first_layer=0, last_layer=0, workers=(a, b)),), microbatches=4),),
+    )
+    assert computing_by_layer_s(plan, profile)[a] == {}

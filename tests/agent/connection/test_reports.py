@@ -1,0 +1,32 @@
+"""What the master is told of a worker's word, and what is kept from it."""
+
+import pytest
+
+from oobleck.agent.connection.reports import status_of
+from oobleck.agent.events import WorkerSaid
+from oobleck.host.ipc.messages import Committed, ComputeTime
+from oobleck.proto.status import read_status, status_message
+from support.agents import A, Node, record
+
+
+def told(*computed: ComputeTime) -> tuple[int, float]:
+    """What the status says after the worker has said so, as the master reads it."""
+    node = Node().with_worker()
+    for step, compute in enumerate(computed, 1):
+        said = Committed(record=record(step), compute=compute)
+        node.state.apply(WorkerSaid(incarnation=A, message=said), node.now)
+    (worker,) = read_status(status_message(status_of(node.state))).workers
+    return worker.compute_steps, worker.compute_s
+
+
+def test_how_long_a_worker_computes_is_in_the_status() -> None:
+    assert told() == (0, 0.0)
+    first = ComputeTime(steps=1, seconds=0.5)
+    assert told(first, first.plus(0.25)) == (2, 0.75)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_a_time_that_makes_no_sense_is_none(seconds: float) -> None:
+    good = ComputeTime(steps=1, seconds=0.5)
+    assert told(good, ComputeTime(steps=2, seconds=seconds)) == (0, 0.0)
+    assert told(ComputeTime(steps=1, seconds=seconds), good) == (1, 0.5)
