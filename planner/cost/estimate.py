@@ -5,13 +5,22 @@ an estimate takes O(pipelines + kinds x stages x micro-batches), whatever the nu
 Must not build programs, nor choose.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from oobleck.planner.cost.kinds import Cut, Kind, Place, cost_of, pipeline_cut, pipeline_kinds
+from oobleck.planner.cost.ends import plan_end_s
+from oobleck.planner.cost.kinds import (
+    Cut,
+    Kind,
+    Place,
+    cost_of,
+    pipeline_cut,
+    pipeline_kinds,
+    replicas,
+)
 from oobleck.planner.cost.replay import Ends, Question, computed_s
-from oobleck.planner.cost.stagecost import StageCost
+from oobleck.planner.cost.stagecost import StageCost, idle_bytes
 from oobleck.planner.cost.sums import Computed, step_end_s
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.profile.profile import Profile
@@ -121,19 +130,26 @@ class Replays:
         return found
 
     def _estimate(self, plan: Plan, kinds: Sequence[Alike], schedule: Schedule) -> StepEstimate:
+        shadows = shadow_bytes(plan, self.profile)
         estimates = [
             KindEstimate(
                 numbers=each.numbers,
                 pipeline=each.pipeline,
                 kind=each.kind,
                 computed_s=self._computed[schedule, each.kind],
-                peak_bytes=stage_peak_bytes(
-                    each.costs, schedule, each.kind.microbatches, len(plan.pipelines)
+                peak_bytes=with_shadow_bytes(
+                    stage_peak_bytes(each.costs, schedule, each.kind.microbatches, replicas(plan)),
+                    plan,
+                    each.numbers,
+                    shadows,
                 ),
             )
             for each in kinds
         ]
-        step_s = self._end_s(schedule, {each.kind: each.count for each in estimates})
+        if shadows:  # their holders differ from pipeline to pipeline
+            step_s = plan_end_s(plan, _ends_s(plan, estimates), self.profile, tied=self._tied)
+        else:
+            step_s = self._end_s(schedule, {each.kind: each.count for each in estimates})
         workers = sum(each.count * each.kind.cut.workers for each in estimates)
         busy = sum(
             each.count * place.gpus * (busy_s + stage.update_s)
@@ -169,6 +185,17 @@ def kinds_of(plan: Plan, profile: Profile) -> Sequence[Alike]:
     return Replays(profile, tied=False).kinds(plan)
 
 
+def _ends_s(plan: Plan, kinds: Iterable[KindEstimate]) -> dict[WorkerId, float]:
+    """When each worker has computed its last."""
+    return {
+        worker: end_s
+        for kind in kinds
+        for number in kind.numbers
+        for stage, end_s in zip(plan.pipelines[number].stages, kind.computed_s, strict=True)
+        for worker in stage.workers
+    }
+
+
 def estimate_step(
     plan: Plan, profile: Profile, *, tied: bool = False, schedule: Schedule | None = None
 ) -> StepEstimate:
@@ -182,32 +209,69 @@ def estimate_step(
 
 def peak_bytes(plan: Plan, profile: Profile) -> int:
     """Of the worker that needs most memory, under the plan's schedule."""
-    return max(peak for _, peaks in _peaks(plan, profile) for peak in peaks)
+    if plan.shadows:
+        return max(worker_peak_bytes(plan, profile).values())
+    return max(peak for _, peaks in _peaks(plan, profile, replicas(plan)) for peak in peaks)
 
 
-def worker_peak_bytes(plan: Plan, profile: Profile) -> dict[WorkerId, int]:
-    """Of every worker, in the order of the plan, under its schedule."""
+def worker_peak_bytes(
+    plan: Plan, profile: Profile, *, least_replicas: int = 1
+) -> dict[WorkerId, int]:
+    """Of every worker, in the order of the plan, under its schedule; as if there were so many
+    replicas of each layer at least."""
+    shadows = shadow_bytes(plan, profile)
     found = {
         worker: peak
-        for numbers, peaks in _peaks(plan, profile)
+        for numbers, peaks in _peaks(plan, profile, max(least_replicas, replicas(plan)))
         for number in numbers
         for stage, peak in zip(plan.pipelines[number].stages, peaks, strict=True)
         for worker in stage.workers
     }
-    return {worker: found[worker] for worker in plan.workers}
+    return {worker: found.get(worker, 0) + shadows.get(worker, 0) for worker in plan.workers}
 
 
-def _peaks(plan: Plan, profile: Profile) -> Iterator[tuple[list[int], tuple[int, ...]]]:
+def shadow_bytes(plan: Plan, profile: Profile) -> dict[WorkerId, int]:
+    """What workers have for the layers that they hold and do not run."""
+    found: dict[WorkerId, int] = {}
+    for hold in plan.holds if plan.shadows else ():
+        for worker in hold.workers:
+            idle = [layer for layer in hold.layers if layer in plan.shadows.get(worker, ())]
+            if idle:
+                taken = idle_bytes(profile, idle, len(hold.workers))
+                found[worker] = found.get(worker, 0) + taken
+    return found
+
+
+def with_shadow_bytes(
+    peaks: tuple[int, ...],
+    plan: Plan,
+    numbers: Iterable[int],
+    shadows: Mapping[WorkerId, int],
+) -> tuple[int, ...]:
+    """`peaks` of the stages of alike pipelines (their positions in the plan), with what the worker
+    of each stage has that has most for shadows."""
+    if not shadows:
+        return peaks
+    stages = zip(*(plan.pipelines[number].stages for number in numbers), strict=True)
+    return tuple(
+        peak + max(shadows.get(worker, 0) for stage in alike for worker in stage.workers)
+        for peak, alike in zip(peaks, stages, strict=True)
+    )
+
+
+def _peaks(
+    plan: Plan, profile: Profile, replicas: int
+) -> Iterator[tuple[list[int], tuple[int, ...]]]:
     """Of each kind of pipeline its positions in the plan, and the bytes per stage."""
     for (microbatches, _), numbers in pipeline_kinds(plan).items():
         costs = [cost_of(stage, profile) for stage in plan.pipelines[numbers[0]].stages]
-        yield numbers, stage_peak_bytes(costs, plan.schedule, microbatches, len(plan.pipelines))
+        yield numbers, stage_peak_bytes(costs, plan.schedule, microbatches, replicas)
 
 
 def stage_peak_bytes(
     costs: Sequence[StageCost], schedule: Schedule, microbatches: int, replicas: int
 ) -> tuple[int, ...]:
-    """Of each worker of a pipeline's stages, in a plan of so many pipelines."""
+    """Of each worker of a pipeline's stages, in a plan of so many replicas of the model."""
     return tuple(
         cost.worker_bytes(
             in_flight(schedule, stages=len(costs), stage=number, microbatches=microbatches),

@@ -115,6 +115,11 @@ def pipeline_kinds(plan: Plan) -> dict[tuple[int, tuple[Place, ...]], list[int]]
     return kinds
 
 
+def replicas(plan: Plan) -> int:
+    """Pipelines, and one more where workers hold shadows. Of one, no gradients are summed."""
+    return len(plan.pipelines) + bool(plan.shadows)
+
+
 def _places(pipeline: Pipeline, plan: Plan) -> tuple[Place, ...]:
     node = {name: number for number, name in enumerate(pipeline.nodes)}
     return tuple(

@@ -4,17 +4,17 @@ step takes then.
 Must not choose plans.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from oobleck.planner.cost.estimate import stage_peak_bytes
-from oobleck.planner.cost.kinds import Kind, cost_of, pipeline_cut, pipeline_kinds
+from oobleck.planner.cost.ends import plan_end_s
+from oobleck.planner.cost.estimate import shadow_bytes, stage_peak_bytes, with_shadow_bytes
+from oobleck.planner.cost.kinds import Kind, cost_of, pipeline_cut, pipeline_kinds, replicas
 from oobleck.planner.cost.replay import computed_s
-from oobleck.planner.cost.stagecost import StageCost, stage_cost
+from oobleck.planner.cost.stagecost import StageCost, idle_bytes, stage_cost
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.profile.links import all_reduce_s, message_s
+from oobleck.planner.profile.links import message_s
 from oobleck.planner.profile.profile import Profile
-from oobleck.planner.programs.gradients import gradient_buckets
 from oobleck.planner.programs.listing.schedule import listed_routes, planned
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hop, Route
@@ -22,8 +22,6 @@ from oobleck.planner.programs.ticks import HopTicks, Listing
 
 #: The longest forward or backward of any hop has so many ticks.
 _FINENESS = 1024
-#: Loss, norm and flags of a vote.
-_VOTE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +53,8 @@ def estimate_listed(plan: Plan, profile: Profile, *, tied: bool) -> ListedEstima
     assert schedule is not None, "workers stand in several hops"
     tick_s, held = _tick_s(_costs(plan, profile)), _held_bytes(plan, profile)
     ends_s = {worker: max(ends) * tick_s for worker, ends in schedule.ends.items()}
-    peaks = [held[worker] + kept for worker, kept in schedule.peak_bytes.items()]
+    peaks = [held[worker] + schedule.peak_bytes.get(worker, 0) for worker in plan.workers]
+    shadows = shadow_bytes(plan, profile)
     listed = set(listed_routes(plan))
     for (microbatches, places), numbers in pipeline_kinds(plan).items():
         if closed := [number for number in numbers if number not in listed]:
@@ -68,8 +67,10 @@ def estimate_listed(plan: Plan, profile: Profile, *, tied: bool) -> ListedEstima
             for number in closed:
                 for stage, end_s in zip(plan.pipelines[number].stages, ends, strict=True):
                     ends_s.update(dict.fromkeys(stage.workers, end_s))
-            peaks += stage_peak_bytes(costs, plan.schedule, microbatches, len(plan.pipelines))
-    return ListedEstimate(step_s=_step_s(plan, ends_s, profile, tied=tied), peak_bytes=max(peaks))
+            own = stage_peak_bytes(costs, plan.schedule, microbatches, replicas(plan))
+            peaks += with_shadow_bytes(own, plan, closed, shadows)
+    step_s = plan_end_s(plan, ends_s, profile, tied=tied)
+    return ListedEstimate(step_s=step_s, peak_bytes=max(peaks))
 
 
 def _costs(plan: Plan, profile: Profile) -> dict[Hop, StageCost]:
@@ -122,56 +123,10 @@ def _held_bytes(plan: Plan, profile: Profile) -> dict[WorkerId, int]:
     """What each worker has before it keeps anything of a micro-batch."""
     found = dict.fromkeys(plan.workers, 0)
     for hold in plan.holds:
-        cost = stage_cost(
-            profile,
-            hold.first_layer,
-            hold.last_layer,
-            len(hold.workers),
-            resident=hold.resident,
-        )
-        own = cost.worker_bytes(0, replicas=len(plan.nodes))
+        if set(hold.layers).issubset(plan.shadows.get(hold.workers[0], ())):
+            own = idle_bytes(profile, hold.layers, len(hold.workers))
+        else:
+            own = cost_of(hold, profile).worker_bytes(0, replicas=len(plan.nodes))
         for worker in hold.workers:
             found[worker] += own
-    return found
-
-
-def _step_s(plan: Plan, ends_s: Mapping[WorkerId, float], profile: Profile, *, tied: bool) -> float:
-    """From when workers have computed their last: the sums, which each worker's link passes on one
-    after the other as they become ready, the vote and the update."""
-    sums: dict[WorkerId, list[tuple[float, float]]] = {worker: [] for worker in plan.workers}
-    for bucket in gradient_buckets(plan, tied=tied):
-        own = {part.layer: part.share for part in bucket.parts if part.part == "own"}
-        taken_s = all_reduce_s(
-            sum(s.of_bytes(profile.layers[layer].parameter_bytes) for layer, s in own.items()),
-            workers=len(bucket.owners),
-            same_node=len({owner.node for owner in bucket.owners}) == 1,
-            links=profile.links,
-        )
-        ready_s = max(ends_s.get(owner, 0.0) for owner in bucket.owners)
-        for owner in bucket.owners:
-            sums[owner].append((ready_s, taken_s))
-    summed_s = max(
-        max(ends_s.get(worker, 0.0), _in_turn(sorted(own))) for worker, own in sums.items()
-    )
-    vote_s = all_reduce_s(
-        _VOTE_BYTES, workers=len(plan.workers), same_node=False, links=profile.links
-    )
-    return summed_s + vote_s + max(_updates_s(plan, profile).values())
-
-
-def _in_turn(sums: Sequence[tuple[float, float]]) -> float:
-    end_s = 0.0
-    for ready_s, taken_s in sums:
-        end_s = max(end_s, ready_s) + taken_s
-    return end_s
-
-
-def _updates_s(plan: Plan, profile: Profile) -> dict[WorkerId, float]:
-    found = dict.fromkeys(plan.workers, 0.0)
-    for hold in plan.holds:
-        update_s = sum(
-            profile.layers[layer].update_s.get(len(hold.workers), 0.0) for layer in hold.layers
-        )
-        for worker in hold.workers:
-            found[worker] += update_s / plan.rate((worker,))
     return found

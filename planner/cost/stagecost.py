@@ -4,6 +4,7 @@ The terms of the replay (`oobleck.planner.cost.replay`) and of what fits. Must n
 things.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from oobleck.planner.profile.profile import Profile, working_bytes
@@ -44,7 +45,8 @@ class StageCost:
 
     def worker_bytes(self, kept: int, *, replicas: int) -> int:
         """Of each worker, with the activations of `kept` micro-batches, in a plan of so many
-        pipelines; rounded up but once, so that what a template's memory allows is allowed here."""
+        replicas of the model (`oobleck.planner.cost.kinds.replicas`); rounded up but once, so that
+        what a template's memory allows is allowed here."""
         shared = self.state_bytes + kept * self.activation_bytes + self.working_bytes
         shared += self.sum_bytes if replicas > 1 else self.tied_bytes
         return -(-shared // self.gpus) + self.exchange_bytes
@@ -61,6 +63,13 @@ class StageCost:
             backward_weight_s=self.backward_weight_s / rate,
             update_s=self.update_s / rate,
         )
+
+
+def idle_bytes(profile: Profile, layers: Iterable[int], gpus: int) -> int:
+    """Of each of `gpus` workers that hold layers of which they compute nothing: the state, and what
+    the sums of gradients need."""
+    own = [profile.layers[layer] for layer in layers]
+    return -(-sum(layer.state_bytes + layer.sum_bytes for layer in own) // gpus)
 
 
 def stage_cost(

@@ -31,6 +31,7 @@ class _Derived:
         "_nodes",
         "_pipelines",
         "_rates",
+        "_shadows",
         "_shards",
         "_shares",
         "_workers",
@@ -40,6 +41,7 @@ class _Derived:
     _nodes: tuple[NodeName, ...]
     _pipelines: tuple[Pipeline, ...]
     _rates: Mapping[WorkerId, float]
+    _shadows: Mapping[WorkerId, tuple[int, ...]]
     _shards: ShardTable
     _shares: tuple[range, ...]
     _workers: tuple[WorkerId, ...]
@@ -203,6 +205,33 @@ class Plan(_Derived):
                     found[worker] = tuple(sorted(found[worker] + own)) if worker in found else own
             object.__setattr__(self, "_held", MappingProxyType(found))
             return self._held
+
+    @property
+    def shadows(self) -> Mapping[WorkerId, tuple[int, ...]]:
+        """The layers that workers hold and do not run; sorted, without workers that have none."""
+        try:
+            return self._shadows
+        except AttributeError:
+            hops = [hop for route in self.routes for hop in route.hops]
+            whole = {(hop.first_layer, hop.last_layer, hop.workers) for hop in hops}
+            rest = [h for h in self.holds if (h.first_layer, h.last_layer, h.workers) not in whole]
+            run: dict[WorkerId, set[int]] = {w: set() for hold in rest for w in hold.workers}
+            for hop in hops if rest else ():
+                for worker in hop.workers:
+                    if worker in run:
+                        run[worker].update(hop.layers)
+            idle = {worker: set(self.held[worker]) - layers for worker, layers in run.items()}
+            found = {worker: tuple(sorted(idle[worker])) for worker in sorted(idle) if idle[worker]}
+            object.__setattr__(self, "_shadows", MappingProxyType(found))
+            return self._shadows
+
+    def layer_nodes(self) -> list[set[NodeName]]:
+        """The nodes that hold each layer; each of them has all of it."""
+        nodes: list[set[NodeName]] = [set() for _ in range(self.layer_count)]
+        for hold in self.holds:
+            for layer in hold.layers:
+                nodes[layer].add(hold.workers[0].node)
+        return nodes
 
     def __hash__(self) -> int:
         """Of a thousand nodes it takes milliseconds, and whatever is remembered asks for it."""

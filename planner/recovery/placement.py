@@ -143,14 +143,15 @@ def _template_kinds(template: PipelineTemplate) -> list[Kind]:
 
 
 def _plan_kinds(plan: Plan) -> dict[NodeName, Kind]:
-    """What each node of the plan holds."""
-    kinds: dict[NodeName, dict[int, tuple[int, int, int, int]]] = {}
-    for pipeline in plan.pipelines:
-        for stage in pipeline.stages:
-            for part, worker in enumerate(stage.workers):
-                held = (stage.first_layer, stage.last_layer + 1, part, len(stage.workers))
-                kinds.setdefault(worker.node, {})[worker.slot] = held
-    return {node: tuple(held for _, held in sorted(kind.items())) for node, kind in kinds.items()}
+    """What each node of the plan holds; by slot what a worker runs, then its shadows, which are as
+    good for any worker of the node."""
+    kinds: dict[NodeName, list[tuple[bool, int, tuple[int, int, int, int]]]] = {}
+    for hold in plan.holds:
+        for part, worker in enumerate(hold.workers):
+            shadow = hold.first_layer in plan.shadows.get(worker, ())
+            held = (hold.first_layer, hold.last_layer + 1, part, len(hold.workers))
+            kinds.setdefault(worker.node, []).append((shadow, worker.slot, held))
+    return {node: tuple(held for *_, held in sorted(kind)) for node, kind in kinds.items()}
 
 
 def _numbered(kinds: Sequence[Kind]) -> tuple[list[int], list[Kind]]:

@@ -5,6 +5,8 @@
 - `reroute` (ReCycle, SOSP 2024): the micro-batches of lost workers go to live holders of their
   layers; nothing moves, so training goes on at once.
 - `uneven` (Malleus): where nobody is lost, by how fast each worker is now.
+- `shadow` (Bamboo, NSDI 2023) answers no loss itself: behind an answer, nodes get copies of layers
+  that too few hold, and `reroute` finds them at the next loss.
 
 Owns the choice. Must not know how a policy comes to its plan.
 """
@@ -15,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from oobleck.planner.cost.estimate import estimate_step
+from oobleck.planner.cost.estimate import estimate_step, peak_bytes
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.job.spec import RecoveryPolicy
@@ -37,7 +39,11 @@ from oobleck.planner.recovery.uneven.worth import Prospect
 from oobleck.planner.search.choose import keep_schedule, settled
 from oobleck.planner.search.demand import Costs
 from oobleck.planner.search.instantiate import Judge, by_formula
+from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.units import format_bytes, listed
+
+#: What comes behind an answer, at a step boundary; `shadow`: see `shadowed`.
+Next = Literal["templates", "shadow"]
 
 Policy = Literal["templates", "reroute", "uneven"]
 #: State that moves in less than this is moved at once.
@@ -60,6 +66,8 @@ class Change:
     tied: bool
     #: The job names the plan's schedule.
     schedule_named: bool = False
+    #: Whether nodes may hold layers that they do not run.
+    shadows: bool = False
     judge: Judge = by_formula
     costs: Costs | None = None
     #: Of workers that are slower than profiled; those of others than the live ones do not matter.
@@ -81,7 +89,7 @@ class Answer:
     stall_s: float
     step_s: float
     #: What follows at a step boundary behind it.
-    then: Policy | None = None
+    then: Next | None = None
 
 
 def answer(change: Change, wanted: RecoveryPolicy) -> Answer:
@@ -132,7 +140,17 @@ def _by_templates(change: Change) -> Answer:
     plan = found.plan.with_rates(change.rates)
     if plan.rates:
         plan = reshared(plan, profile)
-    plan = settled(keep_schedule(plan, profile), profile)
+    plan = keep_schedule(plan, profile)
+    if change.shadows:
+        # What moves for shadows must not keep the next step waiting.
+        plan = with_shadows(
+            plan,
+            profile,
+            fault_tolerance=change.fault_tolerance,
+            held=change.plan.shards,
+            moving=False,
+        )
+    plan = settled(plan, profile)
     moved_bytes, busiest_bytes = _moves(change, plan)
     return Answer(
         policy="templates",
@@ -140,7 +158,28 @@ def _by_templates(change: Change) -> Answer:
         moved_bytes=moved_bytes,
         stall_s=busiest_bytes / profile.links.inter_node_bytes_per_s,
         step_s=estimate_step(plan, profile, tied=change.tied).step_s,
+        then=_then(plan, change),
     )
+
+
+def _then(plan: Plan, change: Change) -> Next | None:
+    tolerated = change.fault_tolerance
+    if not change.shadows or _more_shadows(plan, change.profile, tolerated) is plan:
+        return None
+    return "shadow"
+
+
+def shadowed(
+    plan: Plan, profile: Profile, *, fault_tolerance: int, generation: Generation
+) -> Plan | None:
+    """`plan` with all shadows that let more nodes be lost, for a step boundary; None: there are
+    none to add. Settled; its routes and schedule stay."""
+    found = _more_shadows(plan, profile, fault_tolerance)
+    return None if found is plan else settled(replace(found, generation=generation), profile)
+
+
+def _more_shadows(plan: Plan, profile: Profile, fault_tolerance: int) -> Plan:
+    return with_shadows(plan, profile, fault_tolerance=fault_tolerance, held=plan.shards)
 
 
 def _by_reroute(change: Change) -> Answer:
@@ -155,6 +194,14 @@ def _by_reroute(change: Change) -> Answer:
     routed, step_s = scheduled(routed.with_rates(change.rates), _situation(change))
     if listed_routes(routed):
         prove(routed)
+    else:
+        # A shadow that takes over has activations too.
+        needed = peak_bytes(routed, profile)
+        if needed > max(profile.gpu_memory_bytes, peak_bytes(plan, profile)):
+            raise PlanInfeasible(
+                f"who takes the micro-batches needs {format_bytes(needed)} of "
+                f"{format_bytes(profile.gpu_memory_bytes)}; move state instead"
+            )
     return Answer(
         policy="reroute",
         found=Reconfiguration(
@@ -167,6 +214,7 @@ def _by_reroute(change: Change) -> Answer:
         moved_bytes=0,
         stall_s=0.0,
         step_s=step_s,
+        then=_then(routed, change),
     )
 
 

@@ -68,11 +68,7 @@ class Reconfiguration:
 
 def can_lose(plan: Plan) -> int:
     """How many nodes, whichever they are, can be lost at a time without losing a layer."""
-    nodes: list[set[NodeName]] = [set() for _ in range(plan.layer_count)]
-    for hold in plan.holds:  # of one node, which so has all of each layer
-        for layer in hold.layers:
-            nodes[layer].add(hold.workers[0].node)
-    return min(map(len, nodes)) - 1
+    return min(map(len, plan.layer_nodes())) - 1
 
 
 def reconfigure(

@@ -8,9 +8,11 @@ the last step of every plan, its proof (`settled`). What a step takes is
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from oobleck.planner.cost.estimate import Replays, StepEstimate, peak_bytes
+from oobleck.planner.cost.estimate import Replays, StepEstimate, peak_bytes, shadow_bytes
+from oobleck.planner.cost.kinds import replicas
 from oobleck.planner.cost.stagecost import stage_cost
 from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.ids import WorkerId
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.pipeline import Pipeline
 from oobleck.planner.programs.plan import Plan
@@ -83,28 +85,27 @@ def settled(plan: Plan, profile: Profile) -> Plan:
 
 
 def with_residents(plan: Plan, profile: Profile) -> Plan:
-    """`plan`, of templates, with all stages of several workers resident that have the memory."""
-    found = Plan.of_pipelines(
-        [
-            replace(
-                pipeline,
-                stages=tuple(
-                    replace(stage, resident=_has_room(plan, pipeline, number, profile))
-                    for number, stage in enumerate(pipeline.stages)
-                ),
-            )
-            for pipeline in plan.pipelines
-        ],
-        generation=plan.generation,
-        schedule=plan.schedule,
-    )
-    return replace(found, rates=plan.rates)
+    """`plan`, of templates, with all stages of several workers resident that have the memory
+    beside their shadows."""
+    shadows = shadow_bytes(plan, profile)
+    resident = {
+        stage.workers
+        for pipeline in plan.pipelines
+        for number, stage in enumerate(pipeline.stages)
+        if len(stage.workers) > 1 and _has_room(plan, pipeline, number, profile, shadows)
+    }
+    holds = tuple(replace(hold, resident=hold.workers in resident) for hold in plan.holds)
+    return replace(plan, holds=holds)
 
 
-def _has_room(plan: Plan, pipeline: Pipeline, number: int, profile: Profile) -> bool:
+def _has_room(
+    plan: Plan,
+    pipeline: Pipeline,
+    number: int,
+    profile: Profile,
+    shadows: Mapping[WorkerId, int],
+) -> bool:
     stage = pipeline.stages[number]
-    if len(stage.workers) == 1:
-        return False
     cost = stage_cost(
         profile, stage.first_layer, stage.last_layer, len(stage.workers), resident=True
     )
@@ -114,7 +115,9 @@ def _has_room(plan: Plan, pipeline: Pipeline, number: int, profile: Profile) -> 
         stage=number,
         microbatches=pipeline.microbatches,
     )
-    return cost.worker_bytes(kept, replicas=len(plan.pipelines)) <= profile.gpu_memory_bytes
+    most = max(shadows.get(worker, 0) for worker in stage.workers)
+    needed = cost.worker_bytes(kept, replicas=replicas(plan)) + most
+    return needed <= profile.gpu_memory_bytes
 
 
 def keep_schedule(plan: Plan, profile: Profile) -> Plan:

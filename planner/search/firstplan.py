@@ -10,7 +10,8 @@ job's first step, and only then. Must not know schedules or costs.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, islice
+from itertools import count as numbers
+from itertools import islice
 
 from oobleck.planner.cost.estimate import Replays
 from oobleck.planner.errors import PlanInfeasible
@@ -22,7 +23,9 @@ from oobleck.planner.schedules import SCHEDULES, Schedule
 from oobleck.planner.search.catalogue import Catalogue, Offer
 from oobleck.planner.search.choose import ScheduleChoice, choose_among, settled
 from oobleck.planner.search.instantiate import Instantiation, instantiate
+from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.search.shares import share_batch
+from oobleck.planner.units import are, count
 
 #: Instantiations that are estimated under their schedules, for each set of templates.
 _MOST_ESTIMATED = 6
@@ -47,11 +50,15 @@ def make_first_plan(
     min_pipelines: int,
     generation: Generation,
     wanted: Schedule | None = None,
+    shadows: bool = False,
 ) -> FirstPlan:
     """The plan of least step time for `nodes`, of templates of `sizes`.
 
-    `wanted`: the schedule; None: the best. Raises PlanInfeasible.
+    `wanted`: the schedule; None: the best. With `shadows`, where nodes are too few for so many
+    pipelines, as many as can be, and nodes that hold further layers in place of the others: no
+    state has to move for them before the first step. Raises PlanInfeasible.
     """
+    pipelines = min(min_pipelines, len(nodes) // sizes.start) if shadows else min_pipelines
     maker = _Maker(replays=catalogue.replays(profile), profile=profile, wanted=wanted)
     offer = catalogue.offer(profile, sizes)
     offers = [offer]
@@ -64,7 +71,7 @@ def make_first_plan(
             nodes,
             profile=profile,
             microbatches=microbatches,
-            min_pipelines=min_pipelines,
+            min_pipelines=pipelines,
             generation=generation,
             judge=partial(maker.judge, each),
             costs=each.costs,
@@ -72,11 +79,31 @@ def make_first_plan(
         made.append((maker.step_s([plan])[0], each, plan))
     plan = maker.recut(*min(made, key=lambda one: one[0]))
     choice = maker.choice(plan)
+    plan = replace(plan, schedule=choice.schedule)
+    if shadows:
+        plan = with_shadows(plan, profile, fault_tolerance=min_pipelines - 1)
+        if plan.shadows:
+            (estimates,) = maker.replays.estimates([plan], SCHEDULES)
+            choice = replace(choice, estimates=estimates)
+        _check_safe(plan, min_pipelines, sizes.start)
     return FirstPlan(
-        plan=settled(replace(plan, schedule=choice.schedule), profile),
+        plan=settled(plan, profile),
         choice=choice,
         offer=catalogue.offer(profile, sizes, plan),
     )
+
+
+def _check_safe(plan: Plan, least_nodes: int, smallest: int) -> None:
+    """Whether so many nodes hold each layer. Raises PlanInfeasible."""
+    fewest = min(map(len, plan.layer_nodes()))
+    if fewest < least_nodes:
+        missing = least_nodes * smallest - len(plan.nodes)
+        raise PlanInfeasible(
+            f"needs {count(least_nodes * smallest, 'node')}: fault_tolerance {least_nodes - 1} and "
+            f"pipelines of at least {count(smallest, 'node')}; {are(len(plan.nodes))} live, "
+            f"without the memory to hold each layer {count(least_nodes, 'time')} as shadows; add "
+            f"{count(missing, 'node')} or lower fault_tolerance to {fewest - 1}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +158,7 @@ class _Maker:
 
 def _sketch(offer: Offer, candidate: Instantiation) -> Plan:
     """The candidate on any nodes."""
-    names = (NodeName(f"n{number}") for number in count())
+    names = (NodeName(f"n{number}") for number in numbers())
     nodes = [tuple(islice(names, size)) for size in candidate.sizes]
     return _put(offer, nodes, candidate.shares, Generation(1))
 

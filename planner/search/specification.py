@@ -13,7 +13,12 @@ _MEMORY_STEPS = 1000
 
 
 def node_specification(
-    profile: Profile, *, nodes: int, fault_tolerance: int, min_nodes: int = 1
+    profile: Profile,
+    *,
+    nodes: int,
+    fault_tolerance: int,
+    min_nodes: int = 1,
+    shadows: bool = False,
 ) -> range:
     """The template sizes: n0 and what follows it, as far as `nodes` nodes have use for them.
 
@@ -21,8 +26,9 @@ def node_specification(
     `fault_tolerance` pipelines leave, nodes - fault_tolerance * n0 (§4.1.1); it is at least
     2 n0 - 1, since only with n0 .. 2 n0 - 1 can every number of nodes from n0 on be made up, which
     a cluster that begins with no more than it needs would miss after its first loss. No size
-    exceeds the number of layers or of nodes, or leaves a gap. Raises PlanInfeasible with the
-    bytes or the nodes that are missing.
+    exceeds the number of layers or of nodes, or leaves a gap. With `shadows` n0 nodes are enough,
+    as far as this can tell: the plan has the last word (`oobleck.planner.search.firstplan`). Raises
+    PlanInfeasible with the bytes or the nodes that are missing.
     """
     for name, value, least in (
         ("nodes", nodes, 1),
@@ -46,9 +52,10 @@ def node_specification(
         )
     smallest = usable[0]
     needed = (fault_tolerance + 1) * smallest
-    if nodes < needed:
+    if nodes < (smallest if shadows else needed):
         raise PlanInfeasible(_nodes_cause(profile, nodes, fault_tolerance, smallest, min_nodes))
-    largest = min(nodes, max(nodes - fault_tolerance * smallest, 2 * smallest - 1))
+    others = min(fault_tolerance, nodes // smallest - 1)
+    largest = min(nodes, max(nodes - others * smallest, 2 * smallest - 1))
     stop = smallest
     while stop in sizes and stop <= largest:
         stop += 1

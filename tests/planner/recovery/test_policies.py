@@ -5,15 +5,19 @@ from dataclasses import replace
 
 import pytest
 
-from oobleck.planner.cost.estimate import estimate_step
+from oobleck.planner.cost.estimate import estimate_step, peak_bytes
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.pipeline import place
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.recovery.policies import Answer, Change, answer, answers
+from oobleck.planner.programs.shards import Shard, require_holders
+from oobleck.planner.programs.transfer import plan_transfers
+from oobleck.planner.recovery.policies import Answer, Change, answer, answers, shadowed
+from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.uneven import candidates
+from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.search.templates import generate_templates
 from support.profiles import profile_of
 
@@ -188,3 +192,60 @@ def test_a_step_of_a_re_routed_plan_takes_what_the_table_says() -> None:
     found = answers(asked)["reroute"]
     assert isinstance(found, Answer)
     assert found.step_s == pytest.approx(29.0, rel=0.01)
+
+
+# ---- shadows
+
+
+def lone(lost: str, *, shadows: bool = True) -> Change:
+    """A lone pipeline of 4 nodes, each layer on a second one, loses nodes."""
+    asked = change([4], lost)
+    asked = replace(asked, templates={size: asked.templates[size] for size in (3, 4)})
+    plan = with_shadows(asked.plan, asked.profile, fault_tolerance=1) if shadows else asked.plan
+    return replace(asked, plan=plan, base=plan, shadows=shadows)
+
+
+def test_a_loss_in_a_lone_pipeline_is_answered_by_its_shadows_at_once() -> None:
+    asked = lone("n1")
+    found = answer(asked, "reroute")
+    assert (found.policy, found.then) == ("reroute", "shadow")
+    assert (found.moved_bytes, found.stall_s) == (0, 0.0)
+    plan = found.found.plan
+    assert plan.nodes == ("n0", "n2", "n3")
+    assert all(plan.shards[w] == asked.plan.shards[w] for w in plan.workers), "nothing is dropped"
+    require_holders(plan.shards, plan.layer_count)
+    refused = answers(lone("n1", shadows=False))["reroute"]
+    assert isinstance(refused, PlanInfeasible)
+    assert "no live worker holds the state of layer" in str(refused)
+
+
+def test_templates_find_the_state_with_shadows_and_move_none_for_further_ones() -> None:
+    asked = lone("n1")
+    found = answer(asked, "templates")
+    plan, live = found.found.plan, {w: s for w, s in asked.plan.shards.items() if w.node != "n1"}
+    require_holders(live, plan.layer_count)
+    sizes = [layer.state_bytes for layer in asked.profile.layers]
+    moves = plan_transfers(live, plan, state_bytes=sizes)
+    assert sum(sizes[move.layer] for move in moves) == found.moved_bytes
+    for worker, layers in plan.shadows.items():
+        assert {Shard(layer) for layer in layers} <= live[worker]
+    assert found.then == "shadow"
+    bare = answer(replace(asked, shadows=False), "templates")
+    assert (bare.moved_bytes, bare.then) == (found.moved_bytes, None)
+    behind = shadowed(plan, asked.profile, fault_tolerance=1, generation=Generation(3))
+    assert behind is not None
+    assert (can_lose(plan), can_lose(behind)) == (0, 1)
+    assert (behind.generation, behind.routes) == (3, plan.routes)
+    again = shadowed(behind, asked.profile, fault_tolerance=1, generation=Generation(4))
+    assert again is None
+
+
+def test_a_shadow_without_memory_to_compute_does_not_take_over() -> None:
+    asked = lone("n0")
+    layers = tuple(replace(layer, activation_bytes=100) for layer in asked.profile.layers)
+    wide = replace(asked.profile, layers=layers)
+    tight = replace(wide, gpu_memory_bytes=peak_bytes(asked.plan, wide))
+    assert isinstance(answers(replace(asked, profile=wide))["reroute"], Answer)
+    refused = answers(replace(asked, profile=tight))["reroute"]
+    assert isinstance(refused, PlanInfeasible)
+    assert "move state instead" in str(refused)

@@ -1,0 +1,61 @@
+"""The end of a step, worker by worker: gradient sums, vote and update of any plan.
+
+`oobleck.planner.cost.sums` has the same by kinds of pipelines, for plans whose workers run all that
+they hold. Must not know how routes compute.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.profile.links import all_reduce_s
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.gradients import gradient_buckets
+from oobleck.planner.programs.plan import Plan
+
+#: Loss, norm and flags of a vote.
+_VOTE_BYTES = 64
+
+
+def plan_end_s(
+    plan: Plan, ends_s: Mapping[WorkerId, float], profile: Profile, *, tied: bool
+) -> float:
+    """When the step is over on all workers, from when each has computed its last: after the sums,
+    which each worker's link passes on one after the other as they become ready, the vote and the
+    update. Who computes nothing is not in `ends_s`."""
+    sums: dict[WorkerId, list[tuple[float, float]]] = {worker: [] for worker in plan.workers}
+    for bucket in gradient_buckets(plan, tied=tied):
+        own = {part.layer: part.share for part in bucket.parts if part.part == "own"}
+        taken_s = all_reduce_s(
+            sum(s.of_bytes(profile.layers[layer].parameter_bytes) for layer, s in own.items()),
+            workers=len(bucket.owners),
+            same_node=len({owner.node for owner in bucket.owners}) == 1,
+            links=profile.links,
+        )
+        ready_s = max(ends_s.get(owner, 0.0) for owner in bucket.owners)
+        for owner in bucket.owners:
+            sums[owner].append((ready_s, taken_s))
+    summed_s = max(
+        max(ends_s.get(worker, 0.0), _in_turn(sorted(own))) for worker, own in sums.items()
+    )
+    vote_s = all_reduce_s(
+        _VOTE_BYTES, workers=len(plan.workers), same_node=False, links=profile.links
+    )
+    return summed_s + vote_s + max(_updates_s(plan, profile).values())
+
+
+def _in_turn(sums: Sequence[tuple[float, float]]) -> float:
+    end_s = 0.0
+    for ready_s, taken_s in sums:
+        end_s = max(end_s, ready_s) + taken_s
+    return end_s
+
+
+def _updates_s(plan: Plan, profile: Profile) -> dict[WorkerId, float]:
+    found = dict.fromkeys(plan.workers, 0.0)
+    for hold in plan.holds:
+        update_s = sum(
+            profile.layers[layer].update_s.get(len(hold.workers), 0.0) for layer in hold.layers
+        )
+        for worker in hold.workers:
+            found[worker] += update_s / plan.rate((worker,))
+    return found
