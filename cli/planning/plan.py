@@ -91,6 +91,11 @@ if TYPE_CHECKING:
     help="Show also what can be done where these workers have a share of their profiled speed, as "
     "n1=0.5 or n2/0=0.25; may be given more than once.",
 )
+@click.option(
+    "--shadows",
+    is_flag=True,
+    help="Nodes may hold layers that they do not run, so that fewer nodes survive as many losses.",
+)
 @json_option("One JSON object: templates, plan, after_losses with --lost, and slow with --slow.")
 def plan(
     job_file: Path | None,
@@ -101,6 +106,7 @@ def plan(
     lost: int,
     policy: str,
     slow: tuple[str, ...],
+    shadows: bool,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -112,7 +118,7 @@ def plan(
     if schedule is not None:
         wanted = None if schedule == "auto" else cast("Schedule", schedule)
         question = dataclasses.replace(question, schedule=wanted)
-    report = _report(question, nodes, lost, cast("RecoveryPolicy", policy), slow)
+    report = _report(question, nodes, lost, cast("RecoveryPolicy", policy), slow, shadows=shadows)
     data = report.data()
     if question.notes:
         data["notes"] = list(question.notes)
@@ -140,7 +146,13 @@ def _question(
 
 
 def _report(
-    question: Question, nodes: int, lost: int, policy: "RecoveryPolicy", slow: Sequence[str]
+    question: Question,
+    nodes: int,
+    lost: int,
+    policy: "RecoveryPolicy",
+    slow: Sequence[str],
+    *,
+    shadows: bool,
 ) -> "PlanReport":
     from oobleck.planner.report.report import make_report
 
@@ -156,6 +168,7 @@ def _report(
             wanted=question.schedule,
             policy=policy,
             slow=slow,
+            shadows=shadows,
         )
     except ValueError as error:  # also PlanInfeasible
         raise CommandFailed(str(error), USAGE) from error

@@ -1,5 +1,6 @@
 """What plans are made of: layers that workers hold, and the hops of micro-batches through them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -74,3 +75,14 @@ class Route:
                     f"two hops in a row, to layers {before.last_layer} and {after.last_layer}, are "
                     "on the same worker; one hop must have what a worker computes in a row"
                 )
+
+
+def runs(layers: Iterable[int]) -> list[list[int]]:
+    """Sorted, those in a row together."""
+    found: list[list[int]] = []
+    for layer in sorted(layers):
+        if found and found[-1][-1] == layer - 1:
+            found[-1].append(layer)
+        else:
+            found.append([layer])
+    return found

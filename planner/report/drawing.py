@@ -11,7 +11,7 @@ from oobleck.planner.cost.replay import Event, timeline
 from oobleck.planner.ids import NodeName
 from oobleck.planner.programs.instructions import BackwardInput, BackwardWeight, Forward
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold
+from oobleck.planner.programs.routes import Hold, runs
 from oobleck.planner.schedules import Schedule
 from oobleck.planner.units import count, format_bytes
 
@@ -55,6 +55,22 @@ def _draw_kind(plan: Plan, kind: KindEstimate, memory_limit: int, width: int) ->
         more = f" and {kind.count - _NAMED} more" if kind.count > _NAMED else ""
         lines.append(f"  the same: pipeline {', '.join(others)}{more}")
     return "\n".join(lines)
+
+
+def draw_shadows(plan: Plan) -> str:
+    """Who holds which layers that it does not run; of many workers the first."""
+    layers = {layer for own in plan.shadows.values() for layer in own}
+    held = [
+        f"{worker}: {', '.join(f'{r[0]}-{r[-1]}' if len(r) > 1 else str(r[0]) for r in runs(own))}"
+        for worker, own in list(plan.shadows.items())[:_NAMED]
+    ]
+    if more := len(plan.shadows) - len(held):
+        held.append(f"and {count(more, 'more worker')}")
+    nodes = {worker.node for worker in plan.shadows}
+    return (
+        f"shadows: {count(len(layers), 'layer')} also on {count(len(nodes), 'node')} "
+        f"({'; '.join(held)})"
+    )
 
 
 def some(nodes: Sequence[NodeName]) -> str:

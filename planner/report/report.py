@@ -10,10 +10,17 @@ from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.job.spec import RecoveryPolicy
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import runs
 from oobleck.planner.programs.template import PipelineTemplate
 from oobleck.planner.recovery.policies import Answer, Change, Policy, answer, answers
 from oobleck.planner.recovery.reconfigure import can_lose
-from oobleck.planner.report.drawing import WIDTH, draw_pipelines, draw_timeline, some
+from oobleck.planner.report.drawing import (
+    WIDTH,
+    draw_pipelines,
+    draw_shadows,
+    draw_timeline,
+    some,
+)
 from oobleck.planner.report.shape import shape
 from oobleck.planner.report.slow import Slowness, read_rates, slowness
 from oobleck.planner.schedules import Schedule
@@ -97,18 +104,24 @@ def make_report(
     wanted: Schedule | None = None,
     policy: RecoveryPolicy = "templates",
     slow: Sequence[str] = (),
+    shadows: bool = False,
 ) -> PlanReport:
     """Templates and plan for nodes n1 .. n<nodes>.
 
     With `lost` there is also, one after the other, what follows the loss of the first pipeline's
     last node, until nothing fits any more. `tied`: the head shares layer 0's token embedding.
     `wanted`: the schedule to use; None: the best one. `policy`: what losses are answered by.
-    `slow`: slow workers, as `read_rates` has them; what is done about them before any loss. Raises
-    ValueError naming the field and the fix, or PlanInfeasible.
+    `slow`: slow workers, as `read_rates` has them; what is done about them before any loss.
+    `shadows`: nodes may hold layers that they do not run. Raises ValueError naming the field and
+    the fix, or PlanInfeasible.
     """
     _check(profile, nodes, global_batch, lost)
     sizes = node_specification(
-        profile, nodes=nodes, fault_tolerance=fault_tolerance, min_nodes=min_nodes
+        profile,
+        nodes=nodes,
+        fault_tolerance=fault_tolerance,
+        min_nodes=min_nodes,
+        shadows=shadows,
     )
     names = [NodeName(f"n{number}") for number in range(1, nodes + 1)]
     rates = read_rates(slow, names, profile.gpus_per_node)
@@ -121,6 +134,7 @@ def make_report(
         min_pipelines=fault_tolerance + 1,
         generation=Generation(1),
         wanted=wanted,
+        shadows=shadows,
     )
     offer = made.offer
     first = Outcome(plan=made.plan, idle=_unused(made.plan, names), choice=made.choice)
@@ -132,6 +146,7 @@ def make_report(
         fault_tolerance,
         tied=tied,
         schedule_named=wanted is not None,
+        shadows=shadows,
     )
     losses = _losses(
         first,
@@ -176,6 +191,7 @@ def _change(
     *,
     tied: bool,
     schedule_named: bool,
+    shadows: bool,
 ) -> Change:
     """Of `plan`, in which nothing has happened yet."""
     return Change(
@@ -188,6 +204,7 @@ def _change(
         fault_tolerance=fault_tolerance,
         tied=tied,
         schedule_named=schedule_named,
+        shadows=shadows,
         judge=offer.judge,
         costs=offer.costs,
     )
@@ -239,14 +256,24 @@ def draw(outcome: Outcome, profile: Profile, width: int = WIDTH) -> str:
     strip = draw_timeline(estimate.kinds[0], plan.schedule, width=width)
     if strip is not None:
         parts.append(strip)
+    if plan.shadows:
+        parts.append(draw_shadows(plan))
     parts.append(
         f"schedule: {outcome.choice.reason}\n"
         f"estimated step: {estimate.step_s:.4g} s, "
         f"of which GPUs idle {100 * estimate.bubble:.1f}%\n"
         f"peak memory: {format_bytes(estimate.peak_bytes)} of "
-        f"{format_bytes(profile.gpu_memory_bytes)} per GPU"
+        f"{format_bytes(profile.gpu_memory_bytes)} per GPU\n"
+        f"can lose: {_can_lose(plan)}"
     )
     return "\n\n".join(parts) + "\n"
+
+
+def _can_lose(plan: Plan) -> str:
+    nodes = can_lose(plan)
+    if not nodes:
+        return "no node without going back to a checkpoint"
+    return f"{count(nodes, 'node')} at a time, whichever {'it is' if nodes == 1 else 'they are'}"
 
 
 def _idle(outcome: Outcome) -> str:
@@ -297,6 +324,12 @@ def _plan(outcome: Outcome, profile: Profile) -> dict[str, Any]:
             for schedule, e in outcome.choice.estimates.items()
         },
         "bubble": estimate.bubble,
+        "can_lose": can_lose(outcome.plan),
+        "shadows": [
+            {"worker": str(worker), "first_layer": run[0], "last_layer": run[-1]}
+            for worker, layers in outcome.plan.shadows.items()
+            for run in runs(layers)
+        ],
         "peak_bytes": estimate.peak_bytes,
         "gpu_memory_bytes": profile.gpu_memory_bytes,
         "kinds": [_kind(kind) for kind in estimate.kinds],

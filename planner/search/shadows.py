@@ -17,7 +17,7 @@ from oobleck.planner.cost.stagecost import idle_bytes
 from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold
+from oobleck.planner.programs.routes import Hold, runs
 from oobleck.planner.programs.shards import ShardTable
 
 #: Workers that the search for room asks, some 10 ms: all there is to ask of a dozen layers.
@@ -91,9 +91,8 @@ def _whole(held: ShardTable, worker: WorkerId) -> frozenset[int]:
 
 def _holds(worker: WorkerId, layers: Iterable[int]) -> Iterator[Hold]:
     """One for each run of layers."""
-    for _, run in groupby(enumerate(sorted(layers)), lambda each: each[1] - each[0]):
-        own = [layer for _, layer in run]
-        yield Hold(first_layer=own[0], last_layer=own[-1], workers=(worker,))
+    for run in runs(layers):
+        yield Hold(first_layer=run[0], last_layer=run[-1], workers=(worker,))
 
 
 #: The layers that workers get.
@@ -213,14 +212,14 @@ class _Gap:
         filling = self._start(held)
         for _ in range(max(self.copies)):
             ring = deque(self.room)
-            runs = list(self._runs(filling, whole=whole))
-            if runs:
+            left = self._runs(filling, whole=whole)
+            if left:
                 # The neighbour of who holds the first layers begins with them.
-                while ring[0].node not in self.nodes[runs[0][0]]:
+                while ring[0].node not in self.nodes[left[0][0]]:
                     ring.rotate(-1)
-                while ring[0].node in filling.nodes[runs[0][0]]:
+                while ring[0].node in filling.nodes[left[0][0]]:
                     ring.rotate(-1)
-            for run in runs:
+            for run in left:
                 if not self._hand_out(filling, run, ring, most):
                     return None
         return filling.given

@@ -143,6 +143,7 @@ def test_the_drawing_shows_stages_memory_and_the_timeline() -> None:
         "schedule: zb-h1: 7.2% faster than 1f1b, 7.2% faster than gpipe\n"
         "estimated step: 8.905 s, of which GPUs idle 13.8%\n"
         "peak memory: 4.0 KiB of 4.9 KiB per GPU\n"
+        "can lose: 1 node at a time, whichever it is\n"
     )
 
 
@@ -206,3 +207,20 @@ def test_many_pipelines_make_a_short_text(nodes: int) -> None:
     profile = profile_of([0.1] * 8)
     outcome = Outcome(plan=plan, choice=choose_schedule(plan, profile))
     assert len(draw(outcome, profile)) < 1000
+
+
+def test_shadows_are_shown_with_what_they_let_be_lost() -> None:
+    profile = profile_of([0.1] * 8, memory=6400)
+    with pytest.raises(PlanInfeasible, match="needs 4 nodes: fault_tolerance 1"):
+        make_report(profile, nodes=3, fault_tolerance=1, global_batch=16)
+    report = make_report(
+        profile, nodes=3, fault_tolerance=1, global_batch=16, lost=1, shadows=True, policy="reroute"
+    )
+    plan, loss = report.data()["plan"], report.data()["after_losses"][0]
+    assert plan["can_lose"] == 1
+    assert plan["peak_bytes"] <= plan["gpu_memory_bytes"]
+    held = [la for s in plan["shadows"] for la in range(s["first_layer"], s["last_layer"] + 1)]
+    assert sorted(held) == list(range(8))
+    assert "shadows: 8 layers also on 3 nodes (n1/0: " in report.drawing()
+    assert "can lose: 1 node at a time, whichever it is\n" in report.drawing()
+    assert (loss["policy"], loss["policies"]["reroute"]["moved_bytes"]) == ("reroute", 0)
