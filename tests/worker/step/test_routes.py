@@ -20,6 +20,7 @@ from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.reroute import reroute
 from oobleck.planner.recovery.rules import Rule
 from oobleck.planner.recovery.uneven.candidates import Situation, candidates
+from oobleck.planner.search.shadows import with_shadows
 from support import foreign
 from support.director import Director, WarmWorkers, make_plan, worker_named
 from support.routes import random_routes
@@ -88,6 +89,30 @@ def test_a_copy_takes_over_at_once_and_nothing_moves(
         cluster.start("a", "b", "c", "d", "e")
         cluster.assign(SHADOWED)
         cluster.wait(lambda: cluster.workers[lost].gone, "the scripted kill")
+        cluster.assign(after)
+        cluster.wait_finished(after)
+        assert moved_bytes(cluster, after) == {0}
+        cluster.stop()
+        check(cluster, job)
+
+
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_a_lone_pipeline_loses_a_node_and_its_shadow_runs_both_parts_as_one(
+    warm: WarmWorkers, tmp_path: Path, lost: str
+) -> None:
+    """Of two, the other one has the whole model then; of three, what is left has two hops."""
+    job = make_job(tmp_path / "out")
+    names = {"a": [("a", 3), ("b", 3)], "b": [("a", 2), ("b", 2), ("c", 2)]}[lost]
+    plan = with_shadows(make_plan(1, [names], [10]), profile_of(job), fault_tolerance=1)
+    assert can_lose(plan) == 1
+    after = rerouted(plan, job, lost)
+    fault = FaultRule(
+        worker=worker_named(lost), point="before:Backward", step=2, action="kill_worker"
+    )
+    with Director(warm, job, [fault]) as cluster:
+        cluster.start(*(name for name, _ in names))
+        cluster.assign(plan)
+        cluster.wait(lambda: cluster.workers[worker_named(lost)].gone, "the scripted kill")
         cluster.assign(after)
         cluster.wait_finished(after)
         assert moved_bytes(cluster, after) == {0}
