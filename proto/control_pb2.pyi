@@ -49,18 +49,20 @@ class Route(_message.Message):
     def __init__(self, hops: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., first_microbatch: _Optional[int] = ..., microbatches: _Optional[int] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("generation", "pipelines", "schedule", "routes", "holds")
+    __slots__ = ("generation", "pipelines", "schedule", "routes", "holds", "shadows")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PIPELINES_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
     ROUTES_FIELD_NUMBER: _ClassVar[int]
     HOLDS_FIELD_NUMBER: _ClassVar[int]
+    SHADOWS_FIELD_NUMBER: _ClassVar[int]
     generation: int
     pipelines: _containers.RepeatedCompositeFieldContainer[Pipeline]
     schedule: str
     routes: _containers.RepeatedCompositeFieldContainer[Route]
     holds: _containers.RepeatedCompositeFieldContainer[Stage]
-    def __init__(self, generation: _Optional[int] = ..., pipelines: _Optional[_Iterable[_Union[Pipeline, _Mapping]]] = ..., schedule: _Optional[str] = ..., routes: _Optional[_Iterable[_Union[Route, _Mapping]]] = ..., holds: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ...) -> None: ...
+    shadows: _containers.RepeatedCompositeFieldContainer[Stage]
+    def __init__(self, generation: _Optional[int] = ..., pipelines: _Optional[_Iterable[_Union[Pipeline, _Mapping]]] = ..., schedule: _Optional[str] = ..., routes: _Optional[_Iterable[_Union[Route, _Mapping]]] = ..., holds: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., shadows: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ...) -> None: ...
 
 class AgentMessage(_message.Message):
     __slots__ = ("incarnation", "register", "status", "report", "records", "log", "recorded", "clock")

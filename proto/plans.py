@@ -4,7 +4,7 @@ from functools import lru_cache
 
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold, Hop
+from oobleck.planner.programs.routes import Hold, Hop, runs
 from oobleck.planner.recovery.pipelines import is_of_pipelines
 from oobleck.proto import control_pb2 as pb
 
@@ -48,4 +48,9 @@ def plan_message(plan: Plan) -> pb.Plan:
             for route, share in zip(plan.routes, plan.shares, strict=True)
         )
         message.holds.extend(map(_stage_message, plan.holds))
+    message.shadows.extend(
+        pb.Stage(first_layer=run[0], last_layer=run[-1], workers=[worker_message(worker)])
+        for worker, layers in plan.shadows.items()
+        for run in runs(layers)
+    )
     return message

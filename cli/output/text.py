@@ -250,14 +250,15 @@ def evaluation(found: pb.Evaluation) -> str:
 
 def draw(plan: pb.Plan, width: int | None = None) -> str:
     """A line per pipeline, or per route where the plan is not made of pipelines: its share of the
-    batch, then each stage's node and layers."""
+    batch, then each stage's node and layers; and what is held and not run."""
     head = ("MICRO-BATCHES", "NODES [LAYERS]")
     if plan.routes:
         routes = [
             (f"route {number}", _share(route), _drawn(route.hops))
             for number, route in enumerate(plan.routes)
         ]
-        return table(("ROUTE", *head), routes, width=width)
+        shadows = [(f"shadow {n}", "-", _drawn([held])) for n, held in enumerate(plan.shadows)]
+        return table(("ROUTE", *head), [*routes, *shadows], width=width)
     rows = [
         (f"pipeline {number}", pipeline.microbatches, _drawn(pipeline.stages))
         for number, pipeline in enumerate(plan.pipelines)

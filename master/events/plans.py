@@ -32,6 +32,7 @@ Cause = Literal[
     "put back",
     "journal cut",
     "re-routed",
+    "few holders",
     "worker slow",
     "worker well",
 ]

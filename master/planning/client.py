@@ -19,13 +19,13 @@ from oobleck.master.planning.requests import (
     NextPlanRequest,
     Planner,
     PlanReply,
+    PlanWanted,
 )
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
 from oobleck.planner.cost.estimate import worker_peak_bytes
 from oobleck.planner.errors import ModelTooLarge, PlanInfeasible
 from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.job.spec import RecoveryPolicy
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.rates import WorkerRate
@@ -100,7 +100,7 @@ def idle_slots(plan: Plan, worker_slots: int) -> str:
 
 
 def next_plan(
-    planner: Planner, job: Job, live: Sequence[Node], generation: Generation, wanted: RecoveryPolicy
+    planner: Planner, job: Job, live: Sequence[Node], generation: Generation, wanted: PlanWanted
 ) -> Answer:
     """What becomes of `job`'s newest plan on `live`. Raises StillPlanning, PlanInfeasible."""
     made = job.current.made

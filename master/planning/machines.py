@@ -80,6 +80,7 @@ def _template_sizes(spec: JobSpec, machines: Machines, nodes: int) -> range | Pl
             nodes=nodes,
             fault_tolerance=spec.fault_tolerance,
             min_nodes=spec.resources.min_nodes_per_pipeline,
+            shadows=spec.recovery.shadows == "auto",
         )
     except PlanInfeasible as refusal:
         return refusal

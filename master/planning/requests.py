@@ -8,7 +8,7 @@ where.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -19,6 +19,8 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.rates import WorkerRate
 from oobleck.planner.recovery.policies import Answer
 
+#: Whose plan.
+PlanWanted = RecoveryPolicy | Literal["shadow"]
 #: Replies that are kept beside those that the last decision has asked for.
 _KEPT = 8
 
@@ -40,8 +42,9 @@ class NextPlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     plan: Plan
     #: The newest plan of templates; None: that is `plan`.
     base: Plan | None
-    #: `uneven`: no node is lost, and some workers compute at other rates than `plan` counts on.
-    wanted: RecoveryPolicy
+    #: `uneven`: no node is lost, and some workers compute at other rates than `plan` counts on;
+    #: `shadow`: nor that, and more nodes shall hold layers of `plan`.
+    wanted: PlanWanted
     #: Of slow workers.
     rates: tuple[WorkerRate, ...]
     nodes: tuple[NodeName, ...]

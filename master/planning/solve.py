@@ -26,7 +26,7 @@ from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs import proof
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.recovery.policies import Change, answer, uneven
+from oobleck.planner.recovery.policies import Change, answer, shadowed, uneven
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.firstplan import make_first_plan
 
@@ -84,6 +84,7 @@ def _first_plan(request: FirstPlanRequest) -> Plan:
         min_pipelines=spec.fault_tolerance + 1,
         generation=request.generation,
         wanted=spec.training.wanted_schedule,
+        shadows=spec.recovery.shadows == "auto",
     ).plan
 
 
@@ -104,13 +105,18 @@ def _next_plan(request: NextPlanRequest) -> NextPlanReply:
         fault_tolerance=spec.fault_tolerance,
         tied=spec.model.tied,
         rates={one.worker: one.rate for one in request.rates},
+        shadows=spec.recovery.shadows == "auto",
         schedule_named=spec.training.wanted_schedule is not None,
         judge=offer.judge,
         costs=offer.costs,
     )
-    if request.wanted == "uneven":
-        return NextPlanReply(answer=uneven(change))
-    return NextPlanReply(answer=answer(change, request.wanted))
+    match request.wanted:
+        case "uneven":
+            return NextPlanReply(answer=uneven(change))
+        case "shadow":
+            return NextPlanReply(answer=shadowed(change))
+        case wanted:
+            return NextPlanReply(answer=answer(change, wanted))
 
 
 def forget() -> None:

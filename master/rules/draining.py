@@ -21,7 +21,6 @@ from oobleck.master.state.job import Job
 from oobleck.master.state.node import Drain, Node
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.recovery.policies import Answer
-from oobleck.planner.recovery.reconfigure import Reconfiguration
 
 TOLD_TO_END = "its agent was told to end"
 
@@ -142,9 +141,11 @@ def move_off(context: Context, job: Job) -> Decision | None:
         return None
     if job.seen.steps.furthest_step >= job.spec.training.steps:
         return Decision(reason="the job ends before work could move")
-    found, events = _find(context, job, moving)
-    if found is None or (job.current.made and job.current.made.plan.nodes == found.plan.nodes):
+    answer, events = _find(context, job, moving)
+    members = job.current.made.plan.nodes if job.current.made is not None else None
+    if answer is None or members == answer.found.plan.nodes:
         return Decision(actions=tuple(events)) if events else None
+    found = answer.found
     staying = frozenset(found.plan.nodes)
     gone = ", ".join(node for node in job.current.members if node not in staying)
     reason = f"{gone} is drained: {found.reason}"
@@ -157,6 +158,7 @@ def move_off(context: Context, job: Job) -> Decision | None:
         rule=found.rule,
         reason=reason,
         detect_s=0.0,
+        then=answer.then or "",
     )
     return Decision(actions=(*events, event), reason=reason)
 
@@ -178,19 +180,19 @@ def _without(job: Job, node: Node) -> NodeDrained:
 
 def _find(
     context: Context, job: Job, moving: Sequence[Node]
-) -> tuple[Reconfiguration | None, list[Journaled]]:
+) -> tuple[Answer | None, list[Journaled]]:
     """The plan without as many of `moving` as the job can go on without, and what becomes of the
     others: they are kept, or gone all the same where that is forced."""
     state, generation = context.state, next_generation(context, job)
     ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
     staying = list(moving)
-    found: Reconfiguration | None = None
+    found: Answer | None = None
     events: list[Journaled] = []
     for node in moving:
         rest = [other for other in staying if other is not node]
         try:
             live = _sorted([*ready, *rest])
-            found = next_plan(context, job, live, generation, "templates").found
+            found = next_plan(context, job, live, generation, "templates")
         except PlanInfeasible as infeasible:
             if node.drain is not None and node.drain.force:
                 return None, _by_force(job, node, node.drain)

@@ -12,6 +12,7 @@ from oobleck.master.events.jobs import JobWaiting
 from oobleck.master.events.nodes import NodeLost, NodeYielded, WorkerLost
 from oobleck.master.events.plans import Cause, PlanMade
 from oobleck.master.planning import client
+from oobleck.master.planning.requests import PlanWanted
 from oobleck.master.rules import holders
 from oobleck.master.rules.completion import fail, reconfiguration_stats
 from oobleck.master.rules.decision import Context, Decision
@@ -167,7 +168,7 @@ def next_plan(
     job: Job,
     live: Sequence[Node],
     generation: Generation,
-    wanted: RecoveryPolicy | None = None,
+    wanted: PlanWanted | None = None,
 ) -> Answer:
     """What becomes of `job`'s newest plan on `live`, by the `wanted` policy; None: as after a loss.
     Raises StillPlanning, and PlanInfeasible, also where a layer of a model that has been trained

@@ -5,6 +5,7 @@ A job's first plan is `oobleck.master.rules.first_plan`'s. Must not know how pla
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from oobleck.master.events.nodes import NodeDrained, NodeLost, NodeReset, WorkerLost
 from oobleck.master.events.plans import Cause
@@ -203,9 +204,10 @@ def join(context: Context, job: Job) -> Decision | None:
     if context.now < due:
         return Decision(wake_at=due, reason="nodes are about to join")
     try:
-        found = next_plan(context, job, ready, next_generation(context, job), "templates").found
+        answer = next_plan(context, job, ready, next_generation(context, job), "templates")
     except PlanInfeasible as infeasible:
         return Decision(reason=f"ready nodes stay idle: {'; '.join(infeasible.causes)}")
+    found = answer.found
     if not set(found.plan.nodes) > set(job.current.members):
         return Decision(reason="ready nodes stay idle: no combination of templates uses them")
     event = plan_made(
@@ -217,6 +219,7 @@ def join(context: Context, job: Job) -> Decision | None:
         rule=found.rule,
         reason=found.reason,
         detect_s=0.0,  # until it has settled, nothing waits for it
+        then=answer.then or "",
     )
     return Decision(actions=(event,), reason=found.reason)
 
@@ -232,9 +235,9 @@ def _settled_at(context: Context, job: Job, ready: Sequence[Node]) -> float | No
 
 def follow_up(context: Context, job: Job) -> Decision | None:
     """Behind a plan that moved no state, so that training went on at once, goes one of templates,
-    at a step boundary."""
+    and behind one that leaves layers with few nodes its shadows: at a step boundary."""
     state, made = context.state, job.current.made
-    if made is None or made.then != "templates":
+    if made is None or not made.then:
         return None
     if job.state != "running" or job.seen.peers_lost or draining.on_the_move(state, job):
         return None
@@ -246,18 +249,22 @@ def follow_up(context: Context, job: Job) -> Decision | None:
     due = _settled_at(context, job, ready)
     if due is not None and context.now < due:
         return None  # they join in the same plan
+    wanted: Literal["templates", "shadow"] = "shadow" if made.then == "shadow" else "templates"
     try:
-        found = next_plan(context, job, ready, next_generation(context, job), "templates").found
+        answer = next_plan(context, job, ready, next_generation(context, job), wanted)
     except PlanInfeasible as infeasible:
-        return Decision(reason=f"the job stays re-routed: {'; '.join(infeasible.causes)}")
+        return Decision(reason=f"no {wanted} so far: {'; '.join(infeasible.causes)}")
+    found = answer.found
     event = plan_made(
         context,
         job,
         found.plan,
         boundary=True,
-        cause="re-routed",
+        cause="few holders" if wanted == "shadow" else "re-routed",
         rule=found.rule,
         reason=found.reason,
         detect_s=0.0,  # nothing waits for it
+        policy=answer.policy,
+        then=answer.then or "",
     )
     return Decision(actions=(event,), reason=found.reason)

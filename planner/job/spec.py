@@ -19,6 +19,7 @@ Precision = Literal["fp32", "bf16", "fp64"]
 Recompute = Literal["none", "layer"]
 OnStateLost = Literal["fail", "restart"]
 RecoveryPolicy = Literal["auto", "templates", "reroute", "uneven"]
+Shadows = Literal["auto", "off"]
 TransportName = Literal["auto", "gloo"]
 #: Of a path, so that a checkpoint's name behind it still fits into a line of the wire.
 _MOST_PATH = 900
@@ -310,6 +311,9 @@ class RecoverySpec:
 
     #: The one that answers losses where it can; auto: whichever lets training go on sooner.
     policy: RecoveryPolicy = "auto"
+    #: auto: where too few nodes hold a layer for fault_tolerance, and there is memory, others hold
+    #: it too (`oobleck.planner.search.shadows`).
+    shadows: Shadows = "off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.proof import prove
-from oobleck.planner.recovery.reconfigure import Reconfiguration, Templates, reconfigure
+from oobleck.planner.recovery.reconfigure import Reconfiguration, Templates, can_lose, reconfigure
 from oobleck.planner.recovery.reroute import reroute
 from oobleck.planner.recovery.uneven.candidates import (
     Situation,
@@ -40,12 +40,12 @@ from oobleck.planner.search.choose import keep_schedule, settled
 from oobleck.planner.search.demand import Costs
 from oobleck.planner.search.instantiate import Judge, by_formula
 from oobleck.planner.search.shadows import with_shadows
-from oobleck.planner.units import format_bytes, listed
+from oobleck.planner.units import count, format_bytes, listed
 
 #: What comes behind an answer, at a step boundary; `shadow`: see `shadowed`.
 Next = Literal["templates", "shadow"]
 
-Policy = Literal["templates", "reroute", "uneven"]
+Policy = Literal["templates", "reroute", "uneven", "shadow"]
 #: State that moves in less than this is moved at once.
 QUICK_S = 1.0
 
@@ -107,7 +107,15 @@ def answer(change: Change, wanted: RecoveryPolicy) -> Answer:
             found = _by_templates(change)
             reason = f"{found.found.reason}; not by reroute: {infeasible}"
             return replace(found, found=replace(found.found, reason=reason))
-    found = _by_templates(change)
+    try:
+        found = _by_templates(change)
+    except PlanInfeasible:
+        if wanted == "templates" or not change.shadows:
+            raise
+        # Fewer nodes than templates need may hold all layers as shadows.
+        with suppress(PlanInfeasible):
+            return _by_reroute(change)
+        raise
     if wanted == "auto" and found.stall_s >= QUICK_S:
         with suppress(PlanInfeasible):
             return replace(_by_reroute(change), then="templates")
@@ -169,13 +177,29 @@ def _then(plan: Plan, change: Change) -> Next | None:
     return "shadow"
 
 
-def shadowed(
-    plan: Plan, profile: Profile, *, fault_tolerance: int, generation: Generation
-) -> Plan | None:
-    """`plan` with all shadows that let more nodes be lost, for a step boundary; None: there are
-    none to add. Settled; its routes and schedule stay."""
-    found = _more_shadows(plan, profile, fault_tolerance)
-    return None if found is plan else settled(replace(found, generation=generation), profile)
+def shadowed(change: Change) -> Answer:
+    """The running plan with all shadows that let more nodes be lost; its routes and schedule stay.
+    For a step boundary. Raises PlanInfeasible where there are none to add."""
+    profile = change.profile
+    found = _more_shadows(change.plan, profile, change.fault_tolerance)
+    if found is change.plan:
+        raise PlanInfeasible("no layer can be on one node more, or none has to be")
+    plan = settled(replace(found, generation=change.generation), profile)
+    moved_bytes, busiest_bytes = _moves(change, plan)
+    nodes = sorted({worker.node for worker in plan.shadows})
+    return Answer(
+        policy="shadow",
+        found=Reconfiguration(
+            plan=plan,
+            rule="shadow",
+            reason=f"{listed(nodes)} hold layers of others too, so that "
+            f"{count(can_lose(plan), 'node')} can be lost",
+            idle=tuple(sorted(set(change.live).difference(plan.nodes))),
+        ),
+        moved_bytes=moved_bytes,
+        stall_s=busiest_bytes / profile.links.inter_node_bytes_per_s,
+        step_s=estimate_step(plan, profile, tied=change.tied).step_s,
+    )
 
 
 def _more_shadows(plan: Plan, profile: Profile, fault_tolerance: int) -> Plan:

@@ -14,8 +14,8 @@ from oobleck.planner.programs.pipeline import Pipeline
 
 #: How a plan came about, by the paper's three or: "takeover", of pipelines lost whole the others
 #: take the shares; "reshape", sizes chosen anew; "join", newcomers; "replace", the same nodes;
-#: "reroute", no template: around lost workers; or, for slow workers, by the candidates of
-#: `oobleck.planner.recovery.uneven`.
+#: "reroute", no template: around lost workers; "shadow", layers on more nodes; or, for slow
+#: workers, by the candidates of `oobleck.planner.recovery.uneven`.
 Rule = Literal[
     "takeover",
     "reinstantiate",
@@ -25,6 +25,7 @@ Rule = Literal[
     "join",
     "replace",
     "reroute",
+    "shadow",
     "as planned",
     "reshare",
     "partial reroute",

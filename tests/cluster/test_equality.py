@@ -50,6 +50,9 @@ class Case:
     returns: tuple[str, int] | None = None
     #: Of recovery.
     policy: str = "auto"
+    shadows: str = "off"
+    #: Nodes that a pipeline has at least; with five nodes.
+    min_nodes: int = 2
 
 
 LOCAL_RULE = "takeover|reinstantiate|borrow|merge|reshape"
@@ -98,6 +101,15 @@ CASES = [
         returns=("n3", 9),
         steps=40,
         policy="reroute",
+    ),
+    Case(
+        name="shadowed",  # one pipeline: only shadows have what n3 has
+        faults=(("n3", "after:Backward", 8, "kill_node"),),
+        rules=("reroute", "shadow"),
+        policy="reroute",
+        shadows="auto",
+        min_nodes=3,
+        min_nodes_of_4=3,
     ),
 ]
 
@@ -183,9 +195,9 @@ def test_training_is_the_same(
 ) -> None:
     make_whole(cluster, {f"n{number}" for number in range(1, nodes + 1)})
     output = tmp_path / "weights"
-    min_nodes = case.min_nodes_of_4 if nodes == 4 else 2
+    min_nodes = case.min_nodes_of_4 if nodes == 4 else case.min_nodes
     job = job_text(case.name, precision, case.steps, min_nodes=min_nodes, output=output)
-    job_id = cluster.submit({**job, "recovery": {"policy": case.policy}})
+    job_id = cluster.submit({**job, "recovery": {"policy": case.policy, "shadows": case.shadows}})
     if case.returns is not None:
         name, step = case.returns
         cluster.wait_step(job_id, step)
@@ -197,7 +209,7 @@ def test_training_is_the_same(
     for record, rule in zip(told, case.rules, strict=True):
         assert record["rule"] in rule.split("|"), record
         assert record["to_generation"] == record["from_generation"] + 1
-        assert record["policy"] == ("reroute" if rule == "reroute" else "templates"), record
+        assert record["policy"] == (rule if rule in ("reroute", "shadow") else "templates"), record
         assert record["received_bytes"] == 0 or rule != "reroute", record
     for (victim, _, _, action), record in zip(case.faults, told, strict=False):
         lost = record["nodes_lost"] if action == "kill_node" else record["workers_lost"]

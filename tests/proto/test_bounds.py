@@ -141,7 +141,7 @@ def test_nor_does_one_that_is_packed() -> None:
             tried.add(type(value))
             with pytest.raises(ValueError, match=r"^(\w+: |node name)"):
                 bounds._check(f"{kind.__name__}.{name}", value)
-    assert tried == {int, float, str, tuple, dict}
+    assert tried == {int, float, str, tuple, dict, WorkerId}
     assert any(get_args(hint)[:1] == (WorkerId,) for _, _, hint in PACKED)
 
 

@@ -141,6 +141,7 @@ def job_spec(
     restart: int = 0,
     reroute: int = 0,
     templates: int = 0,
+    shadows: int = 0,
     hidden: int = 32,
 ) -> JobSpec:
     """`evaluate`: every how many steps, of ten times the samples of a step."""
@@ -157,7 +158,8 @@ def job_spec(
         evaluation=EvaluationSpec(every=evaluate, fraction=0.1, samples=160) if evaluate else None,
         on_state_lost="restart" if restart else "fail",
         recovery=RecoverySpec(
-            policy="reroute" if reroute else "templates" if templates else "auto"
+            policy="reroute" if reroute else "templates" if templates else "auto",
+            shadows="auto" if shadows else "off",
         ),
     )
 

@@ -232,12 +232,12 @@ def test_templates_find_the_state_with_shadows_and_move_none_for_further_ones() 
     assert found.then == "shadow"
     bare = answer(replace(asked, shadows=False), "templates")
     assert (bare.moved_bytes, bare.then) == (found.moved_bytes, None)
-    behind = shadowed(plan, asked.profile, fault_tolerance=1, generation=Generation(3))
-    assert behind is not None
+    after = replace(asked, plan=plan, generation=Generation(3))
+    behind = shadowed(after).found.plan
     assert (can_lose(plan), can_lose(behind)) == (0, 1)
     assert (behind.generation, behind.routes) == (3, plan.routes)
-    again = shadowed(behind, asked.profile, fault_tolerance=1, generation=Generation(4))
-    assert again is None
+    with pytest.raises(PlanInfeasible, match="none has to be"):
+        shadowed(replace(after, plan=behind))
 
 
 def test_a_shadow_without_memory_to_compute_does_not_take_over() -> None:
