@@ -19,7 +19,7 @@ Precision = Literal["fp32", "bf16", "fp64"]
 Recompute = Literal["none", "layer"]
 OnStateLost = Literal["fail", "restart"]
 RecoveryPolicy = Literal["auto", "templates", "reroute", "uneven"]
-Shadows = Literal["auto", "off"]
+Shadows = Literal["auto", "none"]
 TransportName = Literal["auto", "gloo"]
 #: Of a path, so that a checkpoint's name behind it still fits into a line of the wire.
 _MOST_PATH = 900
@@ -313,7 +313,7 @@ class RecoverySpec:
     policy: RecoveryPolicy = "auto"
     #: auto: where too few nodes hold a layer for fault_tolerance, and there is memory, others hold
     #: it too (`oobleck.planner.search.shadows`).
-    shadows: Shadows = "off"
+    shadows: Shadows = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ class Case:
     returns: tuple[str, int] | None = None
     #: Of recovery.
     policy: str = "auto"
-    shadows: str = "off"
+    shadows: str = "none"
     #: Nodes that a pipeline has at least; with five nodes.
     min_nodes: int = 2
 

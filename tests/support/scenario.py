@@ -159,7 +159,7 @@ def job_spec(
         on_state_lost="restart" if restart else "fail",
         recovery=RecoverySpec(
             policy="reroute" if reroute else "templates" if templates else "auto",
-            shadows="auto" if shadows else "off",
+            shadows="auto" if shadows else "none",
         ),
     )
 
