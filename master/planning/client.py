@@ -24,6 +24,7 @@ from oobleck.master.planning.requests import (
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
 from oobleck.planner.cost.estimate import worker_peak_bytes
+from oobleck.planner.cost.listed import estimate_listed
 from oobleck.planner.errors import ModelTooLarge, PlanInfeasible
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.profile.profile import Profile
@@ -41,11 +42,14 @@ def predicted_bytes(job: Job, nodes: Sequence[Node]) -> Mapping[WorkerId, int]:
     where there is no plan, or none of its `nodes` is there."""
     if job.current.made is None or not nodes:
         return {}
-    return _predicted_bytes(job.current.made.plan, profile_on(job.spec, Machines.of(job, nodes)))
+    profile = profile_on(job.spec, Machines.of(job, nodes))
+    return _predicted_bytes(job.current.made.plan, profile, tied=job.spec.model.tied)
 
 
 @lru_cache(maxsize=32)
-def _predicted_bytes(plan: Plan, profile: Profile) -> Mapping[WorkerId, int]:
+def _predicted_bytes(plan: Plan, profile: Profile, *, tied: bool) -> Mapping[WorkerId, int]:
+    if plan.listing is not None:
+        return estimate_listed(plan, profile, tied=tied).worker_bytes
     return worker_peak_bytes(plan, profile)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from oobleck.planner.cost.ends import plan_end_s
-from oobleck.planner.cost.estimate import shadow_bytes, stage_peak_bytes, with_shadow_bytes
+from oobleck.planner.cost.estimate import shadow_bytes, stage_peak_bytes
 from oobleck.planner.cost.kinds import Kind, cost_of, pipeline_cut, pipeline_kinds, replicas
 from oobleck.planner.cost.replay import computed_s
 from oobleck.planner.cost.stagecost import StageCost, idle_bytes, stage_cost
@@ -29,8 +29,13 @@ class ListedEstimate:
     """What a step takes of a plan some of whose workers stand in several hops."""
 
     step_s: float
-    #: Of the worker that needs most memory: state and activations.
-    peak_bytes: int
+    #: State and activations of each worker, in rank order.
+    worker_bytes: Mapping[WorkerId, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the worker that needs most memory."""
+        return max(self.worker_bytes.values())
 
 
 def with_listing(plan: Plan, profile: Profile, *, split: bool = True) -> Plan:
@@ -53,7 +58,7 @@ def estimate_listed(plan: Plan, profile: Profile, *, tied: bool) -> ListedEstima
     assert schedule is not None, "workers stand in several hops"
     tick_s, held = _tick_s(_costs(plan, profile)), _held_bytes(plan, profile)
     ends_s = {worker: max(ends) * tick_s for worker, ends in schedule.ends.items()}
-    peaks = [held[worker] + schedule.peak_bytes.get(worker, 0) for worker in plan.workers]
+    peaks = {worker: held[worker] + schedule.peak_bytes.get(worker, 0) for worker in plan.workers}
     shadows = shadow_bytes(plan, profile)
     listed = set(listed_routes(plan))
     for (microbatches, places), numbers in pipeline_kinds(plan).items():
@@ -64,13 +69,15 @@ def estimate_listed(plan: Plan, profile: Profile, *, tied: bool) -> ListedEstima
             ]
             kind = Kind(microbatches, pipeline_cut(places, costs, profile))
             (ends,) = computed_s([(plan.schedule, kind)]).values()
-            for number in closed:
-                for stage, end_s in zip(plan.pipelines[number].stages, ends, strict=True):
-                    ends_s.update(dict.fromkeys(stage.workers, end_s))
             own = stage_peak_bytes(costs, plan.schedule, microbatches, replicas(plan))
-            peaks += with_shadow_bytes(own, plan, closed, shadows)
+            for number in closed:
+                stages = plan.pipelines[number].stages
+                for stage, end_s, peak in zip(stages, ends, own, strict=True):
+                    ends_s.update(dict.fromkeys(stage.workers, end_s))
+                    for worker in stage.workers:
+                        peaks[worker] = peak + shadows.get(worker, 0)
     step_s = plan_end_s(plan, ends_s, profile, tied=tied)
-    return ListedEstimate(step_s=step_s, peak_bytes=max(peaks))
+    return ListedEstimate(step_s=step_s, worker_bytes=peaks)
 
 
 def _costs(plan: Plan, profile: Profile) -> dict[Hop, StageCost]:
@@ -121,12 +128,17 @@ def _message_s(hop: Hop, after: Hop, profile: Profile) -> float:
 
 def _held_bytes(plan: Plan, profile: Profile) -> dict[WorkerId, int]:
     """What each worker has before it keeps anything of a micro-batch."""
-    found = dict.fromkeys(plan.workers, 0)
+    found, beside = dict.fromkeys(plan.workers, 0), dict.fromkeys(plan.workers, 0)
+    held_twice = sum(len(hold.layers) for hold in plan.holds) > plan.layer_count
     for hold in plan.holds:
         if set(hold.layers).issubset(plan.shadows.get(hold.workers[0], ())):
-            own = idle_bytes(profile, hold.layers, len(hold.workers))
+            own = whole = idle_bytes(profile, hold.layers, len(hold.workers))
         else:
-            own = cost_of(hold, profile).worker_bytes(0, replicas=len(plan.nodes))
+            cost = cost_of(hold, profile)
+            kept = replace(cost, working_bytes=0, exchange_bytes=0)
+            own, whole = (each.worker_bytes(0, replicas=1 + held_twice) for each in (kept, cost))
         for worker in hold.workers:
             found[worker] += own
-    return found
+            # One layer is computed at a time.
+            beside[worker] = max(beside[worker], whole - own)
+    return {worker: own + beside[worker] for worker, own in found.items()}
