@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from oobleck.planner.cost.estimate import estimate_step, peak_bytes
+from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.job.spec import RecoveryPolicy
@@ -218,14 +218,6 @@ def _by_reroute(change: Change) -> Answer:
     routed, step_s = scheduled(routed.with_rates(change.rates), _situation(change))
     if listed_routes(routed):
         prove(routed)
-    else:
-        # A shadow that takes over has activations too.
-        needed = peak_bytes(routed, profile)
-        if needed > max(profile.gpu_memory_bytes, peak_bytes(plan, profile)):
-            raise PlanInfeasible(
-                f"who takes the micro-batches needs {format_bytes(needed)} of "
-                f"{format_bytes(profile.gpu_memory_bytes)}; move state instead"
-            )
     return Answer(
         policy="reroute",
         found=Reconfiguration(

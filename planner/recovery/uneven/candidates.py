@@ -6,16 +6,17 @@
 - *partial reroute*: some micro-batches go around slow workers.
 - *recut*: its pipelines with fewer layers for slow workers, and shares by that; state moves.
 
-The plan of templates can be gone back to without moving state as long as the running one holds the
-same. Where that was re-routed after a loss, only a way around slow workers is left: whole pipelines
-come from templates. Owns the candidates. Must not know which is worth a change.
+The routes of the plan of templates can be gone back to without moving state as long as its workers
+are there, after another cut too. Where that was re-routed after a loss, only a way around slow
+workers is left: whole pipelines come from templates. Owns the candidates. Must not know which is
+worth a change.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from oobleck.planner.cost.estimate import estimate_step
+from oobleck.planner.cost.estimate import estimate_step, peak_bytes
 from oobleck.planner.cost.listed import estimate_listed, with_listing
 from oobleck.planner.cost.stagecost import stage_cost
 from oobleck.planner.errors import PlanInfeasible
@@ -23,7 +24,7 @@ from oobleck.planner.ids import WorkerId
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hop
+from oobleck.planner.programs.routes import Hold, Hop
 from oobleck.planner.recovery.pipelines import is_of_pipelines
 from oobleck.planner.recovery.rules import Rule
 from oobleck.planner.recovery.uneven.around import around
@@ -31,6 +32,7 @@ from oobleck.planner.recovery.uneven.cuts import recut
 from oobleck.planner.recovery.uneven.shares import reshared
 from oobleck.planner.schedules import Schedule
 from oobleck.planner.search.choose import keep_schedule, settled
+from oobleck.planner.units import format_bytes
 
 #: Micro-batches times hops that are list-scheduled: a second and a half, on all workers.
 MOST_VISITS = 40_000
@@ -76,21 +78,48 @@ def staying_s(now: Situation) -> float:
 
 def candidates(now: Situation) -> Iterator[Candidate]:
     """In the order in which equal ones are preferred."""
-    source = now.running.with_rates(now.rates)
-    if now.base.shards == now.running.shards and is_of_pipelines(now.base):
-        source = now.base.with_rates(now.rates)
-        yield _of_pipelines("as planned", source, now)
-        yield _of_pipelines("reshare", reshared(source, now.profile), now)
+    source = _whole_routes(now).with_rates(now.rates)
+    if not listed_routes(source):
+        yield from _of_pipelines("as planned", source, now)
+        yield from _of_pipelines("reshare", reshared(source, now.profile), now)
     if source.rates:
         yield from _partial_reroutes(source, now)
     if is_of_pipelines(source):
         yield from _recuts(source, now)
 
 
-def _of_pipelines(rule: Rule, plan: Plan, now: Situation) -> Candidate:
+def _whole_routes(now: Situation) -> Plan:
+    """The routes of the plan of templates on what workers hold now: the same layers and shadows of
+    others, or another cut. The running plan, where they do not hold that."""
+    held: dict[tuple[WorkerId, ...], list[Hold]] = {}
+    for hold in now.running.holds:
+        held.setdefault(hold.workers, []).append(hold)
+
+    def on_it(hop: Hop) -> Hop:
+        own = held.get(hop.workers, [])
+        if len(own) != 1:
+            return hop
+        return replace(hop, first_layer=own[0].first_layer, last_layer=own[0].last_layer)
+
+    try:
+        routes = tuple(replace(r, hops=tuple(map(on_it, r.hops))) for r in now.base.routes)
+        return replace(now.base, routes=routes, holds=now.running.holds, listing=None, rates=())
+    except ValueError:
+        return now.running
+
+
+def _of_pipelines(rule: Rule, plan: Plan, now: Situation) -> Iterator[Candidate]:
+    """One, if it has room."""
+    with suppress(PlanInfeasible):
+        final, step_s = _settled(plan, now)
+        yield Candidate(rule=rule, plan=final, step_s=step_s)
+
+
+def _settled(plan: Plan, now: Situation) -> tuple[Plan, float]:
+    """The plan of whole routes, and what a step takes. Raises PlanInfeasible."""
     final = settled(keep_schedule(plan, now.profile), now.profile)
-    step_s = estimate_step(final, now.profile, tied=now.tied).step_s
-    return Candidate(rule=rule, plan=final, step_s=step_s)
+    _check_room(peak_bytes(final, now.profile), now)
+    return final, estimate_step(final, now.profile, tied=now.tied).step_s
 
 
 def _recuts(source: Plan, now: Situation) -> Iterator[Candidate]:
@@ -98,9 +127,10 @@ def _recuts(source: Plan, now: Situation) -> Iterator[Candidate]:
     schedules: tuple[Schedule, ...] = (source.schedule, "1f1b")
     cuts = [recut(replace(source, schedule=s), now.profile) for s in dict.fromkeys(schedules)]
     found = [
-        _of_pipelines("recut", reshared(plan, now.profile), now)
+        each
         for plan in cuts
         if plan.holds != source.holds
+        for each in _of_pipelines("recut", reshared(plan, now.profile), now)
     ]
     if found:
         yield min(found, key=lambda each: each.step_s)
@@ -128,18 +158,32 @@ def scheduled(plan: Plan, now: Situation) -> tuple[Plan, float]:
     profile = now.profile
     routes = [plan.routes[position] for position in listed_routes(plan)]
     if not routes:  # whole micro-batches have moved
-        plan = settled(keep_schedule(plan, profile), profile)
-        return plan, estimate_step(plan, profile, tied=now.tied).step_s
+        return _settled(plan, now)
     if sum(route.microbatches * len(route.hops) for route in routes) > MOST_VISITS:
         raise PlanInfeasible("so many micro-batches on so many hops take too long to schedule")
     plan = with_listing(plan, profile)
-    best = plan, estimate_listed(plan, profile, tied=now.tied).step_s
+    estimate = estimate_listed(plan, profile, tied=now.tied)
+    if plan.schedule != "1f1b" and estimate.peak_bytes > profile.gpu_memory_bytes:
+        plan = replace(plan, schedule="1f1b")  # it keeps least
+        estimate = estimate_listed(plan, profile, tied=now.tied)
+    _check_room(estimate.peak_bytes, now)
     split = replace(plan, schedule="zb-h1")
     if split != plan and not now.schedule_named and len(routes) < len(plan.routes):
-        estimate = estimate_listed(split, profile, tied=now.tied)
-        if estimate.peak_bytes <= profile.gpu_memory_bytes and estimate.step_s < best[1]:
-            return split, estimate.step_s
-    return best
+        other = estimate_listed(split, profile, tied=now.tied)
+        if other.peak_bytes <= profile.gpu_memory_bytes and other.step_s < estimate.step_s:
+            return split, other.step_s
+    return plan, estimate.step_s
+
+
+def _check_room(needed: int, now: Situation) -> None:
+    """A shadow that takes over has activations too. Raises PlanInfeasible where a worker needs more
+    than it has, and more than the plan of templates needs."""
+    room = now.profile.gpu_memory_bytes
+    if needed > max(room, peak_bytes(now.base, now.profile)):
+        raise PlanInfeasible(
+            f"who takes the micro-batches needs {format_bytes(needed)} of {format_bytes(room)}; "
+            "move state instead"
+        )
 
 
 def hop_ticks(profile: Profile, plan: Plan) -> Callable[[Hop], int]:

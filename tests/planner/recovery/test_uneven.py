@@ -7,6 +7,7 @@ import pytest
 
 from oobleck.planner.codec import encode
 from oobleck.planner.cost.estimate import estimate_step, peak_bytes
+from oobleck.planner.cost.listed import estimate_listed
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.job.spec import RecoveryPolicy
@@ -14,8 +15,9 @@ from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.policies import Change, answer, by_rates, uneven
 from oobleck.planner.recovery.uneven.worth import Prospect
+from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.search.templates import generate_templates
-from support.plans import plan_of_templates, worker
+from support.plans import plan_of_cuts, plan_of_templates, worker
 from support.profiles import profile_of
 
 
@@ -77,6 +79,48 @@ def test_what_was_done_is_undone_when_the_worker_is_well() -> None:
     assert well.step_s <= estimate_step(asked.base, asked.profile).step_s
     assert well.moved_bytes == 0
     assert "all workers are well again" in well.found.reason
+
+
+def test_what_was_done_after_another_cut_is_undone_too() -> None:
+    """Some micro-batches go around in pipelines that are cut anew; nobody has to stay slow then."""
+    asked = change({worker(1): 0.5}, sizes=(4, 4), profile=costs())
+    (cut,) = (each for each in by_rates(asked)[1] if each.found.rule == "recut")
+    again = replace(
+        asked,
+        plan=cut.found.plan,
+        rates={worker(1): 0.5, worker(6): 0.25},
+        generation=Generation(3),
+    )
+    (around,) = (each for each in by_rates(again)[1] if each.found.rule == "partial reroute")
+    well = replace(again, plan=around.found.plan, rates={}, generation=Generation(4))
+    before_s, found = by_rates(well)
+    assert [each.found.rule for each in found if not each.moved_bytes] == ["as planned", "reshare"]
+    assert uneven(well).step_s < 0.9 * before_s
+
+
+def test_shadows_stay_where_what_was_done_is_undone() -> None:
+    asked = change({}, sizes=(4, 4), profile=costs())
+    plan = with_shadows(asked.plan, asked.profile, fault_tolerance=2)
+    assert plan.shadows
+    slow = replace(asked, plan=plan, rates={worker(1): 0.25})
+    (around,) = (each for each in by_rates(slow)[1] if each.found.rule == "partial reroute")
+    _, found = by_rates(replace(asked, plan=around.found.plan, generation=Generation(3)))
+    (planned,) = (each for each in found if each.found.rule == "as planned")
+    assert planned.found.plan.shards == plan.shards
+    assert planned.found.plan.routes == asked.plan.routes
+
+
+def test_more_microbatches_do_not_go_where_there_is_no_room() -> None:
+    plan = replace(plan_of_cuts(([3, 3], 4), ([3, 3], 4)), schedule="gpipe")
+    asked = change({worker(0): 0.5}, sizes=(2, 2), profile=costs(6))
+    profile = replace(asked.profile, gpu_memory_bytes=peak_bytes(plan, asked.profile))
+    asked = replace(asked, plan=plan, base=plan, live=plan.nodes, profile=profile)
+    found = by_rates(asked)[1]
+    assert found
+    for plan in (each.found.plan for each in found):
+        listed = plan.listing is not None
+        peak = estimate_listed(plan, profile, tied=False).peak_bytes if listed else 0
+        assert max(peak, 0 if listed else peak_bytes(plan, profile)) <= profile.gpu_memory_bytes
 
 
 def test_state_that_takes_long_to_move_does_not_move() -> None:
