@@ -46,7 +46,7 @@ class NextPlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     #: `shadow`: nor that, and more nodes shall hold layers of `plan`.
     wanted: PlanWanted
     #: Of slow workers.
-    rates: tuple[WorkerRate, ...]
+    rates: tuple[WorkerRate, ...] = ()
     nodes: tuple[NodeName, ...]
     most_nodes: int
     generation: Generation

@@ -142,7 +142,6 @@ def rehearse(request: PlanRequest, reply: PlanReply) -> Iterator[None]:
                     plan=plan,
                     base=None,
                     wanted="templates",  # which alone asks the judge
-                    rates=(),
                     nodes=tuple(node for node in plan.nodes if node != pipeline.nodes[0]),
                     most_nodes=len(request.nodes),
                     generation=Generation(plan.generation + 1),

@@ -111,7 +111,8 @@ def refusal(text: str, *overrides: str) -> str:
         (
             "fault_tolerance: 1",
             "recovery: {policy: rerout}",
-            "job.yaml:10: recovery.policy must be auto or templates or reroute, not the text",
+            "job.yaml:10: recovery.policy must be auto or templates or reroute or uneven, "
+            "not the text",
         ),
         (
             "fault_tolerance: 1",

@@ -260,10 +260,13 @@ def test_sums_of_a_resident_stage_are_known_to_have_the_whole_step(
     first = [fault(f"b/{slot}", "after:Backward", action="hold") for slot in (0, 1)]
     again = make_plan(2, [[("a", 5, 2)], [("b", 5, 2)]], [3, 3], resident=True)
     last = make_plan(3, [[("b", 5, 2)]], [6])
-    with Director(warm, job(tmp_path), [*first, fault("a/0", "before:Vote")]) as cluster:
+    held = ("a/0", "b/0", "b/1")
+    faults = [*first, fault("a/0", "before:Vote", action="hold")]
+    with Director(warm, job(tmp_path), faults) as cluster:
         cluster.start(*workers_of(SIDE_BY_SIDE))
         cluster.assign(SIDE_BY_SIDE)
-        cluster.wait(lambda: all(map(cluster.has_faulted, ("b/0", "b/1"))), "b held")
+        cluster.wait(lambda: all(map(cluster.has_faulted, held)), "a/0 and b held")
+        cluster.kill("a/0")
         cluster.wait(lambda: is_gone(cluster, "a/0"), "the first kill")
         # In the step that is done again, all of b's sums are complete when a/0 dies once more.
         cluster.faults = (fault("a/0", "reduced"),)
