@@ -20,7 +20,8 @@ REST_S = 60.0
 
 
 def even_out(context: Context, job: Job) -> Decision | None:
-    """Plan anew where workers compute at other rates than the newest plan counts on."""
+    """Plan anew where workers compute at other rates than the newest plan counts on, or it counts
+    on slow ones and was made for something else."""
     state, made = context.state, job.current.made
     if made is None or job.spec.recovery.policy not in ("auto", "uneven"):
         return None
@@ -29,12 +30,13 @@ def even_out(context: Context, job: Job) -> Decision | None:
     if job.seen.steps.furthest_step >= job.spec.training.steps:
         return None
     planned, rates = made.plan.rates, made.plan.with_rates(job.rates).rates
-    if rates == planned:
+    if rates == planned and (made.policy == "uneven" or not rates):
         return None
     members = [state.nodes[name] for name in job.current.members]
     if not all(node.connected for node in members):
         return None
-    well = _all_better(rates, planned)
+    # A plan of templates, after a loss or a join, has but other shares for slow workers.
+    well = rates != planned and _all_better(rates, planned)
     due = (job.seen.planned_at or 0.0) + REST_S
     if made.policy == "uneven" and not well and context.now < due:
         return Decision(wake_at=due, reason="the plan around slow workers is not a minute old")
