@@ -34,12 +34,15 @@ from oobleck.planner.schedules import Schedule
 from oobleck.planner.search.choose import keep_schedule, settled
 from oobleck.planner.units import format_bytes
 
-#: Micro-batches times hops that are list-scheduled: a second and a half, on all workers.
+#: Micro-batches times hops that are list-scheduled: a second and a half, on all workers. As many of
+#: each slow worker are moved around it in a second or two.
 MOST_VISITS = 40_000
 #: Of all moves around slow workers, how many are made: an order of compute has room for some.
 _PARTS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 #: Of more visits one order alone is tried: whole routes are the better way where shares are large.
 _FEW_VISITS = 2_000
+#: Stages of a pipeline times the square of the model's layers: cut anew in a second or two.
+_MOST_CUTS = 100_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +127,9 @@ def _settled(plan: Plan, now: Situation) -> tuple[Plan, float]:
 
 def _recuts(source: Plan, now: Situation) -> Iterator[Candidate]:
     """The best one: under its schedule, or 1F1B, which keeps least and so lets stages grow most."""
+    stages = max(len(pipeline.stages) for pipeline in source.pipelines)
+    if stages * source.layer_count**2 > _MOST_CUTS:
+        return
     schedules: tuple[Schedule, ...] = (source.schedule, "1f1b")
     cuts = [recut(replace(source, schedule=s), now.profile) for s in dict.fromkeys(schedules)]
     found = [
@@ -139,7 +145,10 @@ def _recuts(source: Plan, now: Situation) -> Iterator[Candidate]:
 def _partial_reroutes(source: Plan, now: Situation) -> Iterator[Candidate]:
     """The best one: by single hops alone, or by whole routes too."""
     ticks = hop_ticks(now.profile, source)
-    many = sum(route.microbatches * len(route.hops) for route in source.routes) > _FEW_VISITS
+    visits = sum(route.microbatches * len(route.hops) for route in source.routes)
+    if visits * len(source.rates) > MOST_VISITS:
+        return
+    many = visits > _FEW_VISITS
     best: Candidate | None = None
     for whole in (True,) if many else (False, True):
         for plan in around(source, ticks, whole=whole, parts=_PARTS[:1] if many else _PARTS):

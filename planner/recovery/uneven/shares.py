@@ -1,13 +1,17 @@
 """Fewer micro-batches for slow pipelines: the shares of given pipelines, chosen by their rates."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from heapq import heapify, heapreplace
 
 from oobleck.planner.cost.estimate import kinds_of
-from oobleck.planner.cost.kinds import Kind
+from oobleck.planner.cost.kinds import Cut, Kind
 from oobleck.planner.cost.replay import computed_s
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
+
+#: Hardly a pipeline gets more than so many times what each has on average.
+_USUAL = 4
 
 
 def reshared(plan: Plan, profile: Profile) -> Plan:
@@ -18,7 +22,17 @@ def reshared(plan: Plan, profile: Profile) -> Plan:
     more of them, no shares end sooner.
     """
     cuts = {number: each.kind.cut for each in kinds_of(plan, profile) for number in each.numbers}
-    most = plan.microbatches - len(plan.routes) + 1
+    all_but_one = plan.microbatches - len(plan.routes) + 1
+    most = min(all_but_one, _USUAL * plan.microbatches // len(plan.routes) + 1)
+    shares = _shares(plan, cuts, most)
+    if max(shares) == most < all_but_one:
+        shares = _shares(plan, cuts, all_but_one)
+    routes = zip(plan.routes, shares, strict=True)
+    return replace(plan, routes=tuple(replace(r, microbatches=share) for r, share in routes))
+
+
+def _shares(plan: Plan, cuts: Mapping[int, Cut], most: int) -> list[int]:
+    """None above `most`."""
     asked = [
         (plan.schedule, Kind(count, cut))
         for cut in dict.fromkeys(cuts.values())
@@ -33,8 +47,7 @@ def reshared(plan: Plan, profile: Profile) -> Plan:
         shares[number] += 1
         following = Kind(shares[number] + 1, cuts[number])
         heapreplace(heap, (_next_s(done_s, following, most), number))
-    routes = zip(plan.routes, shares, strict=True)
-    return replace(plan, routes=tuple(replace(r, microbatches=share) for r, share in routes))
+    return shares
 
 
 def _next_s(done_s: dict[Kind, float], kind: Kind, most: int) -> float:
