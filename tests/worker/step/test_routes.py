@@ -176,20 +176,38 @@ def moved_bytes(cluster: Director, plan: Plan) -> set[int]:
     }
 
 
-@pytest.mark.parametrize("point", ["before:BackwardInput", "after:ReceiveGradient"])
-def test_a_second_loss_in_a_re_routed_plan(warm: WarmWorkers, tmp_path: Path, point: str) -> None:
-    """Of a worker that helps, at a step after the first one's."""
+@pytest.mark.parametrize(
+    ("helper", "point"),
+    [
+        ("d", "before:LoadTokens"),
+        ("e", "before:ReceiveActivation"),
+        ("d", "before:Forward"),
+        ("d", "before:SendActivation"),
+        ("d", "after:ReceiveGradient"),
+        ("e", "before:BackwardInput"),
+        ("e", "before:BackwardWeight"),
+        ("e", "before:SendGradient"),
+        ("d", "before:SyncGradient"),
+        ("e", "reduced"),
+        ("d", "voting"),
+        ("e", "before:OptimizerStep"),
+    ],
+)
+def test_a_second_loss_in_a_re_routed_plan(
+    warm: WarmWorkers, tmp_path: Path, helper: str, point: str
+) -> None:
+    """Of a worker that helps, at a step after the first one's, at every kind of instruction."""
     job = make_job(tmp_path / "out")
     faults = [
         FaultRule(worker=worker_named("b"), point="before:Forward", step=2, action="kill_worker"),
-        FaultRule(worker=worker_named("e"), point=point, step=3, action="kill_worker"),
+        FaultRule(worker=worker_named(helper), point=point, step=3, action="kill_worker"),
     ]
     second = rerouted(SEVEN, job, "b")
-    third = rerouted(second, job, "e")
+    third = rerouted(second, job, helper)
     with Director(warm, job, faults) as cluster:
         cluster.start(*"abcdefg")
         cluster.assign(SEVEN)
-        for lost, after in (("b", second), ("e", third)):
+        for lost, after in (("b", second), (helper, third)):
             gone = worker_named(lost)
             cluster.wait(lambda gone=gone: cluster.workers[gone].gone, "the scripted kill")
             cluster.assign(after)
