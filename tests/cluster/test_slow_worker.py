@@ -1,12 +1,11 @@
 """A worker that gets less of a processor than the others: operators see it, and when it is over."""
 
 import json
-from contextlib import ExitStack
 
 import pytest
 
 from bench.support.cluster import LocalCluster
-from support.throttle import throttled
+from bench.support.throttle import throttled
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -34,11 +33,7 @@ def test_a_throttled_worker_is_slow_until_it_is_not(wide_cluster: LocalCluster, 
     cluster = wide_cluster
     job_id = cluster.submit(job(text))
     cluster.wait_step(job_id, 1)
-    with ExitStack() as stack:
-        shares = {
-            name: stack.enter_context(throttled(pid, FAIR))
-            for name, pid in cluster.worker_pids().items()
-        }
+    with throttled(cluster.worker_pids(), FAIR) as shares:
         assert rate(cluster) == 1.0
 
         shares["n2/1"].set(LITTLE)

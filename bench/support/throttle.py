@@ -1,7 +1,7 @@
 """Processes that get less than a processor, as on a host that others use too.
 
-By the kernel's quota where this machine lets us make control groups; else the processes are stopped
-and continued in turn, ten times in a second.
+By the kernel's quota where this machine lets us make control groups; else a process is stopped and
+continued in turn.
 """
 
 import contextlib
@@ -9,13 +9,13 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
 _V1 = Path("/sys/fs/cgroup/cpu")
 _V2 = Path("/sys/fs/cgroup")
-_PERIOD_US = 100_000
+_PERIOD_US = 20_000
 _numbers = itertools.count()
 
 
@@ -23,25 +23,30 @@ class Throttle(Protocol):
     def set(self, cores: float) -> None:
         """From now on the process has at most so much of a processor."""
 
+    def close(self) -> None:
+        """It is on its own again, if it lives."""
+
 
 @contextlib.contextmanager
-def throttled(pid: int, cores: float) -> Iterator[Throttle]:
-    """The process and all its threads have at most `cores` of a processor, until the end."""
-    throttle = _Quota.of(pid) or _Turns(pid)
-    try:
-        throttle.set(cores)
-        yield throttle
-    finally:
-        throttle.close()
+def throttled(pids: Mapping[str, int], cores: float) -> Iterator[dict[str, Throttle]]:
+    """Each of the processes, with all its threads, has at most `cores` of a processor for itself,
+    until the end."""
+    with contextlib.ExitStack() as stack:
+        throttles: dict[str, Throttle] = {}
+        for name, pid in pids.items():
+            throttles[name] = throttle = _Quota.of(pid) or _Turns(pid)
+            stack.callback(throttle.close)
+            throttle.set(cores)
+        yield throttles
 
 
 class _Quota:
     """A control group of its own."""
 
-    def __init__(self, pid: int, root: Path, version: int) -> None:
+    def __init__(self, pid: int, root: Path) -> None:
         """Raises OSError where the machine does not let us."""
-        self._pid, self._root, self._version = pid, root, version
-        self._group = root / f"oobleck-test-{os.getpid()}-{next(_numbers)}"
+        self._root = root
+        self._group = root / f"oobleck-{os.getpid()}-{next(_numbers)}"
         self._group.mkdir()
         try:
             self.set(1.0)
@@ -52,22 +57,24 @@ class _Quota:
 
     @classmethod
     def of(cls, pid: int) -> "_Quota | None":
-        for root, version in ((_V1, 1), (_V2, 2)):
+        for root in (_V1, _V2):
             with contextlib.suppress(OSError):
-                return cls(pid, root, version)
+                return cls(pid, root)
         return None
 
     def set(self, cores: float) -> None:
         quota_us = round(cores * _PERIOD_US)
-        if self._version == 1:
+        if self._root == _V1:
             (self._group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
             (self._group / "cpu.cfs_quota_us").write_text(str(quota_us))
         else:
             (self._group / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
 
     def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            (self._root / "cgroup.procs").write_text(str(self._pid))
+        # Who ended is in it no more, and its number may be another process's.
+        for pid in (self._group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                (self._root / "cgroup.procs").write_text(pid)
         self._group.rmdir()
 
 
