@@ -92,9 +92,10 @@ if TYPE_CHECKING:
     "n1=0.5 or n2/0=0.25; may be given more than once.",
 )
 @click.option(
-    "--shadows",
-    is_flag=True,
-    help="Nodes may hold layers that they do not run, so that fewer nodes survive as many losses.",
+    "--shadows/--no-shadows",
+    default=None,
+    help="Where too few nodes hold a layer, others may hold it that do not run it, so that fewer "
+    "nodes survive as many losses.  [default: as the job says; not with --profile]",
 )
 @json_option("One JSON object: templates, plan, after_losses with --lost, and slow with --slow.")
 def plan(
@@ -106,7 +107,7 @@ def plan(
     lost: int,
     policy: str,
     slow: tuple[str, ...],
-    shadows: bool,
+    shadows: bool | None,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -118,7 +119,9 @@ def plan(
     if schedule is not None:
         wanted = None if schedule == "auto" else cast("Schedule", schedule)
         question = dataclasses.replace(question, schedule=wanted)
-    report = _report(question, nodes, lost, cast("RecoveryPolicy", policy), slow, shadows=shadows)
+    if shadows is not None:
+        question = dataclasses.replace(question, shadows=shadows)
+    report = _report(question, nodes, lost, cast("RecoveryPolicy", policy), slow)
     data = report.data()
     if question.notes:
         data["notes"] = list(question.notes)
@@ -151,8 +154,6 @@ def _report(
     lost: int,
     policy: "RecoveryPolicy",
     slow: Sequence[str],
-    *,
-    shadows: bool,
 ) -> "PlanReport":
     from oobleck.planner.report.report import make_report
 
@@ -168,7 +169,7 @@ def _report(
             wanted=question.schedule,
             policy=policy,
             slow=slow,
-            shadows=shadows,
+            shadows=question.shadows,
         )
     except ValueError as error:  # also PlanInfeasible
         raise CommandFailed(str(error), USAGE) from error

@@ -39,6 +39,8 @@ class Question:
     schedule: "Schedule | None" = None
     #: The head shares the embedding's weight.
     tied: bool = False
+    #: Nodes may hold layers that they do not run.
+    shadows: bool = False
     #: What of the profile or the machines is not used, and why.
     notes: tuple[str, ...] = ()
 
@@ -97,6 +99,7 @@ def from_job(path: Path, overrides: Sequence[str], flags: Flags) -> Question:
         min_nodes=min_nodes,
         schedule=job.training.wanted_schedule,
         tied=job.model.tied,
+        shadows=job.recovery.shadows == "auto",
         notes=_unused(profile, used),
     )
 

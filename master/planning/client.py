@@ -58,6 +58,13 @@ def check_enough(job: Job, nodes: Sequence[Node]) -> None:
     template_sizes(job.spec, Machines.of(job, nodes), len(nodes))
 
 
+def needs_shadows(job: Job, nodes: Sequence[Node]) -> bool:
+    """Whether `nodes` are fewer than a first plan of templates alone takes. Raises PlanInfeasible
+    where the job cannot start on them."""
+    smallest = template_sizes(job.spec, Machines.of(job, nodes), len(nodes)).start
+    return len(nodes) < (job.spec.fault_tolerance + 1) * smallest
+
+
 def never_fits(job: Job, nodes: Sequence[Node]) -> bool:
     """Whether no number of nodes like the largest of `nodes` could hold the job's model."""
     if not nodes:

@@ -30,7 +30,8 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.planner.ids import Incarnation, NodeName, WorkerId
 from oobleck.planner.job.spec import JobSpec
-from oobleck.planner.recovery.pipelines import is_of_pipelines
+from oobleck.planner.programs.listing.schedule import listed_routes
+from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.proto.types import Assignment
 
@@ -112,7 +113,6 @@ def _adopted(
         return None
     if any(state.nodes[name].facts.worker_slots != slots for name in plan.nodes):
         return None
-    of_templates = is_of_pipelines(plan)
     return PlanMade(
         **msgspec.structs.asdict(newest),
         job_id=job.id,
@@ -127,10 +127,18 @@ def _adopted(
         worker_slots=slots,
         detect_s=0.0,
         leaving_incarnations=leaving,
-        policy="templates" if of_templates else "reroute",
-        then="templates" if not of_templates and job.spec.recovery.policy == "auto" else "",
+        policy="reroute" if listed_routes(plan) else "templates",
+        then=_then(job.spec, plan),
         overtaken=reconfiguration_stats(context, job),
     )
+
+
+def _then(spec: JobSpec, plan: Plan) -> str:
+    """What follows behind the plan, which the journal cannot say."""
+    if listed_routes(plan):
+        return "templates" if spec.recovery.policy == "auto" else ""
+    wanted = spec.recovery.shadows == "auto" and can_lose(plan) < spec.fault_tolerance
+    return "shadow" if wanted else ""
 
 
 def _processes(

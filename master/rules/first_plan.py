@@ -34,9 +34,12 @@ def start(context: Context, job: Job) -> Decision | None:
             pending = here
         _check_enough(job, [*ready, *pending])
         if job.state == "waiting for nodes":
+            _check_shadows(context, job, [*ready, *pending])
             return Decision(actions=(JobStarted(job_id=job.id),), reason="enough nodes are here")
         if pending:
             return _getting_ready(context, job, pending)
+        if (due := _settled_at(context, job, ready)) is not None and context.now < due:
+            return Decision(wake_at=due, reason="enough nodes are ready; more may follow")
         if (first := profiling.before_plan(context, job, ready)) is not None:
             return first
         plan = client.first_plan(context.planner, job, ready, next_generation(context, job))
@@ -138,6 +141,21 @@ def _check_enough(job: Job, nodes: list[Node]) -> None:
     if job.profile_only and nodes:
         return
     client.check_enough(job, nodes)
+
+
+def _check_shadows(context: Context, job: Job, nodes: list[Node]) -> None:
+    """Raises PlanInfeasible where `nodes` are enough with shadows alone, and lack the memory for
+    them, which only a plan tells."""
+    if not job.profile_only and client.needs_shadows(job, nodes):
+        client.first_plan(context.planner, job, nodes, next_generation(context, job))
+
+
+def _settled_at(context: Context, job: Job, ready: list[Node]) -> float | None:
+    """Until when a start on fewer nodes than templates need waits for others that come up just
+    now, as all of a cluster do when it is switched on; None: it has enough."""
+    if job.profile_only or not client.needs_shadows(job, ready):
+        return None
+    return max(node.seen.ready_at or context.now for node in ready) + context.timing.join_settle_s
 
 
 def _enough(job: Job, nodes: list[Node]) -> bool:

@@ -313,7 +313,7 @@ class RecoverySpec:
     policy: RecoveryPolicy = "auto"
     #: auto: where too few nodes hold a layer for fault_tolerance, and there is memory, others hold
     #: it too (`oobleck.planner.search.shadows`).
-    shadows: Shadows = "none"
+    shadows: Shadows = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,9 +26,10 @@ def node_specification(
     `fault_tolerance` pipelines leave, nodes - fault_tolerance * n0 (§4.1.1); it is at least
     2 n0 - 1, since only with n0 .. 2 n0 - 1 can every number of nodes from n0 on be made up, which
     a cluster that begins with no more than it needs would miss after its first loss. No size
-    exceeds the number of layers or of nodes, or leaves a gap. With `shadows` n0 nodes are enough,
-    as far as this can tell: the plan has the last word (`oobleck.planner.search.firstplan`). Raises
-    PlanInfeasible with the bytes or the nodes that are missing.
+    exceeds the number of layers or of nodes, or leaves a gap. With `shadows` n0 nodes of more than
+    `fault_tolerance` are enough, as far as this can tell: the plan has the last word
+    (`oobleck.planner.search.firstplan`). Raises PlanInfeasible with the bytes or the nodes that are
+    missing.
     """
     for name, value, least in (
         ("nodes", nodes, 1),
@@ -52,8 +53,10 @@ def node_specification(
         )
     smallest = usable[0]
     needed = (fault_tolerance + 1) * smallest
-    if nodes < (smallest if shadows else needed):
-        raise PlanInfeasible(_nodes_cause(profile, nodes, fault_tolerance, smallest, min_nodes))
+    least = max(smallest, fault_tolerance + 1) if shadows else needed
+    if nodes < least:
+        cause = _nodes_cause(profile, nodes, fault_tolerance, smallest, min_nodes, least)
+        raise PlanInfeasible(cause)
     others = min(fault_tolerance, nodes // smallest - 1)
     largest = min(nodes, max(nodes - others * smallest, 2 * smallest - 1))
     stop = smallest
@@ -77,10 +80,11 @@ def on_usable_gpus(profile: Profile, *, gpus: int, min_nodes: int = 1) -> Profil
 
 
 def _nodes_cause(
-    profile: Profile, nodes: int, fault_tolerance: int, smallest: int, min_nodes: int
+    profile: Profile, nodes: int, fault_tolerance: int, smallest: int, min_nodes: int, least: int
 ) -> str:
     """How many nodes are missing, and what else would do."""
     needed = (fault_tolerance + 1) * smallest
+    fewer = f", or {least} with memory for shadows" if least < needed else ""
     fixes = [f"add {count(needed - nodes, 'node')}"]
     possible = nodes // smallest - 1
     if possible >= 0:
@@ -89,8 +93,8 @@ def _nodes_cause(
     if memory is not None and memory > profile.gpu_memory_bytes:
         fixes.append(f"use GPUs with {_more_memory(profile, memory)}")
     return (
-        f"needs {count(needed, 'node')}: fault_tolerance {fault_tolerance} and pipelines of at "
-        f"least {count(smallest, 'node')}; {are(nodes)} live; {', '.join(fixes[:-1])}"
+        f"needs {count(needed, 'node')}{fewer}: fault_tolerance {fault_tolerance} and pipelines of "
+        f"at least {count(smallest, 'node')}; {are(nodes)} live; {', '.join(fixes[:-1])}"
         f"{' or ' if len(fixes) > 1 else ''}{fixes[-1]}"
     )
 

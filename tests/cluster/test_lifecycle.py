@@ -155,7 +155,8 @@ def test_too_few_nodes_wait_and_say_so(small_cluster: LocalCluster, text: str) -
 
 def test_job_waits_for_enough_nodes_to_start(small_cluster: LocalCluster, text: str) -> None:
     cluster = small_cluster
-    job_id = cluster.submit(job(text, fault_tolerance=1, resources={"min_nodes_per_pipeline": 2}))
+    few = {"recovery": {"shadows": "none"}, "resources": {"min_nodes_per_pipeline": 2}}
+    job_id = cluster.submit(job(text, fault_tolerance=1, **few))
     wait_for_waiting(cluster, job_id)
     assert "4" in cluster.status(job_id)["reason"]
     cluster.start_node("n4")

@@ -141,7 +141,7 @@ def job_spec(
     restart: int = 0,
     reroute: int = 0,
     templates: int = 0,
-    shadows: int = 0,
+    shadows: int = 1,
     hidden: int = 32,
 ) -> JobSpec:
     """`evaluate`: every how many steps, of ten times the samples of a step."""

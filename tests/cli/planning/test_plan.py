@@ -53,6 +53,16 @@ def test_the_profile_that_a_job_names_speaks_for_its_machines(named: Callable[..
     assert "notes" not in report
 
 
+def test_a_job_may_have_shadows_where_nodes_are_few(job_file: JobFile) -> None:
+    job = str(job_file(extra="resources: {min_nodes_per_pipeline: 2}\n"))
+    plan = planned(job, "--nodes", "2")["plan"]
+    assert plan["can_lose"] == 1
+    assert {shadow["worker"] for shadow in plan["shadows"]} == {"n1/0", "n2/0"}
+    assert planned(job, "--nodes", "4")["plan"]["shadows"] == []
+    for words in (["--no-shadows"], ["--set", "recovery.shadows=none"]):
+        assert "needs 4 nodes: " in refused(run("plan", job, "--nodes", "2", *words), 2)
+
+
 def test_flags_and_the_job_itself_come_before_the_profile(named: Callable[..., str]) -> None:
     flags = ("--gpus-per-node", "6", "--memory-per-worker", "32MiB")
     job = named()

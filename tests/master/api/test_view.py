@@ -45,7 +45,7 @@ def test_a_step_that_a_master_before_recorded_is_as_old_as_the_calendar_says() -
 
 def test_what_the_cluster_lacks_for_a_job_is_told_until_it_starts() -> None:
     player = Player()
-    player.play("0.0 register n1 n2\n0.0 submit demo\n")
+    player.play("0.0 register n1 n2\n0.0 submit demo shadows=0\n")
     (large,) = player.state.jobs.values()
     assert shortfall(player.state, large) == (
         "needs 4 nodes: fault_tolerance 1 and pipelines of at least 2 nodes; 2 are live; add 2 "

@@ -1,6 +1,6 @@
 """Node specification: n0 by memory, consecutive sizes, and causes that say what is missing."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
@@ -33,6 +33,15 @@ def test_too_few_nodes_are_told_how_many_are_needed() -> None:
     )
     enough = profile_of([1.0] * 4, memory=4040)
     assert node_specification(enough, nodes=3, fault_tolerance=1).start == 1
+
+
+def test_with_shadows_n0_nodes_are_enough_where_they_are_more_than_may_be_lost() -> None:
+    profile = profile_of([1.0] * 6)
+    asked = partial(node_specification, profile, min_nodes=2, shadows=True)
+    assert asked(nodes=2, fault_tolerance=1) == range(2, 3)
+    assert asked(nodes=4, fault_tolerance=3).start == 2
+    with pytest.raises(PlanInfeasible, match="needs 8 nodes, or 4 with memory for shadows"):
+        asked(nodes=3, fault_tolerance=3)
 
 
 def test_less_than_one_pipeline_is_told_what_would_do() -> None:
