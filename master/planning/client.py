@@ -30,8 +30,8 @@ from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.rates import WorkerRate
+from oobleck.planner.recovery.answer import Answer
 from oobleck.planner.recovery.pipelines import pipelines_within
-from oobleck.planner.recovery.policies import Answer
 from oobleck.planner.units import count
 
 A = TypeVar("A", FirstPlanReply, NextPlanReply)

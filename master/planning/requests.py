@@ -17,7 +17,7 @@ from oobleck.planner.ids import Generation, NodeName
 from oobleck.planner.job.spec import JobSpec, RecoveryPolicy
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.rates import WorkerRate
-from oobleck.planner.recovery.policies import Answer
+from oobleck.planner.recovery.answer import Answer
 
 #: Whose plan.
 PlanWanted = RecoveryPolicy | Literal["shadow"]

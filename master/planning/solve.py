@@ -26,7 +26,10 @@ from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs import proof
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.recovery.policies import Change, answer, shadowed, uneven
+from oobleck.planner.recovery.answer import Change
+from oobleck.planner.recovery.policies import answer
+from oobleck.planner.recovery.shadowed import shadowed
+from oobleck.planner.recovery.uneven.answer import uneven
 from oobleck.planner.search.catalogue import Catalogue
 from oobleck.planner.search.firstplan import make_first_plan
 

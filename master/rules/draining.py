@@ -20,7 +20,7 @@ from oobleck.master.state.evidence import carried
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Drain, Node
 from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.recovery.policies import Answer
+from oobleck.planner.recovery.answer import Answer
 
 TOLD_TO_END = "its agent was told to end"
 

@@ -24,7 +24,7 @@ from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.planner.job.spec import RecoveryPolicy
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.recovery.policies import Answer
+from oobleck.planner.recovery.answer import Answer
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.units import count, listed
 

@@ -1,7 +1,7 @@
 """Plans that give slow workers less to do, and what they had back once they are well.
 
 Nothing waits for such a plan: it comes at a step boundary. Whether one is worth it is the
-planner's word (`oobleck.planner.recovery.policies`). Must not know how a worker is found slow.
+planner's word (`oobleck.planner.recovery.uneven.answer`). Must not know how a worker is found slow.
 """
 
 from collections.abc import Iterable

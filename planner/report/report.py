@@ -12,7 +12,8 @@ from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import runs
 from oobleck.planner.programs.template import PipelineTemplate
-from oobleck.planner.recovery.policies import Answer, Change, Policy, answer, answers
+from oobleck.planner.recovery.answer import Answer, Change, Policy
+from oobleck.planner.recovery.policies import answer, answers
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.report.drawing import (
     WIDTH,

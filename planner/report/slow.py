@@ -7,9 +7,10 @@ from typing import Any
 
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.recovery.policies import Answer, Change, by_rates, uneven
+from oobleck.planner.recovery.answer import Answer, Change
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Rule
+from oobleck.planner.recovery.uneven.answer import by_rates, uneven
 from oobleck.planner.report.shape import shape
 
 _SLOW = re.compile(r"(?P<node>[^/=]+)(/(?P<slot>[0-9]{1,9}))?=(?P<rate>.+)")

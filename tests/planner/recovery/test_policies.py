@@ -14,8 +14,10 @@ from oobleck.planner.programs.pipeline import place
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.shards import Shard, require_holders
 from oobleck.planner.programs.transfer import plan_transfers
-from oobleck.planner.recovery.policies import Answer, Change, answer, answers, shadowed
+from oobleck.planner.recovery.answer import Answer, Change
+from oobleck.planner.recovery.policies import answer, answers
 from oobleck.planner.recovery.reconfigure import can_lose
+from oobleck.planner.recovery.shadowed import shadowed
 from oobleck.planner.recovery.uneven import candidates
 from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.search.templates import generate_templates

@@ -13,7 +13,9 @@ from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.job.spec import RecoveryPolicy
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.recovery.policies import Change, answer, by_rates, uneven
+from oobleck.planner.recovery.answer import Change
+from oobleck.planner.recovery.policies import answer
+from oobleck.planner.recovery.uneven.answer import by_rates, uneven
 from oobleck.planner.recovery.uneven.worth import Prospect
 from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.search.templates import generate_templates

@@ -1,0 +1,84 @@
+"""A change of the nodes or of their speed, and an answer to it. Must not know any policy."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.recovery.reconfigure import Reconfiguration, Templates
+from oobleck.planner.recovery.uneven.candidates import Situation
+from oobleck.planner.search.demand import Costs
+from oobleck.planner.search.instantiate import Judge, by_formula
+
+#: What comes behind an answer, at a step boundary; `shadow`: see
+#: `oobleck.planner.recovery.shadowed`.
+Next = Literal["templates", "shadow"]
+
+Policy = Literal["templates", "reroute", "uneven", "shadow"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What nodes and plans are before a change, and what plans are made of."""
+
+    #: What runs, and the newest plan of templates: the same, unless it was re-routed since.
+    plan: Plan
+    base: Plan
+    live: tuple[NodeName, ...]
+    generation: Generation
+    templates: Templates
+    profile: Profile
+    fault_tolerance: int
+    #: The head shares layer 0's token embedding.
+    tied: bool
+    #: The job names the plan's schedule.
+    schedule_named: bool = False
+    #: Whether nodes may hold layers that they do not run.
+    shadows: bool = False
+    judge: Judge = by_formula
+    costs: Costs | None = None
+    #: Of workers that are slower than profiled; those of others than the live ones do not matter.
+    rates: Mapping[WorkerId, float] = field(default_factory=dict)
+    #: `uneven` may leave out nodes with slow workers: whoever asks takes them back when they are
+    #: well.
+    stand_by: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One policy's answer to a change, or the one that is taken."""
+
+    policy: Policy
+    #: Its plan is settled: it can be handed out.
+    found: Reconfiguration
+    #: State that moves before the next step, and what that takes.
+    moved_bytes: int
+    stall_s: float
+    step_s: float
+    #: What follows at a step boundary behind it.
+    then: Next | None = None
+
+
+def situation(change: Change) -> Situation:
+    return Situation(
+        running=change.plan,
+        base=change.base,
+        rates={worker: rate for worker, rate in sorted(change.rates.items()) if rate != 1},
+        profile=change.profile,
+        tied=change.tied,
+        schedule_named=change.schedule_named,
+    )
+
+
+def moves(change: Change, plan: Plan) -> tuple[int, int]:
+    """Bytes of state that workers lack before `plan` can begin, and those of the node that lacks
+    most."""
+    held, received = change.plan.shards, Counter[NodeName]()
+    for worker, shards in plan.shards.items():
+        for shard in shards - held.get(worker, frozenset()):
+            size = change.profile.layers[shard.layer].state_bytes
+            received[worker.node] += -(-size // shard.parts)
+    return received.total(), max(received.values(), default=0)

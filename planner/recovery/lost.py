@@ -1,0 +1,84 @@
+"""Answers to nodes that are lost or come: by templates, and around those that are lost."""
+
+from dataclasses import replace
+
+from oobleck.planner.cost.estimate import estimate_step
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.programs.listing.schedule import listed_routes
+from oobleck.planner.programs.proof import prove
+from oobleck.planner.recovery.answer import Answer, Change, moves, situation
+from oobleck.planner.recovery.reconfigure import Reconfiguration, reconfigure
+from oobleck.planner.recovery.reroute import reroute
+from oobleck.planner.recovery.shadowed import shadows_behind
+from oobleck.planner.recovery.uneven.candidates import hop_ticks, scheduled
+from oobleck.planner.recovery.uneven.shares import reshared
+from oobleck.planner.search.choose import keep_schedule, settled
+from oobleck.planner.search.shadows import with_shadows
+from oobleck.planner.units import listed
+
+
+def by_templates(change: Change) -> Answer:
+    """A plan of templates for the nodes that live. Raises PlanInfeasible."""
+    profile = change.profile
+    found = reconfigure(
+        change.base,
+        change.live,
+        templates=change.templates,
+        profile=profile,
+        fault_tolerance=change.fault_tolerance,
+        generation=change.generation,
+        judge=change.judge,
+        costs=change.costs,
+    )
+    plan = found.plan.with_rates(change.rates)
+    if plan.rates:
+        plan = reshared(plan, profile)
+    plan = keep_schedule(plan, profile)
+    if change.shadows:
+        # What moves for shadows must not keep the next step waiting.
+        plan = with_shadows(
+            plan,
+            profile,
+            fault_tolerance=change.fault_tolerance,
+            held=change.plan.shards,
+            moving=False,
+        )
+    plan = settled(plan, profile)
+    moved_bytes, busiest_bytes = moves(change, plan)
+    return Answer(
+        policy="templates",
+        found=replace(found, plan=plan),
+        moved_bytes=moved_bytes,
+        stall_s=busiest_bytes / profile.links.inter_node_bytes_per_s,
+        step_s=estimate_step(plan, profile, tied=change.tied).step_s,
+        then=shadows_behind(plan, change),
+    )
+
+
+def by_reroute(change: Change) -> Answer:
+    """The running plan around the workers of lost nodes. Raises PlanInfeasible."""
+    plan, alive = change.plan, frozenset(change.live)
+    gone = sorted(set(plan.nodes) - alive)
+    if not gone:
+        raise PlanInfeasible("no node is lost whose micro-batches could go elsewhere")
+    lost = {worker for worker in plan.workers if worker.node in gone}
+    profile = change.profile
+    ticks = hop_ticks(profile, plan.with_rates(change.rates))
+    routed = reroute(plan, lost, generation=change.generation, ticks=ticks)
+    routed, step_s = scheduled(routed.with_rates(change.rates), situation(change))
+    if listed_routes(routed):
+        prove(routed)
+    return Answer(
+        policy="reroute",
+        found=Reconfiguration(
+            plan=routed,
+            rule="reroute",
+            reason=f"{listed(gone)} lost: others that hold the same layers take the micro-batches",
+            # Only templates give layers to nodes that hold none.
+            idle=tuple(sorted(alive - set(plan.nodes))),
+        ),
+        moved_bytes=0,
+        stall_s=0.0,
+        step_s=step_s,
+        then=shadows_behind(routed, change),
+    )

@@ -1,0 +1,91 @@
+"""The answer to the rates that workers have now: of all candidates the best one, if it is worth it.
+
+Must not know how a candidate comes to its routes.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.programs.listing.schedule import listed_routes
+from oobleck.planner.programs.proof import prove
+from oobleck.planner.recovery.answer import Answer, Change, moves, situation
+from oobleck.planner.recovery.lost import by_templates
+from oobleck.planner.recovery.reconfigure import Reconfiguration
+from oobleck.planner.recovery.uneven.candidates import Situation, candidates, staying_s
+from oobleck.planner.recovery.uneven.worth import Prospect
+from oobleck.planner.units import format_bytes, listed
+
+
+def uneven(change: Change) -> Answer:
+    """The best plan for the rates that the workers of the running one have now; nobody is lost.
+
+    Raises PlanInfeasible, which says why, where staying is better.
+    """
+    now = situation(change)
+    before_s = staying_s(now)
+    offers = list(_by_rates(change, now))
+    if not offers:
+        raise PlanInfeasible("no other plan is better for the rates of the workers")
+    best = max(offers, key=lambda one: _prospect(one).until_next_loss)
+    if problem := _prospect(best).why_not(before_s):
+        raise PlanInfeasible(f"{problem}: not worth a change")
+    if listed_routes(best.found.plan):
+        prove(best.found.plan)
+    reason = (
+        f"{_slow_ones(change)}: {best.found.rule}: a step takes {best.step_s:.4g} s in place of "
+        f"{before_s:.4g} s, and {format_bytes(best.moved_bytes)} move"
+    )
+    return replace(best, found=replace(best.found, reason=reason))
+
+
+def by_rates(change: Change) -> tuple[float, Sequence[Answer]]:
+    """What a step of the running plan takes at the rates of now, and all that could be done."""
+    now = situation(change)
+    return staying_s(now), list(_by_rates(change, now))
+
+
+def _by_rates(change: Change, now: Situation) -> Iterator[Answer]:
+    running = change.plan
+    for each in candidates(now):
+        plan = replace(each.plan, generation=change.generation)
+        if (plan.holds, plan.routes, plan.schedule) == (
+            running.holds,
+            running.routes,
+            running.schedule,
+        ):
+            continue
+        moved_bytes, busiest_bytes = moves(change, plan)
+        yield Answer(
+            policy="uneven",
+            found=Reconfiguration(
+                plan=plan,
+                rule=each.rule,
+                reason="",
+                idle=tuple(sorted(set(change.live).difference(plan.nodes))),
+            ),
+            moved_bytes=moved_bytes,
+            stall_s=busiest_bytes / change.profile.links.inter_node_bytes_per_s,
+            step_s=each.step_s,
+        )
+    if change.stand_by and now.rates:
+        slow = {worker.node for worker in now.rates}
+        fewer = replace(change, live=tuple(node for node in change.live if node not in slow))
+        with suppress(PlanInfeasible):
+            found = by_templates(fewer)
+            without = replace(found.found, rule="stand by", idle=(*found.found.idle, *sorted(slow)))
+            yield replace(found, policy="uneven", found=without)
+
+
+def _prospect(one: Answer) -> Prospect:
+    return Prospect(step_s=one.step_s, stall_s=one.stall_s)
+
+
+def _slow_ones(change: Change) -> str:
+    slow = [
+        f"{worker} at {rate:.2g}"
+        for worker, rate in sorted(change.rates.items())
+        if rate != 1 and worker.node in change.live
+    ]
+    return f"{listed(slow)} of the profiled speed" if slow else "all workers are well again"
