@@ -37,6 +37,7 @@ from oobleck.host.ipc.messages import (
     StepRecord,
 )
 from oobleck.host.versions import Versions
+from oobleck.master.config import Retention
 from oobleck.master.events.jobs import (
     CheckpointPublished,
     CheckpointRequested,
@@ -250,6 +251,7 @@ class Agent:
 class Player:
     def __init__(self, timing: Detection | None = None) -> None:
         self.timing = timing or TIMING
+        self.retention = Retention()
         self.state = ClusterState()
         self.journal: list[tuple[float, Journaled]] = []
         self.now = 0.0
@@ -301,7 +303,9 @@ class Player:
     def _settle(self, prefix: str) -> None:
         for _ in range(100):
             before = copied(self.state)
-            decision = reconcile(self.state, self.now, self.timing, nonce="nonce")
+            decision = reconcile(
+                self.state, self.now, self.timing, nonce="nonce", retain=self.retention
+            )
             assert self.state == before, "reconcile changed the state"
             self.wake_at = decision.wake_at
             if not decision.actions:
@@ -353,6 +357,10 @@ class Player:
         assert durable(restored) == durable(self.state)
 
     # ---- commands
+
+    def do_forget_after(self, seconds: str) -> None:
+        """Lost nodes, from now on; each second of an agent's lease is played."""
+        self.retention = Retention(node_s=float(seconds))
 
     def do_submit(self, name: str, *options: str) -> None:
         values = {key: int(value) for key, value in (o.split("=") for o in options)}
