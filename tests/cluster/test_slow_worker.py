@@ -9,8 +9,8 @@ from bench.support.throttle import throttled
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-#: Of two processors; the slow one has much less.
-FAIR, LITTLE = 0.5, 0.15
+#: Of a processor; the slow one has much less.
+FAIR, LITTLE = 0.25, 0.08
 
 
 def job(text: str) -> dict[str, object]:

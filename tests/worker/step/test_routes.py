@@ -145,9 +145,15 @@ SHARED = make_plan(
 )
 
 
-@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
-    "point", ["before:Forward", "after:SendActivation", "before:Backward", "reduced", "voting"]
+    ("point", "tied"),
+    [
+        ("before:Forward", True),
+        ("after:SendActivation", False),
+        ("before:Backward", True),
+        ("reduced", True),
+        ("voting", False),
+    ],
 )
 def test_the_micro_batches_of_a_lost_worker_go_to_others(
     warm: WarmWorkers, tmp_path: Path, point: str, tied: bool
