@@ -1,6 +1,6 @@
 """A change of the nodes or of their speed, and an answer to it. Must not know any policy."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -74,11 +74,29 @@ def situation(change: Change) -> Situation:
 
 
 def moves(change: Change, plan: Plan) -> tuple[int, int]:
-    """Bytes of state that workers lack before `plan` can begin, and those of the node that lacks
-    most."""
-    held, received = change.plan.shards, Counter[NodeName]()
+    """Bytes of state that workers lack before `plan` can begin, and those of the node that receives
+    or sends most.
+
+    Each layer is sent by those that have it, evenly: who exactly sends what
+    (`oobleck.planner.programs.transfer`) takes seconds to find for a thousand workers.
+    """
+    layers, live = change.profile.layers, frozenset(change.live)
+    received, wanted = Counter[NodeName](), Counter[int]()
+    having = defaultdict[int, Counter[NodeName]](Counter)
+    held = {w: shards for w, shards in change.plan.shards.items() if w.node in live}
+    for worker, shards in held.items():
+        for shard in shards:
+            having[shard.layer][worker.node] += layers[shard.layer].state_bytes // shard.parts
     for worker, shards in plan.shards.items():
         for shard in shards - held.get(worker, frozenset()):
-            size = change.profile.layers[shard.layer].state_bytes
-            received[worker.node] += -(-size // shard.parts)
-    return received.total(), max(received.values(), default=0)
+            size = -(-layers[shard.layer].state_bytes // shard.parts)
+            received[worker.node] += size
+            # A copy on the same node takes no link.
+            if having[shard.layer][worker.node] < size:
+                wanted[shard.layer] += size
+    sent = Counter[NodeName]()
+    for layer, size in wanted.items():
+        whole = having[layer].total()
+        for node, share in having[layer].items():
+            sent[node] += -(-size * share // whole)
+    return received.total(), max((*received.values(), *sent.values()), default=0)

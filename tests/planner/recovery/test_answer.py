@@ -1,0 +1,60 @@
+"""What a change of plans moves, counted where most of it passes."""
+
+from collections.abc import Sequence
+
+from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold, Hop, Route
+from oobleck.planner.recovery.answer import Change, moves
+from support.profiles import profile_of
+
+LAYERS, BYTES = 4, 10
+
+
+def plan_of(holders: Sequence[str]) -> Plan:
+    """Each of these nodes is a pipeline of its own."""
+    workers = [WorkerId(NodeName(node), 0) for node in holders]
+    return Plan(
+        generation=Generation(1),
+        holds=tuple(
+            Hold(first_layer=0, last_layer=LAYERS - 1, workers=(worker,)) for worker in workers
+        ),
+        routes=tuple(
+            Route(
+                hops=(Hop(first_layer=0, last_layer=LAYERS - 1, workers=(worker,)),), microbatches=1
+            )
+            for worker in workers
+        ),
+        schedule="1f1b",
+    )
+
+
+def moved(before: Sequence[str], live: Sequence[str]) -> tuple[int, int]:
+    plan = plan_of(before)
+    change = Change(
+        plan=plan,
+        base=plan,
+        live=tuple(map(NodeName, live)),
+        generation=Generation(2),
+        templates={},
+        profile=profile_of([1.0] * LAYERS, state=[BYTES] * LAYERS, activation=[1] * LAYERS),
+        fault_tolerance=0,
+        tied=False,
+    )
+    return moves(change, plan_of(live))
+
+
+def test_one_node_that_serves_many_is_the_busiest() -> None:
+    assert moved(["n0"], ["n0", "n1", "n2", "n3"]) == (120, 120)
+
+
+def test_several_that_serve_share_it() -> None:
+    assert moved(["n0", "n1"], ["n0", "n1", "n2", "n3"]) == (80, 40)
+
+
+def test_a_lost_node_sends_nothing() -> None:
+    assert moved(["n0", "n1"], ["n1", "n2", "n3"]) == (80, 80)
+
+
+def test_what_nobody_holds_is_received_all_the_same() -> None:
+    assert moved(["n0"], ["n1", "n2"]) == (80, 40)
