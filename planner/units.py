@@ -22,7 +22,7 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def listed(names: Iterable[str]) -> str:
+def comma_separated(names: Iterable[str]) -> str:
     """`n1, n2`, in order; of many the first few and how many more there are."""
     ordered = sorted(names)
     if len(ordered) <= _MOST_LISTED:

@@ -18,7 +18,7 @@ from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import Drain, Node
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.redact import redact
-from oobleck.planner.units import count, listed
+from oobleck.planner.units import comma_separated, count
 from oobleck.proto import control_pb2 as pb
 from oobleck.proto.fields import message_of
 from oobleck.proto.plans import plan_message, worker_message
@@ -191,7 +191,7 @@ def _start_reason(state: ClusterState, job: Job) -> str:
 
 
 def _names(nodes: Iterable[Node]) -> str:
-    return listed(node.facts.node for node in nodes)
+    return comma_separated(node.facts.node for node in nodes)
 
 
 def node_info(state: ClusterState, node: Node, now: float) -> pb.NodeInfo:

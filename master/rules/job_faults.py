@@ -14,7 +14,7 @@ from oobleck.master.state.evidence import describe_exit
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
 from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.units import listed
+from oobleck.planner.units import comma_separated
 
 #: Ends of one worker's processes that may follow each other without a committed step in between.
 _MOST_ENDS = 5
@@ -42,7 +42,7 @@ def _jobs_fault(context: Context, job: Job) -> str | None:
         return None
     if len(news) <= len(_others(context, job, suspects)):
         return None
-    return f"{next(iter(news.values()))} (on {listed(sorted(news))})"
+    return f"{next(iter(news.values()))} (on {comma_separated(sorted(news))})"
 
 
 def _lone_node(job: Job) -> NodeName | None:

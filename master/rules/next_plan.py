@@ -26,7 +26,7 @@ from oobleck.planner.job.spec import RecoveryPolicy
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.answer import Answer
 from oobleck.planner.recovery.reconfigure import can_lose
-from oobleck.planner.units import count, listed
+from oobleck.planner.units import comma_separated, count
 
 _BACK = "put that right, and 'oobleck node undrain NODE' takes a node back"
 
@@ -184,7 +184,7 @@ def next_plan(
         return answer
     if job.spec.on_state_lost == "restart" and holders.gone_for_good(context, job) is not None:
         return answer
-    away = listed(holders.may_bring_back(context, job, lost.layers))
+    away = comma_separated(holders.may_bring_back(context, job, lost.layers))
     hope = f"only {away} with the workers of before can bring it back; or " if away else ""
     fix = "cancel the job and submit it again, since there is no checkpoint"
     if job.spec.on_state_lost == "restart":
@@ -205,7 +205,7 @@ def _for_losses(job: Job) -> RecoveryPolicy:
 
 
 def names(nodes: Iterable[Node]) -> str:
-    return listed(node.facts.node for node in nodes)
+    return comma_separated(node.facts.node for node in nodes)
 
 
 def wait(state: ClusterState, job: Job, infeasible: PlanInfeasible, *more: str) -> Decision:
@@ -240,7 +240,7 @@ def _left_out(nodes: Iterable[tuple[NodeName, str]]) -> list[str]:
     for node, why in nodes:
         by_reason.setdefault(why, []).append(node)
     return [
-        f"{listed(found)} {'is' if len(found) == 1 else 'are'} left out: {why}"
+        f"{comma_separated(found)} {'is' if len(found) == 1 else 'are'} left out: {why}"
         for why, found in by_reason.items()
     ]
 

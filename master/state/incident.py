@@ -15,7 +15,7 @@ import msgspec
 from oobleck.master.events.nodes import Evidence
 from oobleck.master.events.plans import Cause, ReconfigurationStats
 from oobleck.planner.ids import Generation, WorkerId
-from oobleck.planner.units import listed
+from oobleck.planner.units import comma_separated
 
 Kind = Literal[
     "worker died",
@@ -165,7 +165,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
 
     def _cut_off(self) -> Setback:
         silenced = self.silenced
-        nodes = listed({s.node for s in silenced})
+        nodes = comma_separated({s.node for s in silenced})
         return Setback(
             kind="head cut off",
             reason=f"the head was cut off from {nodes}, whose agents lived on",

@@ -5,7 +5,7 @@ from oobleck.master.events.jobs import JobCancelled, JobCaughtUp, JobFailed, Job
 from oobleck.master.events.plans import FirstStepCommitted, ReconfigurationStats
 from oobleck.master.events.unions import Journaled
 from oobleck.master.state.incident import Incident, Setback
-from oobleck.planner.units import listed
+from oobleck.planner.units import comma_separated
 
 
 def outcome(event: Journaled) -> str:
@@ -31,15 +31,15 @@ def headline_of(incident: Incident) -> str:
     """What failed, in half a sentence: the root cause, and all that failed beside it."""
     root = incident.root_cause
     if root in incident.silenced and incident.head_is_cut_off is None:
-        names = listed({setback.node for setback in incident.silenced})
+        names = comma_separated({setback.node for setback in incident.silenced})
         return f"{names} fell silent together: the head is cut off from them, or they are lost"
     beside = [s for s in incident.setbacks if s is not root and not incident.is_consequence(s)]
     lost = {s.node for s in (root, *beside) if s.kind == root.kind == "node lost"}
     told = headline(root)
     if len(lost) > 1:
-        told = f"nodes {listed(lost)} were lost; {root.node}: {root.reason}"
+        told = f"nodes {comma_separated(lost)} were lost; {root.node}: {root.reason}"
     more = {_subject(s) for s in beside} - {_subject(root), "", *(f"node {n}" for n in lost)}
-    return f"{told}; also lost: {listed(more)}" if more else told
+    return f"{told}; also lost: {comma_separated(more)}" if more else told
 
 
 def _subject(setback: Setback) -> str:

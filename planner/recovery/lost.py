@@ -14,7 +14,7 @@ from oobleck.planner.recovery.uneven.candidates import hop_ticks, scheduled
 from oobleck.planner.recovery.uneven.shares import reshared
 from oobleck.planner.search.choose import keep_schedule, settled
 from oobleck.planner.search.shadows import with_shadows
-from oobleck.planner.units import listed
+from oobleck.planner.units import comma_separated
 
 
 def by_templates(change: Change) -> Answer:
@@ -73,7 +73,8 @@ def by_reroute(change: Change) -> Answer:
         found=Reconfiguration(
             plan=routed,
             rule="reroute",
-            reason=f"{listed(gone)} lost: others that hold the same layers take the micro-batches",
+            reason=f"{comma_separated(gone)} lost: others that hold the same layers take the "
+            "micro-batches",
             # Only templates give layers to nodes that hold none.
             idle=tuple(sorted(alive - set(plan.nodes))),
         ),

@@ -22,10 +22,12 @@ from oobleck.planner.recovery.lost import by_reroute, by_templates
 
 #: State that moves in less than this is moved at once.
 QUICK_S = 1.0
+#: What each policy has to say about a change.
+Answers = Mapping[Policy, Answer | PlanInfeasible]
 
 
-def answer(change: Change, wanted: RecoveryPolicy) -> Answer:
-    """What is done about a change.
+def answer(change: Change, wanted: RecoveryPolicy, known: Answers | None = None) -> Answer:
+    """What is done about a change. `known`: `answers(change)`, for whoever has that already.
 
     `auto`: a loss whose state moves in less than a second is answered by `templates`; else by
     `reroute` at once and by `templates` behind it, as far as both are possible. Where `reroute` is
@@ -34,27 +36,27 @@ def answer(change: Change, wanted: RecoveryPolicy) -> Answer:
     """
     if wanted == "reroute" and not frozenset(change.live).issuperset(change.plan.nodes):
         try:
-            return by_reroute(change)
+            return _made("reroute", change, known)
         except PlanInfeasible as infeasible:
-            found = by_templates(change)
+            found = _made("templates", change, known)
             reason = f"{found.found.reason}; not by reroute: {infeasible}"
             return replace(found, found=replace(found.found, reason=reason))
     try:
-        found = by_templates(change)
+        found = _made("templates", change, known)
     except PlanInfeasible:
         if wanted == "templates" or not change.shadows:
             raise
         # Fewer nodes than templates need may hold all layers as shadows.
         with suppress(PlanInfeasible):
-            return by_reroute(change)
+            return _made("reroute", change, known)
         raise
     if wanted == "auto" and found.stall_s >= QUICK_S:
         with suppress(PlanInfeasible):
-            return replace(by_reroute(change), then="templates")
+            return replace(_made("reroute", change, known), then="templates")
     return found
 
 
-def answers(change: Change) -> Mapping[Policy, Answer | PlanInfeasible]:
+def answers(change: Change) -> Answers:
     """Every policy's own answer, or why it has none."""
     found: dict[Policy, Answer | PlanInfeasible] = {}
     for policy, make in _MAKERS.items():
@@ -62,6 +64,13 @@ def answers(change: Change) -> Mapping[Policy, Answer | PlanInfeasible]:
             found[policy] = make(change)
         except PlanInfeasible as infeasible:
             found[policy] = infeasible
+    return found
+
+
+def _made(policy: Policy, change: Change, known: Answers | None) -> Answer:
+    found = known[policy] if known is not None else _MAKERS[policy](change)
+    if isinstance(found, PlanInfeasible):
+        raise found
     return found
 
 

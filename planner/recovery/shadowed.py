@@ -10,7 +10,7 @@ from oobleck.planner.recovery.answer import Answer, Change, Next, moves
 from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose
 from oobleck.planner.search.choose import settled
 from oobleck.planner.search.shadows import with_shadows
-from oobleck.planner.units import count, listed
+from oobleck.planner.units import comma_separated, count
 
 
 def shadows_behind(plan: Plan, change: Change) -> Next | None:
@@ -36,7 +36,7 @@ def shadowed(change: Change) -> Answer:
         found=Reconfiguration(
             plan=plan,
             rule="shadow",
-            reason=f"{listed(nodes)} hold layers of others too, so that "
+            reason=f"{comma_separated(nodes)} hold layers of others too, so that "
             f"{count(can_lose(plan), 'node')} can be lost",
             idle=tuple(sorted(set(change.live).difference(plan.nodes))),
         ),

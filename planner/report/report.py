@@ -12,8 +12,8 @@ from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import runs
 from oobleck.planner.programs.template import PipelineTemplate
-from oobleck.planner.recovery.answer import Answer, Change, Policy
-from oobleck.planner.recovery.policies import answer, answers
+from oobleck.planner.recovery.answer import Answer, Change
+from oobleck.planner.recovery.policies import Answers, answer, answers
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.report.drawing import (
     WIDTH,
@@ -59,7 +59,7 @@ class Loss:
     taken: Answer | None
     reason: str
     #: What each policy would do, or why it cannot.
-    answers: Mapping[Policy, Answer | PlanInfeasible]
+    answers: Answers
     #: Of a plan of templates.
     outcome: Outcome | None
 
@@ -234,7 +234,7 @@ def _losses(
         )
         each = answers(change)
         try:
-            taken = answer(change, policy)
+            taken = answer(change, policy, each)
         except PlanInfeasible as infeasible:
             reason = str(infeasible)
             yield Loss(node=gone, taken=None, reason=reason, answers=each, outcome=None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from oobleck.planner.ids import NodeName, WorkerId
-from oobleck.planner.units import listed
+from oobleck.planner.units import comma_separated
 
 #: unseen: what another worker sees does not appear here. unreadable: this node cannot read or
 #: write it. damaged: a layer's file is not what was written. unfit: it can be used nowhere.
@@ -33,7 +33,7 @@ def distinct_reasons(found: Iterable[Finding]) -> list[str]:
     for finding in found:
         if finding.kind != "fine":
             nodes.setdefault(finding.reason, set()).add(finding.worker.node)
-    return [f"{reason} (on {listed(names)})" for reason, names in nodes.items()]
+    return [f"{reason} (on {comma_separated(names)})" for reason, names in nodes.items()]
 
 
 def at_fault(found: Sequence[Finding]) -> frozenset[NodeName]:

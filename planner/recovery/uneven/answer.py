@@ -15,7 +15,7 @@ from oobleck.planner.recovery.lost import by_templates
 from oobleck.planner.recovery.reconfigure import Reconfiguration
 from oobleck.planner.recovery.uneven.candidates import Situation, candidates, staying_s
 from oobleck.planner.recovery.uneven.worth import Prospect
-from oobleck.planner.units import format_bytes, listed
+from oobleck.planner.units import comma_separated, format_bytes
 
 
 def uneven(change: Change) -> Answer:
@@ -88,4 +88,6 @@ def _slow_ones(change: Change) -> str:
         for worker, rate in sorted(change.rates.items())
         if rate != 1 and worker.node in change.live
     ]
-    return f"{listed(slow)} of the profiled speed" if slow else "all workers are well again"
+    return (
+        f"{comma_separated(slow)} of the profiled speed" if slow else "all workers are well again"
+    )
