@@ -6,6 +6,8 @@ action whose effect has been noted (as an event) is not decided again.
 
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from oobleck.agent.actions import (
     Action,
     AskStacks,
@@ -151,7 +153,9 @@ def _worker(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:
     assign, wish, number = state.desired.assign, state.desired.measure, state.desired.save
     if assign is not None and _counts_on(state, assign, worker):
         agenda.add(SendPlan(incarnation=worker.incarnation, assign=assign))
-    if wish is not None and _can_measure(wish, worker):
+    if wish is not None and wish.alone:
+        _measure_alone(state, wish, worker, agenda)
+    elif wish is not None and _can_measure(wish, worker):
         agenda.add(SendMeasure(incarnation=worker.incarnation, wish=wish))
     if worker.sent > NO_GENERATION and worker.closed_at is None and worker.save_sent < number:
         agenda.add(SendSave(incarnation=worker.incarnation, number=number))
@@ -198,6 +202,20 @@ def _counts_on(state: NodeState, assign: Assign, worker: WorkerState) -> bool:
         and worker.slot < len(incarnations)
         and incarnations[worker.slot] == worker.incarnation
         and WorkerId(state.node, worker.slot) in (*assign.plan.workers, *assign.leaving)
+    )
+
+
+def _measure_alone(state: NodeState, wish: Measure, worker: WorkerState, agenda: Agenda) -> None:
+    """Now and then, one after the other. Not at once: it was measured in training until now."""
+    since, asked_at = state.standing_by_since, worker.measure_sent_at
+    if since is None or worker.closed_at is not None or not worker.store:
+        return
+    if asked_at is not None and not worker.measured:
+        return
+    again = replace(wish, attempt=worker.measure_sent + 1)
+    last = max(since, asked_at or since)
+    agenda.add(
+        SendMeasure(incarnation=worker.incarnation, wish=again), last + state.detection.stand_by_s
     )
 
 

@@ -85,6 +85,8 @@ class NodeState:
     faults: Sequence[FaultRule] = ()
     #: The master's last word; at first that there is no job.
     desired: types.Assignment = NOTHING
+    #: Since when its workers stand by; None: they do not.
+    standing_by_since: float | None = None
     #: Until a master tells, those that most have.
     detection: Detection = field(default_factory=Detection)
     #: Since when no master hears this agent; None: one does.
@@ -148,7 +150,7 @@ class NodeState:
         """Take note of `event`; events about processes that are gone change nothing."""
         match event:
             case Assigned(desired=desired):
-                self._assign(desired)
+                self._assign(desired, now)
             case SessionBegan():
                 self.alone_since = None
             case SessionOver():
@@ -185,11 +187,15 @@ class NodeState:
                 if (worker := self.workers.get(event.incarnation)) is not None:
                     self._about_worker(worker, event, now)
 
-    def _assign(self, desired: types.Assignment) -> None:
+    def _assign(self, desired: types.Assignment, now: float) -> None:
         if desired.job_id != self.desired.job_id:
             self.slots = [Slot() for _ in range(self.slot_count)]
             self.step_seconds.clear()
             self.timed_step = 0
+        if desired.measure is None or not desired.measure.alone:
+            self.standing_by_since = None
+        elif self.standing_by_since is None:
+            self.standing_by_since = now
         self.desired = desired
 
     def _about_worker(self, worker: WorkerState, event: WorkerEvent, now: float) -> None:

@@ -76,6 +76,8 @@ class WorkerState:
     finished: bool = False
     #: Newest attempt at a measurement that was handed to it, and what came of it; until its plan.
     measure_sent: int = 0
+    #: When that was; None: not since its plan.
+    measure_sent_at: float | None = None
     measured: tuple[Measured | LinkMeasured, ...] = ()
     #: Number of the newest wish for a checkpoint that was handed to it.
     save_sent: int = 0
@@ -115,9 +117,10 @@ class WorkerState:
                 self.sent, self.peer_lost = assign.plan.generation, None
                 if not assign.boundary:
                     self.told_at = now
-                self.measured = ()
+                self.measure_sent_at, self.measured = None, ()
             case SendMeasure(wish=wish):
                 self.measure_sent, self.measured = wish.attempt, ()
+                self.measure_sent_at = now
             case SendSave(number=number):
                 self.save_sent = number
             case Asked(kernel=kernel):

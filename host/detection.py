@@ -75,6 +75,8 @@ class Detection:
     profile_timeout_s: float = 60.0
     #: A node that fails again and again is put aside for so long, then twice as long; 0: never.
     quarantine_s: float = 60.0
+    #: A worker that stands by because it is slow is measured this often.
+    stand_by_s: float = 60.0
 
     @property
     def silence_s(self) -> float:

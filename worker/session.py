@@ -18,7 +18,7 @@ from oobleck.host.ipc.messages import (
     PhaseReached,
     Ready,
 )
-from oobleck.planner.ids import WorkerId
+from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.compile import compile_programs
 from oobleck.planner.programs.instructions import Program
@@ -91,6 +91,8 @@ class Session:
         self._recovery = Recovery(context)
         self._evaluator = Evaluator(context, held_out) if held_out else None
         self._saver = Saver(context)
+        #: The newest generation that was entered; 0: none.
+        self._entered = Generation(0)
         #: Of the generation that this worker is in.
         self._executor: Executor | None = None
 
@@ -99,15 +101,20 @@ class Session:
         context = self._context
         ready = Ready(pid=pid, store=context.store.endpoint, data=context.inputs.hex())
         context.control.report(ready)
-        while isinstance(wish := context.control.wait_begin(), Measure):
-            self._measuring.run(wish)
-            heap.give_back()  # else it would count as what was there before the layers
+        wish = context.control.wait_next(self._entered)
         while True:
-            wish = self._enter(wish)
+            wish = self._measure(wish) if isinstance(wish, Measure) else self._enter(wish)
 
-    def _enter(self, assign: Assign) -> Assign:
-        """Live through one generation and return the assignment that follows it."""
+    def _measure(self, wish: Measure) -> Assign | Measure:
+        """In no generation; return what follows."""
+        self._measuring.run(wish, self._entered)
+        heap.give_back()  # else it would count as what was there before the layers
+        return self._context.control.wait_next(self._entered)
+
+    def _enter(self, assign: Assign) -> Assign | Measure:
+        """Live through one generation and return what follows it."""
         context, generation = self._context, assign.plan.generation
+        self._entered = generation
         control, timeline = context.control, context.timeline
         control.answered()
         timeline.enter(generation)
@@ -167,11 +174,11 @@ class Session:
         membership: Membership,
         programs: Mapping[WorkerId, Program],
         salvage: Salvage | None,
-    ) -> Assign:
+    ) -> Assign | Measure:
         """Run the remaining steps, the first one as far as `salvage` leaves it to do.
 
-        Returns the assignment that all go to at a step boundary, or after the last step, if one
-        comes: a loss at the very end, or a node that joined too late.
+        Returns what follows: the assignment that all go to at a step boundary, or after the last
+        step, if one comes: a loss at the very end, or a node that joined too late.
         """
         context, transport = self._context, membership.transport
         job, progress = context.job, context.progress

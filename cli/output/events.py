@@ -104,7 +104,7 @@ def _restored(record: dict[str, Any]) -> str:
 
 
 def _pace(record: dict[str, Any]) -> str:
-    if not record["steps"]:
+    if not record["steps"] and not record.get("alone"):
         return "is another process, and its pace is not known yet"
     if record["rate"] == 1:
         return "computes at the others' pace again"

@@ -120,9 +120,13 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True, tag="measure"):
 
     All get it at the same time, so that each measures under the load of the others, as in training.
     An `Assign` calls it off. Repeats and older attempts change nothing.
+
+    `alone`: the worker stands by, and measures a micro-batch; the agent has it do so again and
+    again, and counts the attempts.
     """
 
     attempt: int
+    alone: bool = False
     meetings: tuple[LinkPair, ...] = ()
     #: Workers of a node, among which layers may be shared.
     gpus: int = 1
@@ -309,7 +313,14 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
 
     attempt: int
     measurement: Measurement | None
+    #: Of one that stands by: what a micro-batch's forward and backward take in the embedding, a
+    #: block and the head.
+    alone_s: tuple[float, float, float] | None = None
     problem: str = ""
+
+    def __post_init__(self) -> None:
+        if not all(0 < seconds < math.inf for seconds in self.alone_s or ()):
+            raise ValueError(f"alone_s: {self.alone_s} are no times")
 
 
 class LinkMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="link_measured"):

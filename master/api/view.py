@@ -178,7 +178,10 @@ def _passing_reason(state: ClusterState, job: Job) -> str:
         return f"not connected, and lost if that lasts: {', '.join(away)}"
     if job.state == "running" and job.current.made is not None and job.current.made.then:
         return f"a plan of {job.current.made.then} follows at a step boundary once one is possible"
-    return "; ".join(str(told) for _, told in sorted(job.slow.items()))
+    told = "; ".join(str(told) for _, told in sorted(job.slow.items()))
+    if names := sorted(job.standing_by):
+        told += f", so {comma_separated(names)} {'stands' if len(names) == 1 else 'stand'} by"
+    return told
 
 
 def _start_reason(state: ClusterState, job: Job) -> str:
@@ -268,6 +271,11 @@ def _node_reason(state: ClusterState, node: Node, now: float) -> str:
     if not job.current.has_member(facts.node):
         if why := node.why_not_with(state.required_torch(job)):
             return f"cannot join the job: {why}"
+        if facts.node in job.standing_by:
+            slow = (
+                str(told) for worker, told in sorted(job.slow.items()) if worker.node == facts.node
+            )
+            return f"stands by: {'; '.join(slow)}"
         if state.is_ready(node, job):
             return "ready to join the job"
         return "its workers start, to join the job"

@@ -125,13 +125,16 @@ class RateChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     #: Seconds that it has computed per step, and that it would have at the others' pace.
     step_s: float = 0.0
     usual_s: float = 0.0
-    #: So many steps have told it, in so many seconds; 0: its process is another one.
+    #: So many steps have told it, in so many seconds; 0: its process is another one, or it was
+    #: measured `alone`.
     steps: int = 0
     seconds: float = 0.0
+    #: It stands by, and the step is one of another worker.
+    alone: bool = False
 
     def __str__(self) -> str:
         """For operators, in half a sentence."""
-        if not self.steps:
+        if not self.steps and not self.alone:
             return f"{self.worker} is another process, and its pace is not known yet"
         if self.rate == 1:
             return f"{self.worker} computes at the others' pace again"

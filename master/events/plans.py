@@ -12,6 +12,8 @@ from oobleck.host.ipc.messages import Assign
 from oobleck.master.events.nodes import Evidence
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.rates import WorkerRate
+from oobleck.planner.recovery.rules import OF_OTHER_NODES
 
 #: Of the way into a generation, in order: the loss is found out, no plan is found and none can be
 #: made until nodes come, the workers leave the generation before, meet, move layers, and train.
@@ -81,6 +83,8 @@ class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
     policy: str = "templates"
     #: Whose plan is to follow at a step boundary; empty: nobody's.
     then: str = ""
+    #: Slow workers of nodes that stand by, and how slow they were then.
+    standing_by: tuple[WorkerRate, ...] = ()
     #: Of the generation before, where it did not come to its first step.
     overtaken: ReconfigurationStats | None = None
     #: What was seen of failures since the last event that carries such.
@@ -90,6 +94,11 @@ class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
     def assign(self) -> Assign:
         """What agents and workers are told."""
         return Assign(**{name: getattr(self, name) for name in Assign.__struct_fields__})
+
+    @property
+    def is_of_templates(self) -> bool:
+        """Whether it comes from no plan before."""
+        return self.policy == "templates" or self.rule in OF_OTHER_NODES
 
 
 class PlanFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):

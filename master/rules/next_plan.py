@@ -6,6 +6,7 @@ worth the wait: the job fails.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from oobleck.host.ipc.messages import Rendezvous
 from oobleck.master.events.jobs import JobWaiting
@@ -24,6 +25,7 @@ from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.planner.job.spec import RecoveryPolicy
 from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.rates import WorkerRate
 from oobleck.planner.recovery.answer import Answer
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.units import comma_separated, count
@@ -98,6 +100,11 @@ def plan_made(
         anew=go_back and not job.has_checkpoint,
         policy=policy,
         then=then,
+        standing_by=tuple(
+            WorkerRate(worker=worker, rate=rate)
+            for worker, rate in sorted(job.rates.items())
+            if worker.node not in plan.nodes and worker.node not in job.current.lost_nodes
+        ),
         overtaken=reconfiguration_stats(context, job),
         evidence=() if boundary else carried(job, context.now),
     )
@@ -171,15 +178,39 @@ def next_plan(
     wanted: PlanWanted | None = None,
 ) -> Answer:
     """What becomes of `job`'s newest plan on `live`, by the `wanted` policy; None: as after a loss.
+    Nodes that stand by get a part where only that makes a plan, or one that can lose as many nodes
+    as the job wants.
+
     Raises StillPlanning, and PlanInfeasible, also where a layer of a model that has been trained
     has no holder in the new plan, and there is no checkpoint, unless it is gone for good and the
     job wants to begin anew then."""
     wanted = wanted or _for_losses(job)
+    at_work = [node for node in live if node.facts.node not in job.standing_by]
+    if wanted == "uneven" or len(at_work) == len(live):
+        return _next_plan(context, job, live, generation, wanted)
+    try:
+        found = _next_plan(context, job, at_work, generation, wanted)
+    except PlanInfeasible:
+        return _next_plan(context, job, live, generation, wanted)
+    if can_lose(found.found.plan) >= job.spec.fault_tolerance:
+        return found
+    with suppress(PlanInfeasible):
+        with_all = _next_plan(context, job, live, generation, wanted)
+        if can_lose(with_all.found.plan) > can_lose(found.found.plan):
+            return with_all
+    return found
+
+
+def _next_plan(
+    context: Context, job: Job, live: Sequence[Node], generation: Generation, wanted: PlanWanted
+) -> Answer:
     answer = client.next_plan(context.planner, job, live, generation, wanted)
     lost = holders.lost_layers(context.state, job, answer.found.plan)
+    if lost is not None and wanted in ("uneven", "shadow"):
+        raise PlanInfeasible(*lost.causes)  # nobody is forced to make a change
     if lost is not None and answer.policy != "templates":
         # State must move all the same, so it may as well go where it is best.
-        return next_plan(context, job, live, generation, "templates")
+        return _next_plan(context, job, live, generation, "templates")
     if lost is None or job.has_checkpoint:
         return answer
     if job.spec.on_state_lost == "restart" and holders.gone_for_good(context, job) is not None:

@@ -12,7 +12,7 @@ well on the whole for a while, though not in every sample.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from statistics import median, median_low
@@ -21,10 +21,10 @@ from oobleck.master.events.jobs import RateChanged
 from oobleck.master.planning.machines import Machines, profile_on
 from oobleck.master.rules.decision import Context, Decision, decide
 from oobleck.master.state.job import Job
-from oobleck.master.state.readings import Round
+from oobleck.master.state.readings import Alone, Round
 from oobleck.planner.cost.computing import computing_by_layer_s
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.profile.profile import Profile
+from oobleck.planner.profile.profile import LayerProfile, Profile
 from oobleck.planner.programs.plan import Plan
 
 #: Of the median's time.
@@ -36,6 +36,8 @@ WHILE_S = 3.0
 LOST_S = 0.8
 #: A slow worker's rate is told anew when it has changed by more.
 _CHANGE = 0.2
+#: Who is measured alone may seem so many times as fast or as slow as it is in training.
+SURE = 1.5
 #: Rates are told in such steps, and none lower than one.
 _STEP = 0.05
 
@@ -54,7 +56,7 @@ class _Sample:
 
 def watch(context: Context, job: Job) -> Decision | None:
     """Tell whose pace has changed, if any."""
-    told = [*_replaced(context, job), *_changed(context, job)]
+    told = [*_replaced(context, job), *_changed(context, job), *_alone(context, job)]
     return decide(told, "; ".join(map(str, told)))
 
 
@@ -89,6 +91,62 @@ def _changed(context: Context, job: Job) -> Iterator[RateChanged]:
             rate = _rate(run, worker) if run else told.rate
         if rate != (1.0 if told is None else told.rate):
             yield _event(job, worker, rate, run)
+
+
+def _alone(context: Context, job: Job) -> Iterator[RateChanged]:
+    """Of slow workers that stand by, and what they have measured meanwhile."""
+    made, pace = job.current.made, job.seen.pace
+    if made is None or pace.generation != job.current.generation:
+        return
+    members = [context.state.nodes[name] for name in job.current.members]
+    for worker, told in job.slow.items():
+        found = pace.alone.get(worker)
+        if found is None or found.process != told.incarnation or worker.node in made.plan.nodes:
+            continue
+        profile = profile_on(job.spec, Machines.of(job, members))
+        steps = _other_steps(made.plan, profile, found)
+        if not steps:
+            continue
+        slowness = median_low(step_s / usual_s for step_s, usual_s in steps)
+        rate = told.rate
+        if slowness < SURE:
+            rate = 1.0
+        elif not 1 / SURE <= slowness * told.rate <= SURE:
+            rate = _rate_of(slowness)
+        if rate != told.rate:
+            step_s, usual_s = min(steps, key=lambda each: abs(each[0] / each[1] - slowness))
+            yield RateChanged(
+                job_id=job.id,
+                worker=worker,
+                incarnation=told.incarnation,
+                rate=rate,
+                step_s=step_s,
+                usual_s=usual_s,
+                alone=True,
+            )
+
+
+def _other_steps(plan: Plan, profile: Profile, found: Alone) -> Sequence[tuple[float, float]]:
+    """What the others' shares of a step would take the worker that stands by, and take themselves.
+    Neither goes by the profile's times, which may be wrong."""
+    usual_s = _sample(plan, profile, found.rounds[0], found.rounds[-1]).step_s
+    own = _profiled_s(plan, _as_measured(profile, found.seconds))
+    whole = {worker: sum(own.get(worker, {}).values()) for worker in usual_s}
+    return [(whole[worker], seconds) for worker, seconds in usual_s.items() if whole[worker] > 0]
+
+
+def _as_measured(profile: Profile, seconds: tuple[float, float, float]) -> Profile:
+    """With other times; a layer's worker among several has the part that the profile tells."""
+    embedding_s, block_s, head_s = seconds
+    times = [embedding_s, *(block_s for _ in profile.layers[2:]), head_s]
+    return replace(profile, layers=tuple(map(_taking, profile.layers, times)))
+
+
+def _taking(layer: LayerProfile, seconds: float) -> LayerProfile:
+    profiled_s = {gpus: s + layer.backward_s[gpus] for gpus, s in layer.forward_s.items()}
+    whole_s = profiled_s[min(profiled_s)]
+    half = {gpus: seconds / 2 * (s / whole_s if whole_s else 1.0) for gpus, s in profiled_s.items()}
+    return replace(layer, forward_s=half, backward_s=half, backward_input_s={})
 
 
 def _well(samples: Sequence[_Sample], worker: WorkerId) -> Sequence[_Sample]:
@@ -136,7 +194,11 @@ def _run(
 
 def _rate(run: Sequence[_Sample], worker: WorkerId) -> float:
     """Of a slow worker."""
-    steps = round(1 / median(sample.slowness[worker] for sample in run) / _STEP)
+    return _rate_of(median(sample.slowness[worker] for sample in run))
+
+
+def _rate_of(slowness: float) -> float:
+    steps = round(1 / slowness / _STEP)
     return round(min(max(1, steps), round(1 / _STEP) - 1) * _STEP, 2)
 
 

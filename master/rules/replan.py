@@ -32,6 +32,7 @@ from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.job import Job
 from oobleck.master.state.node import Node
 from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.ids import NodeName
 from oobleck.planner.programs.plan import Plan
 
 #: Nodes keep a join waiting for at most so many settle times.
@@ -196,7 +197,8 @@ def join(context: Context, job: Job) -> Decision | None:
     if job.seen.steps.furthest_step >= job.spec.training.steps:
         return None
     ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
-    due = _settled_at(context, job, ready)
+    # Those that stand by are taken back when that is worth it (`oobleck.master.rules.uneven`).
+    due = _settled_at(context, job, [n for n in ready if n.facts.node not in job.standing_by])
     if draining.on_the_move(state, job):
         return None  # their place is not free yet
     if due is None or not all(state.nodes[name].connected for name in job.current.members):
@@ -215,13 +217,31 @@ def join(context: Context, job: Job) -> Decision | None:
         job,
         found.plan,
         boundary=True,
-        cause="node joined",
+        cause="worker well" if _stood_by(state, job, found.plan) else "node joined",
         rule=found.rule,
         reason=found.reason,
         detect_s=0.0,  # until it has settled, nothing waits for it
         then=answer.then or "",
     )
     return Decision(actions=(event,), reason=found.reason)
+
+
+def _stood_by(state: ClusterState, job: Job, plan: Plan) -> bool:
+    """Whether all that `plan` takes in stood by, so that they are well now."""
+    if job.current.made is None:
+        return False
+    before = {slow.worker for slow in job.current.made.standing_by}
+    return all(
+        any(worker.node == name for worker in before) and _has_trained(state, job, name)
+        for name in plan.nodes
+        if not job.current.has_member(name)
+    )
+
+
+def _has_trained(state: ClusterState, job: Job, name: NodeName) -> bool:
+    """Whether its processes have had a part in a plan."""
+    workers = state.nodes[name].seen.status.workers
+    return all(worker.incarnation in job.lineage.replaced for worker in workers)
 
 
 def _settled_at(context: Context, job: Job, ready: Sequence[Node]) -> float | None:
@@ -246,7 +266,7 @@ def follow_up(context: Context, job: Job) -> Decision | None:
     if not all(state.nodes[name].connected for name in job.current.members):
         return None
     ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
-    due = _settled_at(context, job, ready)
+    due = _settled_at(context, job, [n for n in ready if n.facts.node not in job.standing_by])
     if due is not None and context.now < due:
         return None  # they join in the same plan
     wanted: Literal["templates", "shadow"] = "shadow" if made.then == "shadow" else "templates"

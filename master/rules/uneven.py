@@ -1,18 +1,22 @@
-"""Plans that give slow workers less to do, and what they had back once they are well.
+"""Plans that give slow workers less to do, or nothing, and what they had back once they are well.
 
 Nothing waits for such a plan: it comes at a step boundary. Whether one is worth it is the
-planner's word (`oobleck.planner.recovery.uneven.answer`). Must not know how a worker is found slow.
+planner's word (`oobleck.planner.recovery.uneven.answer`). A node that stands by and is well is one
+that joins (`oobleck.master.rules.replan`). Must not know how a worker is found slow.
 """
 
 from collections.abc import Iterable
 
-from oobleck.master.events.plans import Cause
+from oobleck.master.events.plans import Cause, PlanMade
 from oobleck.master.rules import draining
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.next_plan import next_generation, next_plan, plan_made
-from oobleck.master.state.job import Job
+from oobleck.master.state.cluster import ClusterState
+from oobleck.master.state.job import EVENS_OUT, Job
+from oobleck.master.state.node import Node
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.programs.rates import WorkerRate
+from oobleck.planner.recovery.rules import OF_OTHER_NODES, Rule
 
 #: Between two plans around slow workers: a change costs a part of a second, and a worker that is
 #: slow now and then must not keep the job busy.
@@ -21,16 +25,18 @@ REST_S = 60.0
 
 def even_out(context: Context, job: Job) -> Decision | None:
     """Plan anew where workers compute at other rates than the newest plan counts on, or it counts
-    on slow ones and was made for something else."""
+    on slow ones, or leaves them out, and was made for something else."""
     state, made = context.state, job.current.made
-    if made is None or job.spec.recovery.policy not in ("auto", "uneven"):
+    if made is None or job.spec.recovery.policy not in EVENS_OUT:
         return None
     if job.state != "running" or job.seen.peers_lost or draining.on_the_move(state, job):
         return None
     if job.seen.steps.furthest_step >= job.spec.training.steps:
         return None
     planned, rates = made.plan.rates, made.plan.with_rates(job.rates).rates
-    if rates == planned and (made.policy == "uneven" or not rates):
+    waiting = _standing_by(state, job)
+    counted = made.policy == "uneven" or not (rates or waiting)
+    if counted and rates == planned and _as_slow(job, made):
         return None
     members = [state.nodes[name] for name in job.current.members]
     if not all(node.connected for node in members):
@@ -41,10 +47,12 @@ def even_out(context: Context, job: Job) -> Decision | None:
     if made.policy == "uneven" and not well and context.now < due:
         return Decision(wake_at=due, reason="the plan around slow workers is not a minute old")
     try:
-        answer = next_plan(context, job, members, next_generation(context, job), "uneven")
+        live = sorted([*members, *waiting], key=lambda node: node.facts.node)
+        answer = next_plan(context, job, live, next_generation(context, job), "uneven")
     except PlanInfeasible as infeasible:
         return Decision(reason=f"slow workers keep their part: {'; '.join(infeasible.causes)}")
-    cause: Cause = "worker well" if well else "worker slow"
+    better = well or answer.found.rule == "take back"
+    cause: Cause = "worker well" if better else "worker slow"
     event = plan_made(
         context,
         job,
@@ -55,9 +63,28 @@ def even_out(context: Context, job: Job) -> Decision | None:
         reason=answer.found.reason,
         detect_s=0.0,  # nothing waits for it
         policy=answer.policy,
-        then=made.then,
+        then=answer.then or _still_due(made, answer.found.rule),
     )
     return Decision(actions=(event,), reason=answer.found.reason)
+
+
+def _standing_by(state: ClusterState, job: Job) -> list[Node]:
+    """Nodes that stand by and could take part."""
+    names = job.standing_by
+    idle = [node for node in state.candidates(job) if node.facts.node in names] if names else []
+    return [node for node in idle if state.is_ready(node, job)]
+
+
+def _as_slow(job: Job, made: PlanMade) -> bool:
+    """Whether those that stand by are as slow as when the plan was made."""
+    before = {slow.worker: slow.rate for slow in made.standing_by}
+    here = (worker for worker in job.rates if worker.node in job.standing_by)
+    return all(job.rates[worker] == before.get(worker) for worker in here)
+
+
+def _still_due(made: PlanMade, rule: Rule) -> str:
+    """Templates that the plan before waited for are due as long as none have come."""
+    return made.then if made.then == "templates" and rule not in OF_OTHER_NODES else ""
 
 
 def _all_better(rates: Iterable[WorkerRate], planned: Iterable[WorkerRate]) -> bool:

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from oobleck.host.ipc.messages import Measure
 from oobleck.host.versions import Differences, differences
 from oobleck.master.state.job import ENDED, MOST_GENERATION, Job
 from oobleck.master.state.node import Node
@@ -157,9 +158,7 @@ class ClusterState:
                 version=desired.version,
                 job_id=job.id,
                 job=job.spec,
-                measure=job.profiling.under_way.wish
-                if job.profiling.under_way is not None
-                else None,
+                measure=Measure(attempt=1, alone=True) if desired.alone else _wish(job),
             )
         processes, leaving = job.current.processes(), job.current.leaving_processes()
         workers = [WorkerId(node.facts.node, slot) for slot in range(job.current.made.worker_slots)]
@@ -172,3 +171,8 @@ class ClusterState:
             worker_incarnations=tuple(process for process in named if process is not None),
             save=desired.save,
         )
+
+
+def _wish(job: Job) -> Measure | None:
+    measuring = job.profiling.under_way
+    return measuring.wish if measuring is not None else None

@@ -73,7 +73,7 @@ def _set(state: ClusterState, node: Node, member: bool, now: float, unix: float)
 def _wanted(state: ClusterState, node: Node, member: bool) -> Desired:
     """What the node shall do now, under the version that it has."""
     job = state.job
-    works, generation, attempt, save = False, None, 0, 0
+    works, generation, attempt, save, alone = False, None, 0, 0, False
     if job is not None:
         works = state.is_candidate(node, job, *state.asked_of_all) or (member and node.moves_off)
         if works and member:
@@ -81,6 +81,8 @@ def _wanted(state: ClusterState, node: Node, member: bool) -> Desired:
             save = job.saves.requested if job.saves.answered < job.saves.requested else 0
         elif works and job.profiling.under_way is not None:
             attempt = job.profiling.under_way.wish.attempt
+        elif works:
+            alone = node.facts.node in job.standing_by and not _may_be_asked(node, job)
         works = works or _keeps_state(node, job)
     return Desired(
         version=node.desired.version,
@@ -88,8 +90,14 @@ def _wanted(state: ClusterState, node: Node, member: bool) -> Desired:
         generation=generation,
         attempt=attempt,
         save=save,
+        alone=alone,
         drained=node.drain is not None and node.drain.done,
     )
+
+
+def _may_be_asked(node: Node, job: Job) -> bool:
+    """Whether the job may yet need what the node's workers hold."""
+    return any(node.facts.node in plan.nodes for plan in job.lineage.plans.values())
 
 
 def _keeps_state(node: Node, job: Job) -> bool:

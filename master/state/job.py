@@ -24,7 +24,7 @@ from oobleck.master.events.plans import PlanMade
 from oobleck.master.state.incident import Incident, LastIncident
 from oobleck.master.state.job_observed import JobSeen, SaveReport
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
-from oobleck.planner.job.spec import JobSpec
+from oobleck.planner.job.spec import JobSpec, RecoveryPolicy
 from oobleck.planner.programs.plan import Plan
 
 #: So many of the workers' last words on checkpoints are known again when they are repeated.
@@ -48,6 +48,8 @@ JobState = Literal[
     "failed",
     "cancelled",
 ]
+#: Under these policies slow workers get less to do, or nothing.
+EVENS_OUT: tuple[RecoveryPolicy, ...] = ("auto", "uneven")
 #: What takes away something that the newest plan counts on.
 DeclaredLoss = NodeLost | WorkerLost | NodeLeftOut | NodeReset | NodeDrained
 Loss = DeclaredLoss | NodeYielded
@@ -309,6 +311,13 @@ class Job:
         """How fast slow workers compute, as a part of the others' pace; all that are not in here
         are as fast as the others, as far as is known."""
         return {worker: told.rate for worker, told in self.slow.items()}
+
+    @property
+    def standing_by(self) -> frozenset[NodeName]:
+        """Nodes without a part in the newest plan that have a slow worker."""
+        if self.spec.recovery.policy not in EVENS_OUT:
+            return frozenset()
+        return frozenset(w.node for w in self.slow if not self.current.has_member(w.node))
 
     def forget_rates(self, node: NodeName) -> None:
         """The node's processes are gone, or about to go."""

@@ -64,6 +64,8 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     generation: Generation | None = None
     #: Without a generation: the attempt at measuring that the workers shall make; 0: none.
     attempt: int = 0
+    #: Its workers stand by, and measure now and then.
+    alone: bool = False
     #: Number of the newest request for a checkpoint.
     save: int = 0
     #: It is drained, and its agent may end.

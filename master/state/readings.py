@@ -34,6 +34,17 @@ class Round:
     readings: Mapping[WorkerId, Reading]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Alone:
+    """What a process that stands by has measured: seconds of a micro-batch in the embedding, a
+    block and the head, and the rounds of the others by then."""
+
+    process: Incarnation
+    attempt: int
+    seconds: tuple[float, float, float]
+    rounds: tuple[Round, ...]
+
+
 @dataclass(slots=True, kw_only=True)
 class PaceSeen:
     """How fast the workers of one generation compute."""
@@ -47,6 +58,8 @@ class PaceSeen:
     rounds: tuple[Round, ...] = ()
     #: When the last round was, or the first word came.
     since: float = 0.0
+    #: The newest measurement of each worker that stands by.
+    alone: dict[WorkerId, Alone] = field(default_factory=dict)
 
     def enter(self, generation: Generation) -> None:
         """Nothing of another generation counts."""
@@ -54,6 +67,24 @@ class PaceSeen:
             self.generation, self.rounds = generation, ()
             self.newest.clear()
             self.further.clear()
+            self.alone.clear()
+
+    def take_alone(
+        self,
+        worker: WorkerId,
+        process: Incarnation,
+        attempt: int,
+        seconds: tuple[float, float, float],
+    ) -> bool:
+        """Take what a worker that stands by has measured, once. Returns whether it says anything:
+        it does so beside the pace of others alone."""
+        known = self.alone.get(worker)
+        if len(self.rounds) < 2 or (
+            known is not None and (known.process, known.attempt) == (process, attempt)
+        ):
+            return False
+        self.alone[worker] = Alone(process, attempt, seconds, self.rounds)
+        return True
 
     def take(self, worker: WorkerId, reading: Reading, workers: int, now: float) -> bool:
         """Take the word of one of so many workers; without a step it is none. Returns whether it

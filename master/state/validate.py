@@ -101,7 +101,7 @@ def _generations_grow(job: Job) -> bool:
 
 
 def _has_base(current: CurrentPlan) -> bool:
-    re_routed = current.made is not None and current.made.policy != "templates"
+    re_routed = current.made is not None and not current.made.is_of_templates
     return (current.base is not None) == re_routed
 
 
@@ -125,9 +125,10 @@ def _desires(state: ClusterState, node: Node) -> bool:
     """A node does what the active job wants of it."""
     desired, job = node.desired, state.job
     if job is None or desired.job_id is None:
-        return desired.job_id is None and desired.generation is None and not desired.attempt
+        nothing = desired.generation is None and not desired.attempt and not desired.alone
+        return desired.job_id is None and nothing
     name = node.facts.node
-    if desired.job_id != job.id:
+    if desired.job_id != job.id or desired.alone > (name in job.standing_by):
         return False
     if desired.generation is not None:
         here = job.current.has_member(name) or name in job.current.leaving

@@ -48,7 +48,7 @@ def hear(state: ClusterState, event: WorkerReported, now: float) -> bool:
         case PeerLost() as lost:
             _hear_peer_lost(state, job, event, lost, now)
         case Measured() | LinkMeasured() as measured:
-            _take_measurement(job, event, measured)
+            counts = _take_measurement(job, event, measured)
         case Evaluated():
             pass  # is an event of its own, once it is on disk
     if counts:
@@ -135,17 +135,23 @@ def _with_more(first: PeerLost, then: PeerLost) -> PeerLost:
     )
 
 
-def _take_measurement(job: Job, event: WorkerReported, found: Measured | LinkMeasured) -> None:
-    """Only what the newest attempt asked for counts."""
+def _take_measurement(job: Job, event: WorkerReported, found: Measured | LinkMeasured) -> bool:
+    """Only what the newest attempt asked for counts, and of the process that was asked."""
+    if isinstance(found, Measured) and found.alone_s is not None:
+        told, pace = job.slow.get(event.worker), job.seen.pace
+        if told is None or told.incarnation != event.incarnation:
+            return False
+        return pace.take_alone(event.worker, event.incarnation, found.attempt, found.alone_s)
     measuring = job.profiling.under_way
     if measuring is None or found.attempt != measuring.wish.attempt:
-        return
+        return False
     if (event.worker, event.incarnation) not in measuring.workers:
-        return
+        return False
     if isinstance(found, Measured):
         job.seen.profiling.measured[event.incarnation] = found
     else:
         job.seen.profiling.links_measured[found.scope] = found
+    return True
 
 
 def _is_stale(job: Job, event: WorkerReported) -> bool:

@@ -42,9 +42,6 @@ class Change:
     costs: Costs | None = None
     #: Of workers that are slower than profiled; those of others than the live ones do not matter.
     rates: Mapping[WorkerId, float] = field(default_factory=dict)
-    #: `uneven` may leave out nodes with slow workers: whoever asks takes them back when they are
-    #: well.
-    stand_by: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,10 @@ Rule = Literal[
     "partial reroute",
     "recut",
     "stand by",
+    "take back",
 ]
+#: Of these, those that make a plan of templates, for fewer or more nodes.
+OF_OTHER_NODES: frozenset[Rule] = frozenset({"stand by", "take back"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from oobleck.planner.errors import PlanInfeasible
@@ -94,7 +94,7 @@ def _rate(text: str) -> float:
 
 def slowness(change: Change, healthy_s: float) -> Slowness:
     """What would be done at the rates of `change`, and what could be."""
-    staying_s, answers = by_rates(replace(change, stand_by=True))
+    staying_s, answers = by_rates(change)
     taken: Rule | None = None
     try:
         found = uneven(change).found

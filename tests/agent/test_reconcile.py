@@ -227,6 +227,30 @@ def test_each_attempt_at_measuring_goes_to_a_ready_worker_once() -> None:
     assert node.state.workers[A].measured == (), "of an older attempt"
 
 
+def test_a_worker_that_stands_by_measures_now_and_then() -> None:
+    node = Node().with_worker()
+    node.after(Assigned(desired=desired(generation=1)), sent(1))
+    alone = replace(desired(), measure=Measure(attempt=1, alone=True))
+    first = SendMeasure(incarnation=A, wish=Measure(attempt=1, alone=True))
+    second = SendMeasure(incarnation=A, wish=Measure(attempt=2, alone=True))
+    assert node.after(Assigned(desired=alone), at=100.0) == (), "it was measured until now"
+    assert first not in node.after(at=159.9)
+    assert first in node.after(at=160.0)
+    node.after(first, at=160.0)
+    assert second not in node.after(at=225.0), "it is still at it"
+    answer = Measured(attempt=1, measurement=None, alone_s=(0.1, 0.2, 0.1))
+    node.after(WorkerSaid(incarnation=A, message=answer), at=225.0)
+    # A new session is told of the last one, whatever the master says meanwhile.
+    node.after(Assigned(desired=alone), at=226.0)
+    assert node.state.workers[A].measured == (answer,)
+    assert second in node.after(at=226.0)
+    node.after(second, WorkerSaid(incarnation=A, message=answer), at=227.0)
+    assert SendMeasure not in kinds(node.after(at=286.9))
+    assert SendMeasure in kinds(node.after(at=287.0))
+    node.after(Assigned(desired=desired(generation=2)), at=287.0)
+    assert kinds(node.after(at=300.0)) == [SendPlan], "it is taken back"
+
+
 def test_a_worker_with_a_plan_measures_nothing_and_its_answers_are_forgotten() -> None:
     node = Node().with_worker()
     node.after(Assigned(desired=measuring(1)))

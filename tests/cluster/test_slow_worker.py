@@ -1,4 +1,5 @@
-"""A worker that gets less of a processor than the others: operators see it, and when it is over."""
+"""A worker that gets less of a processor than the others: operators see it, and when it is over.
+One that gets next to nothing stands by until then, and the training is the same."""
 
 import json
 
@@ -6,11 +7,13 @@ import pytest
 
 from bench.support.cluster import LocalCluster
 from bench.support.throttle import throttled
+from oobleck.planner.job.file import parse_job
+from support.reference import train_reference
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 #: Of a processor; the slow one has much less.
-FAIR, LITTLE = 0.25, 0.08
+FAIR, LITTLE, HARDLY_ANY = 0.25, 0.08, 0.05
 
 
 def job(text: str) -> dict[str, object]:
@@ -50,3 +53,41 @@ def test_a_throttled_worker_is_slow_until_it_is_not(wide_cluster: LocalCluster, 
     text_lines = cluster.oobleck("events", job_id).stdout
     assert "n2 worker 1 computes at 0." in text_lines
     assert "n2 worker 1 computes at the others' pace again" in text_lines
+
+
+def test_a_worker_that_hardly_runs_stands_by(small_cluster: LocalCluster, text: str) -> None:
+    cluster = small_cluster
+    wanted = job(text)
+    # A micro-batch each: nobody can have fewer and take part.
+    training = {"global_batch": 3, "microbatch": 1, "precision": "fp64"}
+    job_id = cluster.submit({**wanted, "training": {"steps": 100_000, **training}})
+    cluster.wait_step(job_id, 1)
+
+    def state_of_n3() -> tuple[str, bool]:
+        """Why it is idle, and whether it is in the plan."""
+        here = cluster.status(job_id)["generation"] == cluster.nodes()["n3"]["generation"]
+        return str(cluster.nodes()["n3"]["reason"]), here
+
+    slow = {"n3/0": cluster.worker_pids()["n3/0"]}
+    with throttled(slow, HARDLY_ANY) as shares:
+        cluster.wait(
+            lambda: "stands by: n3/0 computes at" in state_of_n3()[0], "n3 idle", poll_s=0.2
+        )
+        shares["n3/0"].set(1.0)
+        cluster.wait(lambda: state_of_n3() == ("", True), "n3 in the plan", poll_s=0.2)
+    committed = cluster.status(job_id)["committed_step"]
+    cluster.wait_step(job_id, committed + 3)
+    cluster.oobleck("cancel", job_id)
+    cluster.wait_end(job_id)
+
+    told = [(r["cause"], r["rule"]) for r in cluster.events(job_id, "reconfigured")]
+    assert ("worker slow", "stand by") in told
+    assert told[-1][0] == "worker well"
+    assert [r["rate"] for r in cluster.events(job_id, "rate_changed") if r.get("alone")][-1:] == [1]
+    metrics = cluster.metrics(job_id)
+    spec = {**wanted, "training": {"steps": len(metrics), **training}}
+    expected = train_reference(parse_job(json.dumps(spec))).steps
+    assert [line["samples_digest"] for line in metrics] == [s.samples_digest for s in expected]
+    assert [line["loss"] for line in metrics] == pytest.approx(
+        [step.loss for step in expected], rel=1e-12, abs=0
+    )

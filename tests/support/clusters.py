@@ -6,9 +6,11 @@ from bench.support.client import ENDED
 from bench.support.cluster import Cluster, LocalCluster
 
 #: While training is held up for a node that starts, nobody shall take it for a hang; and no job
-#: shall start without a node that is slow to get ready, and have it join later.
-PATIENT = tuple(
-    f"--master-flag=--{name}-s=100" for name in ("hang", "stall", "meeting", "start-timeout")
+#: shall start without a node that is slow to get ready, and have it join later. What comes once a
+#: minute comes every other second.
+PATIENT = (
+    *(f"--master-flag=--{name}-s=100" for name in ("hang", "stall", "meeting", "start-timeout")),
+    "--master-flag=--stand-by-s=2",
 )
 
 

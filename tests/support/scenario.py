@@ -607,6 +607,33 @@ class Player:
             )
         self._tell(agent)
 
+    def do_alone(self, attempt: str, *paces: str) -> None:
+        """Workers that stand by have measured; N1/0=2: in twice the time that the profile says."""
+        job = self.state.job
+        assert job is not None
+        members = [self.state.nodes[name] for name in job.current.members]
+        layers = profile_on(job.spec, Machines.of(job, members)).layers
+        embedding_s, block_s, head_s = (
+            layer.forward_s[1] + layer.backward_s[1] for layer in (*layers[:2], layers[-1])
+        )
+        for pace in paces:
+            name, factor = pace.split("=")
+            worker = worker_id(name)
+            node = self.state.nodes[worker.node]
+            asked = self.state.assignment(node).measure
+            assert asked is not None
+            assert asked.alone, f"{worker} was not asked to measure"
+            times = float(factor)
+            found = Measured(
+                attempt=int(attempt),
+                measurement=None,
+                alone_s=(times * embedding_s, times * block_s, times * head_s),
+            )
+            process = self._process(worker)
+            self._observe(
+                WorkerReported(worker=worker, job_id=job.id, incarnation=process, what=found)
+            )
+
     def do_evaluated(self, step: str, generation: str) -> None:
         job = self.state.job
         assert job is not None
@@ -1127,6 +1154,9 @@ def told(event: Journaled) -> str:
             return f"{name} {event.failed.what} step {event.failed.step}: {event.failed.reason}"
         case JobCaughtUp():
             return f"{name} step {event.step}"
+        case RateChanged(alone=True):
+            took = f"{event.step_s:.3f} s a step instead of {event.usual_s:.3f} s"
+            return f"{name} {event.worker}: {event.rate:g}, {took}, alone"
         case RateChanged():
             return (
                 f"{name} {event.worker}: {event.rate:g}, {event.step_s:.3f} s a step instead of "

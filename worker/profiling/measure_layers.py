@@ -18,6 +18,7 @@ from oobleck.planner.profile.memory import heap_and_mapped, with_holes
 from oobleck.planner.profile.profile import LayerProfile
 from oobleck.planner.programs.instructions import LayerPart
 from oobleck.worker.profiling.footprint import peak_bytes
+from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.mailbox import AHEAD
@@ -32,6 +33,9 @@ WARM_UP, LEAST, MOST = 1, 3, 40
 ROUND_S = 0.5
 #: and their state and activations no more than this: more than any cache holds.
 ROUND_BYTES = 512 << 20
+
+#: A worker that stands by computes each kind of layer for so long.
+ALONE_S = 0.3
 
 #: Called between repeats; raises when the measurement is no longer wanted.
 Check = Callable[[], None]
@@ -72,6 +76,29 @@ def measure_layers(
         device=name,
         torch=str(torch.__version__),
     )
+
+
+def measure_alone(job: JobSpec, device: torch.device, check: Check) -> tuple[float, float, float]:
+    """What a micro-batch's forward and backward take in the embedding, a block and the head. Raises
+    what `check` raises."""
+    head = job.model.layer_count - 1
+    embedding_s, block_s, head_s = (_alone_s(job, n, device, check) for n in (0, 1, head))
+    return embedding_s, block_s, head_s
+
+
+def _alone_s(job: JobSpec, layer: int, device: torch.device, check: Check) -> float:
+    """The mean, since a worker with a quota has its processor in spells. It rests as long as it
+    computes, as workers wait for others in training: else its quota would be used up sooner."""
+    pulse.beat("measure", layer)
+    bench = _Bench(job, [layer], device, job.training.microbatch)
+    bench.pass_through()  # to warm up
+    spent_s, passes = 0.0, 0
+    while spent_s < ALONE_S:
+        check()
+        taken_s = bench.pass_through()
+        spent_s, passes = spent_s + taken_s, passes + 1
+        time.sleep(taken_s)
+    return spent_s / passes
 
 
 def _block_count(job: JobSpec, device: torch.device) -> int:
@@ -237,6 +264,12 @@ class _Bench:
         started = self._now()
         self._update()
         self.seconds.update.append((self._now() - started) / len(self._layers))
+
+    def pass_through(self) -> float:
+        """Forward and backward of all, and the seconds that they take."""
+        return sum(map(self._forward_s, self._runners)) + sum(
+            map(self._backward_s, reversed(self._runners))
+        )
 
     def _forward_s(self, runner: StageRunner) -> float:
         started = self._now()

@@ -1,4 +1,4 @@
-"""Before the first generation: carries out the agent's wish to measure, and reports the results.
+"""In no generation: carries out the agent's wish to measure, and reports the results.
 
 Owns how two workers come to measure their link. A measurement that fails is reported and costs
 nothing else; an assignment or a newer wish calls it off at once.
@@ -12,7 +12,7 @@ from oobleck.planner.ids import Generation
 from oobleck.planner.profile.measurement import LinkMeasurement
 from oobleck.planner.profile.sharing import sharing_sizes
 from oobleck.worker.context import WorkerContext
-from oobleck.worker.profiling.measure_layers import measure_layers
+from oobleck.worker.profiling.measure_layers import measure_alone, measure_layers
 from oobleck.worker.profiling.measure_link import measure_link
 from oobleck.worker.runtime.errors import Superseded, TransportError
 from oobleck.worker.runtime.waiting import Waits
@@ -20,7 +20,7 @@ from oobleck.worker.transport.rendezvous import RendezvousStore, await_arrival
 
 log = logging.getLogger(__name__)
 
-#: Nothing is entered yet: any assignment is newer.
+#: Nothing is entered yet.
 _BEFORE = Generation(0)
 _MEMBERS = 2
 _BOTH_WAYS = ((0, 1), (1, 0))
@@ -34,12 +34,17 @@ class Measuring:
         self._context = context
         self._device_kind = device_kind
         self._control = context.control
+        #: The last one that was entered: a newer one calls a measurement off.
+        self._generation = _BEFORE
 
-    def run(self, wish: Measure) -> None:
-        """Returns when all is reported, or called off by an assignment or a newer wish."""
-        self._context.faults.reached("before:measure", generation=_BEFORE, step=0)
+    def run(self, wish: Measure, generation: Generation) -> None:
+        """Returns when all is reported, or called off by an assignment that is newer than
+        `generation`, or a newer wish."""
+        self._generation = generation
+        if not wish.alone:
+            self._context.faults.reached("before:measure", generation=_BEFORE, step=0)
         try:
-            self._control.report(self._measure_layers(wish))
+            self._control.report(self._measured(wish))
             for pair in wish.meetings:
                 if self._context.worker in pair.workers:
                     self._measure_link(wish, pair)
@@ -47,18 +52,18 @@ class Measuring:
             log.info("measuring was called off")
 
     def _check(self) -> None:
-        self._control.check_measuring()
+        self._control.check_measuring(self._generation)
 
-    def _measure_layers(self, wish: Measure) -> Measured:
+    def _measured(self, wish: Measure) -> Measured:
+        job, device = self._context.job, self._context.connector.device
         try:
-            sizes = sharing_sizes(self._context.job.training.microbatch, wish.gpus)
-            found = measure_layers(
-                self._context.job,
-                self._context.connector.device,
-                self._device_kind,
-                self._check,
-                sizes=sizes,
-            )
+            if wish.alone:
+                # What it holds was out of date before it was asked, and room is needed.
+                self._context.state.keep_only(())
+                found_s = measure_alone(job, device, self._check)
+                return Measured(attempt=wish.attempt, measurement=None, alone_s=found_s)
+            sizes = sharing_sizes(job.training.microbatch, wish.gpus)
+            found = measure_layers(job, device, self._device_kind, self._check, sizes=sizes)
         except (RuntimeError, MemoryError) as error:  # of torch; mostly for want of memory
             log.warning("layers were not measured", extra={"reason": str(error)})
             problem = str(error).partition("\n")[0] or type(error).__name__

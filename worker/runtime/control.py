@@ -100,12 +100,12 @@ class Control:
         if newest is not None and newest.plan.generation > generation:
             raise Superseded(newest.plan.generation)
 
-    def check_measuring(self) -> None:
+    def check_measuring(self, generation: Generation) -> None:
         """Raise Superseded when the measurement under way is to give way to a newer attempt or to
-        the first generation."""
-        self.check_wanted(Generation(0))
+        a generation newer than `generation`."""
+        self.check_newest(generation)
         if self._measure is not None:
-            raise Superseded(Generation(0))
+            raise Superseded(generation)
 
     def pending_boundary(self, generation: Generation) -> Generation | None:
         """The newest boundary change after `generation` that waits to be voted on, if any."""
@@ -120,23 +120,14 @@ class Control:
             self._boundaries = {g: a for g, a in self._boundaries.items() if g > generation}
         return chosen
 
-    def wait_next(self, generation: Generation) -> Assign:
-        """Wait for an assignment newer than `generation`, in which no more steps are run."""
+    def wait_next(self, generation: Generation) -> Assign | Measure:
+        """Wait for an assignment newer than `generation`, in which no more steps are run, or else
+        for what to measure; each wish to measure is returned once."""
         with self._changed:
             while True:
                 newest = self._newest()
                 if newest is not None and newest.plan.generation > generation:
                     return newest
-                with pulse.PAUSED:
-                    self._changed.wait()
-
-    def wait_begin(self) -> Assign | Measure:
-        """Before the first generation: the first one to enter, or else what to measure; each
-        wish to measure is returned once."""
-        with self._changed:
-            while True:
-                if self._abrupt is not None or self._boundaries:
-                    return self.wait_next(Generation(0))
                 if self._measure is not None:
                     wish, self._measure = self._measure, None
                     return wish
@@ -198,6 +189,7 @@ class Control:
         generation = assign.plan.generation
         callback = None
         with self._changed:
+            self._measure = None
             if assign.boundary:
                 self._boundaries[generation] = assign
             elif self._abrupt is None or generation > self._abrupt.plan.generation:

@@ -4,22 +4,23 @@ Must not know how a candidate comes to its routes.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.proof import prove
-from oobleck.planner.recovery.answer import Answer, Change, moves, situation
-from oobleck.planner.recovery.lost import by_templates
+from oobleck.planner.recovery.answer import Answer, Change, situation
 from oobleck.planner.recovery.reconfigure import Reconfiguration
+from oobleck.planner.recovery.shadowed import shadows_behind
 from oobleck.planner.recovery.uneven.candidates import Situation, candidates, staying_s
+from oobleck.planner.recovery.uneven.others import evened, of_other_nodes
 from oobleck.planner.recovery.uneven.worth import Prospect
 from oobleck.planner.units import comma_separated, format_bytes
 
 
 def uneven(change: Change) -> Answer:
-    """The best plan for the rates that the workers of the running one have now; nobody is lost.
+    """The best plan for the rates that workers have now; nobody is lost, and those that live and
+    are not in the running plan stand by.
 
     Raises PlanInfeasible, which says why, where staying is better.
     """
@@ -37,7 +38,9 @@ def uneven(change: Change) -> Answer:
         f"{_slow_ones(change)}: {best.found.rule}: a step takes {best.step_s:.4g} s in place of "
         f"{before_s:.4g} s, and {format_bytes(best.moved_bytes)} move"
     )
-    return replace(best, found=replace(best.found, reason=reason))
+    # Another cut may leave a layer with fewer nodes.
+    then = best.then or shadows_behind(best.found.plan, change)
+    return replace(best, found=replace(best.found, reason=reason), then=then)
 
 
 def by_rates(change: Change) -> tuple[float, Sequence[Answer]]:
@@ -56,26 +59,10 @@ def _by_rates(change: Change, now: Situation) -> Iterator[Answer]:
             running.schedule,
         ):
             continue
-        moved_bytes, busiest_bytes = moves(change, plan)
-        yield Answer(
-            policy="uneven",
-            found=Reconfiguration(
-                plan=plan,
-                rule=each.rule,
-                reason="",
-                idle=tuple(sorted(set(change.live).difference(plan.nodes))),
-            ),
-            moved_bytes=moved_bytes,
-            stall_s=busiest_bytes / change.profile.links.inter_node_bytes_per_s,
-            step_s=each.step_s,
-        )
-    if change.stand_by and now.rates:
-        slow = {worker.node for worker in now.rates}
-        fewer = replace(change, live=tuple(node for node in change.live if node not in slow))
-        with suppress(PlanInfeasible):
-            found = by_templates(fewer)
-            without = replace(found.found, rule="stand by", idle=(*found.found.idle, *sorted(slow)))
-            yield replace(found, policy="uneven", found=without)
+        idle = tuple(sorted(set(change.live).difference(plan.nodes)))
+        found = Reconfiguration(plan=plan, rule=each.rule, reason="", idle=idle)
+        yield evened(found, each.step_s, change)
+    yield from of_other_nodes(change, now)
 
 
 def _prospect(one: Answer) -> Prospect:

@@ -87,8 +87,7 @@ def candidates(now: Situation) -> Iterator[Candidate]:
         yield from _of_pipelines("reshare", reshared(source, now.profile), now)
     if source.rates:
         yield from _partial_reroutes(source, now)
-    if is_of_pipelines(source):
-        yield from _recuts(source, now)
+    yield from recuts(source, now)
 
 
 def _whole_routes(now: Situation) -> Plan:
@@ -121,12 +120,15 @@ def _of_pipelines(rule: Rule, plan: Plan, now: Situation) -> Iterator[Candidate]
 def _settled(plan: Plan, now: Situation) -> tuple[Plan, float]:
     """The plan of whole routes, and what a step takes. Raises PlanInfeasible."""
     final = settled(keep_schedule(plan, now.profile), now.profile)
-    _check_room(peak_bytes(final, now.profile), now)
+    check_room(peak_bytes(final, now.profile), now)
     return final, estimate_step(final, now.profile, tied=now.tied).step_s
 
 
-def _recuts(source: Plan, now: Situation) -> Iterator[Candidate]:
-    """The best one: under its schedule, or 1F1B, which keeps least and so lets stages grow most."""
+def recuts(source: Plan, now: Situation) -> Iterator[Candidate]:
+    """The best one, if these are whole pipelines: under their schedule, or 1F1B, which keeps least
+    and so lets stages grow most."""
+    if not is_of_pipelines(source):
+        return
     stages = max(len(pipeline.stages) for pipeline in source.pipelines)
     if stages * source.layer_count**2 > _MOST_CUTS:
         return
@@ -175,7 +177,7 @@ def scheduled(plan: Plan, now: Situation) -> tuple[Plan, float]:
     if plan.schedule != "1f1b" and estimate.peak_bytes > profile.gpu_memory_bytes:
         plan = replace(plan, schedule="1f1b")  # it keeps least
         estimate = estimate_listed(plan, profile, tied=now.tied)
-    _check_room(estimate.peak_bytes, now)
+    check_room(estimate.peak_bytes, now)
     split = replace(plan, schedule="zb-h1")
     if split != plan and not now.schedule_named and len(routes) < len(plan.routes):
         other = estimate_listed(split, profile, tied=now.tied)
@@ -184,7 +186,7 @@ def scheduled(plan: Plan, now: Situation) -> tuple[Plan, float]:
     return plan, estimate.step_s
 
 
-def _check_room(needed: int, now: Situation) -> None:
+def check_room(needed: int, now: Situation) -> None:
     """A shadow that takes over has activations too. Raises PlanInfeasible where a worker needs more
     than it has, and more than the plan of templates needs."""
     room = now.profile.gpu_memory_bytes

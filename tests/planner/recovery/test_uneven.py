@@ -159,14 +159,41 @@ def test_a_recut_pipeline_has_room() -> None:
             assert peak_bytes(found.found.plan, tight.profile) <= memory
 
 
-def test_a_slow_node_stands_by_only_where_it_can_be_taken_back() -> None:
-    asked = change({worker(5): 0.05}, profile=costs())
-    rules = {each.found.rule for each in by_rates(asked)[1]}
-    assert rules == {"reshare", "partial reroute", "recut"}
-    *_, last = by_rates(replace(asked, stand_by=True))[1]
-    assert last.found.rule == "stand by"
-    assert last.found.idle == ("n5",)
-    assert "n5" not in last.found.plan.nodes
+def test_a_very_slow_node_stands_by_and_is_taken_back() -> None:
+    asked = change({worker(5): 0.05}, sizes=(3, 3), profile=costs())
+    by_rule = {each.found.rule: each for each in by_rates(asked)[1]}
+    assert list(by_rule) == ["reshare", "partial reroute", "recut", "stand by"]
+    found = by_rule["stand by"].found
+    assert found.idle == ("n5",)
+    assert "n5" not in found.plan.nodes
+    aside = replace(asked, plan=found.plan, base=found.plan, generation=Generation(3))
+    with pytest.raises(PlanInfeasible, match="not worth a change"):
+        uneven(aside)
+    back = uneven(replace(aside, rates={worker(5): 0.3}))
+    assert back.found.rule == "take back"
+    assert back.found.plan.nodes == asked.plan.nodes
+    assert [str(one.worker) for one in back.found.plan.rates] == ["n5/0"]
+    # Another one may take its place at the same time.
+    swapped = replace(aside, rates={worker(5): 0.3, worker(2): 0.05})
+    out = [set(asked.plan.nodes) - {*each.found.plan.nodes} for each in by_rates(swapped)[1]]
+    assert {"n2"} in out
+
+
+@pytest.mark.parametrize(("sizes", "tolerance", "there"), [((2, 2), 1, False), ((2, 2), 0, True)])
+def test_nobody_stands_by_at_the_cost_of_a_guarantee(
+    sizes: Sequence[int], tolerance: int, there: bool
+) -> None:
+    asked = change({worker(0): 0.05}, sizes=sizes, profile=costs())
+    memory = 1.2 * peak_bytes(asked.plan, asked.profile)
+    tight = replace(asked.profile, gpu_memory_bytes=round(memory))
+    asked = replace(asked, fault_tolerance=tolerance, profile=tight)
+    asked = replace(asked, templates=generate_templates(tight, range(2, 4)))
+    assert any(each.found.rule == "stand by" for each in by_rates(asked)[1]) == there
+
+
+def test_nobody_stands_by_who_alone_holds_a_layer() -> None:
+    asked = replace(change({worker(1): 0.05}, sizes=(4,), profile=costs()), fault_tolerance=0)
+    assert not [each for each in by_rates(asked)[1] if each.found.rule == "stand by"]
 
 
 @pytest.mark.parametrize("wanted", ["templates", "reroute"])

@@ -1,10 +1,12 @@
 """Workers that leave a plan at a step boundary: what they alone hold is handed over, no step is
 done again, and the training is the same."""
 
+from functools import partial
+
 import pytest
 
-from oobleck.host.ipc.messages import FaultRule, PeerLost, PhaseReached
-from oobleck.planner.ids import Generation
+from oobleck.host.ipc.messages import FaultRule, Measure, Measured, PeerLost, PhaseReached
+from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
 from support.director import Director, WarmWorkers, make_plan, worker_named
@@ -49,6 +51,12 @@ def said(cluster: Director, plan: Plan, phase: str) -> list[PhaseReached]:
         for word in cluster.said(worker, PhaseReached, plan.generation)
         if isinstance(word, PhaseReached) and word.phase == phase
     ]
+
+
+def measured(cluster: Director, worker: WorkerId, attempts: int) -> bool:
+    found = [word for word in cluster.said(worker, Measured) if isinstance(word, Measured)]
+    assert all(word.alone_s and not word.problem for word in found)
+    return [word.attempt for word in found] == list(range(1, attempts + 1))
 
 
 @pytest.mark.parametrize(
@@ -107,6 +115,12 @@ def test_who_holds_nothing_alone_just_leaves_and_may_come_back(
         cluster.assign(without, boundary=True, leaving=["c"])
         cluster.let_go("b")
         cluster.wait(lambda: cluster.has_faulted("a/0"), "step 10")
+        # Who stands by measures as often as it is asked to, and what it has measured is one number.
+        left = worker_named("c")
+        for attempt in (1, 2):
+            cluster.workers[left].channel.send(Measure(attempt=attempt, alone=True))
+            told = partial(measured, cluster, left, attempt)
+            cluster.wait(told, "what it has measured")
         cluster.assign(again, boundary=True)
         cluster.let_go("a")
         cluster.wait_finished(again)

@@ -1,0 +1,84 @@
+"""Answers to slow workers with fewer or other nodes: *stand by* and *take back*.
+
+Both are templates, cut by the rates of who takes part. Owns who may be left out. Must not know
+which answer is worth a change.
+"""
+
+from collections.abc import Iterator, Sequence, Set
+from contextlib import suppress
+from dataclasses import replace
+
+from oobleck.planner.cost.estimate import peak_bytes
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.ids import NodeName
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.recovery.answer import Answer, Change, moves
+from oobleck.planner.recovery.lost import by_templates
+from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose
+from oobleck.planner.recovery.rules import Rule
+from oobleck.planner.recovery.uneven.candidates import Situation, check_room, recuts
+
+#: Nodes as fast as this or faster never stand by: they do more than they cost.
+_FAST_ENOUGH = 0.51
+#: So many groups of nodes, of one rate each, may stand by: more are not tried.
+_MOST_ASIDE = 3
+
+
+def of_other_nodes(change: Change, now: Situation) -> Iterator[Answer]:
+    """Templates without the slowest nodes, or with some that stand by. Who stands by hands nothing
+    over, so others hold all that it holds; nor may the job be able to lose fewer nodes for it than
+    it wants."""
+    running = change.plan
+    tolerated = min(change.fault_tolerance, can_lose(running))
+    slowest = _slowest_first(change, now)
+    for without in (slowest[:length] for length in range(len(slowest) + 1)):
+        aside = {node for nodes in without for node in nodes}
+        live = tuple(node for node in change.live if node not in aside)
+        left = set(running.nodes) - set(live)
+        if set(live) == set(running.nodes) or not _can_do_without(running, left):
+            continue
+        with suppress(PlanInfeasible):
+            made = _cut_by_rates(by_templates(replace(change, live=live)), change, now)
+            check_room(peak_bytes(made.found.plan, change.profile), now)
+            if can_lose(made.found.plan) < tolerated:
+                continue
+            idle = tuple(sorted({*made.found.idle, *aside}))
+            rule: Rule = "stand by" if left else "take back"
+            yield replace(made, policy="uneven", found=replace(made.found, rule=rule, idle=idle))
+
+
+def _cut_by_rates(made: Answer, change: Change, now: Situation) -> Answer:
+    """A plan of templates with fewer layers for slow workers, where that makes steps shorter."""
+    plan = made.found.plan
+    for cut in recuts(plan, now) if plan.rates else ():
+        if cut.step_s < made.step_s:
+            return evened(replace(made.found, plan=cut.plan), cut.step_s, change)
+    return made
+
+
+def evened(found: Reconfiguration, step_s: float, change: Change) -> Answer:
+    moved_bytes, busiest_bytes = moves(change, found.plan)
+    return Answer(
+        policy="uneven",
+        found=found,
+        moved_bytes=moved_bytes,
+        stall_s=busiest_bytes / change.profile.links.inter_node_bytes_per_s,
+        step_s=step_s,
+    )
+
+
+def _slowest_first(change: Change, now: Situation) -> Sequence[Sequence[NodeName]]:
+    """Nodes with very slow workers, those of the same rate together."""
+    slowest: dict[NodeName, float] = {}
+    for worker, rate in now.rates.items():
+        slowest[worker.node] = min(rate, slowest.get(worker.node, rate))
+    by_rate: dict[float, list[NodeName]] = {}
+    for node in change.live:
+        if slowest.get(node, 1.0) < _FAST_ENOUGH:
+            by_rate.setdefault(slowest[node], []).append(node)
+    return [by_rate[rate] for rate in sorted(by_rate)][:_MOST_ASIDE]
+
+
+def _can_do_without(plan: Plan, nodes: Set[NodeName]) -> bool:
+    """Whether the others hold all layers."""
+    return all(holders - nodes for holders in plan.layer_nodes())
