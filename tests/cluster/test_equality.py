@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.support.client import read_lines
+from bench.support.client import Record, read_lines
 from bench.support.cluster import LocalCluster
 from bench.support.preloaded import Preloaded
+from bench.support.throttle import throttled
 from oobleck.planner.job.file import parse_job
 from oobleck.worker.checkpoint.output import read_output
 from support.clusters import PATIENT, bring_into, make_whole
@@ -276,3 +277,54 @@ def test_more_nodes_at_once_than_a_plan_can_lose_cost_steps_and_no_more(
         [step.loss for step in expected.steps], rel=LOSS_TOLERANCE["fp64"], abs=0
     )
     assert_same_weights(read_output(output), expected.weights, rtol=WEIGHT_TOLERANCE["fp64"])
+
+
+#: Of a processor; slow workers have much less.
+FAIR, LITTLE = 0.4, 0.08
+
+
+def test_losses_beside_slow_workers_change_nothing(cluster: LocalCluster) -> None:
+    """Around two slow workers there is a plan; then somebody who helped is lost, and one of the
+    slow ones; then the other one is well."""
+    make_whole(cluster, {"n1", "n2", "n3", "n4"})
+    job = job_text("slow", "fp64", 100_000)
+    del job["evaluation"]
+    # The steps are many, and how many is not known.
+    how = {"optimizer": {"name": "adamw", "lr": 1.0e-4}, "schedule": {"name": "constant"}}
+    job["training"] |= how  # type: ignore[operator]
+    job_id = cluster.submit({**job, "recovery": {"shadows": "auto"}})
+    cluster.wait_step(job_id, 1)
+
+    def told() -> list[Record]:
+        return cluster.events(job_id, "reconfigured")
+
+    # Each half of the model is with a slow one and with one that is not.
+    (slow, _), (helper, other) = (
+        pipeline["nodes"] for pipeline in cluster.status(job_id)["plan"]["pipelines"]
+    )
+    with throttled(cluster.worker_pids(), FAIR) as shares:
+        for name in (slow, other):
+            shares[f"{name}/0"].set(LITTLE)
+        cluster.wait(lambda: bool(told()), "a plan around the slow workers")
+        cluster.kill_node(helper)
+        cluster.wait(lambda: told()[-1]["cause"] == "few holders", "shadows")
+        cluster.kill_node(slow)
+        cluster.wait(lambda: any(plan["nodes_lost"] == [slow] for plan in told()), "the last plan")
+        shares[f"{other}/0"].set(FAIR)
+        cluster.wait_step(job_id, cluster.last_step(job_id) + 5)
+    cluster.oobleck("cancel", job_id)
+    cluster.wait_end(job_id)
+
+    first, second = told()[:2]
+    assert (first["cause"], first["can_lose"]) == ("worker slow", 1)
+    assert second["nodes_lost"] == [helper]
+    metrics = cluster.metrics(job_id)
+    job["training"] |= {"steps": len(metrics)}  # type: ignore[operator]
+    expected = train_reference(parse_job(json.dumps(job)))
+    assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
+    assert [line["samples_digest"] for line in metrics] == [
+        step.samples_digest for step in expected.steps
+    ]
+    assert [line["loss"] for line in metrics] == pytest.approx(
+        [step.loss for step in expected.steps], rel=LOSS_TOLERANCE["fp64"], abs=0
+    )
