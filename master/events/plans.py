@@ -96,9 +96,9 @@ class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
         return Assign(**{name: getattr(self, name) for name in Assign.__struct_fields__})
 
     @property
-    def is_of_templates(self) -> bool:
-        """Whether it comes from no plan before."""
-        return self.policy == "templates" or self.rule in OF_OTHER_NODES
+    def is_base(self) -> bool:
+        """Whether later plans start from its pipelines, and not from those of a plan before."""
+        return self.policy == "templates" or self.rule in {"recut", *OF_OTHER_NODES}
 
 
 class PlanFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):

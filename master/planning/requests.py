@@ -40,7 +40,7 @@ class NextPlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     spec: JobSpec
     machines: Machines
     plan: Plan
-    #: The newest plan of templates; None: that is `plan`.
+    #: The newest plan of templates or recut; None: that is `plan`.
     base: Plan | None
     #: `uneven`: no node is lost, and some workers compute at other rates than `plan` counts on;
     #: `shadow`: nor that, and more nodes shall hold layers of `plan`.

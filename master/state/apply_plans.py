@@ -79,7 +79,7 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
 
 def _base(job: Job, event: PlanMade) -> Plan | None:
     """`event` is the plan that follows `job.current.made`."""
-    if event.is_of_templates:
+    if event.is_base or (event.policy == "shadow" and job.current.base is None):
         return None
     if event.rule == "adopt" or job.current.made is None:
         return pipelines_within(event.plan)  # the journal lacks what it came from

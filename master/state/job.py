@@ -131,7 +131,8 @@ class CurrentPlan:
     #: Newest plan and its Unix time; None: none yet.
     made: PlanMade | None = None
     made_at: float = 0.0
-    #: The plan of templates that it comes from; None: it is one itself.
+    #: The plan of templates, or recut, that it comes from; None: it is one itself, maybe with more
+    #: shadows.
     base: Plan | None = None
     #: How long it was waited for.
     waited_s: float = 0.0

@@ -101,8 +101,10 @@ def _generations_grow(job: Job) -> bool:
 
 
 def _has_base(current: CurrentPlan) -> bool:
-    re_routed = current.made is not None and not current.made.is_of_templates
-    return (current.base is not None) == re_routed
+    made = current.made
+    if made is None or made.is_base:
+        return current.base is None
+    return current.base is not None or made.policy == "shadow"
 
 
 def _knows_slow(state: ClusterState, job: Job) -> bool:
@@ -242,8 +244,8 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
         ),
     ),
     (
-        "all and only plans that are not of templates have one that they come from, until the job "
-        "ends",
+        "all and only plans with other routes than of templates or recut have one that they come "
+        "from, until the job ends",
         lambda _, job: job.state in ENDED or _has_base(job.current),
     ),
     (

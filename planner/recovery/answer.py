@@ -24,7 +24,8 @@ Policy = Literal["templates", "reroute", "uneven", "shadow"]
 class Change:
     """What nodes and plans are before a change, and what plans are made of."""
 
-    #: What runs, and the newest plan of templates: the same, unless it was re-routed since.
+    #: What runs, and the newest plan of templates or recut: the same, unless micro-batches take
+    #: other routes since.
     plan: Plan
     base: Plan
     live: tuple[NodeName, ...]
@@ -67,6 +68,7 @@ def situation(change: Change) -> Situation:
         profile=change.profile,
         tied=change.tied,
         schedule_named=change.schedule_named,
+        shadows_for=change.fault_tolerance if change.shadows else 0,
     )
 
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.programs.listing.schedule import listed_routes
+from oobleck.planner.programs.pipeline import place
+from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.proof import prove
 from oobleck.planner.recovery.answer import Answer, Change, moves, situation
 from oobleck.planner.recovery.reconfigure import Reconfiguration, reconfigure
@@ -20,8 +22,9 @@ from oobleck.planner.units import comma_separated
 def by_templates(change: Change) -> Answer:
     """A plan of templates for the nodes that live. Raises PlanInfeasible."""
     profile = change.profile
+    base, why = _base_for_rates(change)
     found = reconfigure(
-        change.base,
+        base,
         change.live,
         templates=change.templates,
         profile=profile,
@@ -31,7 +34,7 @@ def by_templates(change: Change) -> Answer:
         costs=change.costs,
     )
     plan = found.plan.with_rates(change.rates)
-    if plan.rates:
+    if plan.rates or change.base.rates:
         plan = reshared(plan, profile)
     plan = keep_schedule(plan, profile)
     if change.shadows:
@@ -47,12 +50,33 @@ def by_templates(change: Change) -> Answer:
     moved_bytes, busiest_bytes = moves(change, plan)
     return Answer(
         policy="templates",
-        found=replace(found, plan=plan),
+        found=replace(found, plan=plan, reason=found.reason + why),
         moved_bytes=moved_bytes,
         stall_s=busiest_bytes / profile.links.inter_node_bytes_per_s,
         step_s=estimate_step(plan, profile, tied=change.tied).step_s,
         then=shadows_behind(plan, change),
     )
+
+
+def _base_for_rates(change: Change) -> tuple[Plan, str]:
+    """The base, with its pipelines cut as templates are where they were cut for workers that are
+    slow no more; and words about that for the reason."""
+    base = change.base
+    slow = [one.worker for one in base.rates if one.worker.node in change.live]
+    well = [str(worker) for worker in slow if worker not in change.rates]
+    if not well:
+        return base, ""
+    pipelines = [
+        place(change.templates[len(each.nodes)], each.nodes, microbatches=each.microbatches)
+        if len(each.nodes) in change.templates
+        else each
+        for each in base.pipelines
+    ]
+    plan = Plan.of_pipelines(pipelines, generation=base.generation, schedule=base.schedule)
+    if plan.routes == base.routes:
+        return base, ""
+    who = f"{comma_separated(well)} {'is' if len(well) == 1 else 'are'}"
+    return plan, f"; cut as templates are, since {who} slow no more"
 
 
 def by_reroute(change: Change) -> Answer:

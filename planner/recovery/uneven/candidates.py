@@ -1,13 +1,13 @@
 """Plans for the rates that workers have now (Malleus), each with what a step of it takes.
 
-- *as planned*: the routes of the plan of templates; also what ends a way around a worker that is
+- *as planned*: the routes of the base; also what ends a way around a worker that is
   well again.
 - *reshare*: its pipelines with shares by their rates.
 - *partial reroute*: some micro-batches go around slow workers.
 - *recut*: its pipelines with fewer layers for slow workers, and shares by that; state moves.
 
-The routes of the plan of templates can be gone back to without moving state as long as its workers
-are there, after another cut too. Where that was re-routed after a loss, only a way around slow
+The routes of the base, the newest plan of templates or recut, can be gone back to without moving
+state as long as its workers are there. Where it was re-routed after a loss, only a way around slow
 workers is left: whole pipelines come from templates. Owns the candidates. Must not know which is
 worth a change.
 """
@@ -24,14 +24,14 @@ from oobleck.planner.ids import WorkerId
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.routes import Hold, Hop
-from oobleck.planner.recovery.pipelines import is_of_pipelines
+from oobleck.planner.programs.routes import Hop
 from oobleck.planner.recovery.rules import Rule
 from oobleck.planner.recovery.uneven.around import around
 from oobleck.planner.recovery.uneven.cuts import recut
 from oobleck.planner.recovery.uneven.shares import reshared
 from oobleck.planner.schedules import Schedule
 from oobleck.planner.search.choose import keep_schedule, settled
+from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.units import format_bytes
 
 #: Micro-batches times hops that are list-scheduled: a second and a half, on all workers. As many of
@@ -65,6 +65,8 @@ class Situation:
     #: The head shares layer 0's token embedding.
     tied: bool
     schedule_named: bool = False
+    #: As many nodes at a time shall be lost at no cost, by shadows where need be.
+    shadows_for: int = 0
 
 
 def staying_s(now: Situation) -> float:
@@ -91,21 +93,10 @@ def candidates(now: Situation) -> Iterator[Candidate]:
 
 
 def _whole_routes(now: Situation) -> Plan:
-    """The routes of the plan of templates on what workers hold now: the same layers and shadows of
-    others, or another cut. The running plan, where they do not hold that."""
-    held: dict[tuple[WorkerId, ...], list[Hold]] = {}
-    for hold in now.running.holds:
-        held.setdefault(hold.workers, []).append(hold)
-
-    def on_it(hop: Hop) -> Hop:
-        own = held.get(hop.workers, [])
-        if len(own) != 1:
-            return hop
-        return replace(hop, first_layer=own[0].first_layer, last_layer=own[0].last_layer)
-
+    """The routes of the base on what workers hold now: the same layers, and shadows of others. The
+    running plan, where they do not hold that."""
     try:
-        routes = tuple(replace(r, hops=tuple(map(on_it, r.hops))) for r in now.base.routes)
-        return replace(now.base, routes=routes, holds=now.running.holds, listing=None, rates=())
+        return replace(now.base, holds=now.running.holds, listing=None, rates=())
     except ValueError:
         return now.running
 
@@ -127,7 +118,7 @@ def _settled(plan: Plan, now: Situation) -> tuple[Plan, float]:
 def recuts(source: Plan, now: Situation) -> Iterator[Candidate]:
     """The best one, if these are whole pipelines: under their schedule, or 1F1B, which keeps least
     and so lets stages grow most."""
-    if not is_of_pipelines(source):
+    if listed_routes(source):
         return
     stages = max(len(pipeline.stages) for pipeline in source.pipelines)
     if stages * source.layer_count**2 > _MOST_CUTS:
@@ -138,10 +129,19 @@ def recuts(source: Plan, now: Situation) -> Iterator[Candidate]:
         each
         for plan in cuts
         if plan.holds != source.holds
-        for each in _of_pipelines("recut", reshared(plan, now.profile), now)
+        for each in _of_pipelines("recut", _with_shadows_in_place(plan, now), now)
     ]
     if found:
         yield min(found, key=lambda each: each.step_s)
+
+
+def _with_shadows_in_place(cut: Plan, now: Situation) -> Plan:
+    """With shares by its cuts, and what of the state held now is a shadow in them: the others come
+    at a step boundary behind it."""
+    plan = keep_schedule(reshared(cut, now.profile), now.profile)
+    held = now.running.shards
+    tolerated = now.shadows_for
+    return with_shadows(plan, now.profile, fault_tolerance=tolerated, held=held, moving=False)
 
 
 def _partial_reroutes(source: Plan, now: Situation) -> Iterator[Candidate]:

@@ -15,6 +15,8 @@ from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.answer import Change
 from oobleck.planner.recovery.policies import answer
+from oobleck.planner.recovery.reconfigure import can_lose
+from oobleck.planner.recovery.shadowed import shadowed
 from oobleck.planner.recovery.uneven.answer import by_rates, uneven
 from oobleck.planner.recovery.uneven.worth import Prospect
 from oobleck.planner.search.shadows import with_shadows
@@ -90,6 +92,7 @@ def test_what_was_done_after_another_cut_is_undone_too() -> None:
     again = replace(
         asked,
         plan=cut.found.plan,
+        base=cut.found.plan,
         rates={worker(1): 0.5, worker(6): 0.25},
         generation=Generation(3),
     )
@@ -110,6 +113,47 @@ def test_shadows_stay_where_what_was_done_is_undone() -> None:
     (planned,) = (each for each in found if each.found.rule == "as planned")
     assert planned.found.plan.shards == plan.shards
     assert planned.found.plan.routes == asked.plan.routes
+
+
+def test_in_another_cut_what_is_held_in_place_stays_a_shadow() -> None:
+    asked = replace(change({}, sizes=(4, 4), profile=costs()), fault_tolerance=2, shadows=True)
+    plan = with_shadows(asked.plan, asked.profile, fault_tolerance=2)
+    slow = replace(asked, plan=plan, base=plan, rates={worker(1): 0.25})
+    (cut,) = (each for each in by_rates(slow)[1] if each.found.rule == "recut")
+    kept = cut.found.plan
+    assert kept.shadows
+    for own, layers in kept.shadows.items():
+        assert {shard for shard in kept.shards[own] if shard.layer in layers} <= plan.shards[own]
+    assert can_lose(kept) == 2
+
+
+def test_behind_another_cut_come_the_shadows_that_it_has_given_up() -> None:
+    asked = change({worker(0): 0.5}, sizes=(4, 4), profile=costs())
+    short = replace(asked.profile, gpu_memory_bytes=5750)
+    plan = with_shadows(asked.plan, short, fault_tolerance=2)
+    asked = replace(asked, profile=short, plan=plan, base=plan, fault_tolerance=2, shadows=True)
+    found = uneven(asked)
+    cut = found.found.plan
+    assert (found.found.rule, can_lose(plan), can_lose(cut)) == ("recut", 2, 1)
+    assert found.then == "shadow"
+    behind = shadowed(replace(asked, plan=cut, base=cut, generation=Generation(3))).found.plan
+    assert can_lose(behind) == 2
+    assert behind.routes == cut.routes
+
+
+def test_after_a_cut_a_loss_is_answered_from_what_is_held_then() -> None:
+    asked = change({worker(1): 0.25}, sizes=(4, 4), profile=costs())
+    (cut,) = (each for each in by_rates(asked)[1] if each.found.rule == "recut")
+    held = cut.found.plan
+    live = tuple(node for node in held.nodes if node != "n7")
+    lost = replace(asked, plan=held, base=held, live=live, generation=Generation(3))
+    found = answer(lost, "templates")
+    assert held.pipelines[0].stages == found.found.plan.pipelines[0].stages
+    assert found.moved_bytes < answer(replace(lost, base=asked.base), "templates").moved_bytes
+    # The cut was made for a worker that is slow no more.
+    well = answer(replace(lost, rates={}), "templates").found
+    assert well.plan.pipelines[0].stages == asked.plan.pipelines[0].stages
+    assert "n1/0 is slow no more" in well.reason
 
 
 def test_more_microbatches_do_not_go_where_there_is_no_room() -> None:
