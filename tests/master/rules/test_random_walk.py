@@ -30,6 +30,7 @@ class Walk:
         command = self.draw.choice(self._choices())
         self.text.append(f"{self.now} {command}")
         self.player.play(self.text[-1])
+        self.now = max(self.now, round(self.player.now + 0.01, 2))
 
     def _choices(self) -> list[str]:
         state = self.player.state
@@ -77,6 +78,62 @@ class Walk:
             return [*choices, f"replace {name}/0", f"replace {name}/0"]
         choices += [f"exit {name}/0", f"swap {name}/0", f"finish {name}"]
         return [*choices, f"peer_lost {name}/0 {job.current.generation}"]
+
+
+class SlowWalk(Walk):
+    """Of a job that trains, on workers that are slow at times; now and then something is lost, the
+    end of the journal too. What is missing comes back at once."""
+
+    def _choices(self) -> list[str]:
+        if missing := self._missing():
+            return missing[:1]
+        job = self.player.state.job
+        if job is None:
+            return [self._submit()]
+        if job.current.made is None:
+            return ["look"]
+        members, generation = " ".join(job.current.members), job.current.generation
+        step = job.seen.steps.committed_step + 1
+        choices = [f"steps {step} {step} {generation}"] * 8
+        if job.state != "running":
+            return [*choices, *[f"enter {generation} {members}"] * 4, "restart"]
+        name = self.draw.choice(NODES)
+        choices += [f"close {name}", f"exit {name}/0", "restart"]
+        choices += [f"compute 4 7 {self._paces()}"] * 8
+        if job.current.made.policy == "uneven":
+            choices += ["tear PlanMade", "tear RateChanged" if job.slow else "restart"]
+        for name in sorted(job.standing_by):
+            if self.player.state.nodes[NodeName(name)].desired.alone:
+                pace = self.draw.choice((1, 2, 8, 20))
+                choices += [f"alone {len(self.text)} {name}/0={pace}"] * 8
+        return choices
+
+    def _missing(self) -> list[str]:
+        """What brings nodes and workers back that are not there."""
+        found = []
+        for name in NODES:
+            about = self._about_node(name)
+            back = ("register", "reconnect", "bare", "ready", "replace")
+            found += [each for each in about if each.split()[0] in back][:1]
+        return found
+
+    def _submit(self) -> str:
+        return f"submit job f={self.draw.randint(0, 1)} hidden=1024 steps=100000"
+
+    def _paces(self) -> str:
+        slow = self.draw.sample(NODES[:3], self.draw.choice((0, 1, 1, 2)))
+        return " ".join(f"{name}/0={self.draw.choice((1.5, 2, 4, 20))}" for name in slow)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_walk_with_slow_workers(seed: int) -> None:
+    walk = SlowWalk(seed)
+    try:
+        for _ in range(COMMANDS_PER_WALK):
+            walk.step()  # the player checks purity, termination and replay
+    except Exception as error:
+        error.add_note("the walk:\n" + "\n".join(walk.text))
+        raise
 
 
 @pytest.mark.parametrize("seed", range(25))
