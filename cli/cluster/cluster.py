@@ -181,7 +181,8 @@ class Cluster:
                 child.told = True
                 end, then = child.how_it_ended(), self._then(child)
                 self._tell(f"{child.name} (pid {child.pid}) {end}; {then}")
-        if not any(child.alive or child.due is not None for child in children):
+        # One that has died since it was looked at is told in the next round, and may start again.
+        if all(child.told and child.due is None for child in children):
             raise CommandFailed("all daemons have ended", FAILED)
 
     def _then(self, child: Child) -> str:

@@ -109,16 +109,30 @@ def test_an_agent_that_dies_is_started_again_with_its_flags(local: Local) -> Non
     assert psutil.Process(again).cmdline() == command
 
 
-@pytest.mark.parametrize("local", [["--nodes", "1"]], indirect=True)
-def test_the_last_daemon_is_started_again_too(local: Local) -> None:
-    local.until("ready")
-    pids = local.daemons()
-    local.remember()
-    os.kill(pids["master"], signal.SIGKILL)
-    local.until(r"master \(pid \d+\) was killed by SIGKILL; training goes on .*")
-    os.kill(pids["n1"], signal.SIGKILL)
-    local.until(r"agent n1 \(pid \d+\) was killed by SIGKILL; it is started again in 2 s")
-    local.until(r"agent n1 pid \d+")
+def test_the_last_daemon_is_started_again_too(tmp_path: Path) -> None:
+    """It dies just when the master's end is told."""
+    told: list[str] = []
+
+    def hear(line: str) -> None:
+        told.append(re.sub(r"\d{2,}", "#", line))
+        if line.startswith("master (pid"):
+            (agent,) = cluster.agents
+            agent.process.kill()
+            agent.process.wait()
+        if told.count("agent n1 pid #") == 2:
+            raise KeyboardInterrupt
+
+    cluster = Cluster(tmp_path / "state", hear, restart=True)
+    try:
+        cluster.start("127.0.0.1:0", 1, 1, 1 << 30, None)
+        cluster.wait_until_ready()
+        assert cluster.master is not None
+        cluster.master.process.kill()
+        with pytest.raises(KeyboardInterrupt):
+            cluster.watch()
+    finally:
+        cluster.stop()
+    assert "agent n1 (pid #) was killed by SIGKILL; it is started again in 2 s" in told
 
 
 def test_who_keeps_dying_is_started_again_later_each_time() -> None:
