@@ -218,11 +218,12 @@ class _Neighbours:
     @classmethod
     def of(cls, worker: WorkerId, first_layer: int, route: Route) -> "_Neighbours":
         position = next(n for n, h in enumerate(route.hops) if h.first_layer == first_layer)
-        hop, others = route.hops[position], (*route.hops, None)
+        hop = route.hops[position]
+        around = (None, *route.hops, None)  # so that `hop` is at position + 1
         member = hop.workers.index(worker)
         before, after = (
             () if other is None else tuple(_peers(hop, other, member))
-            for other in (others[position - 1], others[position + 1])
+            for other in (around[position], around[position + 2])
         )
         return cls(hop, before, after)
 

@@ -22,7 +22,7 @@ from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.step.mailbox import AHEAD
-from oobleck.worker.step.stage import StageRunner
+from oobleck.worker.step.stage import StageRunner, activation_shape
 
 #: Repeats of one kind of layer: until this time is over, and within these bounds.
 BUDGET_S = 0.4
@@ -199,7 +199,7 @@ class _Bench:
         tokens = torch.randint(
             model.vocabulary, (rows, model.sequence_length), generator=source
         ).to(device)
-        hidden = torch.randn(rows, *runner.activation_shape[1:], generator=source).to(
+        hidden = torch.randn(rows, *activation_shape(job)[1:], generator=source).to(
             device, runner.activation_dtype
         )
         self._input = tokens if runner.first else hidden

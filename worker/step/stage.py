@@ -106,10 +106,6 @@ class StageRunner:
         return self._layers[-1] == self._job.model.layer_count - 1
 
     @property
-    def activation_shape(self) -> tuple[int, int, int]:
-        return activation_shape(self._job)
-
-    @property
     def activation_dtype(self) -> torch.dtype:
         return state_dtype(self._job.training.precision)
 
@@ -200,7 +196,7 @@ class StageRunner:
     def _no_rows(self, layer: int, x: Tensor) -> Tensor:
         """The layer's output where this worker has no row of the micro-batch."""
         final = self.last and layer == self._layers[-1]
-        shape = () if final else (0, *self.activation_shape[1:])
+        shape = () if final else (0, *activation_shape(self._job)[1:])
         return torch.zeros(shape, dtype=self.activation_dtype, device=x.device)
 
     def backward(

@@ -9,7 +9,7 @@ from oobleck.planner.job.spec import JobSpec
 from oobleck.worker.data.objective import loss
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState
-from oobleck.worker.step.stage import StageRunner
+from oobleck.worker.step.stage import StageRunner, activation_shape
 
 CPU = torch.device("cpu")
 MICROBATCHES = range(3)
@@ -32,7 +32,7 @@ class Bench:
             torch.randint(model.vocabulary, rows, generator=source) for _ in MICROBATCHES
         ]
         self.hidden = [
-            torch.randn(self.stage.activation_shape, generator=source, dtype=torch.float64).to(
+            torch.randn(activation_shape(job), generator=source, dtype=torch.float64).to(
                 self.stage.activation_dtype
             )
             for _ in MICROBATCHES
