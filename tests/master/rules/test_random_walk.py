@@ -85,6 +85,8 @@ class SlowWalk(Walk):
     end of the journal too. What is missing comes back at once."""
 
     def _choices(self) -> list[str]:
+        self.text.append(f"{self.now} look")  # what is due by now is no part of the choice
+        self.player.play(self.text[-1])
         if missing := self._missing():
             return missing[:1]
         job = self.player.state.job
