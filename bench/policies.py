@@ -15,12 +15,13 @@ S equal stages compute M micro-batches each, and one worker is lost.
 - `bound`: all work shared evenly by the workers that are left.
 - `seconds`: what a re-routed plan and its list schedule took, split, on average.
 
+A line has two losses of one stage: re-routed, and with a stage moved behind that (`normalised`).
 Another table has answers to slow workers (`bench.uneven`).
 """
 
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench import uneven
 from oobleck.planner.ids import Generation, NodeName, WorkerId
@@ -33,7 +34,8 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold, Hop
 from oobleck.planner.programs.schedule import compute_order, splits_backward
 from oobleck.planner.programs.ticks import HopTicks
-from oobleck.planner.recovery.reroute import reroute
+from oobleck.planner.recovery.normalise import MOST_SCHEDULED, by_load
+from oobleck.planner.recovery.reroute import layer_count, reroute
 from oobleck.planner.schedules import Schedule
 
 #: Pipelines, stages, micro-batches of each.
@@ -51,6 +53,7 @@ CASES = (
 #: ReCycle's.
 EXAMPLE = (3, 4, 6)
 MANY_LOSSES = (16, 8, 32)
+TWO_LOSSES = (3, 4, 8)
 
 
 # ---- pipelines by their closed forms
@@ -90,11 +93,13 @@ def no_loss(schedule: Schedule, stages: int, microbatches: int) -> float:
     return ticks_of(schedule, stages=stages, microbatches=microbatches)
 
 
-def replanned(schedule: Schedule, pipelines: int, stages: int, microbatches: int) -> float:
-    """One pipeline with a stage less; a slot there takes S / (S - 1) of one elsewhere."""
+def replanned(
+    schedule: Schedule, pipelines: int, stages: int, microbatches: int, *, hits: int = 1
+) -> float:
+    """Some pipelines with a stage less; a slot there takes S / (S - 1) of one elsewhere."""
     best = None
     for hit in range(1, microbatches + 1):
-        others = -(-(pipelines * microbatches - hit) // (pipelines - 1))
+        others = -(-(pipelines * microbatches - hits * hit) // (pipelines - hits))
         found = max(
             ticks_of(schedule, stages=stages, microbatches=others, slot=stages - 1),
             ticks_of(schedule, stages=stages - 1, microbatches=hit, slot=stages),
@@ -169,6 +174,35 @@ def least_slots(whole: Plan, lost_stage: int, *, split: bool, kept: int) -> int:
     return least_makespan(visits_of(plan, slot, room, split=split, routes=routes))
 
 
+def normalised_slots(whole: Plan, lost: Collection[WorkerId], *, kept: int) -> int:
+    """Of the moves of a stage with the least load the best one."""
+    plan = reroute(whole, lost, generation=Generation(2))
+    moved = [
+        replace(plan, holds=move.holds, routes=move.routes)
+        for move in by_load(whole, plan, layer_count)[:MOST_SCHEDULED]
+    ]
+    room = dict.fromkeys(plan.workers, kept)
+    return min(list_schedule(each, slot, room, split=True).makespan for each in moved)
+
+
+def two_losses(pipelines: int, stages: int, microbatches: int) -> str:
+    """Of the same stage: by the stage."""
+    case = pipelines, stages, microbatches
+    whole = equal_pipelines(*case)
+    lost = [
+        [worker for pipeline in whole.pipelines[-2:] for worker in pipeline.stages[stage].workers]
+        for stage in range(stages)
+    ]
+    by_stage = [rerouted_slots(whole, each, split=True, kept=stages) for each in lost]
+    moved = [normalised_slots(whole, each, kept=stages) for each in lost]
+    left = 3 * pipelines * stages * microbatches / (pipelines * stages - 2)
+    return (
+        f"{pipelines} x {stages} with {microbatches}, two losses of one stage, by stage: re-routed "
+        f"{by_stage}, normalised {moved}; templates "
+        f"{replanned('zb-h1', *case, hits=2):.4g}; bound {left:.1f}"
+    )
+
+
 # ---- the table
 
 
@@ -225,6 +259,7 @@ def main() -> None:
         f"{pipelines} x {stages} with {microbatches}, a worker of each pipeline lost, split: "
         f"{slots[0]}, with twice the memory {slots[1]}; bound {left:.1f}"
     )
+    print(two_losses(*TWO_LOSSES))
     print(f"\n{uneven.PIPELINES} x {uneven.STAGES} with {uneven.MICROBATCHES} and slow workers:")
     print("\n".join(uneven.table()))
 

@@ -20,7 +20,7 @@ from oobleck.planner.programs.rates import WorkerRate
 from oobleck.planner.recovery.answer import Answer
 
 #: Whose plan.
-PlanWanted = RecoveryPolicy | Literal["shadow"]
+PlanWanted = RecoveryPolicy | Literal["shadow", "normalise"]
 #: Replies that are kept beside those that the last decision has asked for.
 _KEPT = 8
 
@@ -43,7 +43,8 @@ class NextPlanRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     #: The newest plan of templates or recut; None: that is `plan`.
     base: Plan | None
     #: `uneven`: no node is lost, and some workers compute at other rates than `plan` counts on;
-    #: `shadow`: nor that, and more nodes shall hold layers of `plan`.
+    #: `shadow`: nor that, and more nodes shall hold layers of `plan`; `normalise`: `plan` is
+    #: re-routed, and somebody shall take over layers of lost workers.
     wanted: PlanWanted
     #: Of slow workers.
     rates: tuple[WorkerRate, ...] = ()

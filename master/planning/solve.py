@@ -27,6 +27,7 @@ from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs import proof
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.answer import Change
+from oobleck.planner.recovery.normalise import normalised
 from oobleck.planner.recovery.policies import answer
 from oobleck.planner.recovery.shadowed import shadowed
 from oobleck.planner.recovery.uneven.answer import uneven
@@ -118,6 +119,8 @@ def _next_plan(request: NextPlanRequest) -> NextPlanReply:
             return NextPlanReply(answer=uneven(change))
         case "shadow":
             return NextPlanReply(answer=shadowed(change))
+        case "normalise":
+            return NextPlanReply(answer=normalised(change))
         case wanted:
             return NextPlanReply(answer=answer(change, wanted))
 

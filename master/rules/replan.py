@@ -3,12 +3,12 @@
 A job's first plan is `oobleck.master.rules.first_plan`'s. Must not know how plans are made.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
 from oobleck.master.events.nodes import NodeDrained, NodeLost, NodeReset, WorkerLost
 from oobleck.master.events.plans import Cause
+from oobleck.master.planning.requests import PlanWanted
 from oobleck.master.rules import (
     draining,
     first_plan,
@@ -37,6 +37,12 @@ from oobleck.planner.programs.plan import Plan
 
 #: Nodes keep a join waiting for at most so many settle times.
 _MOST_SETTLES = 3
+#: What is asked for by what a plan says is to follow it (`oobleck.planner.recovery.answer.Next`).
+_BEHIND: Mapping[str, PlanWanted] = {
+    "templates": "templates",
+    "shadow": "shadow",
+    "normalise": "normalise",
+}
 
 
 def replan(context: Context, job: Job) -> Decision | None:
@@ -254,8 +260,9 @@ def _settled_at(context: Context, job: Job, ready: Sequence[Node]) -> float | No
 
 
 def follow_up(context: Context, job: Job) -> Decision | None:
-    """Behind a plan that moved no state, so that training went on at once, goes one of templates,
-    and behind one that leaves layers with few nodes its shadows: at a step boundary."""
+    """Behind a plan that moved no state, so that training went on at once, goes one of templates or
+    one with a stage moved, and behind one that leaves layers with few nodes its shadows: at a step
+    boundary."""
     state, made = context.state, job.current.made
     if made is None or not made.then:
         return None
@@ -269,7 +276,7 @@ def follow_up(context: Context, job: Job) -> Decision | None:
     due = _settled_at(context, job, [n for n in ready if n.facts.node not in job.standing_by])
     if due is not None and context.now < due:
         return None  # they join in the same plan
-    wanted: Literal["templates", "shadow"] = "shadow" if made.then == "shadow" else "templates"
+    wanted = _BEHIND[made.then]
     try:
         answer = next_plan(context, job, ready, next_generation(context, job), wanted)
     except PlanInfeasible as infeasible:

@@ -15,9 +15,9 @@ from oobleck.planner.search.instantiate import Judge, by_formula
 
 #: What comes behind an answer, at a step boundary; `shadow`: see
 #: `oobleck.planner.recovery.shadowed`.
-Next = Literal["templates", "shadow"]
+Next = Literal["templates", "shadow", "normalise"]
 
-Policy = Literal["templates", "reroute", "uneven", "shadow"]
+Policy = Literal["templates", "reroute", "uneven", "shadow", "normalise"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,8 @@
 - `templates` (Oobleck §5): a plan of templates for the nodes that live; state moves before the next
   step.
 - `reroute` (ReCycle, SOSP 2024): the micro-batches of lost workers go to live holders of their
-  layers; nothing moves, so training goes on at once.
+  layers; nothing moves, so training goes on at once. `normalise` (as there) moves one stage behind
+  it, so that holes are at different layers.
 - `uneven` (Malleus): where nobody is lost, by how fast each worker is now.
 - `shadow` (Bamboo, NSDI 2023) answers no loss itself: behind an answer, nodes get copies of layers
   that too few hold, and `reroute` finds them at the next loss.
@@ -19,6 +20,7 @@ from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.job.spec import RecoveryPolicy
 from oobleck.planner.recovery.answer import Answer, Change, Policy
 from oobleck.planner.recovery.lost import by_reroute, by_templates
+from oobleck.planner.recovery.normalise import promising
 
 #: State that moves in less than this is moved at once.
 QUICK_S = 1.0
@@ -31,16 +33,20 @@ def answer(change: Change, wanted: RecoveryPolicy, known: Answers | None = None)
 
     `auto`: a loss whose state moves in less than a second is answered by `templates`; else by
     `reroute` at once and by `templates` behind it, as far as both are possible. Where `reroute` is
-    wanted by name and has no answer to a loss, `templates` takes its place and the reason says why.
+    wanted by name, `normalise` follows if that promises a shorter step; where it has no answer to a
+    loss, `templates` takes its place and the reason says why.
     Raises PlanInfeasible where there is no answer.
     """
     if wanted == "reroute" and not frozenset(change.live).issuperset(change.plan.nodes):
         try:
-            return _made("reroute", change, known)
+            found = _made("reroute", change, known)
         except PlanInfeasible as infeasible:
             found = _made("templates", change, known)
             reason = f"{found.found.reason}; not by reroute: {infeasible}"
             return replace(found, found=replace(found.found, reason=reason))
+        if found.then is None and promising(change, found.found.plan):
+            return replace(found, then="normalise")
+        return found
     try:
         found = _made("templates", change, known)
     except PlanInfeasible:

@@ -41,19 +41,10 @@ def reroute(
     held = held_layers(holds)
     if missing := set(range(plan.layer_count)).difference(*held.values()):
         raise LayerLost(missing)
-    load: Counter[WorkerId] = Counter()
-    for route in plan.routes:
-        for hop in route.hops:
-            if gone.isdisjoint(hop.workers):
-                add_load(load, hop, route.microbatches * ticks(hop))
-    spread = Spread(held, gone, ticks, load)
-    counts: Counter[tuple[Hop, ...]] = Counter()
-    for route in plan.routes:
-        counts.update(spread.around(route))
     return Plan(
         generation=generation,
         holds=holds,
-        routes=tuple(Route(hops=hops, microbatches=count) for hops, count in counts.items()),
+        routes=routes_around(plan.routes, held, gone, ticks),
         schedule=plan.schedule,
     )
 
@@ -64,6 +55,26 @@ def held_layers(holds: Iterable[Hold]) -> dict[_Group, set[int]]:
     for hold in holds:
         held.setdefault(hold.workers, set()).update(hold.layers)
     return held
+
+
+def routes_around(
+    routes: Iterable[Route],
+    held: dict[_Group, set[int]],
+    lost: set[WorkerId],
+    ticks: Callable[[Hop], int],
+) -> tuple[Route, ...]:
+    """These, with hops of workers that hold the layers in place of those through `lost` ones, each
+    micro-batch where the busiest worker has least to do by then. Raises PlanInfeasible."""
+    routes, load = tuple(routes), Counter[WorkerId]()
+    for route in routes:
+        for hop in route.hops:
+            if lost.isdisjoint(hop.workers):
+                add_load(load, hop, route.microbatches * ticks(hop))
+    spread = Spread(held, lost, ticks, load)
+    counts: Counter[tuple[Hop, ...]] = Counter()
+    for route in routes:
+        counts.update(spread.around(route))
+    return tuple(Route(hops=hops, microbatches=count) for hops, count in counts.items())
 
 
 #: The most that one of its workers has to do, how many hops, and the hops.

@@ -14,7 +14,8 @@ from oobleck.planner.programs.pipeline import Pipeline
 
 #: How a plan came about, by the paper's three or: "takeover", of pipelines lost whole the others
 #: take the shares; "reshape", sizes chosen anew; "join", newcomers; "replace", the same nodes;
-#: "reroute", no template: around lost workers; "shadow", layers on more nodes; or, for slow
+#: "reroute", no template: around lost workers; "shadow", layers on more nodes; "normalise",
+#: the layers of a lost worker in place of others; or, for slow
 #: workers, by the candidates of `oobleck.planner.recovery.uneven`.
 Rule = Literal[
     "takeover",
@@ -26,6 +27,7 @@ Rule = Literal[
     "replace",
     "reroute",
     "shadow",
+    "normalise",
     "as planned",
     "reshare",
     "partial reroute",

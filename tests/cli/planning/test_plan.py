@@ -119,7 +119,7 @@ def test_policies_stand_side_by_side(job_file: JobFile) -> None:
     flags = ("--nodes", "6", "--lost", "1", "--policy", "reroute", *two)
     report = json.loads(run("plan", job, *flags, "--json").stdout)
     (loss,) = report["after_losses"]
-    assert (loss["policy"], loss["rule"], loss["then"]) == ("reroute", "reroute", None)
+    assert (loss["policy"], loss["rule"], loss["then"]) == ("reroute", "reroute", "normalise")
     assert list(loss["policies"]) == ["templates", "reroute"]
     templates, reroute = loss["policies"].values()
     assert (
@@ -133,6 +133,7 @@ def test_policies_stand_side_by_side(job_file: JobFile) -> None:
     assert sum(route["microbatches"] for route in loss["plan"]["routes"]) == whole
     text = run("plan", job, *flags).stdout
     assert "lost: reroute, then " in text
+    assert "s per step, and normalise at a step boundary behind it (" in text
     assert "POLICY     STEP" in text
     # Where one has no answer, the other one's is taken, and the table says why.
     alone = run("plan", job, "--nodes", "2", "--fault-tolerance", "0", *flags[2:]).stdout

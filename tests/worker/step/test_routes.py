@@ -16,6 +16,8 @@ from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold, Route
+from oobleck.planner.recovery.answer import Change
+from oobleck.planner.recovery.normalise import normalised
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.reroute import reroute
 from oobleck.planner.recovery.rules import Rule
@@ -241,6 +243,59 @@ def test_back_to_templates_at_a_step_boundary(warm: WarmWorkers, tmp_path: Path)
         cluster.wait(lambda: 2 in cluster.records, "a step of the re-routed plan")
         cluster.assign(third, boundary=True)
         cluster.wait_finished(third)
+        cluster.stop()
+        check(cluster, job)
+
+
+def test_behind_two_losses_of_a_stage_a_worker_takes_it_over(
+    warm: WarmWorkers, tmp_path: Path
+) -> None:
+    """And goes on with other layers than it had, which it drops; then it is lost too."""
+    job = make_job(tmp_path / "out", steps=10)
+    first = make_plan(
+        1, [[("a", 3), ("b", 3)], [("c", 3), ("d", 3)], [("e", 3), ("f", 3)]], [4, 3, 3]
+    )
+    second = rerouted(first, job, "b")
+    third = rerouted(second, job, "d")
+    fourth = normalised(
+        Change(
+            plan=third,
+            base=first,
+            live=third.nodes,
+            generation=Generation(4),
+            templates={},
+            profile=profile_of(job),
+            fault_tolerance=1,
+            tied=job.model.tied,
+        )
+    ).found.plan
+    (taker,) = (w for w in fourth.workers if fourth.shards[w] != third.shards[w])
+    assert fourth.shards[taker] == first.shards[worker_named("b")]
+    fifth = rerouted(fourth, job, taker.node)
+    kills = (("b", 2), ("d", 3), (taker.node, 7))
+    faults = [
+        FaultRule(
+            worker=worker_named(name), point="before:Forward", step=step, action="kill_worker"
+        )
+        for name, step in kills
+    ]
+    with Director(warm, job, faults) as cluster:
+        cluster.start(*"abcdef")
+        cluster.assign(first)
+
+        def lose(name: str, after: Plan) -> None:
+            gone = worker_named(name)
+            cluster.wait(lambda: cluster.workers[gone].gone, "the scripted kill")
+            cluster.assign(after)
+
+        lose("b", second)
+        lose("d", third)
+        cluster.wait(lambda: 3 in cluster.records, "a step of the re-routed plan")
+        cluster.assign(fourth, boundary=True)
+        lose(taker.node, fifth)
+        cluster.wait_finished(fifth)
+        assert max(moved_bytes(cluster, fourth)) > 0
+        assert moved_bytes(cluster, fifth) == {0}
         cluster.stop()
         check(cluster, job)
 

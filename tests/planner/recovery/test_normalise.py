@@ -1,0 +1,189 @@
+"""One worker takes the layers of a hole: who, by brute force, and what follows."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.programs.pipeline import Pipeline
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold, Hop
+from oobleck.planner.recovery.answer import Change
+from oobleck.planner.recovery.normalise import by_load, most_load, normalised, promising
+from oobleck.planner.recovery.policies import answer
+from oobleck.planner.recovery.reconfigure import can_lose
+from oobleck.planner.recovery.reroute import held_layers, layer_count, reroute, routes_around
+from support.profiles import profile_of
+
+#: A pipeline: its nodes, and how many layers each has.
+Cut = Sequence[tuple[str, int]]
+
+
+def made(cuts: Sequence[Cut], microbatches: Sequence[int]) -> Plan:
+    pipelines = []
+    for cut, count in zip(cuts, microbatches, strict=True):
+        ends = list(accumulate(layers for _, layers in cut))
+        stages = tuple(
+            Hold(first_layer=end - layers, last_layer=end - 1, workers=(worker(name),))
+            for (name, layers), end in zip(cut, ends, strict=True)
+        )
+        nodes = tuple(NodeName(name) for name, _ in cut)
+        pipelines.append(Pipeline(nodes=nodes, stages=stages, microbatches=count))
+    return Plan.of_pipelines(pipelines, generation=Generation(1))
+
+
+def equal(pipelines: int, stages: int, microbatches: int, layers: int = 1) -> Plan:
+    """Nodes `p0s0`, `p0s1`, ..."""
+    cut = [[(f"p{p}s{s}", layers) for s in range(stages)] for p in range(pipelines)]
+    return made(cut, [microbatches] * pipelines)
+
+
+def worker(name: str) -> WorkerId:
+    return WorkerId(NodeName(name), 0)
+
+
+def after(plan: Plan, lost: str) -> Change:
+    """`plan` without the nodes `lost`, re-routed, and what could follow."""
+    names = lost.split()
+    gone, count = {worker(name) for name in names}, plan.layer_count
+    return Change(
+        plan=reroute(plan, gone, generation=Generation(2)),
+        base=plan,
+        live=tuple(node for node in plan.nodes if node not in names),
+        generation=Generation(3),
+        templates={},
+        profile=profile_of([1.0] * count, state=[1] * count, activation=[1] * count),
+        fault_tolerance=1,
+        tied=False,
+    )
+
+
+def test_two_losses_of_one_stage() -> None:
+    """The only holder computes for three; with one of the first stage beside it each stage is
+    computed by two, or three."""
+    asked = after(equal(3, 4, 8), "p0s2 p1s2")
+    assert most_load(asked.plan.routes, layer_count) == 24
+    best = by_load(asked.base, asked.plan, layer_count)[0]
+    assert best.load == 12
+    assert promising(asked, asked.plan)
+    found = normalised(asked)
+    plan = found.found.plan
+    assert (found.policy, found.found.rule, found.then) == ("normalise", "normalise", None)
+    assert (found.moved_bytes, plan.microbatches) == (1, 24)
+    assert plan.nodes == asked.plan.nodes
+    assert (can_lose(asked.plan), can_lose(plan)) == (0, 1)
+    assert "takes over layers 2-2 in place of others" in found.found.reason
+
+
+def test_one_hole_of_equal_stages_may_as_well_stay() -> None:
+    asked = after(equal(3, 4, 8), "p0s2")
+    assert not promising(asked, asked.plan)
+
+
+def test_holes_at_different_stages_may_as_well_stay() -> None:
+    asked = after(equal(3, 4, 8), "p0s2 p1s1")
+    assert not promising(asked, asked.plan)
+
+
+def test_a_hole_in_a_large_stage_goes_to_a_small_one() -> None:
+    cut = [[("a", 3), ("b", 1)], [("c", 3), ("d", 1)]]
+    asked = after(made(cut, [8, 8]), "a")
+    found = normalised(asked)
+    assert found.found.reason.startswith("b/0 takes over layers 0-2")
+    assert found.found.plan.shards[worker("b")] == asked.base.shards[worker("a")]
+
+
+def test_a_second_move_follows_the_first() -> None:
+    """Four of five holders of a stage are lost."""
+    asked = after(equal(5, 3, 6), "p0s1 p1s1 p2s1 p3s1")
+    first = normalised(asked)
+    assert first.then == "normalise"
+    again = replace(asked, plan=first.found.plan, generation=Generation(4))
+    second = normalised(again)
+    assert second.then is None
+    assert second.step_s < first.step_s
+    held = Counter(next(iter(shards)).layer for shards in second.found.plan.shards.values())
+    assert held == {0: 4, 1: 3, 2: 4}
+
+
+def test_state_that_takes_long_to_move_stays() -> None:
+    asked = after(equal(3, 2, 8), "p0s1 p1s1")
+    large = tuple(replace(layer, state_bytes=10**15) for layer in asked.profile.layers)
+    links = replace(asked.profile.links, inter_node_bytes_per_s=1e10)
+    asked = replace(
+        asked,
+        profile=replace(asked.profile, layers=large, links=links, gpu_memory_bytes=10**17),
+    )
+    assert promising(asked, asked.plan)
+    with pytest.raises(PlanInfeasible, match="until the next loss is expected and cost"):
+        normalised(asked)
+
+
+def test_what_can_be_lost_does_not_become_less() -> None:
+    """Nobody gives up what it alone holds, nor what one of two holds where one may be lost."""
+    asked = after(equal(2, 2, 8), "p0s1")
+    for move in by_load(asked.base, asked.plan, layer_count):
+        assert held_layers(move.holds).keys() == {(w,) for w in asked.plan.workers}
+    assert not promising(asked, asked.plan)
+
+
+def test_a_loss_with_the_policy_by_name_says_what_follows() -> None:
+    plan = equal(3, 2, 4)
+    first = replace(after(plan, "p0s1"), plan=plan)
+    found = answer(first, "reroute")
+    assert (found.policy, found.then) == ("reroute", None)
+    asked = replace(after(plan, "p0s1 p1s1"), plan=found.found.plan)
+    second = answer(asked, "reroute")
+    assert (second.policy, second.then) == ("reroute", "normalise")
+    behind = normalised(replace(asked, plan=second.found.plan))
+    assert behind.step_s < 0.75 * second.step_s
+
+
+def every_load(asked: Change) -> list[int]:
+    """Of all workers and all layers of lost ones, without leaving any out."""
+    base, loads = asked.base, list[int]()
+    lost = {w for w in base.workers if w.node not in asked.live}
+    holes = [h for r in base.routes for h in r.hops if not lost.isdisjoint(h.workers)]
+    for taker in asked.plan.workers:
+        for hole in holes:
+            if set(hole.layers) <= held_layers(asked.plan.holds)[taker,]:
+                continue
+            taken = Hold(first_layer=hole.first_layer, last_layer=hole.last_layer, workers=(taker,))
+            holds = [*(h for h in asked.plan.holds if taker not in h.workers), taken]
+            held = held_layers(holds)
+            if set().union(*held.values()) != set(range(base.layer_count)):
+                continue
+            try:
+                routes = routes_around(base.routes, held, lost | {taker}, ticks)
+            except PlanInfeasible:
+                continue
+            loads.append(most_load(routes, ticks))
+    return loads
+
+
+def ticks(hop: Hop) -> int:
+    return sum(1 + layer % 3 for layer in hop.layers)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_least_load_is_that_of_all_moves(seed: int) -> None:
+    draw = random.Random(seed)
+    cuts: list[Cut] = []
+    for pipeline in range(draw.randint(2, 4)):
+        ends = sorted(draw.sample(range(1, 6), draw.randint(0, 3)))
+        sizes = [b - a for a, b in zip([0, *ends], [*ends, 6], strict=True)]
+        cuts.append([(f"p{pipeline}s{s}", size) for s, size in enumerate(sizes)])
+    plan = made(cuts, [draw.randint(1, 6) for _ in cuts])
+    names = draw.sample(plan.nodes, draw.randint(1, min(3, len(plan.nodes) - 1)))
+    try:
+        asked = after(plan, " ".join(names))
+    except PlanInfeasible:
+        return
+    found = [move.load for move in by_load(asked.base, asked.plan, ticks)]
+    loads = every_load(asked)
+    assert found[:1] == sorted(loads)[:1]
