@@ -18,6 +18,7 @@ from oobleck.master.rules import (
     stalls,
     worker_losses,
 )
+from oobleck.master.rules.boundary import undisturbed
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.next_plan import (
     give_up_lost,
@@ -198,16 +199,12 @@ def meet_after_peer_loss(context: Context, job: Job) -> Decision | None:
 def join(context: Context, job: Job) -> Decision | None:
     """Take in nodes that are ready and have no part in the plan, at a step boundary."""
     state = context.state
-    if job.state != "running" or job.seen.peers_lost:
-        return None
-    if job.seen.steps.furthest_step >= job.spec.training.steps:
+    if not undisturbed(state, job):  # of a drained node the place is not free yet
         return None
     ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
     # Those that stand by are taken back when that is worth it (`oobleck.master.rules.uneven`).
     due = _settled_at(context, job, [n for n in ready if n.facts.node not in job.standing_by])
-    if draining.on_the_move(state, job):
-        return None  # their place is not free yet
-    if due is None or not all(state.nodes[name].connected for name in job.current.members):
+    if due is None:
         return None
     if context.now < due:
         return Decision(wake_at=due, reason="nodes are about to join")
@@ -264,13 +261,7 @@ def follow_up(context: Context, job: Job) -> Decision | None:
     one with a stage moved, and behind one that leaves layers with few nodes its shadows: at a step
     boundary."""
     state, made = context.state, job.current.made
-    if made is None or not made.then:
-        return None
-    if job.state != "running" or job.seen.peers_lost or draining.on_the_move(state, job):
-        return None
-    if job.seen.steps.furthest_step >= job.spec.training.steps:
-        return None
-    if not all(state.nodes[name].connected for name in job.current.members):
+    if made is None or not made.then or not undisturbed(state, job):
         return None
     ready = [node for node in state.candidates(job) if state.is_ready(node, job)]
     due = _settled_at(context, job, [n for n in ready if n.facts.node not in job.standing_by])

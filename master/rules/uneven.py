@@ -8,7 +8,7 @@ that joins (`oobleck.master.rules.replan`). Must not know how a worker is found 
 from collections.abc import Iterable
 
 from oobleck.master.events.plans import Cause, PlanMade
-from oobleck.master.rules import draining
+from oobleck.master.rules.boundary import undisturbed
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.rules.next_plan import next_generation, next_plan, plan_made
 from oobleck.master.state.cluster import ClusterState
@@ -29,9 +29,7 @@ def even_out(context: Context, job: Job) -> Decision | None:
     state, made = context.state, job.current.made
     if made is None or job.spec.recovery.policy not in EVENS_OUT:
         return None
-    if job.state != "running" or job.seen.peers_lost or draining.on_the_move(state, job):
-        return None
-    if job.seen.steps.furthest_step >= job.spec.training.steps:
+    if not undisturbed(state, job):
         return None
     planned, rates = made.plan.rates, made.plan.with_rates(job.rates).rates
     waiting = _standing_by(state, job)
@@ -39,8 +37,6 @@ def even_out(context: Context, job: Job) -> Decision | None:
     if counted and rates == planned and _as_slow(job, made):
         return None
     members = [state.nodes[name] for name in job.current.members]
-    if not all(node.connected for node in members):
-        return None
     # A plan of templates, after a loss or a join, has but other shares for slow workers.
     well = rates != planned and _all_better(rates, planned)
     due = (job.seen.planned_at or 0.0) + REST_S
