@@ -173,6 +173,8 @@ class Cluster:
     def stop(self) -> None:
         """End all daemons."""
         stop(self.master, self.agents)
+        if self.master is not None and self.master.process.stdout is not None:
+            self.master.process.stdout.close()
 
     def _tell_deaths(self) -> None:
         children = [*self.agents, *([self.master] if self.master else [])]

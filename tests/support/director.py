@@ -318,11 +318,14 @@ class Director:
         )
 
     def losses(self) -> dict[int, float | None]:
-        """Loss by step; all records of a step must agree."""
+        """Loss by step. All records of a step agree on its samples, and those of one generation on
+        everything: a step that one lost had committed alone may be done again, on other routes."""
         for step, records in self.records.items():
-            seen = {(r.loss, r.grad_norm, r.samples_digest) for r in records}
-            assert len(seen) == 1, f"workers disagree on step {step}: {records}"
-        return {step: records[0].loss for step, records in sorted(self.records.items())}
+            seen = {(r.generation, r.loss, r.grad_norm) for r in records}
+            assert len(seen) == len({r.generation for r in records}), f"step {step}: {records}"
+            assert len({r.samples_digest for r in records}) == 1, f"step {step}: {records}"
+        newest = {s: max(r, key=lambda one: one.generation) for s, r in self.records.items()}
+        return {step: record.loss for step, record in sorted(newest.items())}
 
     def _pump(self, timeout_s: float) -> None:
         channels = {live.channel.fileno(): live for live in self.workers.values() if not live.gone}
