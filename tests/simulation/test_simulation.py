@@ -17,7 +17,7 @@ from support.folders import ROOT
 
 #: How many seeds to play, from which one on; `make soak` plays thousands. Half of them are played
 #: by `test_more_seeds`, for two processes to share them.
-SEEDS = int(os.environ.get("SIMULATION_SEEDS", "100"))
+SEEDS = int(os.environ.get("SIMULATION_SEEDS", "50"))
 FIRST = int(os.environ.get("SIMULATION_FIRST_SEED", "0"))
 HALF = FIRST + SEEDS // 2
 AT_A_TIME = 20

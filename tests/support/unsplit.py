@@ -41,7 +41,6 @@ def make_job(
 def check(cluster: Director, job: JobSpec, *, rtol: float = 1e-12) -> None:
     """Losses are equal to within `rtol`, and final weights to within ten times that."""
     reference = train_reference(job)
-    assert list(cluster.losses().values()) == pytest.approx(
-        [step.loss for step in reference.steps], rel=rtol
-    )
+    losses, expected = list(cluster.losses().values()), [step.loss for step in reference.steps]
+    assert losses == pytest.approx(expected, rel=rtol), f"{losses}, not {expected}"
     assert_same_weights(read_output(job.output), reference.weights, rtol=10 * rtol)
