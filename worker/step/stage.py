@@ -275,9 +275,11 @@ class StageRunner:
         nothing of the micro-batch any more. What `on_layer` raises ends it after that layer."""
         due = self._deferred[microbatch]
         while due:
-            layer, deferred = due.popleft()
+            layer, deferred = due[0]
             self._exchange.take_gradients(layer)
             deferred.add()
             self._add(layer, microbatch)
+            # Only now: where the exchange fails, `settle` must find the layer.
+            due.popleft()
             on_layer(layer)
         del self._deferred[microbatch]

@@ -14,6 +14,7 @@ from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.state.model_state import ModelState, StateError
 from oobleck.worker.state.optimizer import clip_scale
+from oobleck.worker.step.exchange import Exchange
 from oobleck.worker.step.stage import StageRunner, activation_shape
 from support.reference import ReferenceStep, assert_same_weights, train_reference
 
@@ -263,3 +264,39 @@ def test_what_autograd_has_added_is_noted_though_a_sum_cannot_start(make_job):
         stage.backward(0, on_layer=lose_a_peer)
     for layer in range(5):
         assert (state.layers[layer].gradient.abs().sum() > 0) == (0 in state.layers[layer].added)
+
+
+class _PeerLost(Exchange):
+    """Of a stage on several workers, one of which is lost in the sum of a layer's micro-batch."""
+
+    shared = True
+
+    def __init__(self, layer: int, microbatch: int) -> None:
+        self._lost = layer, microbatch
+
+    def add(self, layer, microbatch):
+        if (layer, microbatch) == self._lost:
+            raise TransportError("gone")
+        return super().add(layer, microbatch)
+
+
+@pytest.mark.parametrize("lost", range(5))
+def test_a_sum_that_fails_leaves_no_part_of_a_micro_batch_that_counts(make_job, lost):
+    """The first micro-batch's sum of a layer has taken the second one's norms along: it must not
+    count where the sum of the rest of the second one fails, be it in the last layer that is due."""
+    job = make_job()
+    pipeline = Pipeline(job, ())
+    (state,) = pipeline.states
+    stage = StageRunner(state, range(5), job, CPU, exchange=_PeerLost(lost, microbatch=1))
+    tokens = torch.from_numpy(pipeline.data.rows(0, 1, (0, 1), 6))
+    keys = RowKeys(seed=0, step=1, positions=(0, 1))
+    for microbatch in range(2):
+        stage.forward(microbatch, tokens[:, :-1], keys, tokens[:, 1:], split=True)
+        stage.backward_input(microbatch)
+    stage.backward_weight(0)
+    with pytest.raises(TransportError):
+        stage.backward_weight(1)
+    stage.settle()
+    whole = [layer for layer in range(5) if state.layers[layer].added]
+    assert whole == [layer for layer in range(5) if layer > lost]
+    assert all(state.layers[layer].added == {0, 1} for layer in whole)
