@@ -13,7 +13,7 @@ from oobleck.master.events.nodes import Evidence
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.rates import WorkerRate
-from oobleck.planner.recovery.rules import OF_OTHER_NODES
+from oobleck.planner.recovery.rules import OF_OTHER_NODES, Next
 
 #: Of the way into a generation, in order: the loss is found out, no plan is found and none can be
 #: made until nodes come, the workers leave the generation before, meet, move layers, and train.
@@ -82,7 +82,7 @@ class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
     #: Whose plan it is (`oobleck.planner.recovery.policies`).
     policy: str = "templates"
     #: Whose plan is to follow at a step boundary; empty: nobody's.
-    then: str = ""
+    then: Next | Literal[""] = ""
     #: Slow workers of nodes that stand by, and how slow they were then.
     standing_by: tuple[WorkerRate, ...] = ()
     #: Of the generation before, where it did not come to its first step.

@@ -19,6 +19,7 @@ enough.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 import msgspec
 
@@ -33,6 +34,7 @@ from oobleck.planner.job.spec import JobSpec
 from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.reconfigure import can_lose
+from oobleck.planner.recovery.rules import Next
 from oobleck.proto.types import Assignment
 
 
@@ -133,7 +135,7 @@ def _adopted(
     )
 
 
-def _then(spec: JobSpec, plan: Plan) -> str:
+def _then(spec: JobSpec, plan: Plan) -> Next | Literal[""]:
     """What follows behind the plan, which the journal cannot say."""
     if listed_routes(plan):
         return "templates" if spec.recovery.policy == "auto" else ""

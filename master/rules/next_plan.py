@@ -7,6 +7,7 @@ worth the wait: the job fails.
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from typing import Literal
 
 from oobleck.host.ipc.messages import Rendezvous
 from oobleck.master.events.jobs import JobWaiting
@@ -28,6 +29,7 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.rates import WorkerRate
 from oobleck.planner.recovery.answer import Answer
 from oobleck.planner.recovery.reconfigure import can_lose
+from oobleck.planner.recovery.rules import Next
 from oobleck.planner.units import comma_separated, count
 
 _BACK = "put that right, and 'oobleck node undrain NODE' takes a node back"
@@ -56,7 +58,7 @@ def plan_made(
     detect_s: float | None = None,
     restore: bool = False,
     policy: str = "templates",
-    then: str = "",
+    then: Next | Literal[""] = "",
 ) -> PlanMade:
     """`restore`: workers shall go back to the newest checkpoint. So they shall where the plan
     before told them to and has committed no step: it is not known which of them have gone back."""
@@ -206,7 +208,7 @@ def _next_plan(
 ) -> Answer:
     answer = client.next_plan(context.planner, job, live, generation, wanted)
     lost = holders.lost_layers(context.state, job, answer.found.plan)
-    if lost is not None and wanted in ("uneven", "shadow"):
+    if lost is not None and wanted in ("uneven", "shadow", "normalise"):
         raise PlanInfeasible(*lost.causes)  # nobody is forced to make a change
     if lost is not None and answer.policy != "templates":
         # State must move all the same, so it may as well go where it is best.

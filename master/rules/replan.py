@@ -3,7 +3,7 @@
 A job's first plan is `oobleck.master.rules.first_plan`'s. Must not know how plans are made.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from oobleck.master.events.nodes import NodeDrained, NodeLost, NodeReset, WorkerLost
@@ -38,12 +38,6 @@ from oobleck.planner.programs.plan import Plan
 
 #: Nodes keep a join waiting for at most so many settle times.
 _MOST_SETTLES = 3
-#: What is asked for by what a plan says is to follow it (`oobleck.planner.recovery.answer.Next`).
-_BEHIND: Mapping[str, PlanWanted] = {
-    "templates": "templates",
-    "shadow": "shadow",
-    "normalise": "normalise",
-}
 
 
 def replan(context: Context, job: Job) -> Decision | None:
@@ -267,7 +261,7 @@ def follow_up(context: Context, job: Job) -> Decision | None:
     due = _settled_at(context, job, [n for n in ready if n.facts.node not in job.standing_by])
     if due is not None and context.now < due:
         return None  # they join in the same plan
-    wanted = _BEHIND[made.then]
+    wanted: PlanWanted = made.then
     try:
         answer = next_plan(context, job, ready, next_generation(context, job), wanted)
     except PlanInfeasible as infeasible:

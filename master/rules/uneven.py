@@ -6,6 +6,7 @@ that joins (`oobleck.master.rules.replan`). Must not know how a worker is found 
 """
 
 from collections.abc import Iterable
+from typing import Literal
 
 from oobleck.master.events.plans import Cause, PlanMade
 from oobleck.master.rules.boundary import undisturbed
@@ -78,7 +79,7 @@ def _as_slow(job: Job, made: PlanMade) -> bool:
     return all(job.rates[worker] == before.get(worker) for worker in here)
 
 
-def _still_due(made: PlanMade, rule: Rule) -> str:
+def _still_due(made: PlanMade, rule: Rule) -> Literal["templates", ""]:
     """Templates that the plan before waited for are due as long as none have come."""
     return made.then if made.then == "templates" and rule not in OF_OTHER_NODES else ""
 

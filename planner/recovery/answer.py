@@ -9,13 +9,10 @@ from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.recovery.reconfigure import Reconfiguration, Templates
+from oobleck.planner.recovery.rules import Next
 from oobleck.planner.recovery.uneven.candidates import Situation
 from oobleck.planner.search.demand import Costs
 from oobleck.planner.search.instantiate import Judge, by_formula
-
-#: What comes behind an answer, at a step boundary; `shadow`: see
-#: `oobleck.planner.recovery.shadowed`.
-Next = Literal["templates", "shadow", "normalise"]
 
 Policy = Literal["templates", "reroute", "uneven", "shadow", "normalise"]
 
@@ -70,6 +67,31 @@ def situation(change: Change) -> Situation:
         schedule_named=change.schedule_named,
         shadows_for=change.fault_tolerance if change.shadows else 0,
     )
+
+
+def answer(
+    policy: Policy,
+    found: Reconfiguration,
+    step_s: float,
+    change: Change,
+    *,
+    then: Next | None = None,
+) -> Answer:
+    """With what moves for it."""
+    moved_bytes, busiest_bytes = moves(change, found.plan)
+    return Answer(
+        policy=policy,
+        found=found,
+        moved_bytes=moved_bytes,
+        stall_s=busiest_bytes / change.profile.links.inter_node_bytes_per_s,
+        step_s=step_s,
+        then=then,
+    )
+
+
+def idle(change: Change, plan: Plan) -> tuple[NodeName, ...]:
+    """The live nodes that `plan` does without."""
+    return tuple(sorted(set(change.live).difference(plan.nodes)))
 
 
 def moves(change: Change, plan: Plan) -> tuple[int, int]:

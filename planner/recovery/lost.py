@@ -8,7 +8,7 @@ from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.pipeline import place
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.proof import prove
-from oobleck.planner.recovery.answer import Answer, Change, moves, situation
+from oobleck.planner.recovery.answer import Answer, Change, answer, idle, situation
 from oobleck.planner.recovery.reconfigure import Reconfiguration, reconfigure
 from oobleck.planner.recovery.reroute import reroute
 from oobleck.planner.recovery.shadowed import shadows_behind
@@ -47,13 +47,11 @@ def by_templates(change: Change) -> Answer:
             moving=False,
         )
     plan = settled(plan, profile)
-    moved_bytes, busiest_bytes = moves(change, plan)
-    return Answer(
-        policy="templates",
-        found=replace(found, plan=plan, reason=found.reason + why),
-        moved_bytes=moved_bytes,
-        stall_s=busiest_bytes / profile.links.inter_node_bytes_per_s,
-        step_s=estimate_step(plan, profile, tied=change.tied).step_s,
+    return answer(
+        "templates",
+        replace(found, plan=plan, reason=found.reason + why),
+        estimate_step(plan, profile, tied=change.tied).step_s,
+        change,
         then=shadows_behind(plan, change),
     )
 
@@ -92,18 +90,12 @@ def by_reroute(change: Change) -> Answer:
     routed, step_s = scheduled(routed.with_rates(change.rates), situation(change))
     if listed_routes(routed):
         prove(routed)
-    return Answer(
-        policy="reroute",
-        found=Reconfiguration(
-            plan=routed,
-            rule="reroute",
-            reason=f"{comma_separated(gone)} lost: others that hold the same layers take the "
-            "micro-batches",
-            # Only templates give layers to nodes that hold none.
-            idle=tuple(sorted(alive - set(plan.nodes))),
-        ),
-        moved_bytes=0,
-        stall_s=0.0,
-        step_s=step_s,
-        then=shadows_behind(routed, change),
+    found = Reconfiguration(
+        plan=routed,
+        rule="reroute",
+        reason=f"{comma_separated(gone)} lost: others that hold the same layers take the "
+        "micro-batches",
+        # Only templates give layers to nodes that hold none.
+        idle=idle(change, plan),
     )
+    return answer("reroute", found, step_s, change, then=shadows_behind(routed, change))

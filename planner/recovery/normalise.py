@@ -13,15 +13,13 @@ from dataclasses import dataclass, replace
 
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.programs.listing.schedule import listed_routes
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.programs.proof import prove
 from oobleck.planner.programs.routes import Hold, Hop, Route
-from oobleck.planner.recovery.answer import Answer, Change, moves, situation
+from oobleck.planner.recovery.answer import Answer, Change, answer, idle, situation
 from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose
 from oobleck.planner.recovery.reroute import add_load, held_layers, routes_around
 from oobleck.planner.recovery.uneven.candidates import hop_ticks, scheduled, staying_s
-from oobleck.planner.recovery.uneven.worth import LEAST_GAIN, Prospect
+from oobleck.planner.recovery.uneven.worth import LEAST_GAIN, worth_a_change
 from oobleck.planner.units import comma_separated
 
 _Ticks = Callable[[Hop], int]
@@ -54,13 +52,8 @@ def normalised(change: Change) -> Answer:
             offers.append(_answer(change, plan, step_s, move.taken))
     if not offers:
         raise PlanInfeasible("nobody can take over the layers of a lost worker for its own")
-    best = max(offers, key=lambda one: _prospect(one).until_next_loss)
-    if problem := _prospect(best).why_not(before_s):
-        raise PlanInfeasible(f"{problem}: not worth a change")
-    plan = best.found.plan
-    if listed_routes(plan):
-        prove(plan)
-    return replace(best, then="normalise" if promising(change, plan) else None)
+    best = worth_a_change(offers, before_s)
+    return replace(best, then="normalise" if promising(change, best.found.plan) else None)
 
 
 def promising(change: Change, plan: Plan) -> bool:
@@ -168,23 +161,13 @@ def _moved(change: Change, move: Move) -> Plan:
 
 
 def _answer(change: Change, plan: Plan, step_s: float, taken: Hold) -> Answer:
-    moved_bytes, busiest_bytes = moves(change, plan)
     names = comma_separated(map(str, taken.workers))
     verb = "takes" if len(taken.workers) == 1 else "take"
-    return Answer(
-        policy="normalise",
-        found=Reconfiguration(
-            plan=plan,
-            rule="normalise",
-            reason=f"{names} {verb} over layers {taken.first_layer}-{taken.last_layer} in place of "
-            "others, so that the busiest worker has less to do",
-            idle=tuple(sorted(set(change.live).difference(plan.nodes))),
-        ),
-        moved_bytes=moved_bytes,
-        stall_s=busiest_bytes / change.profile.links.inter_node_bytes_per_s,
-        step_s=step_s,
+    found = Reconfiguration(
+        plan=plan,
+        rule="normalise",
+        reason=f"{names} {verb} over layers {taken.first_layer}-{taken.last_layer} in place of "
+        "others, so that the busiest worker has less to do",
+        idle=idle(change, plan),
     )
-
-
-def _prospect(one: Answer) -> Prospect:
-    return Prospect(step_s=one.step_s, stall_s=one.stall_s)
+    return answer("normalise", found, step_s, change)

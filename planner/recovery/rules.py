@@ -35,7 +35,10 @@ Rule = Literal[
     "stand by",
     "take back",
 ]
-#: Of these, those that make a plan of templates, for fewer or more nodes.
+#: What comes behind an answer, at a step boundary; `shadow`: see
+#: `oobleck.planner.recovery.shadowed`.
+Next = Literal["templates", "shadow", "normalise"]
+#: Of the rules, those that make a plan of templates, for fewer or more nodes.
 OF_OTHER_NODES: frozenset[Rule] = frozenset({"stand by", "take back"})
 
 

@@ -6,8 +6,9 @@ from oobleck.planner.cost.estimate import estimate_step
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.profile.profile import Profile
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.recovery.answer import Answer, Change, Next, moves
+from oobleck.planner.recovery.answer import Answer, Change, answer, idle
 from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose
+from oobleck.planner.recovery.rules import Next
 from oobleck.planner.search.choose import settled
 from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.units import comma_separated, count
@@ -29,21 +30,16 @@ def shadowed(change: Change) -> Answer:
     if found is change.plan:
         raise PlanInfeasible("no layer can be on one node more, or none has to be")
     plan = settled(replace(found, generation=change.generation), profile)
-    moved_bytes, busiest_bytes = moves(change, plan)
     nodes = sorted({worker.node for worker in plan.shadows})
-    return Answer(
-        policy="shadow",
-        found=Reconfiguration(
-            plan=plan,
-            rule="shadow",
-            reason=f"{comma_separated(nodes)} hold layers of others too, so that "
-            f"{count(can_lose(plan), 'node')} can be lost",
-            idle=tuple(sorted(set(change.live).difference(plan.nodes))),
-        ),
-        moved_bytes=moved_bytes,
-        stall_s=busiest_bytes / profile.links.inter_node_bytes_per_s,
-        step_s=estimate_step(plan, profile, tied=change.tied).step_s,
+    made = Reconfiguration(
+        plan=plan,
+        rule="shadow",
+        reason=f"{comma_separated(nodes)} hold layers of others too, so that "
+        f"{count(can_lose(plan), 'node')} can be lost",
+        idle=idle(change, plan),
     )
+    step_s = estimate_step(plan, profile, tied=change.tied).step_s
+    return answer("shadow", made, step_s, change)
 
 
 def _more_shadows(plan: Plan, profile: Profile, fault_tolerance: int) -> Plan:

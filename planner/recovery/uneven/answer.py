@@ -7,14 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from oobleck.planner.errors import PlanInfeasible
-from oobleck.planner.programs.listing.schedule import listed_routes
-from oobleck.planner.programs.proof import prove
-from oobleck.planner.recovery.answer import Answer, Change, situation
+from oobleck.planner.recovery.answer import Answer, Change, answer, idle, situation
 from oobleck.planner.recovery.reconfigure import Reconfiguration
 from oobleck.planner.recovery.shadowed import shadows_behind
 from oobleck.planner.recovery.uneven.candidates import Situation, candidates, staying_s
-from oobleck.planner.recovery.uneven.others import evened, of_other_nodes
-from oobleck.planner.recovery.uneven.worth import Prospect
+from oobleck.planner.recovery.uneven.others import of_other_nodes
+from oobleck.planner.recovery.uneven.worth import worth_a_change
 from oobleck.planner.units import comma_separated, format_bytes
 
 
@@ -29,11 +27,7 @@ def uneven(change: Change) -> Answer:
     offers = list(_by_rates(change, now))
     if not offers:
         raise PlanInfeasible("no other plan is better for the rates of the workers")
-    best = max(offers, key=lambda one: _prospect(one).until_next_loss)
-    if problem := _prospect(best).why_not(before_s):
-        raise PlanInfeasible(f"{problem}: not worth a change")
-    if listed_routes(best.found.plan):
-        prove(best.found.plan)
+    best = worth_a_change(offers, before_s)
     reason = (
         f"{_slow_ones(change)}: {best.found.rule}: a step takes {best.step_s:.4g} s in place of "
         f"{before_s:.4g} s, and {format_bytes(best.moved_bytes)} move"
@@ -59,14 +53,9 @@ def _by_rates(change: Change, now: Situation) -> Iterator[Answer]:
             running.schedule,
         ):
             continue
-        idle = tuple(sorted(set(change.live).difference(plan.nodes)))
-        found = Reconfiguration(plan=plan, rule=each.rule, reason="", idle=idle)
-        yield evened(found, each.step_s, change)
+        found = Reconfiguration(plan=plan, rule=each.rule, reason="", idle=idle(change, plan))
+        yield answer("uneven", found, each.step_s, change)
     yield from of_other_nodes(change, now)
-
-
-def _prospect(one: Answer) -> Prospect:
-    return Prospect(step_s=one.step_s, stall_s=one.stall_s)
 
 
 def _slow_ones(change: Change) -> str:

@@ -12,9 +12,9 @@ from oobleck.planner.cost.estimate import peak_bytes
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import NodeName
 from oobleck.planner.programs.plan import Plan
-from oobleck.planner.recovery.answer import Answer, Change, moves
+from oobleck.planner.recovery.answer import Answer, Change, answer
 from oobleck.planner.recovery.lost import by_templates
-from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose
+from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.rules import Rule
 from oobleck.planner.recovery.uneven.candidates import Situation, check_room, recuts
 
@@ -52,19 +52,8 @@ def _cut_by_rates(made: Answer, change: Change, now: Situation) -> Answer:
     plan = made.found.plan
     for cut in recuts(plan, now) if plan.rates else ():
         if cut.step_s < made.step_s:
-            return evened(replace(made.found, plan=cut.plan), cut.step_s, change)
+            return answer("uneven", replace(made.found, plan=cut.plan), cut.step_s, change)
     return made
-
-
-def evened(found: Reconfiguration, step_s: float, change: Change) -> Answer:
-    moved_bytes, busiest_bytes = moves(change, found.plan)
-    return Answer(
-        policy="uneven",
-        found=found,
-        moved_bytes=moved_bytes,
-        stall_s=busiest_bytes / change.profile.links.inter_node_bytes_per_s,
-        step_s=step_s,
-    )
 
 
 def _slowest_first(change: Change, now: Situation) -> Sequence[Sequence[NodeName]]:

@@ -1,7 +1,12 @@
 """Whether a change that nobody is forced to make is worth it. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.programs.listing.schedule import listed_routes
+from oobleck.planner.programs.proof import prove
+from oobleck.planner.recovery.answer import Answer
 from oobleck.planner.recovery.reconfigure import HORIZON_S
 
 #: What a change of generation takes beside the state that moves.
@@ -36,3 +41,18 @@ class Prospect:
                 f"{cost_s:.3g} s"
             )
         return ""
+
+
+def worth_a_change(offers: Sequence[Answer], staying_s: float) -> Answer:
+    """The best of `offers`, of which there are some, proved to run to its end. Raises
+    PlanInfeasible where staying, at so many seconds a step, is better."""
+
+    def prospect(offer: Answer) -> Prospect:
+        return Prospect(step_s=offer.step_s, stall_s=offer.stall_s)
+
+    best = max(offers, key=lambda offer: prospect(offer).until_next_loss)
+    if problem := prospect(best).why_not(staying_s):
+        raise PlanInfeasible(f"{problem}: not worth a change")
+    if listed_routes(best.found.plan):
+        prove(best.found.plan)
+    return best
