@@ -19,7 +19,7 @@ from oobleck.planner.recovery.answer import Answer, Change, answer, idle, situat
 from oobleck.planner.recovery.reconfigure import Reconfiguration, can_lose
 from oobleck.planner.recovery.reroute import add_load, held_layers, routes_around
 from oobleck.planner.recovery.uneven.candidates import hop_ticks, scheduled, staying_s
-from oobleck.planner.recovery.uneven.worth import LEAST_GAIN, worth_a_change
+from oobleck.planner.recovery.worth import LEAST_GAIN, worth_a_change
 from oobleck.planner.units import comma_separated
 
 _Ticks = Callable[[Hop], int]

@@ -12,7 +12,7 @@ from oobleck.planner.recovery.reconfigure import Reconfiguration
 from oobleck.planner.recovery.shadowed import shadows_behind
 from oobleck.planner.recovery.uneven.candidates import Situation, candidates, staying_s
 from oobleck.planner.recovery.uneven.others import of_other_nodes
-from oobleck.planner.recovery.uneven.worth import worth_a_change
+from oobleck.planner.recovery.worth import worth_a_change
 from oobleck.planner.units import comma_separated, format_bytes
 
 

@@ -18,7 +18,7 @@ from oobleck.planner.recovery.policies import answer
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.shadowed import shadowed
 from oobleck.planner.recovery.uneven.answer import by_rates, uneven
-from oobleck.planner.recovery.uneven.worth import Prospect
+from oobleck.planner.recovery.worth import Prospect
 from oobleck.planner.search.shadows import with_shadows
 from oobleck.planner.search.templates import generate_templates
 from support.plans import plan_of_cuts, plan_of_templates, worker
