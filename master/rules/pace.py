@@ -96,7 +96,7 @@ def _changed(context: Context, job: Job) -> Iterator[RateChanged]:
 def _alone(context: Context, job: Job) -> Iterator[RateChanged]:
     """Of slow workers that stand by, and what they have measured meanwhile."""
     made, pace = job.current.made, job.seen.pace
-    if made is None or pace.generation != job.current.generation:
+    if made is None or job.state != "running" or pace.generation != job.current.generation:
         return
     members = [context.state.nodes[name] for name in job.current.members]
     for worker, told in job.slow.items():
