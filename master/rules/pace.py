@@ -24,7 +24,7 @@ from oobleck.master.state.job import Job
 from oobleck.master.state.readings import Alone, Round
 from oobleck.planner.cost.computing import computing_by_layer_s
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.profile.profile import LayerProfile, Profile
+from oobleck.planner.profile.profile import LEAST_S, MOST_S, InvalidProfile, LayerProfile, Profile
 from oobleck.planner.programs.plan import Plan
 
 #: Of the median's time.
@@ -130,7 +130,10 @@ def _other_steps(plan: Plan, profile: Profile, found: Alone) -> Sequence[tuple[f
     """What the others' shares of a step would take the worker that stands by, and take themselves.
     Neither goes by the profile's times, which may be wrong."""
     usual_s = _sample(plan, profile, found.rounds[0], found.rounds[-1]).step_s
-    own = _profiled_s(plan, _as_measured(profile, found.seconds))
+    try:
+        own = _profiled_s(plan, _as_measured(profile, found.seconds))
+    except InvalidProfile:  # nothing takes that long, or that short: the agent is broken or hostile
+        return ()
     whole = {worker: sum(own.get(worker, {}).values()) for worker in usual_s}
     return [(whole[worker], seconds) for worker, seconds in usual_s.items() if whole[worker] > 0]
 
@@ -239,7 +242,8 @@ def _sample(plan: Plan, profile: Profile, before: Round, after: Round) -> _Sampl
         if first is None or first.process != last.process:
             continue
         taken, spent_s = last.steps - first.steps, last.seconds - first.seconds
-        if taken > 0 and spent_s > 0:
+        # An agent that tells of other times is broken or hostile.
+        if taken > 0 and LEAST_S <= spent_s / taken <= MOST_S:
             steps[worker], step_s[worker] = taken, spent_s / taken
     return _Sample(
         seconds=after.at - before.at,

@@ -3,8 +3,12 @@ when that is called slow."""
 
 import pytest
 
-from oobleck.master.rules.pace import slowness_of
-from oobleck.planner.ids import NodeName, WorkerId
+from oobleck.master.rules.pace import _sample, slowness_of
+from oobleck.master.state.readings import Reading, Round
+from oobleck.planner.ids import Incarnation, NodeName, WorkerId
+from support.plans import plan_of_cuts, worker
+from support.profiles import profile_of
+from support.scenario import Player
 
 A, B, C, D = (WorkerId(NodeName(name), 0) for name in "abcd")
 #: Two pipelines, cut differently: every layer takes a second of its two holders.
@@ -47,3 +51,32 @@ def test_two_of_four_are_held_against_the_others() -> None:
 def test_who_computes_nothing_is_not_compared() -> None:
     assert slowness_of({A: 4.0, B: 4.0, C: 1.0}, {A: CUT[A], B: CUT[B]}) == {A: 1.0, B: 1.0}
     assert slowness_of({A: 4.0}, {}) == {}
+
+
+@pytest.mark.parametrize("spent_s", [5e-324, 1e-20, 1e300])
+def test_times_that_nobody_takes_say_nothing(spent_s: float) -> None:
+    """Held against others, or others against them, they would be beyond all numbers."""
+    before, after = (
+        Round(
+            at,
+            {
+                worker(0): Reading(Incarnation("a"), 2 * at, at * spent_s),
+                worker(1): Reading(Incarnation("b"), 2 * at, at * 24.0),
+            },
+        )
+        for at in (1, 2)
+    )
+    plan, profile = plan_of_cuts(([4, 4], 1)), profile_of([1.0] * 8)
+    assert _sample(plan, profile, before, after).slowness == {worker(1): 1.0}
+
+
+@pytest.mark.parametrize("times", ["1e-20", "1e12", "1e300"])
+def test_nor_do_those_that_were_measured_standing_by(times: str) -> None:
+    told = Player().play(
+        "0.0 register n1 n2 n3 n4\n0.0 submit demo hidden=1024 steps=1000 f=0\n"
+        "0.5 ready n1 n2 n3 n4\n0.7 enter 1 n1 n2 n3 n4\n1.0 steps 1 1 1\n"
+        "1.0 compute 6 2 n2/0=20\n7.1 enter 2 n1 n2 n3 n4\n7.2 steps 2 2 2\n"
+        f"7.3 compute 3 2\n12.0 alone 1 n2/0={times}\n13.0 rates"
+    )
+    assert "stand by" in told
+    assert "rates: n2/0=0.05" in told
