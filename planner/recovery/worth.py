@@ -44,15 +44,17 @@ class Prospect:
 
 
 def worth_a_change(offers: Sequence[Answer], staying_s: float) -> Answer:
-    """The best of `offers`, of which there are some, proved to run to its end. Raises
-    PlanInfeasible where staying, at so many seconds a step, is better."""
+    """The best of `offers`, of which there are some, that is worth it, proved to run to its end.
+    Raises PlanInfeasible where staying, at so many seconds a step, is better than each."""
 
     def prospect(offer: Answer) -> Prospect:
         return Prospect(step_s=offer.step_s, stall_s=offer.stall_s)
 
-    best = max(offers, key=lambda offer: prospect(offer).until_next_loss)
-    if problem := prospect(best).why_not(staying_s):
-        raise PlanInfeasible(f"{problem}: not worth a change")
+    by_steps = sorted(offers, key=lambda offer: -prospect(offer).until_next_loss)
+    problems = [prospect(offer).why_not(staying_s) for offer in by_steps]
+    if all(problems):
+        raise PlanInfeasible(f"{problems[0]}: not worth a change")
+    best = by_steps[problems.index("")]
     if listed_routes(best.found.plan):
         prove(best.found.plan)
     return best

@@ -179,6 +179,25 @@ def test_state_that_takes_long_to_move_does_not_move() -> None:
         uneven(change(rates, sizes=(4,), profile=over_slow_links(costs())))
 
 
+def test_what_costs_too_much_does_not_keep_out_what_costs_nothing() -> None:
+    """Standing by makes most steps, and takes too long until then."""
+    known = costs()
+    profile = replace(
+        known,
+        layers=tuple(replace(layer, output_bytes=0, parameter_bytes=0) for layer in known.layers),
+        links=replace(known.links, inter_node_bytes_per_s=20.0),
+    )
+    asked = change({worker(1): 0.05}, sizes=(2, 2, 2), profile=profile)
+    now_s, offers = by_rates(asked)
+    prospects = {
+        each.found.rule: Prospect(step_s=each.step_s, stall_s=each.stall_s) for each in offers
+    }
+    most = max(prospects, key=lambda rule: prospects[rule].until_next_loss)
+    assert most == "stand by"
+    assert "and cost" in prospects[most].why_not(now_s)
+    assert uneven(asked).step_s < 0.2 * now_s
+
+
 @pytest.mark.parametrize(
     ("step_s", "stall_s", "why"),
     [
