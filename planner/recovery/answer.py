@@ -107,7 +107,8 @@ def moves(change: Change, plan: Plan) -> tuple[int, int]:
     held = {w: shards for w, shards in change.plan.shards.items() if w.node in live}
     for worker, shards in held.items():
         for shard in shards:
-            having[shard.layer][worker.node] += layers[shard.layer].state_bytes // shard.parts
+            size = -(-layers[shard.layer].state_bytes // shard.parts)
+            having[shard.layer][worker.node] += size
     for worker, shards in plan.shards.items():
         for shard in shards - held.get(worker, frozenset()):
             size = -(-layers[shard.layer].state_bytes // shard.parts)

@@ -6,6 +6,7 @@ from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold, Hop, Route
 from oobleck.planner.recovery.answer import Change, moves
+from support.plans import plan_of_cuts
 from support.profiles import profile_of
 
 LAYERS, BYTES = 4, 10
@@ -30,18 +31,21 @@ def plan_of(holders: Sequence[str]) -> Plan:
 
 
 def moved(before: Sequence[str], live: Sequence[str]) -> tuple[int, int]:
-    plan = plan_of(before)
+    return moved_between(plan_of(before), plan_of(live), BYTES)
+
+
+def moved_between(plan: Plan, then: Plan, state_bytes: int) -> tuple[int, int]:
     change = Change(
         plan=plan,
         base=plan,
-        live=tuple(map(NodeName, live)),
+        live=then.nodes,
         generation=Generation(2),
         templates={},
-        profile=profile_of([1.0] * LAYERS, state=[BYTES] * LAYERS, activation=[1] * LAYERS),
+        profile=profile_of([1.0] * LAYERS, state=state_bytes),
         fault_tolerance=0,
         tied=False,
     )
-    return moves(change, plan_of(live))
+    return moves(change, then)
 
 
 def test_one_node_that_serves_many_is_the_busiest() -> None:
@@ -58,3 +62,8 @@ def test_a_lost_node_sends_nothing() -> None:
 
 def test_what_nobody_holds_is_received_all_the_same() -> None:
     assert moved(["n0"], ["n1", "n2"]) == (80, 40)
+
+
+def test_a_layer_of_fewer_bytes_than_workers_share_it() -> None:
+    one, two = (plan_of_cuts(*[([(LAYERS, 2)], 1)] * count) for count in (1, 2))
+    assert moved_between(one, two, 1) == (2 * LAYERS, 2 * LAYERS)
