@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from statistics import median, median_low
+from weakref import WeakKeyDictionary
 
 from oobleck.master.events.jobs import RateChanged
 from oobleck.master.planning.machines import Machines, profile_on
@@ -24,7 +25,7 @@ from oobleck.master.state.job import Job
 from oobleck.master.state.readings import Alone, Round
 from oobleck.planner.cost.computing import computing_by_layer_s
 from oobleck.planner.ids import WorkerId
-from oobleck.planner.profile.profile import LEAST_S, MOST_S, InvalidProfile, LayerProfile, Profile
+from oobleck.planner.profile.profile import LEAST_S, MOST_S, LayerProfile, Profile
 from oobleck.planner.programs.plan import Plan
 
 #: Of the median's time.
@@ -52,6 +53,21 @@ class _Sample:
     step_s: Mapping[WorkerId, float]
     #: That, as a multiple of what it would be at the others' pace.
     slowness: Mapping[WorkerId, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """A measurement of a worker that stands by, held against the others' pace."""
+
+    slowness: float
+    #: What another's share of a step would take it, and takes that one.
+    step_s: float
+    usual_s: float
+
+
+#: By measurement, for as long as that is kept: the plan and the profile that it was held against,
+#: and what came of it. As many as stand by, since each reconcile asks for all of them.
+_beside: WeakKeyDictionary[Alone, tuple[Plan, Profile, _Beside | None]] = WeakKeyDictionary()
 
 
 def watch(context: Context, job: Job) -> Decision | None:
@@ -98,41 +114,59 @@ def _alone(context: Context, job: Job) -> Iterator[RateChanged]:
     made, pace = job.current.made, job.seen.pace
     if made is None or job.state != "running" or pace.generation != job.current.generation:
         return
+    found = [(worker, pace.alone[worker]) for worker in job.slow if worker in pace.alone]
+    if not found:
+        return
     members = [context.state.nodes[name] for name in job.current.members]
-    for worker, told in job.slow.items():
-        found = pace.alone.get(worker)
-        if found is None or found.process != told.incarnation or worker.node in made.plan.nodes:
+    profile = profile_on(job.spec, Machines.of(job, members))
+    for worker, alone in found:
+        told = job.slow[worker]
+        if alone.process != told.incarnation or worker.node in made.plan.nodes:
             continue
-        profile = profile_on(job.spec, Machines.of(job, members))
-        steps = _other_steps(made.plan, profile, found)
-        if not steps:
+        beside = _held_against(made.plan, profile, alone)
+        if beside is None:
             continue
-        slowness = median_low(step_s / usual_s for step_s, usual_s in steps)
         rate = told.rate
-        if slowness < SURE:
+        if beside.slowness < SURE:
             rate = 1.0
-        elif not 1 / SURE <= slowness * told.rate <= SURE:
-            rate = _rate_of(slowness)
+        elif not 1 / SURE <= beside.slowness * told.rate <= SURE:
+            rate = _rate_of(beside.slowness)
         if rate != told.rate:
-            step_s, usual_s = min(steps, key=lambda each: abs(each[0] / each[1] - slowness))
             yield RateChanged(
                 job_id=job.id,
                 worker=worker,
                 incarnation=told.incarnation,
                 rate=rate,
-                step_s=step_s,
-                usual_s=usual_s,
+                step_s=beside.step_s,
+                usual_s=beside.usual_s,
                 alone=True,
             )
 
 
-def _other_steps(plan: Plan, profile: Profile, found: Alone) -> Sequence[tuple[float, float]]:
+def _held_against(plan: Plan, profile: Profile, alone: Alone) -> _Beside | None:
+    """Worked out once for a measurement. None: it says nothing."""
+    known = _beside.get(alone)
+    if known is None or known[:2] != (plan, profile):
+        known = _beside[alone] = plan, profile, _compare(plan, profile, alone)
+    return known[2]
+
+
+def _compare(plan: Plan, profile: Profile, alone: Alone) -> _Beside | None:
+    steps = _other_steps(plan, profile, alone)
+    if not steps:
+        return None
+    slowness = median_low(step_s / usual_s for step_s, usual_s in steps)
+    step_s, usual_s = min(steps, key=lambda each: abs(each[0] / each[1] - slowness))
+    return _Beside(slowness, step_s, usual_s)
+
+
+def _other_steps(plan: Plan, profile: Profile, alone: Alone) -> Sequence[tuple[float, float]]:
     """What the others' shares of a step would take the worker that stands by, and take themselves.
     Neither goes by the profile's times, which may be wrong."""
-    usual_s = _sample(plan, profile, found.rounds[0], found.rounds[-1]).step_s
+    usual_s = _sample(plan, profile, alone.first, alone.last).step_s
     try:
-        own = _profiled_s(plan, _as_measured(profile, found.seconds))
-    except InvalidProfile:  # nothing takes that long, or that short: the agent is broken or hostile
+        own = computing_by_layer_s(plan, _as_measured(profile, alone.seconds))
+    except ValueError:  # the plan is another master's; or nothing takes that long, or that short
         return ()
     whole = {worker: sum(own.get(worker, {}).values()) for worker in usual_s}
     return [(whole[worker], seconds) for worker, seconds in usual_s.items() if whole[worker] > 0]

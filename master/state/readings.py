@@ -34,15 +34,16 @@ class Round:
     readings: Mapping[WorkerId, Reading]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Alone:
     """What a process that stands by has measured: seconds of a micro-batch in the embedding, a
-    block and the head, and the rounds of the others by then."""
+    block and the head; and the others' first round and their last one by then."""
 
     process: Incarnation
     attempt: int
     seconds: tuple[float, float, float]
-    rounds: tuple[Round, ...]
+    first: Round
+    last: Round
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,7 +84,7 @@ class PaceSeen:
             known is not None and (known.process, known.attempt) == (process, attempt)
         ):
             return False
-        self.alone[worker] = Alone(process, attempt, seconds, self.rounds)
+        self.alone[worker] = Alone(process, attempt, seconds, self.rounds[0], self.rounds[-1])
         return True
 
     def take(self, worker: WorkerId, reading: Reading, workers: int, now: float) -> bool:

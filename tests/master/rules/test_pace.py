@@ -1,11 +1,17 @@
 """How much slower than others a worker is, by what each computes; `slow_*` among the scenarios tell
 when that is called slow."""
 
+from collections.abc import Mapping
+
 import pytest
 
+from oobleck.master.rules import pace
 from oobleck.master.rules.pace import _sample, slowness_of
 from oobleck.master.state.readings import Reading, Round
+from oobleck.planner.cost.computing import computing_by_layer_s
 from oobleck.planner.ids import Incarnation, NodeName, WorkerId
+from oobleck.planner.profile.profile import Profile
+from oobleck.planner.programs.plan import Plan
 from support.plans import plan_of_cuts, worker
 from support.profiles import profile_of
 from support.scenario import Player
@@ -80,3 +86,28 @@ def test_nor_do_those_that_were_measured_standing_by(times: str) -> None:
     )
     assert "stand by" in told
     assert "rates: n2/0=0.05" in told
+
+
+def test_each_that_was_measured_standing_by_is_worked_out_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every reconcile asks for all of them, however many stand by."""
+    asked: list[Profile] = []
+
+    def computing(plan: Plan, profile: Profile) -> Mapping[WorkerId, Mapping[int, float]]:
+        asked.append(profile)
+        return computing_by_layer_s(plan, profile)
+
+    monkeypatch.setattr(pace, "computing_by_layer_s", computing)
+    names = [f"n{number}" for number in range(10, 24)]
+    slow = [f"{name}/0={20 + number / 10}" for number, name in enumerate(names[:5])]
+    player, nodes = Player(), " ".join(names)
+    player.play(
+        f"0.0 register {nodes}\n0.0 submit demo hidden=1024 steps=1000 f=0\n0.5 ready {nodes}\n"
+        f"0.7 enter 1 {nodes}\n1.0 steps 1 1 1\n1.0 compute 6 2 {' '.join(slow)}\n"
+        f"7.1 enter 2 {nodes}\n7.2 steps 2 2 2\n7.3 compute 3 2"
+    )
+    before = len(asked)
+    told = player.play(f"12.0 alone 1 {' '.join(slow)}\n13.0 look\n14.0 look\n15.0 rates")
+    assert told.count("=0.05") == len(slow)
+    assert len(asked) == before + len(slow)
