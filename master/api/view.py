@@ -10,13 +10,13 @@ from statistics import median
 from oobleck.host.ipc.messages import StepRecord
 from oobleck.master.config import MasterConfig
 from oobleck.master.planning import client
-from oobleck.master.rules import job_queue, stalls
+from oobleck.master.rules import job_queue, stalls, stand_by
 from oobleck.master.state.cluster import ClusterState
 from oobleck.master.state.incident_summary import headline_of
 from oobleck.master.state.job import ENDED, Job
 from oobleck.master.state.job_observed import JobSeen
 from oobleck.master.state.node import Drain, Node
-from oobleck.planner.ids import WorkerId
+from oobleck.planner.ids import NodeName, WorkerId
 from oobleck.planner.redact import redact
 from oobleck.planner.units import comma_separated, count
 from oobleck.proto import control_pb2 as pb
@@ -272,14 +272,18 @@ def _node_reason(state: ClusterState, node: Node, now: float) -> str:
         if why := node.why_not_with(state.required_torch(job)):
             return f"cannot join the job: {why}"
         if facts.node in job.standing_by:
-            slow = (
-                str(told) for worker, told in sorted(job.slow.items()) if worker.node == facts.node
-            )
-            return f"stands by: {'; '.join(slow)}"
+            return _stands_by(job, facts.node, now)
         if state.is_ready(node, job):
             return "ready to join the job"
         return "its workers start, to join the job"
     return client.idle_slots(job.current.made.plan, facts.worker_slots)
+
+
+def _stands_by(job: Job, name: NodeName, now: float) -> str:
+    slow = [(worker, told) for worker, told in sorted(job.slow.items()) if worker.node == name]
+    left_s = max(stand_by.until(job, worker) for worker, _ in slow) - now
+    least = f", for {left_s:.0f} s at least" if left_s > 0 else ""
+    return f"stands by{least}: {'; '.join(str(told) for _, told in slow)}"
 
 
 def _drain_progress(state: ClusterState, node: Node, drain: Drain) -> str:

@@ -58,6 +58,14 @@ class ReconfigurationStats(msgspec.Struct, frozen=True, kw_only=True):
     master_restarted: bool
 
 
+class StandByFor(msgspec.Struct, frozen=True, kw_only=True):
+    """A slow worker is put to stand by; for so long nothing that it measures makes it better."""
+
+    worker: WorkerId
+    incarnation: Incarnation
+    seconds: float
+
+
 class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
     """The next generation: every node of the plan is to enter it as `Assign` says."""
 
@@ -85,6 +93,8 @@ class PlanMade(Assign, frozen=True, kw_only=True, tag=True):
     then: Next | Literal[""] = ""
     #: Slow workers of nodes that stand by, and how slow they were then.
     standing_by: tuple[WorkerRate, ...] = ()
+    #: Those of them that had a part in the plan before.
+    stand_by_for: tuple[StandByFor, ...] = ()
     #: Of the generation before, where it did not come to its first step.
     overtaken: ReconfigurationStats | None = None
     #: What was seen of failures since the last event that carries such.

@@ -15,7 +15,7 @@ from oobleck.master.events.nodes import NodeLost, NodeYielded, WorkerLost
 from oobleck.master.events.plans import Cause, PlanMade
 from oobleck.master.planning import client
 from oobleck.master.planning.requests import PlanWanted
-from oobleck.master.rules import holders
+from oobleck.master.rules import holders, stand_by
 from oobleck.master.rules.completion import fail, reconfiguration_stats
 from oobleck.master.rules.decision import Context, Decision
 from oobleck.master.state.cluster import ClusterState
@@ -107,6 +107,7 @@ def plan_made(
             for worker, rate in sorted(job.rates.items())
             if worker.node not in plan.nodes and worker.node not in job.current.lost_nodes
         ),
+        stand_by_for=tuple(stand_by.taken_out(context, job, plan)),
         overtaken=reconfiguration_stats(context, job),
         evidence=() if boundary else carried(job, context.now),
     )

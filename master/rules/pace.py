@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 from oobleck.master.events.jobs import RateChanged
 from oobleck.master.planning.machines import Machines, profile_on
+from oobleck.master.rules import stand_by
 from oobleck.master.rules.decision import Context, Decision, decide
 from oobleck.master.state.job import Job
 from oobleck.master.state.readings import Alone, Round
@@ -70,10 +71,11 @@ class _Beside:
 _beside: WeakKeyDictionary[Alone, tuple[Plan, Profile, _Beside | None]] = WeakKeyDictionary()
 
 
-def watch(context: Context, job: Job) -> Decision | None:
+def watch(context: Context, job: Job) -> Decision:
     """Tell whose pace has changed, if any."""
     told = [*_replaced(context, job), *_changed(context, job), *_alone(context, job)]
-    return decide(told, "; ".join(map(str, told)))
+    waits = Decision(wake_at=stand_by.next_until(context, job))
+    return decide(told, "; ".join(map(str, told))) or waits
 
 
 def _replaced(context: Context, job: Job) -> Iterator[RateChanged]:
@@ -131,6 +133,8 @@ def _alone(context: Context, job: Job) -> Iterator[RateChanged]:
             rate = 1.0
         elif not 1 / SURE <= beside.slowness * told.rate <= SURE:
             rate = _rate_of(beside.slowness)
+        if rate > told.rate and context.now < stand_by.until(job, worker):
+            continue
         if rate != told.rate:
             yield RateChanged(
                 job_id=job.id,

@@ -71,6 +71,7 @@ def _observe_anew(state: ClusterState, now: float, unix: float) -> None:
         apply_nodes.restarted(node, now, unix)
     for job in state.jobs.values():
         job.seen = JobSeen(since=now, since_unix=unix, inherited=True)
+        job.set_stand_bys(job.stand_bys, now, unix)
         job.seen.steps.committed_step = job.rollback.resumed_step
         if job.rollback.redo_until and job.rollback.restored is not None:
             job.seen.steps.furthest_step = job.rollback.restored.step

@@ -46,7 +46,7 @@ def apply(state: ClusterState, event: JobEvent, now: float, unix: float) -> None
         case JobCaughtUp():
             state.jobs[event.job_id].rollback.redo_until = 0
         case RateChanged():
-            _note_rate(state.jobs[event.job_id], event)
+            _note_rate(state.jobs[event.job_id], event, now, unix)
         case JobStarted() | JobPutBack() | JobWaiting():
             _take_turn(state, state.jobs[event.job_id], event, now, unix)
         case MeasuringStarted() | ProfileChosen():
@@ -57,7 +57,12 @@ def apply(state: ClusterState, event: JobEvent, now: float, unix: float) -> None
             del state.requests[state.jobs.pop(event.job_id).request_id]
 
 
-def _note_rate(job: Job, event: RateChanged) -> None:
+def _note_rate(job: Job, event: RateChanged, now: float, unix: float) -> None:
+    last, told = job.stand_bys.get(event.worker), job.slow.get(event.worker)
+    if last is not None and last.process != event.incarnation:
+        del job.stand_bys[event.worker]
+    elif last is not None and told is not None and event.rate > told.rate:
+        job.set_stand_bys({**job.stand_bys, event.worker: last.better(unix)}, now, unix)
     if event.rate < 1:
         job.slow[event.worker] = event
     else:
@@ -143,6 +148,7 @@ def _take_turn(
         case JobPutBack():
             state.active, job.passed_over = None, True
             job.slow.clear()
+            job.stand_bys.clear()
             job.reason = f"{why}; {event.instead} has its turn meanwhile"
             if (made := job.current.made) is None:
                 job.waiting_since = 0.0
@@ -191,6 +197,7 @@ def _end(
     job.current.losses = ()
     job.waiting_since = 0.0
     job.slow.clear()
+    job.stand_bys.clear()
     _forget_what_led_there(job)
     if state.active == job.id:
         state.active = None

@@ -52,7 +52,7 @@ def apply(state: ClusterState, event: NodeEvent, now: float, unix: float) -> Non
                 what = f"{event.worker}: {event.reason}"
                 _note_failure(state.nodes[event.worker.node], what, unix)
             lose(state.jobs[event.job_id], event, now, detect_s=event.detect_s)
-            state.jobs[event.job_id].slow.pop(event.worker, None)
+            state.jobs[event.job_id].forget_rate(event.worker)
         case NodeLeftOut():
             _leave_out(state.jobs[event.job_id], event, now)
         case NodeReset():

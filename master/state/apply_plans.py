@@ -6,6 +6,7 @@ Must not know how plans are made, nor what losses they answer.
 from typing import Any
 
 from oobleck.master.events.plans import FirstStepCommitted, PlanEvent, PlanFound, PlanMade
+from oobleck.master.state import stand_by
 from oobleck.master.state.cluster import ClusterState, version_pairs
 from oobleck.master.state.job import KNOWN_PROCESSES, Job
 from oobleck.master.state.job_observed import LossSeen, RecoveryTimeline
@@ -68,6 +69,8 @@ def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:
         for worker, told in job.slow.items()
         if processes.get(worker, told.incarnation) == told.incarnation
     }
+    stand_bys = stand_by.after_plan(job.stand_bys, event, job.current.processes(), unix)
+    job.set_stand_bys(stand_bys, now, unix)
     job.current.base = _base(job, event)
     job.current.made, job.current.made_at = event, unix
     job.reason = event.reason

@@ -23,6 +23,7 @@ from oobleck.master.events.nodes import (
 from oobleck.master.events.plans import PlanMade
 from oobleck.master.state.incident import Incident, LastIncident
 from oobleck.master.state.job_observed import JobSeen, SaveReport
+from oobleck.master.state.stand_by import StandBy, StandByTimes
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
 from oobleck.planner.job.spec import JobSpec, RecoveryPolicy
 from oobleck.planner.programs.plan import Plan
@@ -271,6 +272,9 @@ class Job:
     left_out: dict[NodeName, str] = field(default_factory=dict)
     #: What was last told of each worker that computes more slowly than the others.
     slow: dict[WorkerId, RateChanged] = field(default_factory=dict)
+    #: Of workers that were slow and stood by, or still do: the last time; none of a process that
+    #: the newest plan has replaced.
+    stand_bys: dict[WorkerId, StandBy] = field(default_factory=dict)
     #: The failure that is being answered; None: none. How many there were, this one among them.
     incident: Incident | None = None
     incidents: int = 0
@@ -320,9 +324,23 @@ class Job:
             return frozenset()
         return frozenset(w.node for w in self.slow if not self.current.has_member(w.node))
 
+    def set_stand_bys(self, found: Mapping[WorkerId, StandBy], now: float, unix: float) -> None:
+        """With the times of those that are new, or that a new master finds."""
+        before, times = self.stand_bys, self.seen.stand_by_times
+        for worker, one in found.items():
+            if worker not in times or before.get(worker) is not one:
+                times[worker] = StandByTimes.of(one, now, unix)
+        self.stand_bys = dict(found)
+
+    def forget_rate(self, worker: WorkerId) -> None:
+        """The worker's process is gone, or about to go."""
+        self.slow.pop(worker, None)
+        self.stand_bys.pop(worker, None)
+
     def forget_rates(self, node: NodeName) -> None:
         """The node's processes are gone, or about to go."""
         self.slow = {worker: told for worker, told in self.slow.items() if worker.node != node}
+        self.stand_bys = {w: last for w, last in self.stand_bys.items() if w.node != node}
 
     @property
     def redone_until(self) -> int:

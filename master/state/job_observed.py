@@ -21,6 +21,7 @@ from oobleck.host.ipc.messages import (
 from oobleck.master.events.nodes import Evidence
 from oobleck.master.events.plans import Phase, ReconfigurationStats
 from oobleck.master.state.readings import PaceSeen
+from oobleck.master.state.stand_by import StandByTimes
 from oobleck.planner.ids import Generation, Incarnation, NodeName, WorkerId
 from oobleck.planner.profile.measurement import Scope
 from oobleck.proto.types import Hung, WorkerExited
@@ -199,6 +200,8 @@ class JobSeen:
     inherited: bool = False
     #: Since when it waits for nodes, where it does.
     waiting_since: float | None = None
+    #: Of all workers in `Job.stand_bys`, and of some that were.
+    stand_by_times: dict[WorkerId, StandByTimes] = field(default_factory=dict)
     #: Since when the newest plan's processes have had the time to get up.
     planned_at: float | None = None
     #: When the newest generation last came any further on its way, in its steps or to its end.

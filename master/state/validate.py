@@ -118,6 +118,14 @@ def _knows_slow(state: ClusterState, job: Job) -> bool:
     )
 
 
+def _knows_stand_bys(job: Job) -> bool:
+    processes = job.current.processes()
+    return job.stand_bys.keys() <= job.seen.stand_by_times.keys() and all(
+        processes.get(worker, last.process) == last.process
+        for worker, last in job.stand_bys.items()
+    )
+
+
 def _counts_progress(job: Job) -> bool:
     recent = [record.step for record in job.seen.steps.recent]
     return recent == sorted(set(recent)) and job.seen.steps.committed_step >= max(recent, default=0)
@@ -306,6 +314,11 @@ OF_A_JOB: tuple[Invariant[Job], ...] = (
         "slow workers are of registered nodes and of processes that the newest plan has not "
         "replaced, and only a job that has the turn knows any",
         lambda state, job: not job.slow or (_under_way(job) and _knows_slow(state, job)),
+    ),
+    (
+        "processes that have stood by are none that the newest plan has replaced, only a job that "
+        "has the turn knows any, and their times by this master's clock",
+        lambda _, job: not job.stand_bys or (_under_way(job) and _knows_stand_bys(job)),
     ),
     (
         "steps are done again only after a way back to a checkpoint",

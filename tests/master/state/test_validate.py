@@ -18,6 +18,7 @@ from oobleck.master.state.incident import LastIncident
 from oobleck.master.state.job import Job
 from oobleck.master.state.job_observed import LossSeen
 from oobleck.master.state.node import Desired, Drain
+from oobleck.master.state.stand_by import StandBy
 from oobleck.master.state.validate import InvariantViolation, validate
 from oobleck.master.storage.journal import Journal
 from oobleck.planner.ids import Generation, Incarnation, JobId, NodeName, WorkerId
@@ -30,6 +31,7 @@ TRAINS = (
     "0.7 enter 1 n1 n2 n3 n4\n1.0 steps 1 5 1\n"
 )
 DEMO, N1 = JobId("demo-1"), NodeName("n1")
+N1_0 = WorkerId(N1, 0)
 LATER = LastIncident(number=1, at=1.0, summary="")
 WRONG = Incarnation("wrong")
 
@@ -112,6 +114,8 @@ CORRUPTIONS: tuple[tuple[str, str, Callable[[ClusterState], None]], ...] = (
     ("demo-1", "known and registered", lambda s: s.nodes.pop(N1)),
     ("demo-1", "templates cover", lambda s: setattr(_job(s).lineage, "most_nodes", 3)),
     ("demo-1", "order in which they began", _set(_job, last_incident=LATER)),
+    ("demo-1", "their times", lambda s: _stood_by(s, _held(s)[0])),
+    ("demo-1", "have stood by", lambda s: _stood_by(s, WRONG)),
     ("demo-1", "done again", lambda s: setattr(_job(s).rollback, "redo_until", 9)),
     ("demo-1", "up to the newest", lambda s: _job(s).saves.numbers.update(r=1)),
     ("demo-1", "first evidence", _set(_job_seen, loss=LossSeen(2.0, 1.0))),
@@ -137,6 +141,15 @@ CORRUPTIONS: tuple[tuple[str, str, Callable[[ClusterState], None]], ...] = (
     ("n1", "time since to prepare", _set(_node_seen, assigned_at=None)),
     ("n1", "a beginning and no end", _set(_node_seen, closed_at=1.0)),
 )
+
+
+def _stood_by(state: ClusterState, process: Incarnation) -> None:
+    """Of the one that is not wrong the times are missing."""
+    one = StandBy(process=process, seconds=0.0, until=9.0)
+    if process == WRONG:
+        _job(state).set_stand_bys({N1_0: one}, 1.0, 1.0)
+    else:
+        _job(state).stand_bys[N1_0] = one
 
 
 def _held(state: ClusterState) -> tuple[Incarnation, ...]:
