@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from oobleck.planner.errors import PlanInfeasible
 from oobleck.planner.ids import WorkerId
@@ -23,7 +24,7 @@ from oobleck.planner.recovery.worth import LEAST_GAIN, worth_a_change
 from oobleck.planner.units import comma_separated
 
 _Ticks = Callable[[Hop], int]
-#: Of the moves with the least load, how many get a schedule.
+#: Of the moves with the least load that leave no layer to fewer nodes, how many get a schedule.
 MOST_SCHEDULED = 3
 
 
@@ -43,13 +44,14 @@ def normalised(change: Change) -> Answer:
     now = situation(change)
     before_s = staying_s(now)
     offers: list[Answer] = []
-    for move in by_load(change.base, change.plan, _ticks(change))[:MOST_SCHEDULED]:
-        plan = _moved(change, move)
-        if can_lose(plan) < can_lose(change.plan):
-            continue
+    plans = (
+        (move, _moved(change, move)) for move in by_load(change.base, change.plan, _ticks(change))
+    )
+    safe = ((move, plan) for move, plan in plans if can_lose(plan) >= can_lose(change.plan))
+    for move, plan in islice(safe, MOST_SCHEDULED):
         with suppress(PlanInfeasible):
-            plan, step_s = scheduled(plan, now)
-            offers.append(_answer(change, plan, step_s, move.taken))
+            routed, step_s = scheduled(plan, now)
+            offers.append(_answer(change, routed, step_s, move.taken))
     if not offers:
         raise PlanInfeasible("nobody can take over the layers of a lost worker for its own")
     best = worth_a_change(offers, before_s)

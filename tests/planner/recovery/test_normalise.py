@@ -132,6 +132,21 @@ def test_what_can_be_lost_does_not_become_less() -> None:
     assert not promising(asked, asked.plan)
 
 
+def test_a_move_behind_some_that_leave_less_to_lose() -> None:
+    """Those with the least load leave a layer to fewer nodes than now; the best of the others is
+    taken."""
+    cuts = [
+        [("a", 3)],
+        [("b", 1), ("c", 2)],
+        [("d", 1), ("e", 1), ("f", 1)],
+        [("g", 1), ("h", 1), ("i", 1)],
+    ]
+    asked = after(made(cuts, [4, 8, 2, 2]), "h g")
+    found = normalised(asked)
+    assert found.found.reason.startswith("f/0 takes over layers 1-1")
+    assert can_lose(found.found.plan) >= can_lose(asked.plan)
+
+
 def test_a_loss_with_the_policy_by_name_says_what_follows() -> None:
     plan = equal(3, 2, 4)
     first = replace(after(plan, "p0s1"), plan=plan)
