@@ -34,7 +34,8 @@ from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold, Hop
 from oobleck.planner.programs.schedule import compute_order, splits_backward
 from oobleck.planner.programs.ticks import HopTicks
-from oobleck.planner.recovery.normalise import MOST_SCHEDULED, by_load
+from oobleck.planner.recovery.moves import Moves
+from oobleck.planner.recovery.normalise import MOST_SCHEDULED
 from oobleck.planner.recovery.reroute import layer_count, reroute
 from oobleck.planner.schedules import Schedule
 
@@ -177,10 +178,9 @@ def least_slots(whole: Plan, lost_stage: int, *, split: bool, kept: int) -> int:
 def normalised_slots(whole: Plan, lost: Collection[WorkerId], *, kept: int) -> int:
     """Of the moves of a stage with the least load the best one."""
     plan = reroute(whole, lost, generation=Generation(2))
-    moved = [
-        replace(plan, holds=move.holds, routes=move.routes)
-        for move in by_load(whole, plan, layer_count)[:MOST_SCHEDULED]
-    ]
+    moves = Moves(whole, plan, layer_count)
+    behind = [moves.behind(move.taken) for move in moves.by_load(MOST_SCHEDULED)[:MOST_SCHEDULED]]
+    moved = [replace(plan, holds=holds, routes=routes) for holds, routes in behind]
     room = dict.fromkeys(plan.workers, kept)
     return min(list_schedule(each, slot, room, split=True).makespan for each in moved)
 

@@ -93,7 +93,9 @@ class Spread:
         load: Counter[WorkerId],
     ) -> None:
         self._held, self._lost, self._ticks, self._load = held, lost, ticks, load
-        self._offered: dict[tuple[int, int], tuple[Hop, ...]] = {}
+        self._offered: dict[tuple[int, int], tuple[tuple[Hop, int], ...]] = {}
+        #: How many hops were looked at.
+        self.visits = 0
 
     def around(self, route: Route) -> Counter[tuple[Hop, ...]]:
         """The hops that its micro-batches take, and how many of them."""
@@ -105,6 +107,7 @@ class Spread:
         """Of one more micro-batch: these hops, with others in place of those on lost workers, whose
         work is counted. Raises PlanInfeasible."""
         way: list[Hop] = []
+        self.visits += len(passed)
         parts = [(lives, list(hops)) for lives, hops in groupby(passed, self._lives)]
         for number, (lives, hops) in enumerate(parts):
             if lives:
@@ -133,8 +136,10 @@ class Spread:
         if layer in known:
             return known[layer]
         ways: list[_Way] = []
-        for hop in self._offers(layer, last_layer):
-            load = max(self._load[worker] for worker in hop.workers) + self._ticks(hop)
+        offers = self._offers(layer, last_layer)
+        self.visits += len(offers)
+        for hop, ticks in offers:
+            load = max([self._load[worker] for worker in hop.workers]) + ticks
             if hop.last_layer == last_layer:
                 if _can_follow(hop.workers, after):
                     ways.append((load, 1, (hop,)))
@@ -147,8 +152,9 @@ class Spread:
         known[layer] = sorted(ways, key=lambda way: way[:2])
         return known[layer]
 
-    def _offers(self, layer: int, last_layer: int) -> tuple[Hop, ...]:
-        """All hops that can compute `layer` and what follows, in the order of the holds."""
+    def _offers(self, layer: int, last_layer: int) -> tuple[tuple[Hop, int], ...]:
+        """All hops that can compute `layer` and what follows, with their ticks, in the order of the
+        holds."""
         if (layer, last_layer) not in self._offered:
             offers = []
             for workers, layers in self._held.items():
@@ -156,7 +162,8 @@ class Spread:
                     end = layer
                     while end < last_layer and end + 1 in layers:
                         end += 1
-                    offers.append(Hop(first_layer=layer, last_layer=end, workers=workers))
+                    hop = Hop(first_layer=layer, last_layer=end, workers=workers)
+                    offers.append((hop, self._ticks(hop)))
             self._offered[layer, last_layer] = tuple(offers)
         return self._offered[layer, last_layer]
 

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -13,8 +13,10 @@ from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.programs.pipeline import Pipeline
 from oobleck.planner.programs.plan import Plan
 from oobleck.planner.programs.routes import Hold, Hop
+from oobleck.planner.recovery import moves
 from oobleck.planner.recovery.answer import Change
-from oobleck.planner.recovery.normalise import by_load, most_load, normalised, promising
+from oobleck.planner.recovery.moves import Move, Moves, most_load
+from oobleck.planner.recovery.normalise import normalised, promising
 from oobleck.planner.recovery.policies import answer
 from oobleck.planner.recovery.reconfigure import can_lose
 from oobleck.planner.recovery.reroute import held_layers, layer_count, reroute, routes_around
@@ -63,12 +65,17 @@ def after(plan: Plan, lost: str) -> Change:
     )
 
 
+def by_load(asked: Change, ticks: Callable[[Hop], int]) -> list[Move]:
+    """All moves."""
+    return Moves(asked.base, asked.plan, ticks).by_load(enough=1000)
+
+
 def test_two_losses_of_one_stage() -> None:
     """The only holder computes for three; with one of the first stage beside it each stage is
     computed by two, or three."""
     asked = after(equal(3, 4, 8), "p0s2 p1s2")
     assert most_load(asked.plan.routes, layer_count) == 24
-    best = by_load(asked.base, asked.plan, layer_count)[0]
+    best = by_load(asked, layer_count)[0]
     assert best.load == 12
     assert promising(asked, asked.plan)
     found = normalised(asked)
@@ -124,11 +131,43 @@ def test_state_that_takes_long_to_move_stays() -> None:
         normalised(asked)
 
 
+def test_a_loss_does_not_wait_for_routes_behind_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be thousands of moves. Whether one is promising follows from sums."""
+    plan = equal(6, 4, 8)
+    for lost, then in (("p0s1 p1s2 p2s3 p3s0", None), ("p0s1 p1s1 p2s1 p3s1", "normalise")):
+        asked = replace(after(plan, lost), plan=plan)
+        monkeypatch.setattr(moves, "Spread", None)
+        assert answer(asked, "reroute").then == then
+
+
+def test_of_many_moves_those_with_the_least_bound_are_worked_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = after(equal(6, 4, 8), "p0s1 p1s1 p2s1 p3s1 p4s0")
+    every = by_load(asked, layer_count)
+    assert len(every) > 5
+    # The first one alone is more than that.
+    monkeypatch.setattr(moves, "MOST_VISITS", 1)
+    few = by_load(asked, layer_count)
+    assert [move.load for move in few] == [every[0].load]
+
+
+def test_moves_that_cannot_be_among_the_best_are_not_worked_out() -> None:
+    asked = after(equal(6, 4, 8), "p0s1 p1s1 p2s1 p3s1 p4s0")
+    every = by_load(asked, layer_count)
+    best = Moves(asked.base, asked.plan, layer_count).by_load(enough=1)
+    assert best[0] == every[0]
+    assert len(best) < len(every)
+
+
 def test_what_can_be_lost_does_not_become_less() -> None:
     """Nobody gives up what it alone holds, nor what one of two holds where one may be lost."""
     asked = after(equal(2, 2, 8), "p0s1")
-    for move in by_load(asked.base, asked.plan, layer_count):
-        assert held_layers(move.holds).keys() == {(w,) for w in asked.plan.workers}
+    offered = Moves(asked.base, asked.plan, layer_count)
+    for move in by_load(asked, layer_count):
+        holds, routes = offered.behind(move.taken)
+        assert held_layers(holds).keys() == {(w,) for w in asked.plan.workers}
+        assert move.load == most_load(routes, layer_count)
     assert not promising(asked, asked.plan)
 
 
@@ -170,15 +209,21 @@ def every_load(asked: Change) -> list[int]:
                 continue
             taken = Hold(first_layer=hole.first_layer, last_layer=hole.last_layer, workers=(taker,))
             holds = [*(h for h in asked.plan.holds if taker not in h.workers), taken]
-            held = held_layers(holds)
-            if set().union(*held.values()) != set(range(base.layer_count)):
+            if fewest(holds, base) < fewest(asked.plan.holds, base):
                 continue
+            held = held_layers(holds)
             try:
                 routes = routes_around(base.routes, held, lost | {taker}, ticks)
             except PlanInfeasible:
                 continue
             loads.append(most_load(routes, ticks))
     return loads
+
+
+def fewest(holds: Sequence[Hold], base: Plan) -> int:
+    """How many nodes hold the layer that fewest hold."""
+    layers = range(base.layer_count)
+    return min(len({h.workers[0].node for h in holds if layer in h.layers}) for layer in layers)
 
 
 def ticks(hop: Hop) -> int:
@@ -199,6 +244,8 @@ def test_the_least_load_is_that_of_all_moves(seed: int) -> None:
         asked = after(plan, " ".join(names))
     except PlanInfeasible:
         return
-    found = [move.load for move in by_load(asked.base, asked.plan, ticks)]
+    offered = Moves(asked.base, asked.plan, ticks)
     loads = every_load(asked)
-    assert found[:1] == sorted(loads)[:1]
+    assert [move.load for move in offered.by_load(enough=1)][:1] == sorted(loads)[:1]
+    # No load is below its bound.
+    assert offered.may_leave(min(loads, default=0)) == bool(loads)

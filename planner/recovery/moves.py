@@ -1,0 +1,251 @@
+"""Which stage could move behind a re-routed plan: who takes over a hole, and what is left to do.
+
+To work out the routes behind a move takes as long as it took to re-route the plan, and there are as
+many moves as kinds of workers times kinds of holes. So each move first gets a bound that follows
+from sums alone; routes are worked out from the least bound on, and not many. Owns the moves and
+their order. Must not know what a step takes, nor how state comes to who takes over.
+"""
+
+from bisect import insort
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from oobleck.planner.errors import PlanInfeasible
+from oobleck.planner.ids import WorkerId
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.routes import Hold, Hop, Route
+from oobleck.planner.recovery.reroute import Spread, add_load, held_layers, routes_around
+
+Ticks = Callable[[Hop], int]
+#: Hops that are looked at for micro-batches, in all: a second or two. Of clusters of a dozen nodes
+#: all moves are worked out.
+MOST_VISITS = 1_000_000
+#: Of a bound: hops' ticks are rounded, so that a sum of theirs may be a little less.
+_ROUNDING = 1e-6
+
+_Group = tuple[WorkerId, ...]
+#: First and last layer.
+_Interval = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Workers hold these layers in place of all that they held."""
+
+    taken: Hold
+    #: What the worker with most to do has.
+    load: int
+
+
+class Moves:
+    """Those of a re-routed plan, one each of those that are alike, that leave no layer to fewer
+    nodes than the layer with fewest has now. `base` is the plan of templates that was re-routed."""
+
+    def __init__(self, base: Plan, running: Plan, ticks: Ticks) -> None:
+        self._base, self._running, self._ticks = base, running, ticks
+        self._held = held_layers(running.holds)
+        self._hops = defaultdict[_Group, list[Hop]](list)
+        for hop in _hops(base.routes):
+            self._hops[hop.workers].append(hop)
+        #: Of the base, those that nobody has taken over.
+        self._lost = {
+            hop
+            for workers, hops in self._hops.items()
+            for hop in hops
+            if not self._held.get(workers, set()).issuperset(hop.layers)
+        }
+        #: How often each node holds each layer, and how many nodes do.
+        self._copies = Counter(
+            (layer, workers[0].node) for workers, layers in self._held.items() for layer in layers
+        )
+        self._nodes = Counter(layer for layer, _ in self._copies)
+        self._bounds = _Bounds(base, self._held, ticks)
+        self._gone = {worker for hop in self._lost for worker in hop.workers}
+        self._load = Counter[WorkerId]()
+        for route in base.routes:
+            for hop in route.hops:
+                if self._gone.isdisjoint(hop.workers):
+                    add_load(self._load, hop, route.microbatches * ticks(hop))
+        self._visits = 0
+
+    def may_leave(self, most: float) -> bool:
+        """Whether some move may leave at most so much to the worker with most to do. Works out no
+        routes: where it says no, there is none."""
+        return any(self._bounds.behind(taken) <= most for taken in self._all())
+
+    def by_load(self, enough: int) -> list[Move]:
+        """From the least load on: all that may be among the first `enough`, as far as `MOST_VISITS`
+        go."""
+        bounds = [
+            (self._bounds.behind(taken), number, taken) for number, taken in enumerate(self._all())
+        ]
+        found: list[tuple[int, int, Move]] = []
+        for bound, number, taken in sorted(bounds, key=lambda each: each[:2]):
+            if self._visits > MOST_VISITS:
+                break
+            if len(found) >= enough and bound > found[enough - 1][0]:
+                break
+            with suppress(PlanInfeasible):
+                load = self._load_behind(taken)
+                insort(found, (load, number, Move(taken=taken, load=load)))
+        return [move for _, _, move in found]
+
+    def behind(self, taken: Hold) -> tuple[tuple[Hold, ...], tuple[Route, ...]]:
+        """What is held and the routes, once it is taken over."""
+        holds = tuple(hold for hold in self._running.holds if hold.workers != taken.workers)
+        _, held, gone = self._after(taken)
+        return (*holds, taken), routes_around(self._base.routes, held, gone, self._ticks)
+
+    def _all(self) -> Iterator[Hold]:
+        # In the order of the layers.
+        holes = sorted({(hop.first_layer, hop.last_layer) for hop in self._lost})
+        for workers in self._different():
+            for first_layer, last_layer in holes:
+                taken = Hold(first_layer=first_layer, last_layer=last_layer, workers=workers)
+                if not self._held[workers].issuperset(taken.layers) and self._is_safe(taken):
+                    yield taken
+
+    def _different(self) -> Iterator[_Group]:
+        """Of workers that hold layers together, one each of those that are alike: they have the
+        same place in pipelines with the same holes."""
+        seen = set()
+        places = {
+            hop.workers: (number, pipeline)
+            for route, pipeline in zip(self._base.routes, self._pipelines(), strict=True)
+            for number, hop in enumerate(route.hops)
+        }
+        for workers, layers in self._held.items():
+            place = places.get(workers)
+            alike = (place, tuple(sorted(layers)), len(workers))
+            if alike not in seen:
+                seen.add(alike)
+                yield workers
+
+    def _pipelines(self) -> Iterator[object]:
+        """Equal for routes of the base that are alike."""
+        for route in self._base.routes:
+            parts = [(hop, hop in self._lost) for hop in route.hops]
+            hops = tuple((hop.layers, lost, 0 if lost else self._ticks(hop)) for hop, lost in parts)
+            yield route.microbatches, hops
+
+    def _is_safe(self, taken: Hold) -> bool:
+        """Nobody gives up a layer that too few have beside."""
+        node, least = taken.workers[0].node, min(self._nodes.values())
+        return all(
+            self._nodes[layer] > least or self._copies[layer, node] > 1
+            for layer in self._held[taken.workers].difference(taken.layers)
+        )
+
+    def _after(
+        self, taken: Hold
+    ) -> tuple[Counter[WorkerId], dict[_Group, set[int]], set[WorkerId]]:
+        """How much each worker has to do on its own routes, what is held, and whose hops are
+        lost."""
+        workers, held = taken.workers, self._held.copy()
+        del held[workers]
+        held[workers] = set(taken.layers)
+        load, gone = Counter(self._load), self._gone.difference(workers)
+        for worker in workers:
+            load.pop(worker, None)
+        hops = self._hops.get(workers, [])
+        if not all(held[workers].issuperset(hop.layers) for hop in hops):
+            return load, held, gone.union(workers)
+        for route in self._base.routes:
+            for hop in route.hops:
+                if hop.workers == workers:
+                    add_load(load, hop, route.microbatches * self._ticks(hop))
+        return load, held, gone
+
+    def _load_behind(self, taken: Hold) -> int:
+        """What the worker with most to do has then. Raises PlanInfeasible."""
+        load, held, gone = self._after(taken)
+        spread = Spread(held, gone, self._ticks, load)
+        for route in self._base.routes:
+            if any(not gone.isdisjoint(hop.workers) for hop in route.hops):
+                for _ in range(route.microbatches):
+                    spread.way(route.hops)
+        self._visits += spread.visits + len(self._held)
+        return max(load.values())
+
+
+#: What a holder can do of a stage: how many workers it has, the ticks of the whole stage, and
+#: whether it holds all of that.
+_Part = tuple[int, int, bool]
+
+
+class _Bounds:
+    """The least that the worker with most to do may have, by how many hold some layers.
+
+    All micro-batches pass the layers of each stage, and only who holds some of them computes there.
+    """
+
+    def __init__(self, base: Plan, held: Mapping[_Group, set[int]], ticks: Ticks) -> None:
+        self._held, self._ticks = held, ticks
+        self._microbatches = sum(route.microbatches for route in base.routes)
+        stages = sorted({(hop.first_layer, hop.last_layer) for hop in _hops(base.routes)})
+        #: Those that have a layer.
+        self._stages = defaultdict[int, list[_Interval]](list)
+        for first_layer, last_layer in stages:
+            for layer in range(first_layer, last_layer + 1):
+                self._stages[layer].append((first_layer, last_layer))
+        cuts = {first_layer for first_layer, _ in stages}
+        #: Those that no other stage has a part of.
+        self._whole = {s for s in stages if cuts.isdisjoint(range(s[0] + 1, s[1] + 1))}
+        self._holders = {stage: Counter[_Part]() for stage in stages}
+        for workers, layers in held.items():
+            for stage, part in self._parts(workers, layers).items():
+                self._holders[stage][part] += 1
+        now = [(self._bound(stage, own), stage) for stage, own in self._holders.items()]
+        self._now = sorted(now, reverse=True)
+
+    def behind(self, taken: Hold) -> float:
+        """A bound, once it is taken over."""
+        before = self._parts(taken.workers, self._held[taken.workers])
+        now = self._parts(taken.workers, taken.layers)
+        changed = before.keys() | now.keys()
+        bound = next((bound for bound, stage in self._now if stage not in changed), 0.0)
+        for stage in changed:
+            holders = self._holders[stage].copy()
+            if stage in before:
+                holders[before[stage]] -= 1
+            if stage in now:
+                holders[now[stage]] += 1
+            bound = max(bound, self._bound(stage, +holders))
+        return bound
+
+    def _parts(self, workers: _Group, layers: Collection[int]) -> dict[_Interval, _Part]:
+        """What a holder of `layers` can do of stages."""
+        parts = {}
+        for layer in layers:
+            for stage in self._stages[layer]:
+                if stage not in parts:
+                    whole = Hop(first_layer=stage[0], last_layer=stage[1], workers=workers)
+                    holds_all = all(own in layers for own in whole.layers)
+                    parts[stage] = len(workers), self._ticks(whole), holds_all
+        return parts
+
+    def _bound(self, stage: _Interval, holders: Counter[_Part]) -> float:
+        if any(not ticks for _, ticks, _ in holders) or not holders:
+            return 0.0
+        fluid = self._microbatches / sum(n / ticks for (_, ticks, _), n in holders.items())
+        fluid *= 1 - _ROUNDING
+        if stage in self._whole and all(whole for _, _, whole in holders):
+            # Each micro-batch is computed there by one of them.
+            if len(kinds := {ticks for _, ticks, _ in holders}) > 1:
+                return fluid
+            return float(-(-self._microbatches // holders.total()) * kinds.pop())
+        return fluid if len({count for count, _, _ in holders}) == 1 else 0.0
+
+
+def most_load(routes: Iterable[Route], ticks: Ticks) -> int:
+    load: Counter[WorkerId] = Counter()
+    for route in routes:
+        for hop in route.hops:
+            add_load(load, hop, route.microbatches * ticks(hop))
+    return max(load.values())
+
+
+def _hops(routes: Iterable[Route]) -> Iterator[Hop]:
+    return (hop for route in routes for hop in route.hops)
