@@ -1,4 +1,5 @@
-"""Journaled events of plans: a generation is made or found, and has come to its first step.
+"""Journaled events of plans: a generation is made or found, has come to its first step, and what
+was to follow it does not.
 
 Owns the words for what a plan answers (`Cause`) and for how the way into a generation went
 (`ReconfigurationStats`). Must not know what the events change.
@@ -133,4 +134,12 @@ class FirstStepCommitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     trained_until: float = 0.0
 
 
-PlanEvent = PlanMade | PlanFound | FirstStepCommitted
+class FollowUpDropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What was to follow behind the newest plan does not: nothing is worth a change."""
+
+    job_id: JobId
+    generation: Generation
+    reason: str
+
+
+PlanEvent = PlanMade | PlanFound | FirstStepCommitted | FollowUpDropped

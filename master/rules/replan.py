@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from oobleck.master.events.nodes import NodeDrained, NodeLost, NodeReset, WorkerLost
-from oobleck.master.events.plans import Cause
+from oobleck.master.events.plans import Cause, FollowUpDropped
 from oobleck.master.planning.requests import PlanWanted
 from oobleck.master.rules import (
     draining,
@@ -253,7 +253,8 @@ def _settled_at(context: Context, job: Job, ready: Sequence[Node]) -> float | No
 def follow_up(context: Context, job: Job) -> Decision | None:
     """Behind a plan that moved no state, so that training went on at once, goes one of templates or
     one with a stage moved, and behind one that leaves layers with few nodes its shadows: at a step
-    boundary."""
+    boundary. Where no stage is worth moving, none follows: to search again takes seconds. Nodes
+    that come may well make the others possible."""
     state, made = context.state, job.current.made
     if made is None or not made.then or not undisturbed(state, job):
         return None
@@ -265,7 +266,11 @@ def follow_up(context: Context, job: Job) -> Decision | None:
     try:
         answer = next_plan(context, job, ready, next_generation(context, job), wanted)
     except PlanInfeasible as infeasible:
-        return Decision(reason=f"no {wanted} so far: {'; '.join(infeasible.causes)}")
+        why = "; ".join(infeasible.causes)
+        if wanted != "normalise":
+            return Decision(reason=f"no {wanted} so far: {why}")
+        dropped = FollowUpDropped(job_id=job.id, generation=job.current.generation, reason=why)
+        return Decision(actions=(dropped,), reason=f"no {wanted}: {why}")
     found = answer.found
     event = plan_made(
         context,

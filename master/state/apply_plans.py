@@ -5,7 +5,15 @@ Must not know how plans are made, nor what losses they answer.
 
 from typing import Any
 
-from oobleck.master.events.plans import FirstStepCommitted, PlanEvent, PlanFound, PlanMade
+import msgspec
+
+from oobleck.master.events.plans import (
+    FirstStepCommitted,
+    FollowUpDropped,
+    PlanEvent,
+    PlanFound,
+    PlanMade,
+)
 from oobleck.master.state import stand_by
 from oobleck.master.state.cluster import ClusterState, version_pairs
 from oobleck.master.state.job import KNOWN_PROCESSES, Job
@@ -30,6 +38,10 @@ def apply(state: ClusterState, event: PlanEvent, now: float, unix: float) -> Non
         case FirstStepCommitted():
             move(job, event)
             _step(state, job, event, unix)
+        case FollowUpDropped():
+            made = job.current.made
+            if made is not None and made.plan.generation == event.generation:
+                job.current.made = msgspec.structs.replace(made, then="")
 
 
 def _make_plan(job: Job, event: PlanMade, now: float, unix: float) -> None:

@@ -68,7 +68,7 @@ from oobleck.master.events.nodes import (
     NodeUndrained,
     WorkerLost,
 )
-from oobleck.master.events.plans import FirstStepCommitted, PlanMade
+from oobleck.master.events.plans import FirstStepCommitted, FollowUpDropped, PlanMade
 from oobleck.master.events.reports import (
     AgentRefused,
     EvaluationReceived,
@@ -1113,6 +1113,8 @@ def told(event: Journaled) -> str:
                 f"{name} generation {event.generation} step {event.step}: {phases}, "
                 f"total {event.transition.total_s:.2f}, redo {event.transition.redo_step}"
             )
+        case FollowUpDropped():
+            return f"{name} generation {event.generation}: {event.reason}"
         case NodeQuarantined():
             ready = " or until it is ready" if event.until_ready else ""
             return f"{name} {event.node} for {event.seconds:.0f} s{ready}: {event.reason}"

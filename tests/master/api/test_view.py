@@ -225,6 +225,25 @@ def test_workers_that_cannot_meet_are_told_with_the_time_of_their_next_meeting()
     assert job_status(player.state, job, CONFIG, 17.0).reason == ""
 
 
+def test_what_is_not_worth_a_change_follows_no_more() -> None:
+    player = Player()
+    player.play(
+        "0.0 register n1 n2 n3 n4 n5\n0.0 submit demo reroute=1 f=1 shadows=0 steps=1000\n"
+        "0.5 ready n1 n2 n3 n4 n5\n0.7 enter 1 n1 n2 n3 n4 n5\n1.0 steps 1 5 1\n"
+        "2.0 close n1\n2.0 close n2\n2.01 peer_lost n3/0 1\n2.2 enter 2 n3 n4 n5\n"
+    )
+    job = player.state.jobs[JobId("demo-1")]
+    assert job_status(player.state, job, CONFIG, 2.3).then == "normalise"
+    player.play("2.4 steps 6 6 2\n")
+    status = job_status(player.state, job, CONFIG, 2.5)
+    assert (status.state, status.policy, status.then, status.reason) == (
+        "running",
+        "reroute",
+        "",
+        "",
+    )
+
+
 def test_a_re_routed_plan_is_told_with_its_routes_and_what_workers_hold() -> None:
     player = Player()
     player.play(START.replace("demo", "demo hidden=4096 memory=68719476736") + "1.0 steps 1 1 1\n")
