@@ -1,0 +1,62 @@
+"""Several workers' links within this process, which meet again and again."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from oobleck.worker.transport.linked import LinkTransport
+from oobleck.worker.transport.links.hub import Links
+
+T = TypeVar("T")
+SECRET = b"s" * 32
+
+
+class Party:
+    """`count` processes' links, and their transports in the present meeting."""
+
+    def __init__(self, count: int, *, silence_s: float = 5.0) -> None:
+        self.links = [Links("127.0.0.1", silence_s=silence_s) for _ in range(count)]
+        self.transports: list[LinkTransport] = []
+        self._pool = ThreadPoolExecutor(count)
+        self._epoch = 0
+
+    def __enter__(self) -> "Party":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for links in self.links:
+            links.close()
+        self._pool.shutdown()
+
+    def meet(
+        self,
+        near: Callable[[int, int], set[int]] | None = None,
+        *,
+        secret: bytes = SECRET,
+        on_lost: Callable[[int, str], None] = lambda rank, why: None,
+        members: Sequence[Links] | None = None,
+    ) -> list[LinkTransport]:
+        """Enter the next meeting, and connect each to those that `near` says of its rank and the
+        size; to all, where it is not given."""
+        self._epoch += 1
+        present = self.links if members is None else members
+        size = len(present)
+        self.transports = [
+            LinkTransport(
+                each, self._epoch, secret, rank, size, on_lost=lambda why, r=rank: on_lost(r, why)
+            )
+            for rank, each in enumerate(present)
+        ]
+        cards = [each.card for each in present]
+
+        def connect(transport: LinkTransport) -> None:
+            rank = transport.rank
+            whom = near(rank, size) if near else set(range(size)) - {rank}
+            transport.connect(cards, whom, lambda: None)
+
+        self.everywhere(connect)
+        return self.transports
+
+    def everywhere(self, run: Callable[[LinkTransport], T]) -> list[T]:
+        """What each one's `run` returns, all at once."""
+        return list(self._pool.map(run, self.transports))

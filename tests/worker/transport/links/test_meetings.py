@@ -1,0 +1,209 @@
+"""Links live through meetings: what one leaves behind never gets into the next, and nothing is
+closed but by a death."""
+
+import random
+import time
+from contextlib import suppress
+from functools import partial
+
+import pytest
+import torch
+
+from oobleck.worker.runtime.errors import TransportError
+from oobleck.worker.transport import linked
+from oobleck.worker.transport.linked import LinkTransport, tree_neighbours
+from support.leftovers import opened
+from support.meeting import Party
+from support.waiting import until
+
+#: More than the kernel keeps between two processes.
+LARGE = 32 << 20
+
+
+def filled(size: int, value: float) -> torch.Tensor:
+    return torch.full((size // 4,), value)
+
+
+def first_of(tensor: torch.Tensor) -> float:
+    return float(tensor[0])
+
+
+def test_a_hundred_meetings_use_the_same_links() -> None:
+    with Party(4) as party:
+        party.meet()
+        before, _ = opened()
+        for _ in range(100):
+            for transport in party.meet():
+                transport.dispose()
+        assert opened()[0] == before
+
+
+def test_what_is_half_sent_is_drained_and_the_next_meeting_hears_only_its_own() -> None:
+    with Party(2) as party:
+        for number in range(6):
+            here, there = party.meet()
+            given_up = torch.zeros(LARGE // 4)
+            sent = here.send(filled(LARGE, -1.0), 1, 7)
+            arriving = there.receive(given_up, 0, 7)
+            if number % 2:
+                until(partial(first_of, given_up), "its begin has come", poll_s=0.0005)
+            here.abort()
+            there.abort()
+            for pending in (sent, arriving):
+                # All of it may have come just before.
+                with suppress(TransportError):
+                    pending.wait()
+            given_up.zero_()
+            here, there = party.meet()
+            value = float(number)
+            pending = here.send(filled(LARGE, value), 1, 7)
+            got = torch.zeros(LARGE // 4)
+            there.receive(got, 0, 7).wait()
+            pending.wait()
+            assert got.unique().tolist() == [value]
+            assert not given_up.count_nonzero(), "nobody may write there any more"
+
+
+def test_who_leaves_releases_those_who_wait_for_it_and_nobody_takes_it_for_a_loss() -> None:
+    lost: list[tuple[int, str]] = []
+    with Party(3) as party:
+        party.meet(on_lost=lambda rank, why: lost.append((rank, why)))
+
+        def wait(transport: LinkTransport) -> str:
+            if transport.rank == 0:
+                time.sleep(0.1)
+                transport.abort()
+                return ""
+            with pytest.raises(TransportError) as caught:
+                transport.receive(torch.zeros(1), 0, 9).wait()
+            return str(caught.value)
+
+        assert party.everywhere(wait) == ["", *["a peer has left"] * 2]
+        here, there, third = party.meet(on_lost=lambda rank, why: lost.append((rank, why)))
+        here.stand_down()
+        party.links[0].close()
+        there.send(torch.ones(1), 2, 1).wait()
+        third.receive(torch.zeros(1), 1, 1).wait()
+        with pytest.raises(TransportError, match="a peer has left"):
+            there.receive(torch.zeros(1), 0, 1).wait()
+        assert lost == []
+
+
+def test_an_end_without_goodbye_is_told_to_all_at_once() -> None:
+    lost: list[int] = []
+    with Party(4) as party:
+        party.meet(on_lost=lambda rank, why: lost.append(rank))
+        party.links[2].close()
+        until(lambda: sorted(lost) == [0, 1, 3], "all are told")
+        for rank in (0, 1, 3):
+            with pytest.raises(TransportError):
+                party.transports[rank].all_reduce(torch.zeros(4), (0, 1, 2, 3)).wait()
+        survivors = [party.links[rank] for rank in (0, 1, 3)]
+        party.meet(members=survivors)
+        sums = party.everywhere(lambda t: t.all_gather(torch.tensor([t.rank])))
+        assert sums == [[torch.tensor([rank]) for rank in range(3)]] * 3
+
+
+def test_two_that_call_each_other_at_once_get_one_link() -> None:
+    for _ in range(20):
+        with Party(2) as party:
+            party.meet(near=lambda rank, size: set())
+
+            def talk(transport: LinkTransport) -> float:
+                peer = 1 - transport.rank
+                sent = transport.send(torch.full((3,), float(transport.rank)), peer, 1)
+                got = torch.zeros(3)
+                transport.receive(got, peer, 1).wait()
+                sent.wait()
+                return float(got[0])
+
+            assert party.everywhere(talk) == [1.0, 0.0]
+            assert [len(each.peers) for each in party.links] == [1, 1]
+
+
+def test_one_that_is_not_called_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linked, "PATIENCE_S", 0.1)
+    with Party(2) as party:
+        party.meet(near=lambda rank, size: set())
+        caller = max(range(2), key=lambda rank: party.links[rank].identity)
+        cards = [each.card for each in party.links]
+        party.transports[1 - caller].connect(cards, {caller}, lambda: None)
+        assert len(party.links[caller].peers) == 1
+
+
+def test_many_gather_along_a_tree() -> None:
+    count = 70  # more than the root has hands
+    with Party(count) as party:
+        party.meet(near=tree_neighbours)
+        words = party.everywhere(lambda transport: transport.gather(b"%d" % transport.rank))
+        assert words == [[b"%d" % rank for rank in range(count)]] * count
+        assert max(len(each.peers) for each in party.links) == 64
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_sums_are_the_same_to_the_bit_on_all_and_in_the_order_of_ranks(seed: int) -> None:
+    draw = random.Random(seed)
+    size = draw.choice([2, 3, 5])
+    group = tuple(sorted(draw.sample(range(size), draw.randint(2, size))))
+    numbers = draw.choice([0, 1, 7, 16_384, 16_385, 700_001])
+    dtype = draw.choice([torch.float32, torch.float64, torch.bfloat16])
+    parts = [torch.randn(numbers).to(dtype) for _ in range(size)]
+    expected = parts[group[0]].clone()
+    for rank in group[1:]:
+        expected += parts[rank]
+
+    def add(transport: LinkTransport) -> bool:
+        if transport.rank not in group:
+            return True
+        tensor = parts[transport.rank]
+        transport.all_reduce(tensor, group).wait()
+        return torch.equal(tensor, expected)
+
+    with Party(size) as party:
+        party.meet()
+        assert party.everywhere(add) == [True] * size
+
+
+def test_sums_go_on_while_the_workers_do_something_else() -> None:
+    """Nobody reads for a worker that does not wait but its links' own thread."""
+    groups = [(0, 1, 2), (0, 1), (1, 2), (0, 2), (0, 1, 2)]
+    with Party(3) as party:
+        party.meet()
+
+        def add(transport: LinkTransport) -> list[float]:
+            own = [group for group in groups if transport.rank in group]
+            tensors = [torch.ones(300_000) for _ in own]
+            under_way = [transport.all_reduce(t, g) for t, g in zip(tensors, own, strict=True)]
+            until(lambda: all(t[-1] > 1 and t[0] > 1 for t in tensors), "the sums, unasked")
+            for each in under_way:
+                each.wait()
+            return [float(t.sum()) / 300_000 for t in tensors]
+
+        assert party.everywhere(add) == [[3.0, 2.0, 2.0, 3.0]] * 3
+
+
+@pytest.mark.parametrize("numbers", [4, 3_000_000])
+def test_a_death_amid_sums_ends_them_everywhere_and_the_others_sum_on(numbers: int) -> None:
+    with Party(5) as party:
+        while len(party.links) > 2:
+            party.meet()
+            victim = len(party.links) // 2
+
+            def add(transport: LinkTransport, victim: int = victim) -> str:
+                group = tuple(range(transport.size))
+                try:
+                    for turn in range(1000):
+                        tensor = torch.ones(numbers)
+                        transport.all_reduce(tensor, group).wait()
+                        assert tensor[0] == tensor[-1] == transport.size
+                        if transport.rank == victim and turn == 3:
+                            transport.links.close()
+                            return "dead"
+                except TransportError:
+                    return "released"
+                return "never"
+
+            ends = party.everywhere(add)
+            assert ends.pop(victim) == "dead"
+            assert set(ends) == {"released"}
+            del party.links[victim]

@@ -1,0 +1,130 @@
+"""Who does not belong to a meeting gets nowhere, costs little, and is in nobody's way."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from oobleck.worker.transport.linked import LinkTransport
+from oobleck.worker.transport.links import greeting
+from oobleck.worker.transport.links.door import MOST_CALLERS, Card
+from oobleck.worker.transport.links.hub import Links
+from support.leftovers import opened
+from support.meeting import SECRET, Party
+from support.waiting import until
+
+
+def call(card: Card) -> socket.socket:
+    return socket.create_connection((card.host, card.port))
+
+
+@contextlib.contextmanager
+def crowd(card: Card, count: int, said: bytes) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stranger = stack.enter_context(call(card))
+            with contextlib.suppress(OSError):  # it was dropped at once
+                stranger.sendall(said)
+        yield
+
+
+def talk(transport: LinkTransport) -> list[float]:
+    return [float(each) for each in transport.all_gather(torch.tensor(float(transport.rank)))]
+
+
+@pytest.mark.parametrize("said", [b"", b"12345678", bytes(greeting.CALL_BYTES), b"GET / HTTP/1.1"])
+def test_a_crowd_costs_a_bounded_number_of_descriptors_and_holds_nobody_up(said: bytes) -> None:
+    with Party(3) as party:
+        party.meet(near=lambda rank, size: set())
+        before, _ = opened()
+        count = 3 * MOST_CALLERS
+        with crowd(party.links[0].card, count, said):
+            until(
+                lambda: opened()[0] <= before + count + MOST_CALLERS, "all but the newest dropped"
+            )
+            assert party.everywhere(talk) == [[0.0, 1.0, 2.0]] * 3
+
+
+FULL = """
+import contextlib, resource, socket, sys, threading
+from oobleck.worker.transport.linked import LinkTransport
+from oobleck.worker.transport.links.door import Card
+from oobleck.worker.transport.links.hub import Links
+
+here = Links("127.0.0.1", silence_s=5)
+transport = LinkTransport(here, 1, b"s" * 32, 0, 2)
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, hard))
+print(here.card.text, flush=True)
+other = Card.read(sys.stdin.readline())
+transport.connect([here.card, other], {1}, lambda: None)
+print(transport.gather(b"here"), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_where_descriptors_run_out_strangers_lose_theirs_first() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", FULL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        card = Card.read(process.stdout.readline().strip())
+        links = Links("127.0.0.1", silence_s=5)
+        transport = LinkTransport(links, 1, b"s" * 32, 1, 2)
+        with crowd(card, 400, b""):
+            process.stdin.write(links.card.text + "\n")
+            process.stdin.flush()
+            transport.connect([card, links.card], {0}, lambda: None)
+            assert transport.gather(b"there") == [b"here", b"there"]
+            assert process.stdout.readline() == "[b'here', b'there']\n"
+        process.stdin.write("\n")
+        process.stdin.flush()
+        process.wait(60)
+        links.close()
+
+
+def greet(card: Card, secret: bytes, caller: bytes, serial: int) -> tuple[socket.socket, bytes]:
+    """A call of the first meeting, and what is answered."""
+    stranger = call(card)
+    stranger.settimeout(20)
+    said = greeting.make_call(1, serial, caller, greeting.fresh())
+    stranger.sendall(said + greeting.prove(secret, b"call", card.identity, said))
+    return stranger, stranger.recv(greeting.ANSWER_BYTES)
+
+
+def test_who_has_another_secret_is_not_answered() -> None:
+    with Party(2) as party:
+        party.meet()
+        stranger, answer = greet(party.links[0].card, b"t" * 32, party.links[1].identity, 9)
+        assert answer == b""
+        stranger.close()
+        assert party.everywhere(talk) == [[0.0, 1.0]] * 2
+
+
+def test_a_call_that_was_overheard_is_answered_and_takes_nobodys_place() -> None:
+    with Party(2) as party:
+        party.meet()
+        # Its first message is what a member has said; it cannot answer to fresh bytes.
+        stranger, answer = greet(party.links[0].card, SECRET, party.links[1].identity, 9)
+        assert len(answer) == greeting.ANSWER_BYTES
+        stranger.sendall(bytes(greeting.CONFIRM_BYTES))
+        assert stranger.recv(1) == b""
+        stranger.close()
+        assert party.everywhere(talk) == [[0.0, 1.0]] * 2
+
+
+def test_a_greeting_for_one_is_no_greeting_for_another() -> None:
+    with Party(3) as party:
+        party.meet()
+        here, there = party.links[0].card, party.links[2].card
+        said = greeting.make_call(1, 9, party.links[1].identity, greeting.fresh())
+        with call(there) as stranger:
+            stranger.sendall(said + greeting.prove(SECRET, b"call", here.identity, said))
+            stranger.settimeout(20)
+            assert stranger.recv(1) == b""
+        assert party.everywhere(talk) == [[0.0, 1.0, 2.0]] * 3

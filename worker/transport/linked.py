@@ -1,0 +1,393 @@
+"""The transport of host tensors: messages, sums and gatherings over the links between workers.
+
+A tree, whose root is rank 0, gathers what all have to say and tells it to all; it is as flat as the
+root has hands, so up to 64 workers it is a star. Must not know programs, layers or plans.
+"""
+
+import itertools
+import struct
+import time
+from collections.abc import Callable, Collection, Sequence
+from hashlib import blake2b
+
+import torch
+
+from oobleck.planner.ids import Generation
+from oobleck.worker.runtime.errors import TransportError, Unreached
+from oobleck.worker.transport.links.door import Card
+from oobleck.worker.transport.links.frame import Kind, Label, bytes_of
+from oobleck.worker.transport.links.hub import Links
+from oobleck.worker.transport.links.link import Incoming, Outgoing
+from oobleck.worker.transport.links.silence import NO_WAY
+from oobleck.worker.transport.sums import LinkSum, SpareBuffers
+from oobleck.worker.transport.transport import Group, Pending
+
+_MEETING_BITS = 16
+#: How many a worker of the tree gathers from.
+_HANDS = 64
+#: Messages beyond this do not fit into the kernel's buffers, and come in while others compute.
+_LARGE_BYTES = 256 << 10
+#: How long another one's call is waited for.
+PATIENCE_S = 5.0
+#: How long a wait for others' links may last before it looks whether it is still wanted.
+_POLL_S = 0.05
+#: Rank, and bytes that follow.
+_WORD = struct.Struct("!IQ")
+
+#: Called with why, once, from another thread than that which uses the transport.
+OnLost = Callable[[str], None]
+
+
+def _nobody_asks(why: str) -> None:
+    pass
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class _Arrival(Incoming):
+    """A message, into a tensor."""
+
+    def __init__(self, transport: "LinkTransport", tensor: torch.Tensor, peer: bytes) -> None:
+        self._transport = transport
+        self._tensor = tensor
+        self._peer = peer
+        self._pressing = tensor.nbytes > _LARGE_BYTES
+        self.done = False
+        if self._pressing:
+            transport.links.press(+1)
+
+    def room(self, size: int) -> memoryview:
+        room = bytes_of(self._tensor)
+        assert len(room) == size, f"{size} bytes came for a tensor of {len(room)}"
+        return room
+
+    def arrived(self) -> None:
+        self.done = True
+        if self._pressing:
+            self._transport.links.press(-1)
+
+    def wait(self) -> None:
+        if not self.done:
+            self._transport.wait(lambda: self.done, [self._peer])
+
+
+class _Departure:
+    """A message on its way out; keeps its tensor."""
+
+    def __init__(self, transport: "LinkTransport", tensor: torch.Tensor, frame: Outgoing) -> None:
+        self._transport = transport
+        self._tensor = tensor
+        self._frame = frame
+
+    def wait(self) -> None:
+        if not self._frame.done:
+            self._transport.wait(lambda: self._frame.done)
+
+
+class _Reducing:
+    """A sum under way."""
+
+    def __init__(self, transport: "LinkTransport", reduction: LinkSum) -> None:
+        self._transport = transport
+        self._sum = reduction
+
+    def wait(self) -> None:
+        self._transport.wait(lambda: self._sum.done, self._sum.owing)
+
+
+class _Words(Incoming):
+    """What several have to say."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+        self.done = False
+
+    def room(self, size: int) -> memoryview:
+        self.content = bytearray(size)
+        return memoryview(self.content)
+
+    def arrived(self) -> None:
+        self.done = True
+
+    def is_there(self) -> bool:
+        return self.done
+
+
+class LinkTransport:
+    """One meeting's use of this process's links."""
+
+    def __init__(
+        self,
+        links: Links,
+        epoch: int,
+        secret: bytes,
+        rank: int,
+        size: int,
+        *,
+        on_lost: OnLost = _nobody_asks,
+    ) -> None:
+        """Enter the meeting `epoch`, so that the others of it are let in from now on.
+
+        Nobody can be talked to before `connect`. `on_lost` is called at the loss of one of them.
+        """
+        self.links = links
+        self.rank = rank
+        self.size = size
+        self._epoch = epoch
+        self._cards: Sequence[Card] = ()
+        self._peers: Sequence[bytes] = ()
+        self.others: Collection[bytes] = ()
+        self._on_lost = on_lost
+        #: Why nothing can be waited for any more.
+        self._over: str | None = None
+        self._gatherings = itertools.count()
+        self._sums: dict[Group, int] = {}
+        self._spare = SpareBuffers()
+        links.enter(epoch, secret, self)
+
+    # ---- links
+
+    def connect(
+        self, cards: Sequence[Card], near: Collection[int], check_wanted: Callable[[], None]
+    ) -> None:
+        """Return when there are links to the ranks `near`. `cards`: of all, by rank. Each of two
+        is near to the other, and the one with the larger identity calls.
+
+        One that is waited for in vain is called all the same: whoever has no way to the other
+        learns it then. Raises TransportError, and what `check_wanted` raises, which is asked again
+        and again.
+        """
+        own = self.links.identity
+        with self.links.lock:
+            self._cards, self._peers = cards, tuple(card.identity for card in cards)
+            self.others = frozenset(self._peers) - {own}
+        missing = {peer for peer in near if not self.links.linked(self._peers[peer])}
+        self.links.connect([cards[peer] for peer in missing if own > self._peers[peer]])
+        patient_until = time.monotonic() + PATIENCE_S
+        while missing:
+            check_wanted()
+            self.links.wait(lambda: self._linked(missing), time.monotonic() + _POLL_S)
+            if time.monotonic() > patient_until:
+                self.links.connect([cards[peer] for peer in missing])
+
+    def _linked(self, missing: set[int]) -> bool:
+        self._check()
+        for peer in tuple(missing):
+            if self.links.linked(self._peers[peer]):
+                missing.discard(peer)
+            else:
+                self._check_call(peer)
+        return not missing
+
+    def _check_call(self, peer: int) -> None:
+        call = self.links.call_to(self._peers[peer])
+        if call is None or call.problem is None:
+            return
+        host, problem = call.card.host, call.problem
+        if isinstance(problem, TimeoutError) or problem.errno in NO_WAY:
+            raise Unreached(f"{host} does not answer: {problem}", peer)
+        raise TransportError(f"{host} does not take a connection: {problem}")
+
+    def _reach(self, peer: int) -> bytes:
+        """The identity of `peer`, to whom there is a link from now on."""
+        identity = self._peers[peer]
+        self._check()
+        if not self.links.linked(identity):
+            self._check_there(identity)
+            self.links.connect([self._cards[peer]])
+            missing = {peer}
+            self.links.wait(lambda: self._linked(missing))
+        return identity
+
+    # ---- messages
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+        identity = self._reach(peer)
+        content = tensor.contiguous()
+        with self.links.lock:
+            self._check()
+            label = Label(Kind.MESSAGE, tag, 0)
+            return _Departure(self, content, self.links.send(identity, label, bytes_of(content)))
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
+        """Into `tensor`, which is contiguous; of those with the same tag the oldest comes first."""
+        identity = self._reach(peer)
+        with self.links.lock:
+            self._check()
+            arrival = _Arrival(self, tensor, identity)
+            self.links.post(identity, Label(Kind.MESSAGE, tag, 0), arrival)
+        return arrival
+
+    # ---- sums
+
+    def all_reduce(self, tensor: torch.Tensor, group: Group) -> Pending:
+        if len(group) == 1 or not tensor.numel():
+            return _Done()
+        for peer in group:
+            if peer != self.rank:
+                self._reach(peer)
+        turn = self._sums.get(group, 0)
+        self._sums[group] = turn + 1
+        members = tuple(self._peers[peer] for peer in group)
+        with self.links.lock:
+            self._check()
+            reduction = LinkSum(
+                self.links,
+                tensor,
+                members,
+                group.index(self.rank),
+                _key_of(group, turn),
+                turn,
+                self._spare,
+            )
+        return _Reducing(self, reduction)
+
+    # ---- gatherings
+
+    def gather(self, word: bytes) -> list[bytes]:
+        """What all have to say, by rank. All call this in the same order."""
+        key = next(self._gatherings)
+        if self.size == 1:
+            return [word]
+        up = Label(Kind.WORDS, key, 0)
+        below = _below(self.rank, self.size)
+        told = [_WORD.pack(self.rank, len(word)) + word]
+        told += self._hear(below, up)
+        table, down = b"".join(told), Label(Kind.TABLE, key, 0)
+        if self.rank:
+            above = [_above(self.rank)]
+            sends = self._say(above, up, table)
+            (table,) = self._hear(above, down)
+            self._await_gone(sends)
+        if below:
+            self._await_gone(self._say(below, down, table))
+        return _read_table(table, self.size)
+
+    def _hear(self, peers: Collection[int], label: Label) -> list[bytes]:
+        identities = [self._reach(peer) for peer in peers]
+        words = [_Words() for _ in peers]
+        with self.links.lock:
+            for identity, each in zip(identities, words, strict=True):
+                self.links.post(identity, label, each)
+        for identity, each in zip(identities, words, strict=True):
+            self.wait(each.is_there, [identity])
+        return [bytes(each.content) for each in words]
+
+    def _say(self, peers: Collection[int], label: Label, table: bytes) -> list[Outgoing]:
+        identities = [self._reach(peer) for peer in peers]
+        with self.links.lock:
+            self._check()
+            return [self.links.send(each, label, memoryview(table)) for each in identities]
+
+    def _await_gone(self, sends: Sequence[Outgoing]) -> None:
+        self.wait(lambda: all(send.done for send in sends))
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        word = bytes(bytes_of(tensor.contiguous()))
+        return [
+            torch.frombuffer(bytearray(told), dtype=tensor.dtype).view(tensor.shape)
+            for told in self.gather(word)
+        ]
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        word = bytes(bytes_of(tensor)) if self.rank == root else b""
+        bytes_of(tensor)[:] = self.gather(word)[root]
+
+    def complete(self) -> None:
+        """Nothing: waits end with the operation."""
+
+    # ---- ends
+
+    def wait(self, done: Callable[[], bool], owing: Collection[bytes] = ()) -> None:
+        """Until `done`, for which something has to come from those in `owing`, which may change
+        meanwhile. Raises TransportError."""
+
+        def asked() -> bool:
+            if done():
+                return True
+            self._check()
+            for peer in owing:
+                self._check_there(peer)
+            return False
+
+        self.links.wait(asked)
+
+    def _check(self) -> None:
+        if self._over is not None:
+            raise TransportError(self._over)
+
+    def _check_there(self, peer: bytes) -> None:
+        if self.links.has_left(peer):
+            raise TransportError("a peer has left")
+
+    def lost(self, peer: bytes, why: str) -> None:
+        if self._over is None:
+            self._over = why
+
+    def tell_lost(self) -> None:
+        self._on_lost(self._over or "a peer was lost")
+
+    def silent(self) -> list[int]:
+        """Ranks of those whose hosts give no sign of life."""
+        silent = self.links.silent()
+        return [rank for rank, peer in enumerate(self._peers) if peer in silent]
+
+    def stand_down(self) -> None:
+        """The end of this worker is no loss to the others any more, nor theirs to it."""
+        self.links.leave(self._epoch, Kind.GOODBYE)
+        self.links.forget(self._epoch)
+
+    def abort(self) -> None:
+        with self.links.lock:
+            if self._over is None:
+                self._over = "an operation was given up"
+            self.links.leave(self._epoch, Kind.GIVEN_UP)
+            self.links.forget(self._epoch)
+            self.links.wake()
+
+    def dispose(self) -> None:
+        """Leave in order. The links stay, for the next meeting."""
+        self.stand_down()
+
+
+def _above(rank: int) -> int:
+    return (rank - 1) // _HANDS
+
+
+def _below(rank: int, size: int) -> range:
+    first = rank * _HANDS + 1
+    return range(first, max(first, min(first + _HANDS, size)))
+
+
+def tree_neighbours(rank: int, size: int) -> set[int]:
+    """With whom a worker exchanges what is gathered from all."""
+    return {*_below(rank, size), *([_above(rank)] if rank else [])}
+
+
+def ring_neighbours(rank: int, size: int) -> set[int]:
+    return {(rank - 1) % size, (rank + 1) % size}
+
+
+def epoch_of(generation: Generation, meeting: int) -> int:
+    """Meetings of a worker follow each other: those of a generation, and of the generations."""
+    return generation << _MEETING_BITS | meeting
+
+
+def _key_of(group: Group, turn: int) -> int:
+    """Tells apart the sums of a meeting; 63 bits of a digest, so none are the same by chance."""
+    text = f"{turn}:{','.join(map(str, group))}".encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest()) >> 1
+
+
+def _read_table(table: bytes, size: int) -> list[bytes]:
+    words: list[bytes] = [b""] * size
+    at = 0
+    while at < len(table):
+        rank, length = _WORD.unpack_from(table, at)
+        at += _WORD.size
+        words[rank] = table[at : at + length]
+        at += length
+    return words

@@ -1,0 +1,350 @@
+"""How links come about: the listener, the calls that come in and those that go out.
+
+Callers are strangers until they have proven that they belong: each has a few bytes of memory and
+a limit of time, and there is a limit on how many there may be, beyond which the oldest is dropped.
+Where two processes call each other at once, the call of the larger identity stands. Nothing here
+blocks. Must not know what goes over a link.
+"""
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from oobleck.worker.transport.links import greeting
+from oobleck.worker.transport.links.greeting import Call
+from oobleck.worker.transport.links.link import Link
+
+#: Callers whose greeting is not complete.
+MOST_CALLERS = 128
+#: From a caller's connection until it has proven itself.
+GREETING_LIMIT_S = 5.0
+#: For the kernel of a host that is up, which takes a call however busy its processes are.
+DIAL_LIMIT_S = 5.0
+#: For the process behind it, which is known to be there: so long only where a host is busy with
+#: other things. Who dies or is superseded meanwhile releases the wait.
+ANSWER_LIMIT_S = 30.0
+#: Before a call is made again that the other end has hung up on.
+_AGAIN_S = 0.05
+_BACKLOG = 1024
+
+
+class Card(NamedTuple):
+    """Where a process listens, and who it is."""
+
+    identity: bytes
+    host: str
+    port: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.identity.hex()}@{self.host}|{self.port}"
+
+    @classmethod
+    def read(cls, text: str) -> "Card":
+        """Raises ValueError."""
+        identity, _, place = text.partition("@")
+        host, _, port = place.rpartition("|")
+        return cls(bytes.fromhex(identity), host, int(port))
+
+
+class _Guest:
+    """A caller whose greeting is not complete."""
+
+    def __init__(self, caller: socket.socket) -> None:
+        self.socket = caller
+        self.until = time.monotonic() + GREETING_LIMIT_S
+        self.said = bytearray()
+        self.missing = greeting.CALL_BYTES
+        self.call: Call | None = None
+        self.own = b""
+
+
+class Dial:
+    """A call of this process's own."""
+
+    def __init__(self, card: Card, serial: int) -> None:
+        self.card = card
+        self.serial = serial
+        self.until = time.monotonic() + DIAL_LIMIT_S
+        #: Whether the host has taken the call.
+        self.answered = False
+        #: None: it is made again at `again_at`.
+        self.socket: socket.socket | None = None
+        self.again_at = 0.0
+        self.own = b""
+        self.said = bytearray()
+        self.missing = 0
+        self.confirmed = False
+        #: Why there is no link.
+        self.problem: OSError | None = None
+
+
+#: Is given a connection that has been greeted: the peer's identity, the serial, and the socket.
+Open = Callable[[bytes, int, socket.socket], None]
+
+
+class Door:
+    """Used with the links' lock held. `poll` is told of all descriptors; of those in the door,
+    what it reports is handed to `hear`."""
+
+    def __init__(
+        self,
+        address: str,
+        identity: bytes,
+        poll: select.epoll,
+        link_to: Callable[[bytes], Link | None],
+        opened: Open,
+    ) -> None:
+        """`link_to`: the present link to a process, if there is one; `opened` takes a new one."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._family = family
+        self._address = address
+        self._identity = identity
+        self._poll = poll
+        self._link_to = link_to
+        self._opened = opened
+        self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        poll.register(self._listener, select.EPOLLIN)
+        self.card = Card(identity, address, self._listener.getsockname()[1])
+        self._epoch, self._secret = -1, b""
+        #: By their descriptors; guests the oldest first.
+        self._guests: dict[int, _Guest] = {}
+        self._dials: dict[int, Dial] = {}
+        #: All calls of this process's own, by whom they are to.
+        self.calls: dict[bytes, Dial] = {}
+        #: How many links there have been to a process.
+        self._serials: dict[bytes, int] = {}
+        #: Where accepting failed for want of descriptors: not again before.
+        self._full_until = 0.0
+
+    def __contains__(self, descriptor: int) -> bool:
+        return (
+            descriptor in self._guests
+            or descriptor in self._dials
+            or descriptor == self._listener.fileno()
+        )
+
+    def admit(self, epoch: int, secret: bytes) -> None:
+        """Let in those of this meeting alone, from now on."""
+        self._epoch, self._secret = epoch, secret
+        for call in list(self.calls.values()):
+            self._hang_up(call)
+        self.calls.clear()
+
+    # ---- calls of this process's own
+
+    def dial(self, card: Card) -> None:
+        """Begin to call, unless a call is under way."""
+        if card.identity not in self.calls:
+            call = Dial(card, self._serials.get(card.identity, 0) + 1)
+            self.calls[card.identity] = call
+            self._connect(call)
+
+    def _connect(self, call: Dial) -> None:
+        try:
+            family = socket.AF_INET6 if ":" in call.card.host else socket.AF_INET
+            call.socket = connection = socket.socket(family, socket.SOCK_STREAM)
+            connection.setblocking(False)
+            problem = connection.connect_ex((call.card.host, call.card.port))
+        except OSError as error:
+            self._fail(call, error)
+            return
+        if problem and problem != errno.EINPROGRESS:
+            self._fail(call, OSError(problem, os.strerror(problem)))
+            return
+        call.own, call.said, call.missing = greeting.fresh(), bytearray(), 0
+        self._dials[connection.fileno()] = call
+        self._poll.register(connection, select.EPOLLOUT)
+
+    def _hang_up(self, call: Dial) -> None:
+        if call.socket is not None:
+            self._dials.pop(call.socket.fileno(), None)
+            with contextlib.suppress(OSError, ValueError):
+                self._poll.unregister(call.socket)
+            call.socket.close()
+            call.socket = None
+
+    def _fail(self, call: Dial, problem: OSError) -> None:
+        self._hang_up(call)
+        call.problem = problem
+
+    def _advance(self, call: Dial) -> None:
+        """The connection stands, or there is something to read, or neither will be."""
+        connection, secret = call.socket, self._secret
+        assert connection is not None, "only what is connected is polled"
+        them = call.card.identity
+        if not call.missing:
+            problem = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if problem:
+                self._fail(call, OSError(problem, os.strerror(problem)))
+                return
+            if not call.answered:
+                call.answered = True
+                call.until = time.monotonic() + ANSWER_LIMIT_S
+            said = greeting.make_call(self._epoch, call.serial, self._identity, call.own)
+            connection.sendall(said + greeting.prove(secret, b"call", them, said))
+            call.missing = greeting.ANSWER_BYTES
+            self._poll.modify(connection, select.EPOLLIN)
+            return
+        part = connection.recv(call.missing)
+        if not part:
+            # It calls this one at the same time, or is not there yet.
+            self._hang_up(call)
+            call.confirmed = False
+            call.again_at = time.monotonic() + _AGAIN_S
+            return
+        call.said += part
+        call.missing -= len(part)
+        if call.missing:
+            return
+        if call.confirmed:
+            self._open(them, call.serial, connection)
+            return
+        answer, proof = greeting.read_answer(bytes(call.said))
+        said = greeting.make_call(self._epoch, call.serial, self._identity, call.own)
+        if not greeting.proven(proof, secret, b"answer", them, said, answer):
+            self._fail(call, PermissionError("whoever answers there is not of this job"))
+            return
+        connection.sendall(greeting.prove(secret, b"confirm", them, said, answer))
+        call.said, call.missing, call.confirmed = bytearray(), len(greeting.WELCOME), True
+
+    # ---- calls of others
+
+    def hear(self, descriptor: int) -> None:
+        """Go on with what is ready there."""
+        if descriptor == self._listener.fileno():
+            self._let_in()
+        elif (call := self._dials.get(descriptor)) is not None:
+            try:
+                self._advance(call)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                self._fail(call, error)
+        elif (guest := self._guests.get(descriptor)) is not None:
+            try:
+                done = self._listen_to(guest)
+            except BlockingIOError:
+                return
+            except OSError:  # a stranger went away
+                done = True
+            if done:
+                self._show_out(descriptor)
+
+    def _let_in(self) -> None:
+        try:
+            caller, _ = self._listener.accept()
+        except OSError as error:  # the caller may have gone again
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._make_room()
+            return
+        caller.setblocking(False)
+        self._guests[caller.fileno()] = _Guest(caller)
+        self._poll.register(caller, select.EPOLLIN)
+        if len(self._guests) > MOST_CALLERS:
+            self._show_out(next(iter(self._guests)))
+
+    def _make_room(self) -> None:
+        """No descriptor is left: the oldest stranger gives its own, or the listener rests."""
+        if self._guests:
+            self._show_out(next(iter(self._guests)))
+        else:
+            self._poll.modify(self._listener, 0)
+            self._full_until = time.monotonic() + _AGAIN_S
+
+    def _show_out(self, descriptor: int) -> None:
+        guest = self._guests.pop(descriptor)
+        self._poll.unregister(guest.socket)
+        guest.socket.close()
+
+    def _listen_to(self, guest: _Guest) -> bool:
+        """Whether nothing more is wanted of it as a guest."""
+        part = guest.socket.recv(guest.missing)
+        if not part:
+            return True
+        guest.said += part
+        guest.missing -= len(part)
+        if guest.missing:
+            return False
+        said, me, secret = bytes(guest.said), self._identity, self._secret
+        if guest.call is None:
+            call = greeting.read_call(said)
+            if call is None or call.epoch != self._epoch:
+                return True
+            if not greeting.proven(call.proof, secret, b"call", me, call.said):
+                return True
+            guest.call, guest.own = call, greeting.fresh()
+            proof = greeting.prove(secret, b"answer", me, call.said, guest.own)
+            guest.socket.sendall(guest.own + proof)
+            guest.said, guest.missing = bytearray(), greeting.CONFIRM_BYTES
+            return False
+        call = guest.call
+        confirmed = call.epoch == self._epoch and greeting.proven(
+            said, secret, b"confirm", me, call.said, guest.own
+        )
+        if not confirmed or not self._wanted(call):
+            return True
+        guest.socket.sendall(greeting.WELCOME)
+        del self._guests[guest.socket.fileno()]
+        self._poll.unregister(guest.socket)
+        self._opened_with(call.caller, call.serial, guest.socket)
+        return False
+
+    def _wanted(self, call: Call) -> bool:
+        """Whether this call makes the link, rather than one of this process's own."""
+        link = self._link_to(call.caller)
+        if link is not None:
+            return call.serial > link.serial
+        own = self.calls.get(call.caller)
+        under_way = own is not None and own.problem is None and own.serial >= call.serial
+        return not (under_way and self._identity > call.caller)
+
+    # ---- both
+
+    def _open(self, peer: bytes, serial: int, connection: socket.socket) -> None:
+        del self._dials[connection.fileno()]
+        self._poll.unregister(connection)
+        self.calls[peer].socket = None
+        self._opened_with(peer, serial, connection)
+
+    def _opened_with(self, peer: bytes, serial: int, connection: socket.socket) -> None:
+        if (call := self.calls.pop(peer, None)) is not None:
+            self._hang_up(call)
+        self._serials[peer] = serial
+        self._opened(peer, serial, connection)
+
+    def tick(self) -> None:
+        """What the clock brings; called a few times a second while something is under way."""
+        now = time.monotonic()
+        for descriptor in [d for d, guest in self._guests.items() if guest.until < now]:
+            self._show_out(descriptor)
+        for call in list(self.calls.values()):
+            if call.problem is not None:
+                continue
+            if call.until < now:
+                how = errno.ECONNABORTED if call.answered else errno.ETIMEDOUT
+                self._fail(call, OSError(how, os.strerror(how)))
+            elif call.socket is None and call.again_at < now:
+                self._connect(call)
+        if self._full_until and self._full_until < now:
+            self._full_until = 0.0
+            self._poll.modify(self._listener, select.EPOLLIN)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `tick` is needed soon."""
+        return bool(self._guests or self.calls or self._full_until)
+
+    def close(self) -> None:
+        for descriptor in list(self._guests):
+            self._show_out(descriptor)
+        for call in list(self.calls.values()):
+            self._hang_up(call)
+        self._poll.unregister(self._listener)
+        self._listener.close()

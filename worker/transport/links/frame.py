@@ -1,0 +1,67 @@
+"""What goes over a link between two workers: frames, each a header and its content.
+
+Must not know sockets, nor what a content means.
+"""
+
+import ctypes
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+
+class Kind(IntEnum):
+    """What a frame is for."""
+
+    MESSAGE = 1
+    #: A member's share of a chunk, to the one that adds the chunk up; and the sum, from there.
+    SHARE = 2
+    TOTAL = 3
+    #: What a member and those below it in the tree have to say; and what all said, from the root.
+    WORDS = 4
+    TABLE = 5
+    #: The sender has left the meeting: nothing more of it comes, and its end is no loss to it.
+    GOODBYE = 6
+    #: The same, and what it had not sent yet it does not send any more. No loss by itself either:
+    #: whoever gives up has told of one, or was told to.
+    GIVEN_UP = 7
+
+
+#: These are said of a meeting that is over, so they are never dropped.
+LEAVING = frozenset({Kind.GOODBYE, Kind.GIVEN_UP})
+
+
+class Label(NamedTuple):
+    """Which of a peer's frames of one meeting it is. Frames of the same label come in order."""
+
+    kind: int
+    key: int
+    part: int
+
+
+#: Epoch, then the label, then the bytes of content that follow.
+HEADER = struct.Struct("!QBqIQ")
+
+#: Frames of a lower number go first.
+URGENT, ORDINARY, BULK = range(3)
+_PRIORITIES = {Kind.MESSAGE: ORDINARY, Kind.WORDS: URGENT, Kind.TABLE: URGENT}
+
+
+def priority_of(kind: int) -> int:
+    """Sums go behind the messages that other workers compute on, and a leave behind everything."""
+    return _PRIORITIES.get(Kind(kind), BULK)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Of a contiguous tensor in host memory; what is written there is written to the tensor.
+
+    Not by way of numpy, which would keep the tensor's storage from ever being resized, as stages
+    of several workers do to give memory back.
+    """
+    assert tensor.is_contiguous(), "only a contiguous tensor is one run of bytes"
+    if not tensor.numel():
+        return memoryview(b"")
+    content = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    content.tensor = tensor  # type: ignore[attr-defined]  # lives as long as the view does
+    return memoryview(content).cast("B")

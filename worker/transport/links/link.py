@@ -1,0 +1,278 @@
+"""One connection to a peer, kept from one meeting to the next.
+
+Frames wait here by priority until the kernel takes them, and what comes in goes where somebody
+waits for it, or into a buffer until somebody does. Nothing here blocks. Where a meeting ends, what
+has not begun to go out is dropped, what is half out is finished from a copy, and what is half in is
+read to its end and forgotten: so the connection stays fit for the next one. Must not know what the
+frames are for.
+"""
+
+import socket
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Protocol
+
+from oobleck.worker.transport.links.frame import HEADER, LEAVING, Label, priority_of
+
+#: Read at once. Frames that are no larger are copied out of it, larger ones read in place.
+_BUFFER_BYTES = 64 << 10
+#: Of what nobody wants any more.
+_SCRATCH_BYTES = 1 << 20
+#: Read from one link before others get their turn.
+_TURN_BYTES = 1 << 20
+_PRIORITY_COUNT = 3
+
+
+class Outgoing:
+    """A frame on its way out, from the caller's own memory."""
+
+    __slots__ = ("done", "epoch", "given_up", "kind", "left", "started")
+
+    def __init__(self, epoch: int, label: Label, content: memoryview) -> None:
+        self.epoch = epoch
+        self.kind = label.kind
+        self.left = [memoryview(HEADER.pack(epoch, *label, len(content)))]
+        if content:
+            self.left.append(content)
+        self.started = False
+        self.given_up = False
+        #: The kernel has taken all of it. Never so of one that was given up.
+        self.done = False
+
+    def own_the_rest(self) -> None:
+        """Go on from a copy of what has not gone out, for nobody."""
+        self.left = [memoryview(b"".join(self.left))]
+        self.given_up = True
+
+
+class Incoming(Protocol):
+    """A frame that is waited for."""
+
+    def room(self, size: int) -> memoryview:
+        """Where its `size` bytes go."""
+
+    def arrived(self) -> None:
+        """All of them are there. Called once, with the links' lock held; may send."""
+
+
+class Early(Incoming):
+    """A frame that came before anybody waited for it."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+        #: None: it is not complete yet, or nobody waits for it.
+        self.wanted: Incoming | None = None
+        self.complete = False
+
+    def room(self, size: int) -> memoryview:
+        self.content = bytearray(size)
+        return memoryview(self.content)
+
+    def arrived(self) -> None:
+        self.complete = True
+        if self.wanted is not None:
+            self.hand_to(self.wanted)
+
+    def hand_to(self, wanted: Incoming) -> None:
+        """Now, or as soon as it is complete."""
+        if not self.complete:
+            self.wanted = wanted
+            return
+        wanted.room(len(self.content))[:] = self.content
+        wanted.arrived()
+
+
+class _Nobody(Incoming):
+    """Takes what is read only so that the connection goes on."""
+
+    def room(self, size: int) -> memoryview:
+        raise AssertionError("what nobody wants is not kept")
+
+    def arrived(self) -> None:
+        pass
+
+
+_NOBODY = _Nobody()
+
+#: Told of frames with which the sender leaves a meeting: their epoch and kind.
+OnLeaving = Callable[[int, int], None]
+
+
+class Link:
+    """The end of a connection that this worker has. All methods but `post` raise OSError when the
+    connection is over."""
+
+    def __init__(self, peer: bytes, serial: int, connected: socket.socket) -> None:
+        """`peer`: the identity of the process at the other end; `serial`: counts the connections
+        with it."""
+        connected.setblocking(False)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.peer = peer
+        self.serial = serial
+        self.socket = connected
+        #: What the poll is asked for, as far as it was told.
+        self.polled_for = 0
+        self._queues: list[deque[Outgoing]] = [deque() for _ in range(_PRIORITY_COUNT)]
+        self._writing: Outgoing | None = None
+        #: Frames of meetings before this one are not wanted any more.
+        self._floor = 0
+        self._posted: defaultdict[Label, deque[Incoming]] = defaultdict(deque)
+        self._early: dict[tuple[int, Label], deque[Early]] = {}
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._start = self._end = 0
+        self._scratch = memoryview(b"")
+        #: Of the frame whose content comes in; None: a header is next.
+        self._reading: Incoming | None = None
+        self._reading_epoch = 0
+        #: What is still missing of it.
+        self._missing = 0
+        self._room = memoryview(b"")
+
+    # ---- out
+
+    def send(self, epoch: int, label: Label, content: memoryview) -> Outgoing:
+        """Queue a frame, and hand the kernel what it takes."""
+        frame = Outgoing(epoch, label, content)
+        idle = not self.blocked
+        self._queues[priority_of(label.kind)].append(frame)
+        if idle:
+            self.write()
+        return frame
+
+    @property
+    def blocked(self) -> bool:
+        """Whether something waits until the kernel takes it."""
+        return self._writing is not None or any(self._queues)
+
+    def write(self) -> None:
+        """Hand the kernel what it takes of what waits."""
+        while (frame := self._next_frame()) is not None:
+            try:
+                count = self.socket.sendmsg(frame.left)
+            except BlockingIOError:
+                return
+            frame.started = True
+            while frame.left and count >= len(frame.left[0]):
+                count -= len(frame.left.pop(0))
+            if frame.left:
+                frame.left[0] = frame.left[0][count:]
+                continue
+            frame.done = not frame.given_up
+            self._writing = None
+
+    def _next_frame(self) -> Outgoing | None:
+        if self._writing is None:
+            for queue in self._queues:
+                if queue:
+                    self._writing = queue.popleft()
+                    break
+        return self._writing
+
+    # ---- in
+
+    def post(self, label: Label, incoming: Incoming) -> None:
+        """Let the next frame of the present meeting with `label` go there. Frames that have come
+        already are handed over at once."""
+        early = self._early.get((self._floor, label))
+        if early:
+            early.popleft().hand_to(incoming)
+            if not early:
+                del self._early[self._floor, label]
+        else:
+            self._posted[label].append(incoming)
+
+    def read(self, on_leaving: OnLeaving) -> None:
+        """Take in what is there, or a good part of it. Raises ConnectionError at the end of the
+        connection."""
+        left = _TURN_BYTES
+        while left > 0:
+            if self._missing:
+                count = self.socket.recv_into(self._room[: self._missing])
+                self._check_open(count)
+                self._took(count)
+            else:
+                count = self.socket.recv_into(self._buffer[self._end :])
+                self._check_open(count)
+                self._end += count
+                self._unpack(on_leaving)
+            left -= count
+
+    @staticmethod
+    def _check_open(count: int) -> None:
+        if not count:
+            raise ConnectionError("connection closed by peer")
+
+    def _took(self, count: int) -> None:
+        """So many bytes of content are in the room."""
+        self._missing -= count
+        if self._reading is not _NOBODY:  # whose room is used again and again
+            self._room = self._room[count:]
+        if not self._missing:
+            reading, self._reading = self._reading, None
+            self._room = memoryview(b"")
+            assert reading is not None, "only what is read can be missing"
+            reading.arrived()
+
+    def _unpack(self, on_leaving: OnLeaving) -> None:
+        """Of what is in the buffer; then only the rest of a header may be in it."""
+        while self._end - self._start >= HEADER.size:
+            epoch, kind, key, part, size = HEADER.unpack_from(self._buffer, self._start)
+            self._start += HEADER.size
+            if kind in LEAVING:
+                on_leaving(epoch, kind)
+                continue
+            self._begin(epoch, Label(kind, key, part), size)
+            count = min(size, self._end - self._start)
+            if self._reading is not _NOBODY:
+                self._room[:count] = self._buffer[self._start : self._start + count]
+            self._start += count
+            self._took(count)
+            if self._missing:
+                break
+        rest = self._end - self._start
+        self._buffer[:rest] = self._buffer[self._start : self._end]
+        self._start, self._end = 0, rest
+
+    def _begin(self, epoch: int, label: Label, size: int) -> None:
+        """The content of a frame is next."""
+        self._reading_epoch, self._missing = epoch, size
+        if epoch < self._floor:
+            self._forget()
+            return
+        posted = self._posted.get(label) if epoch == self._floor else None
+        if posted:
+            self._reading = posted.popleft()
+            if not posted:
+                del self._posted[label]
+        else:
+            self._reading = early = Early()
+            self._early.setdefault((epoch, label), deque()).append(early)
+        self._room = self._reading.room(size)
+
+    def _forget(self) -> None:
+        self._reading = _NOBODY
+        if not self._scratch:
+            self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._room = self._scratch
+
+    # ---- from one meeting to the next
+
+    def raise_floor(self, epoch: int) -> None:
+        """Nothing of meetings before `epoch` is wanted any more, in either direction."""
+        self._floor = epoch
+        self._posted.clear()
+        self._early = {key: early for key, early in self._early.items() if key[0] >= epoch}
+        if self._reading is not None and self._reading_epoch < epoch:
+            self._forget()
+        for queue in self._queues:
+            for _ in range(len(queue)):
+                frame = queue.popleft()
+                if frame.epoch >= epoch or frame.kind in LEAVING:
+                    queue.append(frame)
+        writing = self._writing
+        if writing is None or writing.epoch >= epoch or writing.kind in LEAVING:
+            return
+        if writing.started:
+            writing.own_the_rest()
+        else:
+            self._writing = None
