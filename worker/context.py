@@ -11,6 +11,7 @@ from oobleck.worker.runtime.timeline import Timeline
 from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.progress import TrainingProgress
 from oobleck.worker.transport.connect import Connector
+from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.rendezvous import StoreServer
 
 
@@ -28,6 +29,8 @@ class WorkerContext:
     stopwatch: Stopwatch
     #: The worker's device and address.
     connector: Connector
+    #: To the other workers, for as long as this one lives.
+    links: Links
     #: The store that this worker serves, in which any generation may meet.
     store: StoreServer
     #: The layers that it holds, and how far they are trained.

@@ -1,4 +1,4 @@
-"""A worker's part in one generation: the groups it talks in and the lifeline it is watched by.
+"""A worker's part in one generation: the transport it talks by, and the loss of its peers.
 
 Owns joining, the two ways of leaving (on purpose, and because a peer is gone), and the report of a
 loss. Must not know what members do.
@@ -15,9 +15,9 @@ from oobleck.worker.context import WorkerContext
 from oobleck.worker.runtime.errors import TransportError, Unreached
 from oobleck.worker.runtime.waiting import Waits
 from oobleck.worker.transport.connect import links_of, owner_groups
-from oobleck.worker.transport.lifeline import Lifeline
-from oobleck.worker.transport.nccl import Link
-from oobleck.worker.transport.rendezvous import RendezvousStore, await_arrival
+from oobleck.worker.transport.linked import LinkTransport, epoch_of
+from oobleck.worker.transport.nccl import NcclLink
+from oobleck.worker.transport.rendezvous import RendezvousStore, await_arrival, read_cards
 from oobleck.worker.transport.transport import Group, Transport
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def _join(
     members: Sequence[WorkerId],
     *,
     groups: Sequence[Group] = (),
-    links: Sequence[Link] = (),
+    links: Sequence[NcclLink] = (),
     suffix: str = "",
 ) -> "Membership":
     try:
@@ -97,7 +97,7 @@ class Membership:
         assign: Assign,
         members: Sequence[WorkerId],
         groups: Sequence[Group],
-        links: Sequence[Link],
+        links: Sequence[NcclLink],
         suffix: str,
     ) -> None:
         """Returns when all `members` have joined. `suffix`: tells apart the meetings of one
@@ -108,30 +108,34 @@ class Membership:
         release whatever waits for others.
         """
         generation = assign.plan.generation
-        control, connector = context.control, context.connector
+        control = context.control
         self._context = context
         self._generation = generation
         self._members = members
         self._lost = False
         waits = Waits()
-        #: An abrupt change and a neighbour's death call it: at first it releases whatever waits for
-        #: the store and for connections, later whatever waits in a group.
+        #: An abrupt change calls it, and the loss of a peer does: at first it releases whatever
+        #: waits for the store, later whatever waits for others.
         self._release = waits.release
         with ExitStack() as undo:
             undo.callback(waits.close)
             control.on_abrupt(self._release)
             undo.callback(control.on_abrupt, None)
             control.check_newest(generation)
-            where = assign.rendezvous
+            where, own_rank = assign.rendezvous, members.index(context.worker)
             rendezvous = RendezvousStore(
                 where.store, where.prefix + suffix, own=context.store, waits=waits
             )
-            rank, size, silence_s = members.index(context.worker), len(members), connector.silence_s
-            self._lifeline = Lifeline(
-                rendezvous, rank, size, connector.address, silence_s=silence_s
+            self._host = LinkTransport(
+                context.links,
+                epoch_of(generation, 0 if suffix else 1),
+                rendezvous.secret("links"),
+                own_rank,
+                len(members),
+                on_lost=self._peer_lost,
             )
-            undo.callback(self._lifeline.close, goodbye=False)
-            self.transport = self._connect(assign, rendezvous, groups, links, waits)
+            undo.callback(self._host.abort)
+            self.transport = self._connect(rendezvous, assign, groups, links, waits)
             undo.pop_all()
         self._release = self.transport.abort
         control.on_abrupt(self._release)
@@ -141,32 +145,27 @@ class Membership:
             if self._lost:
                 raise TransportError("a peer was lost while groups were built")
             undo.pop_all()
+        self._waits = waits
 
     def _connect(
         self,
-        assign: Assign,
         rendezvous: RendezvousStore,
+        assign: Assign,
         groups: Sequence[Group],
-        links: Sequence[Link],
+        links: Sequence[NcclLink],
         waits: Waits,
     ) -> Transport:
-        """Wait for all members, watch the neighbours from then on, and build the groups."""
-        control, connector = self._context.control, self._context.connector
-        generation, size = self._generation, len(self._members)
+        """Wait for all members, and connect to those that are near."""
+        context, generation, size = self._context, self._generation, len(self._members)
+        control, connector = context.control, context.connector
+        rendezvous.set(f"card/{self._host.rank}", context.links.card.text)
         connector.announce(rendezvous)
         await_arrival(rendezvous, size, lambda: control.check_newest(generation), generation)
-        _probe(self._context, "before:connect", assign)
-        # Before the groups, in which a death is not noticed while they are built.
-        self._lifeline.connect(self._peer_lost, lambda: control.check_wanted(generation))
-        return connector.connect(
-            rendezvous,
-            self._members.index(self._context.worker),
-            size,
-            groups=groups,
-            links=links,
-            waits=waits,
-            watch=self._lifeline.show,
-        )
+        _probe(context, "before:connect", assign)
+        cards = read_cards(rendezvous, size)
+        near = connector.near(self._host.rank, size, links)
+        self._host.connect(cards, near, lambda: control.check_wanted(generation))
+        return connector.equip(self._host, rendezvous, groups=groups, links=links, waits=waits)
 
     def _peer_lost(self, detail: str) -> None:
         report_lost(self._context, self._generation, TransportError(detail), self.silent())
@@ -175,16 +174,16 @@ class Membership:
 
     def silent(self) -> Sequence[WorkerId]:
         """Peers whose hosts have not answered for about as long as makes a lost one."""
-        return [self._members[rank] for rank in self._lifeline.silent()]
+        return [self._members[rank] for rank in self._host.silent()]
 
     def stand_down(self) -> None:
-        """Training is over: the end of a neighbour is no loss any more."""
-        self._lifeline.close(goodbye=True)
+        """Training is over: the end of a peer is no loss any more."""
+        self._host.stand_down()
 
     def leave(self, *, orderly: bool) -> None:
         """Leave the generation; a disorderly end releases the peers that wait for this worker."""
         self._context.control.on_abrupt(None)
         if not orderly:
             self.transport.abort()
-        self._lifeline.close(goodbye=orderly)
         self.transport.dispose()
+        self._waits.close()

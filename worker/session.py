@@ -50,6 +50,7 @@ from oobleck.worker.step.evaluator import Evaluator
 from oobleck.worker.step.executor import Executor, Redo
 from oobleck.worker.step.salvage import Salvage
 from oobleck.worker.transport.connect import Connector
+from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.rendezvous import StoreServer
 from oobleck.worker.transport.transport import Transport
 
@@ -79,6 +80,7 @@ class Session:
             timeline=Timeline(),
             stopwatch=Stopwatch(connector.device),
             connector=connector,
+            links=Links(launch.address, silence_s=launch.silence_s),
             store=StoreServer(launch.address),
             state=ModelState(job, connector.device),
             progress=TrainingProgress(),

@@ -40,7 +40,6 @@ from oobleck.worker import process
 from oobleck.worker.models import registry
 from oobleck.worker.runtime.control import Control
 from oobleck.worker.runtime.heap import keep_freed_memory
-from oobleck.worker.transport.gloo_work import LIBRARY, aborts
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +161,6 @@ def main() -> None:
     # The agent decides when this ends; a Ctrl-C in its terminal is the agent's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     agent = socket.socket(fileno=os.dup(0))
-    aborts(LIBRARY)  # where that is not to be had, one line of the node says so, before any loss
     keep_freed_memory()
     keep_pages()
     with contextlib.suppress(BrokenPipeError):  # the agent ended while it was being told something

@@ -127,7 +127,7 @@ def _hear_peer_lost(
 
 
 def _with_more(first: PeerLost, then: PeerLost) -> PeerLost:
-    """A worker's training and its lifeline both tell, and not both of them know whom it misses."""
+    """A worker's training and its links both tell, and not both of them know whom it misses."""
     return msgspec.structs.replace(
         first,
         unreached=tuple(sorted({*first.unreached, *then.unreached})),

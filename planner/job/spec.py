@@ -20,7 +20,7 @@ Recompute = Literal["none", "layer"]
 OnStateLost = Literal["fail", "restart"]
 RecoveryPolicy = Literal["auto", "templates", "reroute", "uneven"]
 Shadows = Literal["auto", "none"]
-TransportName = Literal["auto", "gloo"]
+TransportName = Literal["auto", "tcp"]
 #: Of a path, so that a checkpoint's name behind it still fits into a line of the wire.
 _MOST_PATH = 900
 #: Of characters that no path has on purpose: controls, marks that are not seen, bytes that are no
@@ -265,7 +265,7 @@ class ResourceSpec:
     memory_per_worker_bytes: int | None = None
     #: Lower bound for the nodes of one pipeline, above what memory asks for.
     min_nodes_per_pipeline: int = 1
-    #: auto: NCCL where every worker has a GPU to itself, and gloo elsewhere; gloo: always that.
+    #: auto: NCCL where every worker has a GPU to itself, and TCP elsewhere; tcp: always that.
     transport: TransportName = "auto"
 
     def __post_init__(self) -> None:

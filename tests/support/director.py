@@ -1,6 +1,6 @@
 """Plays agent and master for real worker processes: forks them, hands out plans, takes reports.
 
-The engine is tested with it on its own: real processes, real gloo groups, real kills, and plans
+The engine is tested with it on its own: real processes, real links, real kills, and plans
 that the test chooses, down to the cut of every pipeline.
 """
 

@@ -25,11 +25,9 @@ from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
 
-#: Checkpoints that are tried, newest first; characters of a reason; and what one worker tells the
-#: others at a time, as JSON text.
+#: Checkpoints that are tried, newest first; and characters of a reason.
 _MOST_TRIED = 16
 _MOST_REASON = 200
-_ROOM_BYTES = 2048
 _PROBE_BYTES = 65_536
 #: How often checkpoints that cannot be listed are looked for, and how long between two looks: less
 #: than what is taken for a hang.
@@ -130,7 +128,7 @@ class CheckpointLocation:
     def share_findings(self, own: Finding) -> list[Finding]:
         """What all workers find, in rank order."""
         some = replace(own, reason=inline(own.reason)[:_MOST_REASON])
-        return tell_all(self._transport, some, Finding, _ROOM_BYTES)
+        return tell_all(self._transport, some, Finding)
 
     def error_for(
         self, fault: frozenset[NodeName], what: str, fix: str
@@ -220,6 +218,6 @@ class CheckpointLocation:
         """What the first worker has that has any; and whether anybody knows of damaged ones."""
         some = [(item.manifest.step, item.identity) for item in own[:_MOST_TRIED]]
         seen = _Seen(some, bool(self._damaged))
-        told = tell_all(self._transport, seen, _Seen, _ROOM_BYTES)
+        told = tell_all(self._transport, seen, _Seen)
         candidates = next((other.candidates for other in told if other.candidates), [])
         return candidates, any(other.damaged for other in told)

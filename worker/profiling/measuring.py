@@ -5,18 +5,20 @@ nothing else; an assignment or a newer wish calls it off at once.
 """
 
 import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from oobleck.host.ipc.messages import LinkMeasured, LinkPair, Measure, Measured
 from oobleck.planner.ids import Generation
-from oobleck.planner.profile.measurement import LinkMeasurement
+from oobleck.planner.profile.measurement import LinkMeasurement, Scope
 from oobleck.planner.profile.sharing import sharing_sizes
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.profiling.measure_layers import measure_alone, measure_layers
 from oobleck.worker.profiling.measure_link import measure_link
 from oobleck.worker.runtime.errors import Superseded, TransportError
 from oobleck.worker.runtime.waiting import Waits
-from oobleck.worker.transport.rendezvous import RendezvousStore, await_arrival
+from oobleck.worker.transport.linked import LinkTransport, epoch_of
+from oobleck.worker.transport.rendezvous import RendezvousStore, await_arrival, read_cards
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +26,9 @@ log = logging.getLogger(__name__)
 _BEFORE = Generation(0)
 _MEMBERS = 2
 _BOTH_WAYS = ((0, 1), (1, 0))
+_SCOPES: Sequence[Scope] = ("intra_node", "inter_node")
+#: Those before are a generation's own.
+_FIRST_MEETING = 2
 
 
 class Measuring:
@@ -74,7 +79,7 @@ class Measuring:
         link: LinkMeasurement | None = None
         problem = ""
         try:
-            link = self._meet(pair)
+            link = self._meet(wish, pair)
         except TransportError as error:
             self._check()  # it was aborted because it is no longer wanted
             log.warning("link was not measured", extra={"reason": str(error)})
@@ -85,9 +90,10 @@ class Measuring:
             )
             self._control.report(report)
 
-    def _meet(self, pair: LinkPair) -> LinkMeasurement | None:
+    def _meet(self, wish: Measure, pair: LinkPair) -> LinkMeasurement | None:
         where, rank = pair.rendezvous, pair.workers.index(self._context.worker)
-        connector, store = self._context.connector, self._context.store
+        connector, store, links = self._context.connector, self._context.store, self._context.links
+        meeting = _FIRST_MEETING + 2 * wish.attempt + _SCOPES.index(pair.scope)
         waits = Waits()
         with ExitStack() as undo:
             undo.callback(waits.close)
@@ -95,11 +101,14 @@ class Measuring:
             undo.callback(self._control.on_abrupt, None)
             self._check()
             rendezvous = RendezvousStore(where.store, where.prefix, own=store, waits=waits)
+            epoch, secret = epoch_of(self._generation, meeting), rendezvous.secret("links")
+            host = LinkTransport(links, epoch, secret, rank, _MEMBERS)
+            undo.callback(host.abort)
+            rendezvous.set(f"card/{rank}", links.card.text)
             connector.announce(rendezvous)
             await_arrival(rendezvous, _MEMBERS, self._check, _BEFORE)
-            transport = connector.connect(
-                rendezvous, rank, _MEMBERS, groups=(), links=_BOTH_WAYS, waits=waits
-            )
+            host.connect(read_cards(rendezvous, _MEMBERS), {1 - rank}, self._check)
+            transport = connector.equip(host, rendezvous, groups=(), links=_BOTH_WAYS, waits=waits)
             undo.pop_all()
         self._control.on_abrupt(transport.abort)
         try:
@@ -111,3 +120,4 @@ class Measuring:
         finally:
             self._control.on_abrupt(None)
             transport.dispose()
+            waits.close()

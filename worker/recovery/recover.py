@@ -33,10 +33,6 @@ from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
 
-#: Of the JSON text of what a worker tells, beside and for each layer of the model.
-_ROOM_BYTES = 1024
-_ROOM_BYTES_OF_A_LAYER = 160
-
 
 @dataclass(frozen=True, slots=True)
 class _Told:
@@ -160,9 +156,8 @@ class Recovery:
     def _agree(self, plan: Plan, members: Sequence[WorkerId], transport: Transport) -> Agreement:
         """Tell `members`, who are in rank order, this worker's state and hear theirs. Raises
         DataError where they read different inputs."""
-        room = _ROOM_BYTES + _ROOM_BYTES_OF_A_LAYER * plan.layer_count
         own = _Told(self._context.inputs.hex(), self._recovery_state(plan.layer_count))
-        told = dict(zip(members, tell_all(transport, own, _Told, room), strict=True))
+        told = dict(zip(members, tell_all(transport, own, _Told), strict=True))
         first = members[0]
         for member, said in told.items():
             if said.inputs != told[first].inputs:

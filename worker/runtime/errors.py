@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from oobleck.planner.ids import Generation, WorkerId
 
-#: The C++ source position in front of a gloo message, and its advice behind.
+#: The C++ source position in front of one of torch's messages, and its advice behind.
 _DECORATION = re.compile(r"^\[[^]]*\.(?:cc|h):\d+\] |\. This is typically caused.*$")
 
 
@@ -58,7 +58,7 @@ class InvariantViolation(Exception):
 
 @contextlib.contextmanager
 def peers_may_fail() -> Iterator[None]:
-    """Turn what gloo and the store raise for every failure of a peer or a connection."""
+    """Turn what NCCL and the store raise for every failure of a peer or a connection."""
     try:
         yield
     except RuntimeError as error:

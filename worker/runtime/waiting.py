@@ -1,10 +1,7 @@
 """Waits for native calls that an abort or a time limit always ends.
 
-When a connection breaks, gloo wakes whoever waits for an operation in one of its queues, but not
-for one whose message is being read or written (gloo/transport/tcp/pair.cc, Pair::signalException):
-that wait lasts until the operation's time-out. A store's client waits for the answer of a stopped
-host, whatever its time-out. So a thread waits that can be given up. Must not know what it waits
-for.
+A store's client waits for the answer of a stopped host, whatever its time-out, and NCCL for peers
+that never come. So a thread waits that can be given up. Must not know what it waits for.
 """
 
 import math
@@ -12,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import TransportError
@@ -20,14 +17,13 @@ from oobleck.worker.runtime.errors import TransportError
 T = TypeVar("T")
 
 DOUBT_S = 2.0
-#: After an abort, for the operations that gloo does wake: they say what happened.
+#: After an abort, for calls that end by it: they say what happened.
 ABORT_GRACE_S = 0.25
 
 
 class _Call(Generic[T]):
-    def __init__(self, wait: Callable[[], T], meanwhile: "Meanwhile | None") -> None:
+    def __init__(self, wait: Callable[[], T]) -> None:
         self.wait = wait
-        self.meanwhile = meanwhile
         self.done = False
         #: Nobody asks how it ends any more.
         self.given_up = False
@@ -40,16 +36,6 @@ class _Call(Generic[T]):
         except Exception as caught:  # noqa: BLE001  # handed on
             # The boundary of the thread that waits: whoever waits for the call raises it.
             self.error = caught
-
-
-class Meanwhile(Protocol):
-    """What goes on while a call is waited for."""
-
-    def run(self, done: Callable[[], bool]) -> None:
-        """Until `done`. Raises TransportError."""
-
-    def wake(self) -> None:
-        """Make `run` look whether it is done; from any thread, at any time after."""
 
 
 class Waits:
@@ -67,25 +53,19 @@ class Waits:
         self,
         wait: Callable[[], T],
         limit_s: float | None = None,
-        meanwhile: Meanwhile | None = None,
-        end: Callable[[], object] | None = None,
         doubt: Callable[[], object] | None = None,
     ) -> T:
         """Return or raise as `wait` does. Raises TransportError soon after a release, or after
         `limit_s`, and what `doubt` raises, which is called now and then during a long wait; these
-        release all later calls too. `end` is called to make a `wait` that is given up end soon."""
-        call = _Call(wait, meanwhile)
+        release all later calls too."""
+        call = _Call(wait)
         self._calls.put(call)
-        if meanwhile is not None:
-            meanwhile.run(lambda: call.done)
         in_time = False
         try:
             in_time = self._await(call, limit_s, doubt)
         finally:
             with self._changed:
                 self._released = self._released or not in_time
-        if not call.done and end is not None:
-            end()
         with self._changed:
             call.given_up = not in_time or not self._changed.wait_for(
                 lambda: call.done, ABORT_GRACE_S
@@ -144,6 +124,4 @@ class Waits:
                 if call.given_up:
                     call.error = None  # it and the call hold each other, and what was to be built
                 self._changed.notify_all()
-            if call.meanwhile is not None:
-                call.meanwhile.wake()
             del call

@@ -27,8 +27,6 @@ from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
 
-#: For the JSON text of an evaluation.
-_ROOM_BYTES = 512
 #: The samples are not those of a step.
 _NO_STEP = 0
 
@@ -59,7 +57,7 @@ class Evaluator:
         """The evaluation of `step` that some worker has from an earlier generation."""
         own = self._newest
         some = (own,) if own is not None and own.step == step else ()
-        told = tell_all(transport, some, tuple[EvaluationRecord, ...], _ROOM_BYTES)
+        told = tell_all(transport, some, tuple[EvaluationRecord, ...])
         return next((record for records in told for record in records), None)
 
     def _evaluate(

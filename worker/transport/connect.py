@@ -23,14 +23,16 @@ from oobleck.planner.programs.instructions import (
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.runtime.device import open_device
 from oobleck.worker.runtime.waiting import Waits
-from oobleck.worker.transport.gloo import GlooTransport
-from oobleck.worker.transport.nccl import Link, NcclTransport
-from oobleck.worker.transport.peer_connections import MOST_MESHED, Watch, nobody_watches
+from oobleck.worker.transport.linked import LinkTransport, ring_neighbours, tree_neighbours
+from oobleck.worker.transport.nccl import NcclLink, NcclTransport
 from oobleck.worker.transport.rendezvous import RendezvousStore
 from oobleck.worker.transport.staged import StagedTransport
 from oobleck.worker.transport.transport import Group, Transport
 
-Choice = Literal["gloo", "staged", "nccl"]
+Choice = Literal["links", "staged", "nccl"]
+
+#: Up to so many workers all have links with each other.
+MOST_MESHED = 16
 
 _HOST_ONLY = "host only"
 
@@ -38,14 +40,14 @@ _HOST_ONLY = "host only"
 def choose(device: torch.device, wanted: TransportName, *, gpus_for_all: bool) -> Choice:
     """NCCL where the job leaves the choice and every worker has a GPU that it shares with none.
 
-    Between CPUs gloo reads and writes the tensors themselves; a GPU's are staged for it.
+    Links carry the tensors of CPUs as they are; a GPU's are staged for them.
     """
     if device.type == "cpu":
-        return "gloo"
+        return "links"
     return "nccl" if gpus_for_all and wanted == "auto" else "staged"
 
 
-def links_of(programs: Mapping[WorkerId, Program], plan: Plan) -> list[Link]:
+def links_of(programs: Mapping[WorkerId, Program], plan: Plan) -> list[NcclLink]:
     """Sender and receiver of all messages of a step, as ranks; sorted, so the same for all.
 
     Workers that hold layers together exchange weights and gradients, each with each.
@@ -79,12 +81,10 @@ def owner_groups(programs: Iterable[Program], plan: Plan) -> list[Group]:
 
 
 class Connector:
-    """What one worker brings to every rendezvous: its address and its device."""
+    """What one worker brings to every rendezvous: its device."""
 
     def __init__(self, launch: Launch) -> None:
         """Raises NodeError when this host does not have the device."""
-        self.address = launch.address
-        self.silence_s = launch.silence_s
         self.device, self._gpu = open_device(launch.device)
         self._wanted = launch.job.resources.transport
         self._stage_everything = launch.stage_everything
@@ -94,45 +94,33 @@ class Connector:
         if not self._gpu or rendezvous.add(f"gpu {self._gpu}", 1) > 1:
             rendezvous.set(_HOST_ONLY, "1")
 
-    def connect(
+    def near(self, rank: int, size: int, links: Sequence[NcclLink]) -> set[int]:
+        """Ranks that a worker has links to from the begin: few workers to all, so that whoever
+        dies is missed at once; many to those before and behind it, those that the gatherings go by,
+        and those it exchanges messages with."""
+        if size <= MOST_MESHED:
+            return set(range(size)) - {rank}
+        talks = {peer for link in links if rank in link for peer in link}
+        return (talks | tree_neighbours(rank, size) | ring_neighbours(rank, size)) - {rank}
+
+    def equip(
         self,
+        host: LinkTransport,
         rendezvous: RendezvousStore,
-        rank: int,
-        size: int,
         *,
         groups: Sequence[Group],
-        links: Sequence[Link],
+        links: Sequence[NcclLink],
         waits: Waits,
-        watch: Watch = nobody_watches,
     ) -> Transport:
-        """The transport of those who meet at `rendezvous`, once all have arrived. `watch` is shown
-        the connections that carry messages, with the peers' ranks. Raises TransportError when it
-        cannot be built, or `waits` is released meanwhile."""
+        """The transport of those who meet at `rendezvous`, whose host tensors go over `host`.
+        Raises TransportError when it cannot be built, or `waits` is released meanwhile."""
         gpus = self.device.type != "cpu" and not rendezvous.has(_HOST_ONLY, timedelta(0))
         choice = choose(self.device, self._wanted, gpus_for_all=gpus)
-        # Sums over owners go over NCCL then; only the vote and the like are the host's.
-        over_host = () if choice == "nccl" else groups
-        meshed = size <= MOST_MESHED
-        peers = set(range(size)) if meshed else {p for link in links if rank in link for p in link}
-        host: Transport = GlooTransport(
-            rendezvous,
-            rank,
-            size,
-            over_host,
-            self.address,
-            waits,
-            peers=peers - {rank},
-            meshed=meshed,
-            watch=watch,
-        )
-        if choice != "gloo" or self._stage_everything:
-            host = StagedTransport(host, everything=self._stage_everything)
+        below: Transport = host
+        if choice != "links" or self._stage_everything:
+            below = StagedTransport(host, everything=self._stage_everything)
         if choice != "nccl":
-            return host
-        try:
-            return NcclTransport(
-                rendezvous, host, self.device, groups=groups, links=links, waits=waits
-            )
-        except BaseException:
-            host.dispose()
-            raise
+            return below
+        return NcclTransport(
+            rendezvous, below, self.device, groups=groups, links=links, waits=waits
+        )

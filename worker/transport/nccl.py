@@ -39,7 +39,7 @@ from oobleck.worker.transport.transport import (
 )
 
 #: From one rank to another.
-Link = tuple[int, int]
+NcclLink = tuple[int, int]
 
 #: NCCL finds out about the machines' wires while it makes a communicator.
 CONNECT_TIMEOUT = timedelta(seconds=60)
@@ -103,7 +103,7 @@ class NcclTransport:
         device: torch.device,
         *,
         groups: Sequence[Group],
-        links: Sequence[Link],
+        links: Sequence[NcclLink],
         waits: Waits,
         make_group: MakeGroup = make_nccl_group,
     ) -> None:
@@ -111,7 +111,7 @@ class NcclTransport:
 
         Each is connected here, in that order, so that the first message of a step need not wait
         until its peer comes to it. Raises TransportError when one cannot be, or `waits` is
-        released meanwhile; then `host` is the caller's to dispose of.
+        released meanwhile; then `host` is the caller's to end.
         """
         self.rank = host.rank
         self.size = host.size
@@ -124,7 +124,7 @@ class NcclTransport:
         self._lock = threading.Lock()
         self._aborted = False
         self._owners: dict[Group, ProcessGroup] = {}
-        self._links: dict[Link, ProcessGroup] = {}
+        self._links: dict[NcclLink, ProcessGroup] = {}
         limit_s = CONNECT_TIMEOUT.total_seconds()
         try:
             for group in groups:
@@ -157,7 +157,7 @@ class NcclTransport:
         self.all_reduce(torch.zeros(1, device=self._device), group).wait()
         self.complete()
 
-    def _try_link(self, link: Link) -> None:
+    def _try_link(self, link: NcclLink) -> None:
         probe = torch.zeros(1, device=self._device)
         if self.rank == link[0]:
             self.send(probe, link[1], 0).wait()
@@ -207,6 +207,9 @@ class NcclTransport:
         self.check()
         with peers_may_fail():
             return _Queued(self, owners.allreduce([tensor], AllreduceOptions()), tensor)
+
+    def gather(self, word: bytes) -> list[bytes]:
+        return self._host.gather(word)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return self._host.all_gather(tensor)

@@ -13,7 +13,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -23,17 +23,13 @@ from torch.distributed import DistStoreError
 from oobleck.planner.ids import Generation
 from oobleck.worker.runtime.errors import Superseded, TransportError, Unreached, peers_may_fail
 from oobleck.worker.runtime.waiting import Waits
-from oobleck.worker.transport.gloo_addresses import AddressBook
+from oobleck.worker.transport.links.door import Card
 
 T = TypeVar("T")
 
-PROOF_BYTES = 16
-
-#: For a connection to somebody who has arrived, and does the same at this moment: this long only
-#: where a host is busy with other things. Who dies or is superseded meanwhile releases the wait.
-CONNECT_LIMIT = timedelta(seconds=30)
-#: For the exchanges with a store, whose server is known to be up: as long, for the same reason.
-STORE_TIMEOUT = CONNECT_LIMIT
+#: For the exchanges with a store, whose server is known to be up: this long only where a host is
+#: busy with other things. Who dies or is superseded meanwhile releases the wait.
+STORE_TIMEOUT = timedelta(seconds=30)
 #: After its own time-out a call may take this much longer where the host does answer.
 STORE_GRACE_S = 1.0
 #: For the kernel of a host that is up, which answers a call however busy its processes are.
@@ -82,13 +78,13 @@ class RendezvousStore:
             host, _, port = endpoint.rpartition(":")
             self._server = host, int(port)
             # A store's client does not tell whether there is no way or just no answer.
-            self._dial(None, host, int(port)).close()
+            self._dial(host, int(port)).close()
             self._store = self._call(lambda: _connect(host, int(port)))
-        self._store = PrefixStore(self.proof("store").hex(), self._store)
+        self._store = PrefixStore(self.secret("store").hex(), self._store)
 
-    def proof(self, *said: str) -> bytes:
-        """16 bytes that only a worker of this rendezvous can know: they prove that it says so."""
-        return hmac.digest(self._secret, "|".join(said).encode(), "sha256")[:PROOF_BYTES]
+    def secret(self, *purpose: str) -> bytes:
+        """32 bytes that only the workers of this rendezvous have."""
+        return hmac.digest(self._secret, "|".join(purpose).encode(), "sha256")
 
     def _call(self, call: Callable[[], T]) -> T:
         limit_s = STORE_TIMEOUT.total_seconds() + STORE_GRACE_S
@@ -133,6 +129,10 @@ class RendezvousStore:
         """The value that stands there already."""
         return self._call(lambda: self._store.get(key)).decode()
 
+    def get_all(self, keys: Sequence[str]) -> list[str]:
+        """The values that stand there already, in one exchange."""
+        return [value.decode() for value in self._call(lambda: self._store.multi_get(list(keys)))]
+
     def add(self, key: str, amount: int) -> int:
         return self._call(lambda: self._store.add(key, amount))
 
@@ -151,30 +151,27 @@ class RendezvousStore:
 
         return self._call(wait)
 
-    def dial(self, rank: int, host: str, port: int) -> socket.socket:
-        """A connection to the member of that rank, who listens there."""
-        return self._dial(rank, host, port)
-
-    def _dial(self, rank: int | None, host: str, port: int) -> socket.socket:
+    def _dial(self, host: str, port: int) -> socket.socket:
         try:
             return self._waits.run(lambda: socket.create_connection((host, port), DIAL_LIMIT_S))
         except ConnectionError as error:  # its host does answer
             raise TransportError(f"{host} does not take a connection: {error}") from None
         except OSError as error:
-            raise Unreached(f"{host} does not answer: {error}", rank) from None
-
-    def connect(self, name: str, connect: Callable[[Store], T], limit: timedelta) -> T:
-        """Build a gloo group, whose members find each other through the store; the group does not
-        use the store later. A call that is given up ends soon."""
-        book = AddressBook(PrefixStore(name, self._store), lambda: self._waits.released)
-        with peers_may_fail():
-            return self._waits.run(lambda: connect(book), limit.total_seconds(), end=book.end)
+            raise Unreached(f"{host} does not answer: {error}") from None
 
     def build(self, name: str, build: Callable[[Store], T], limit: timedelta) -> T:
         """Build a group that may use its part of the store at any time."""
         limit_s = (STORE_TIMEOUT + limit).total_seconds()
         with peers_may_fail():
             return self._waits.run(lambda: build(PrefixStore(name, self._store)), limit_s)
+
+
+def read_cards(rendezvous: RendezvousStore, size: int) -> list[Card]:
+    """Where all members listen, by rank, once they have arrived. Raises TransportError."""
+    try:
+        return [Card.read(text) for text in rendezvous.get_all([f"card/{r}" for r in range(size)])]
+    except ValueError as error:
+        raise TransportError(f"a member's card cannot be read: {error}") from None
 
 
 def _connect(host: str, port: int) -> Store:

@@ -61,6 +61,9 @@ class StagedTransport:
         buffer = self._staged(tensor)
         return _Arrival(self._below.all_reduce(buffer, group), buffer, tensor)
 
+    def gather(self, word: bytes) -> list[bytes]:
+        return self._below.gather(word)
+
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         if self.size == 1:
             return [tensor]

@@ -2,8 +2,6 @@
 
 from typing import TypeVar
 
-import torch
-
 from oobleck.planner.codec import decode, encode
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport.transport import Transport
@@ -11,16 +9,12 @@ from oobleck.worker.transport.transport import Transport
 T = TypeVar("T")
 
 
-def tell_all(transport: Transport, message: T, kind: type[T], most_bytes: int) -> list[T]:
-    """Everyone's message, by rank. All have room for `most_bytes` of its JSON text, so that one
-    gather is enough. Raises TransportError, also where what came is no message."""
-    text = encode(message)
-    assert len(text) <= most_bytes, f"a message of {len(text)} bytes, and room for {most_bytes}"
-    padded = bytearray(text.ljust(most_bytes))
+def tell_all(transport: Transport, message: T, kind: type[T]) -> list[T]:
+    """Everyone's message, by rank. Raises TransportError, also where what came is no message."""
     told: list[T] = []
-    for rank, row in enumerate(transport.all_gather(torch.frombuffer(padded, dtype=torch.uint8))):
+    for rank, text in enumerate(transport.gather(encode(message))):
         try:
-            told.append(decode(kind, bytes(row.numpy())))
+            told.append(decode(kind, text))
         except ValueError as error:
             raise TransportError(f"what came from rank {rank} is {error}") from error
     return told

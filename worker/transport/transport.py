@@ -1,7 +1,7 @@
 """The interface of what workers of one generation talk with: messages and collectives.
 
 A `Transport` lives for one generation: it is built at the rendezvous, aborted when the generation
-is over, and never repaired. `gloo`, `nccl` and `staged` implement it. Must not know programs,
+is over, and never repaired. `links`, `nccl` and `staged` implement it. Must not know programs,
 layers or plans.
 """
 
@@ -13,9 +13,7 @@ import torch
 #: A set of ranks, sorted.
 Group = tuple[int, ...]
 
-#: Operations wait for peers' computation; losses release them, not the clock. Collectives that gloo
-#: forgets are the exception (see `waiting`): so long they keep a thread that waits for them, and
-#: their group.
+#: Operations wait for peers' computation; losses release them, not the clock.
 OPERATION_TIMEOUT = timedelta(hours=1)
 
 #: Between the end of a generation and the end of its connections.
@@ -41,6 +39,9 @@ class Transport(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor, group: Group) -> Pending:
         """Sum `tensor`, which is contiguous, over the group, in place."""
+
+    def gather(self, word: bytes) -> list[bytes]:
+        """What all have to say, by rank. All call this in the same order."""
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Everyone's `tensor` (same shape), by rank."""

@@ -6,7 +6,6 @@ nothing of it. The training stays the same.
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,7 +15,6 @@ from oobleck.planner.ids import Generation, NodeName, WorkerId
 from oobleck.planner.job.optimization import OptimizerSpec
 from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
 from oobleck.planner.programs.plan import Plan
-from oobleck.worker.transport.transport import DISPOSE_DELAY_S
 from support.director import Cut, Director, LiveWorker, WarmWorkers, make_plan
 from support.folders import TEXT
 from support.leftovers import opened
@@ -28,18 +26,16 @@ SURVIVORS = ("a", "b", "c")
 WAITS = {
     "arrival of all": "before:rendezvous",
     "victim's store": "before:rendezvous",
-    "groups": "before:connect",
+    "links": "before:connect",
     "agree": "before:agree",
     "transfer": "sending",
     "receive and sums": "before:Backward",
     "vote": "reduced",
-    "handover's groups": "before:connect",
+    "handover's links": "before:connect",
     "handover": "before:transfer",
 }
 #: Where the victim must have come to hold something in a generation before.
-SETTLED = {"transfer", "handover's groups", "handover"}
-#: Of a group of three in use.
-_GROUP_DESCRIPTORS, _GROUP_THREADS = 6, 4
+SETTLED = {"transfer", "handover's links", "handover"}
 #: The words of a wait that nothing but its limit of time has ended.
 TIMED_OUT = ("no answer", "Timed out", "wait timeout", "timed out")
 
@@ -57,11 +53,6 @@ def make_job(microbatch: int) -> JobSpec:
             optimizer=OptimizerSpec(lr=1e-3),
         ),
     )
-
-
-def given_up(live: LiveWorker) -> int:
-    """Collectives whose end it did not see."""
-    return live.written().count('detail="an operation was given up"')
 
 
 @pytest.fixture(scope="module")
@@ -126,25 +117,19 @@ class Drill:
                 assert not any(words in message.detail for words in TIMED_OUT), message
 
 
-#: Descriptors, threads, and collectives given up, of each survivor.
-Footprints = list[tuple[int, int, int]]
+#: Descriptors and threads of each survivor.
+Footprints = list[tuple[int, int]]
 
 
 def footprints(survivors: list[LiveWorker]) -> Footprints:
-    return [(*opened(live.pid), given_up(live)) for live in survivors]
+    return [opened(live.pid) for live in survivors]
 
 
 def as_large(before: Footprints, after: Footprints) -> bool:
-    for (descriptors, threads, lost), (later, threads_later, lost_later) in zip(
-        before, after, strict=True
-    ):
-        # A collective that gloo has forgotten keeps its group until its time-out.
-        forgotten = lost_later - lost
-        if later > descriptors + 4 + _GROUP_DESCRIPTORS * forgotten:
-            return False
-        if threads_later > threads + 2 + _GROUP_THREADS * forgotten:
-            return False
-    return True
+    return all(
+        descriptors <= then + 4 and threads <= threads_then + 2
+        for (then, threads_then), (descriptors, threads) in zip(before, after, strict=True)
+    )
 
 
 def await_as_large(cluster: Director, before: Footprints, survivors: list[LiveWorker]) -> None:
@@ -161,8 +146,8 @@ def await_as_large(cluster: Director, before: Footprints, survivors: list[LiveWo
         pytest.param("killed", 1, ["victim's store"], id="killed"),
         pytest.param("stopped", 1, 2 * list(WAITS), id="stopped, again and again"),
         pytest.param("cut off", 1, list(WAITS), id="cut off"),
-        # Messages that are too large for connections.
-        pytest.param("cut off", 96, ["receive and sums", "vote"], id="cut off, messages by gloo"),
+        # Messages that are larger than what the kernel keeps on its way.
+        pytest.param("cut off", 96, ["receive and sums", "vote"], id="cut off, large messages"),
     ],
 )
 def test_whoever_waits_for_a_lost_peer_is_released(
@@ -198,7 +183,6 @@ def test_whoever_waits_for_a_lost_peer_is_released(
                 far[0].join()
             if len(waits) > len(WAITS) and number % len(WAITS) == 0:
                 if not before:
-                    time.sleep(2 * DISPOSE_DELAY_S)  # what a generation leaves is freed after that
                     before = footprints(survivors)
                 await_as_large(cluster, before, survivors)
         assert not any(live.gone for live in survivors)

@@ -1,5 +1,5 @@
-"""What every transport must do, run on each of them: over gloo, with connections on links and
-between all, staged, and in NCCL's wiring.
+"""What every transport must do, run on each of them: over links that are made on demand, along a
+tree or between all, staged, and in NCCL's wiring.
 
 NCCL between workers needs a GPU for each; its transport's routing over groups and links is run with
 gloo groups in their place. The ranks are threads of this process, with sockets between them. On a
@@ -21,9 +21,10 @@ from oobleck.host.device import worker_environment
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.runtime.waiting import Waits
 from oobleck.worker.transport.connect import choose
-from oobleck.worker.transport.gloo import GlooTransport
+from oobleck.worker.transport.linked import LinkTransport, tree_neighbours
+from oobleck.worker.transport.links.door import Card
+from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.nccl import NcclTransport, make_nccl_group
-from oobleck.worker.transport.peer_connections import MOST_BYTES
 from oobleck.worker.transport.rendezvous import RendezvousStore, StoreServer
 from oobleck.worker.transport.staged import StagedTransport
 from oobleck.worker.transport.tell_all import tell_all
@@ -43,34 +44,56 @@ def gloo_group(store, rank, size):
     return ProcessGroupGloo(store, rank, size, options)
 
 
-def connect(kind: str, servers: list[StoreServer], rank: int) -> Transport:
-    waits = Waits()
-    rendezvous = RendezvousStore(servers[0].endpoint, kind, own=servers[rank], waits=waits)
-    over_host = () if kind == "nccl" else GROUPS
-    linked = {peer for link in LINKS if rank in link for peer in link} - {rank}
-    peers = {"linked": linked, "mesh": set(range(SIZE)) - {rank}}.get(kind, ())
-    host = GlooTransport(
-        rendezvous, rank, SIZE, over_host, "127.0.0.1", waits, peers=peers, meshed=kind == "mesh"
-    )
-    if kind in ("gloo", "linked", "mesh"):
-        return host
-    staged = StagedTransport(host, everything=True)
-    if kind == "staged":
-        return staged
-    return NcclTransport(
-        rendezvous, staged, CPU, groups=GROUPS, links=LINKS, waits=waits, make_group=gloo_group
-    )
+class Rank:
+    """One worker: its store, its links, and the transport of a meeting."""
+
+    def __init__(self, kind: str, server: StoreServer | None, rank: int) -> None:
+        self.store = StoreServer("127.0.0.1")
+        self.links = Links("127.0.0.1", silence_s=5)
+        self.waits = Waits()
+        at = (server or self.store).endpoint
+        self.rendezvous = RendezvousStore(at, kind, own=self.store, waits=self.waits)
+        self.host = LinkTransport(self.links, 1, self.rendezvous.secret("links"), rank, SIZE)
+        self._kind = kind
+        self._rank = rank
+        self.transport: Transport = self.host
+
+    def connect(self, cards: list[Card]) -> Transport:
+        near = {"mesh": range(SIZE), "linked": tree_neighbours(self._rank, SIZE)}
+        self.host.connect(cards, set(near.get(self._kind, ())) - {self._rank}, lambda: None)
+        if self._kind in ("staged", "nccl"):
+            self.transport = StagedTransport(self.host, everything=True)
+        if self._kind == "nccl":
+            self.transport = NcclTransport(
+                self.rendezvous,
+                self.transport,
+                CPU,
+                groups=GROUPS,
+                links=LINKS,
+                waits=self.waits,
+                make_group=gloo_group,
+            )
+        return self.transport
+
+    def end(self) -> None:
+        self.transport.abort()
+        self.transport.dispose()
+        self.waits.close()
+        self.links.close()
 
 
-@pytest.fixture(params=["gloo", "linked", "mesh", "staged", "nccl"])
+@pytest.fixture(params=["on demand", "linked", "mesh", "staged", "nccl"])
 def everywhere(request: pytest.FixtureRequest):
     """Runs a function of a transport on all ranks at once, with tensors where tests compute, and
     returns what each returned."""
     if device().type != "cpu" and request.param != "staged":
         pytest.skip("a transport between host tensors, or for a GPU per rank")
-    servers = [StoreServer("127.0.0.1") for _ in range(SIZE)]
+    workers: list[Rank] = []
+    for rank in range(SIZE):
+        workers.append(Rank(request.param, workers[0].store if workers else None, rank))
+    cards = [worker.links.card for worker in workers]
     with ThreadPoolExecutor(SIZE) as pool:
-        ranks = list(pool.map(lambda rank: connect(request.param, servers, rank), range(SIZE)))
+        ranks = list(pool.map(lambda worker: worker.connect(cards), workers))
 
         def there(function: Callable[[Transport], object], transport: Transport) -> object:
             with device():
@@ -80,9 +103,8 @@ def everywhere(request: pytest.FixtureRequest):
             return list(pool.map(partial(there, function), ranks))
 
         yield run
-        for transport in ranks:
-            transport.abort()
-            transport.dispose()
+        for worker in workers:
+            worker.end()
 
 
 def test_messages_arrive_by_tag_and_in_order(everywhere):
@@ -109,7 +131,7 @@ def test_messages_arrive_by_tag_and_in_order(everywhere):
 
 def test_everyone_hears_what_everyone_says(everywhere):
     def talk(transport: Transport):
-        return tell_all(transport, ("ü" * transport.rank,), tuple[str, ...], 16)
+        return tell_all(transport, ("ü" * transport.rank,), tuple[str, ...])
 
     assert everywhere(talk) == [[("",), ("ü",), ("üü",)]] * SIZE
 
@@ -117,9 +139,9 @@ def test_everyone_hears_what_everyone_says(everywhere):
 def test_what_is_no_message_is_the_fault_of_the_peer_and_not_of_the_job(everywhere):
     def talk(transport: Transport):
         if transport.rank == 1:
-            return len(transport.all_gather(torch.full((16,), 255, dtype=torch.uint8)))
+            return len(transport.gather(b"\xff" * 16))
         with pytest.raises(TransportError, match=r"^what came from rank 1 is not a valid tuple: "):
-            tell_all(transport, ("",), tuple[str, ...], 16)
+            tell_all(transport, ("",), tuple[str, ...])
         return None
 
     assert everywhere(talk) == [None, SIZE, None]
@@ -160,7 +182,7 @@ def test_a_part_of_a_tensor_is_sent_and_received_alone(everywhere):
 def test_what_has_not_gone_out_goes_while_something_else_is_waited_for(everywhere):
     """More small messages than the kernel holds are on their way while a large one is awaited,
     which the peer sends when it has them all."""
-    small, count, large = MOST_BYTES // 4, 60, MOST_BYTES
+    small, count, large = 128 << 10, 60, 512 << 10
 
     def talk(transport: Transport):
         if transport.rank == 2:
@@ -221,7 +243,7 @@ def test_an_abort_releases_those_who_wait_and_refuses_all_later_use(everywhere):
     started = threading.Barrier(SIZE)
 
     def wait(transport: Transport):
-        # From no link: what ends a wait there is NCCL's own abort, and gloo's ends none.
+        # Not on NCCL's own links: there its abort ends a wait, and gloo's in its place ends none.
         pending = transport.receive(torch.zeros(1), {0: 2, 1: 2, 2: 0}[transport.rank], 9)
         started.wait(60)
         if transport.rank == 0:
@@ -257,17 +279,15 @@ class EndedByAbort:
 
 
 def test_what_an_abort_leaves_behind_is_no_message():
-    server, waits = StoreServer("127.0.0.1"), Waits()
-    rendezvous = RendezvousStore(server.endpoint, "ended", own=server, waits=waits)
-    host = GlooTransport(rendezvous, 0, 1, (), "127.0.0.1", waits)
+    alone = Rank("ended", None, 0)
     link = EndedByAbort()
     transport = NcclTransport(
-        rendezvous,
-        host,
+        alone.rendezvous,
+        alone.host,
         CPU,
         groups=(),
         links=[(1, 0)],
-        waits=waits,
+        waits=alone.waits,
         make_group=lambda store, rank, size: link,
     )
     link.connected = True
@@ -279,27 +299,18 @@ def test_what_an_abort_leaves_behind_is_no_message():
         with pytest.raises(TransportError, match="aborted"):
             waited.result(60)
     transport.dispose()
+    alone.end()
 
 
 @pytest.mark.parametrize(
     ("device", "wanted", "gpus_for_all", "choice"),
     [
-        ("cpu", "auto", False, "gloo"),
-        ("cpu", "gloo", False, "gloo"),
+        ("cpu", "auto", False, "links"),
+        ("cpu", "tcp", False, "links"),
         ("cuda:0", "auto", True, "nccl"),
         ("cuda:1", "auto", False, "staged"),
-        ("cuda:0", "gloo", True, "staged"),
+        ("cuda:0", "tcp", True, "staged"),
     ],
 )
 def test_the_choice(device, wanted, gpus_for_all, choice):
     assert choose(torch.device(device), wanted, gpus_for_all=gpus_for_all) == choice
-
-
-def test_few_transports_are_left_at_a_time_however_fast_they_follow_each_other() -> None:
-    server, waits = StoreServer("127.0.0.1"), Waits()
-    rendezvous = RendezvousStore(server.endpoint, "often", own=server, waits=waits)
-    left = []
-    for _ in range(5):
-        GlooTransport(rendezvous, 0, 1, (), "127.0.0.1", waits).dispose()
-        left.append(sum(t.name == "dispose-transport" for t in threading.enumerate()))
-    assert max(left) <= 3
