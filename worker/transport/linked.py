@@ -286,11 +286,12 @@ class LinkTransport:
         self.wait(lambda: all(send.done for send in sends))
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        word = bytes(bytes_of(tensor.contiguous()))
-        return [
-            torch.frombuffer(bytearray(told), dtype=tensor.dtype).view(tensor.shape)
-            for told in self.gather(word)
-        ]
+        parts = []
+        for told in self.gather(bytes(bytes_of(tensor.contiguous()))):
+            part = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            bytes_of(part)[:] = told
+            parts.append(part)
+        return parts
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         word = bytes(bytes_of(tensor)) if self.rank == root else b""

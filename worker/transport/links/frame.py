@@ -61,7 +61,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """
     assert tensor.is_contiguous(), "only a contiguous tensor is one run of bytes"
     if not tensor.numel():
-        return memoryview(b"")
+        return memoryview(bytearray())  # which, unlike b"", takes the nothing that comes
     content = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     content.tensor = tensor  # type: ignore[attr-defined]  # lives as long as the view does
     return memoryview(content).cast("B")

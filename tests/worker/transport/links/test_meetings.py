@@ -207,3 +207,21 @@ def test_a_death_amid_sums_ends_them_everywhere_and_the_others_sum_on(numbers: i
             assert ends.pop(victim) == "dead"
             assert set(ends) == {"released"}
             del party.links[victim]
+
+
+def test_tensors_without_numbers_are_sent_gathered_and_told_as_any_other() -> None:
+    with Party(2) as party:
+        here, there = party.meet()
+        sends = [here.send(torch.zeros(0), 1, 1), here.send(torch.ones(1), 1, 2)]
+        late = torch.zeros(1)
+        there.receive(late, 0, 2).wait()  # so what came before it is there already
+        there.receive(torch.zeros(0), 0, 1).wait()
+        waiting = there.receive(torch.zeros(2, 0), 0, 3)
+        here.send(torch.zeros(2, 0), 1, 3).wait()
+        waiting.wait()
+        for each in sends:
+            each.wait()
+        empty = torch.zeros(3, 0, dtype=torch.int64)
+        gathered = party.everywhere(lambda transport: transport.all_gather(empty))
+        assert [[part.shape for part in parts] for parts in gathered] == [[(3, 0)] * 2] * 2
+        party.everywhere(lambda transport: transport.broadcast(torch.zeros(0), 1))
