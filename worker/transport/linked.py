@@ -77,14 +77,17 @@ class _Arrival(Incoming):
 class _Departure:
     """A message on its way out; keeps its tensor."""
 
-    def __init__(self, transport: "LinkTransport", tensor: torch.Tensor, frame: Outgoing) -> None:
+    def __init__(
+        self, transport: "LinkTransport", tensor: torch.Tensor, peer: bytes, frame: Outgoing
+    ) -> None:
         self._transport = transport
         self._tensor = tensor
+        self._peer = peer
         self._frame = frame
 
     def wait(self) -> None:
         if not self._frame.done:
-            self._transport.wait(lambda: self._frame.done)
+            self._transport.wait(lambda: self._frame.done, [self._peer])
 
 
 class _Reducing:
@@ -209,8 +212,8 @@ class LinkTransport:
         content = tensor.contiguous()
         with self.links.lock:
             self._check()
-            label = Label(Kind.MESSAGE, tag, 0)
-            return _Departure(self, content, self.links.send(identity, label, bytes_of(content)))
+            frame = self.links.send(identity, Label(Kind.MESSAGE, tag, 0), bytes_of(content))
+        return _Departure(self, content, identity, frame)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> Pending:
         """Into `tensor`, which is contiguous; of those with the same tag the oldest comes first."""
@@ -259,11 +262,11 @@ class LinkTransport:
         table, down = b"".join(told), Label(Kind.TABLE, key, 0)
         if self.rank:
             above = [_above(self.rank)]
-            sends = self._say(above, up, table)
+            # Who tells what all have said has heard what was said to it.
+            self._say(above, up, table)
             (table,) = self._hear(above, down)
-            self._await_gone(sends)
         if below:
-            self._await_gone(self._say(below, down, table))
+            self._await_gone(below, self._say(below, down, table))
         return _read_table(table, self.size)
 
     def _hear(self, peers: Collection[int], label: Label) -> list[bytes]:
@@ -282,8 +285,9 @@ class LinkTransport:
             self._check()
             return [self.links.send(each, label, memoryview(table)) for each in identities]
 
-    def _await_gone(self, sends: Sequence[Outgoing]) -> None:
-        self.wait(lambda: all(send.done for send in sends))
+    def _await_gone(self, peers: Collection[int], sends: Sequence[Outgoing]) -> None:
+        identities = [self._peers[peer] for peer in peers]
+        self.wait(lambda: all(send.done for send in sends), identities)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         parts = []
@@ -304,7 +308,7 @@ class LinkTransport:
 
     def wait(self, done: Callable[[], bool], owing: Collection[bytes] = ()) -> None:
         """Until `done`, for which something has to come from those in `owing`, which may change
-        meanwhile. Raises TransportError."""
+        meanwhile, or to be taken by them. Raises TransportError."""
 
         def asked() -> bool:
             if done():

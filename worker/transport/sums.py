@@ -151,7 +151,7 @@ class LinkSum:
         self._members = members
         self._rank = rank
         self._key = key
-        self._sends: list[Outgoing] = []
+        self._sends: list[tuple[bytes, Outgoing]] = []
         flat = tensor.view(-1)
         most = max(min(_MOST_BYTES, -(-tensor.nbytes // len(members))), _LEAST_BYTES)
         chunks = torch.split(flat, max(1, most // flat.element_size()))
@@ -165,7 +165,7 @@ class LinkSum:
                 self._add_up(part, own, spare)
             else:
                 who, share = members[adder], self._label(Kind.SHARE, part)
-                self._sends.append(links.send(who, share, bytes_of(own)))
+                self._sends.append((who, links.send(who, share, bytes_of(own))))
                 self._expect(who, Kind.TOTAL, part, _Total(own, partial(self._got_total, who)))
 
     def _label(self, kind: Kind, part: int) -> Label:
@@ -193,12 +193,12 @@ class LinkSum:
 
     def _tell(self, part: int, own: torch.Tensor) -> None:
         content = bytes_of(own)
-        # Who is gone has ended the meeting, which whoever waits is told.
-        with contextlib.suppress(TransportError):
-            for index, member in enumerate(self._members):
+        for index, member in enumerate(self._members):
+            # Who is gone has ended the meeting, which whoever waits is told, or has left it.
+            with contextlib.suppress(TransportError):
                 if index != self._rank:
                     send = self._links.send(member, self._label(Kind.TOTAL, part), content)
-                    self._sends.append(send)
+                    self._sends.append((member, send))
         self._whole()
 
     def _whole(self) -> None:
@@ -208,8 +208,12 @@ class LinkSum:
 
     @property
     def done(self) -> bool:
-        """Whether the sum is there, and the others have what they need of this worker."""
-        while self._sends and self._sends[-1].done:
+        """Whether the sum is there, and the others have what they need of this worker; who has left
+        needs nothing any more, and may never take it."""
+        while self._sends:
+            member, send = self._sends[-1]
+            if not (send.done or self._links.has_left(member)):
+                break
             self._sends.pop()
         return not self._left and not self._sends
 

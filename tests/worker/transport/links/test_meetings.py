@@ -11,7 +11,8 @@ import torch
 
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport import linked
-from oobleck.worker.transport.linked import LinkTransport, tree_neighbours
+from oobleck.worker.transport.linked import LinkTransport, _key_of, _Words, tree_neighbours
+from oobleck.worker.transport.links.frame import Kind, Label, bytes_of
 from support.leftovers import opened
 from support.meeting import Party
 from support.waiting import until
@@ -225,3 +226,47 @@ def test_tensors_without_numbers_are_sent_gathered_and_told_as_any_other() -> No
         gathered = party.everywhere(lambda transport: transport.all_gather(empty))
         assert [[part.shape for part in parts] for parts in gathered] == [[(3, 0)] * 2] * 2
         party.everywhere(lambda transport: transport.broadcast(torch.zeros(0), 1))
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["that stays", "that ends"])
+def test_a_message_to_one_that_has_left_is_not_waited_for(ends: bool) -> None:
+    """It does not read any more, and its end is no loss that would release the wait."""
+    with Party(2) as party:
+        here, there = party.meet()
+        sent = here.send(filled(LARGE, 1.0), 1, 7)
+        there.stand_down()
+        if ends:
+            party.links[1].close()
+        with pytest.raises(TransportError, match="a peer has left"):
+            sent.wait()
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["that stays", "that ends"])
+def test_a_sum_for_which_all_is_there_ends_though_one_has_left(ends: bool) -> None:
+    group = (0, 1, 2)
+    part = torch.ones(100)
+    with Party(3) as party:
+        adds, leaves, hears = party.meet()
+
+        def share(transport: LinkTransport) -> None:
+            """Of the one chunk, which is added up by the first."""
+            label = Label(Kind.SHARE, _key_of(group, 0), 0)
+            with transport.links.lock:
+                sent = transport.links.send(adds.links.identity, label, bytes_of(part))
+            transport.links.wait(lambda: sent.done)
+
+        total = torch.ones(100)
+        adding = adds.all_reduce(total, group)
+        adds.send(filled(LARGE, 1.0), 1, 7)  # the sum is behind it
+        share(leaves)
+        leaves.abort()
+        if ends:
+            party.links[1].close()
+            until(lambda: len(adds.links.peers) == 1, "the end is seen")
+        heard = _Words()
+        with hears.links.lock:
+            hears.links.post(adds.links.identity, Label(Kind.TOTAL, _key_of(group, 0), 0), heard)
+        share(hears)
+        adding.wait()
+        assert total.tolist() == [3.0] * 100
+        assert hears.links.wait(heard.is_there, time.monotonic() + 20)
