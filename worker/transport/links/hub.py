@@ -78,8 +78,9 @@ class Links:
         self._blocked: set[int] = set()
         self._epoch = 0
         self._member: Member | None = None
-        #: Who has left the present meeting.
+        #: Who has left the present meeting; and how this worker has, if so.
         self._left: set[bytes] = set()
+        self._leaving: Kind | None = None
         self._to_tell: Member | None = None
         #: When the hosts' signs of life are looked at next; who is being asked for one; and who was
         #: asked in vain.
@@ -102,6 +103,7 @@ class Links:
             self._epoch = epoch
             self._member = member
             self._left.clear()
+            self._leaving = None
             self._unanswered.clear()
             for link in self._links.values():
                 link.raise_floor(epoch)
@@ -115,13 +117,14 @@ class Links:
         with self.lock:
             if epoch != self._epoch or self._member is None:
                 return
+            self._leaving = kind
             if kind == Kind.GIVEN_UP:
                 for each in self._links.values():
                     each.raise_floor(epoch + 1)
                 self._pressing = 0
-            for peer in self._member.others:
-                if (link := self._links.get(peer)) is not None:
-                    self._write(link, epoch, Label(kind, 0, 0), _NOTHING)
+            # All, since the others of a meeting may not be known yet; to the rest it says nothing.
+            for link in list(self._links.values()):
+                self._write(link, epoch, Label(kind, 0, 0), _NOTHING)
             self._arm()
 
     def forget(self, epoch: int) -> None:
@@ -216,6 +219,8 @@ class Links:
         self._traffic.register(connected, link.polled_for)
         self._events.register(connected, _END)
         self._patience.watch(connected)
+        if self._leaving is not None:  # whoever calls late would wait for this worker for ever
+            self._write(link, self._epoch, Label(self._leaving, 0, 0), _NOTHING)
         self._ring(self._bell)
 
     def _drop(self, link: Link) -> None:

@@ -14,7 +14,7 @@ from oobleck.worker.transport import linked
 from oobleck.worker.transport.linked import LinkTransport, _key_of, _Words, tree_neighbours
 from oobleck.worker.transport.links.frame import Kind, Label, bytes_of
 from support.leftovers import opened
-from support.meeting import Party
+from support.meeting import SECRET, Party
 from support.waiting import until
 
 #: More than the kernel keeps between two processes.
@@ -270,3 +270,21 @@ def test_a_sum_for_which_all_is_there_ends_though_one_has_left(ends: bool) -> No
         adding.wait()
         assert total.tolist() == [3.0] * 100
         assert hears.links.wait(heard.is_there, time.monotonic() + 20)
+
+
+def test_who_calls_one_that_has_left_is_told_so() -> None:
+    with Party(2) as party:
+        here, there = party.meet(near=lambda rank, size: set())
+        there.abort()
+        with pytest.raises(TransportError, match="a peer has left"):
+            here.receive(torch.zeros(1), 1, 1).wait()
+
+
+def test_who_gives_up_before_it_knows_the_others_releases_them_too() -> None:
+    with Party(2) as party:
+        party.meet()
+        here, there = (LinkTransport(each, 9, SECRET, r, 2) for r, each in enumerate(party.links))
+        there.abort()
+        here.connect([each.card for each in party.links], {1}, lambda: None)
+        with pytest.raises(TransportError, match="a peer has left"):
+            here.receive(torch.zeros(1), 1, 1).wait()
