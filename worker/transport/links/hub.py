@@ -212,6 +212,9 @@ class Links:
     def _open(self, peer: bytes, serial: int, connected: socket.socket) -> None:
         if (old := self._links.get(peer)) is not None:
             self._drop(old)
+            if old.used_in >= self._epoch and peer not in self._left:
+                # The other end was over before this one knew: frames have gone nowhere.
+                self._lose(peer, "a peer has called again amid a meeting")
         link = Link(peer, serial, connected)
         link.raise_floor(self._epoch)
         self._links[peer] = self._by_descriptor[connected.fileno()] = link

@@ -112,6 +112,8 @@ class Link:
         self.socket = connected
         #: What the poll is asked for, as far as it was told.
         self.polled_for = 0
+        #: The newest meeting of which a frame has begun to come or to go.
+        self.used_in = 0
         self._queues: list[deque[Outgoing]] = [deque() for _ in range(_PRIORITY_COUNT)]
         self._writing: Outgoing | None = None
         #: Frames of meetings before this one are not wanted any more.
@@ -133,6 +135,7 @@ class Link:
     def send(self, epoch: int, label: Label, content: memoryview) -> Outgoing:
         """Queue a frame, and hand the kernel what it takes."""
         frame = Outgoing(epoch, label, content)
+        self.used_in = max(self.used_in, epoch)
         idle = not self.blocked
         self._queues[priority_of(label.kind)].append(frame)
         if idle:
@@ -236,6 +239,7 @@ class Link:
     def _begin(self, epoch: int, label: Label, size: int) -> None:
         """The content of a frame is next."""
         self._reading_epoch, self._missing = epoch, size
+        self.used_in = max(self.used_in, epoch)
         if epoch < self._floor:
             self._forget()
             return

@@ -288,3 +288,27 @@ def test_who_gives_up_before_it_knows_the_others_releases_them_too() -> None:
         here.connect([each.card for each in party.links], {1}, lambda: None)
         with pytest.raises(TransportError, match="a peer has left"):
             here.receive(torch.zeros(1), 1, 1).wait()
+
+
+def test_what_went_over_a_link_that_the_other_end_had_given_up_is_not_lost_in_silence() -> None:
+    """As when the way between two was cut for so long that one of them has noticed."""
+    lost: list[str] = []
+    with Party(2) as party:
+        party.meet()
+        knows, other = sorted(range(2), key=lambda rank: party.links[rank].identity, reverse=True)
+        links = party.links[knows]
+        (link,) = links._links.values()
+        with link.socket.dup():  # so the other end does not hear of it
+            with links.lock:
+                links._end(link, TimeoutError())
+            transports = [
+                LinkTransport(each, 9, SECRET, rank, 2, on_lost=lost.append)
+                for rank, each in enumerate(party.links)
+            ]
+            cards = [each.card for each in party.links]
+            transports[other].connect(cards, {knows}, lambda: None)
+            transports[other].send(torch.ones(1), knows, 1).wait()
+            transports[knows].connect(cards, {other}, lambda: None)
+        until(lambda: lost, "it is told")
+        with pytest.raises(TransportError, match="called again"):
+            transports[other].receive(torch.zeros(1), knows, 2).wait()
