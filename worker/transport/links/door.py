@@ -31,6 +31,8 @@ ANSWER_LIMIT_S = 30.0
 #: Before a call is made again that the other end has hung up on.
 _AGAIN_S = 0.05
 _BACKLOG = 1024
+#: No descriptor is left.
+_FULL = (errno.EMFILE, errno.ENFILE)
 
 
 class Card(NamedTuple):
@@ -148,8 +150,7 @@ class Door:
 
     def _connect(self, call: Dial) -> None:
         try:
-            family = socket.AF_INET6 if ":" in call.card.host else socket.AF_INET
-            call.socket = connection = socket.socket(family, socket.SOCK_STREAM)
+            call.socket = connection = self._new_socket(call.card.host)
             connection.setblocking(False)
             problem = connection.connect_ex((call.card.host, call.card.port))
         except OSError as error:
@@ -161,6 +162,17 @@ class Door:
         call.own, call.said, call.missing = greeting.fresh(), bytearray(), 0
         self._dials[connection.fileno()] = call
         self._poll.register(connection, select.EPOLLOUT)
+
+    def _new_socket(self, host: str) -> socket.socket:
+        """Where no descriptor is left, strangers give theirs."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        while True:
+            try:
+                return socket.socket(family, socket.SOCK_STREAM)
+            except OSError as error:
+                if error.errno not in _FULL or not self._guests:
+                    raise
+                self._show_out(next(iter(self._guests)))
 
     def _hang_up(self, call: Dial) -> None:
         if call.socket is not None:
@@ -194,10 +206,7 @@ class Door:
             return
         part = connection.recv(call.missing)
         if not part:
-            # It calls this one at the same time, or is not there yet.
-            self._hang_up(call)
-            call.confirmed = False
-            call.again_at = time.monotonic() + _AGAIN_S
+            self._call_again(call)
             return
         call.said += part
         call.missing -= len(part)
@@ -214,6 +223,13 @@ class Door:
         connection.sendall(greeting.prove(secret, b"confirm", them, said, answer))
         call.said, call.missing, call.confirmed = bytearray(), len(greeting.WELCOME), True
 
+    def _call_again(self, call: Dial) -> None:
+        """It calls this one at the same time, is not there yet, or took it for a stranger in a
+        crowd."""
+        self._hang_up(call)
+        call.confirmed = False
+        call.again_at = time.monotonic() + _AGAIN_S
+
     # ---- calls of others
 
     def hear(self, descriptor: int) -> None:
@@ -225,6 +241,8 @@ class Door:
                 self._advance(call)
             except BlockingIOError:
                 pass
+            except (BrokenPipeError, ConnectionResetError):
+                self._call_again(call)  # hung up on amid a word
             except OSError as error:
                 self._fail(call, error)
         elif (guest := self._guests.get(descriptor)) is not None:
@@ -241,7 +259,7 @@ class Door:
         try:
             caller, _ = self._listener.accept()
         except OSError as error:  # the caller may have gone again
-            if error.errno in (errno.EMFILE, errno.ENFILE):
+            if error.errno in _FULL:
                 self._make_room()
             return
         caller.setblocking(False)

@@ -1,6 +1,8 @@
 """Who does not belong to a meeting gets nowhere, costs little, and is in nobody's way."""
 
 import contextlib
+import os
+import resource
 import socket
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import torch
 
 from oobleck.worker.transport.linked import LinkTransport
 from oobleck.worker.transport.links import greeting
-from oobleck.worker.transport.links.door import MOST_CALLERS, Card
+from oobleck.worker.transport.links.door import MOST_CALLERS, Card, Door
 from oobleck.worker.transport.links.hub import Links
 from support.leftovers import opened
 from support.meeting import SECRET, Party
@@ -86,6 +88,46 @@ def test_where_descriptors_run_out_strangers_lose_theirs_first() -> None:
         process.stdin.flush()
         process.wait(60)
         links.close()
+
+
+def test_a_member_that_is_dropped_in_a_crowd_calls_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what it had said unread, so that its connection is reset."""
+    dropped = 0
+
+    def overlook(door: Door, guest: object) -> bool:
+        nonlocal dropped
+        dropped += 1
+        return True if dropped < 5 else listen_to(door, guest)  # type: ignore[arg-type]  # private
+
+    listen_to = Door._listen_to
+    monkeypatch.setattr(Door, "_listen_to", overlook)
+    with Party(2) as party:
+        party.meet()
+        assert dropped > 5
+        assert party.everywhere(talk) == [[0.0, 1.0]] * 2
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(int(each) for each in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most + 1, hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                stack.enter_context(open(os.devnull))
+        yield
+
+
+def test_strangers_give_their_descriptors_for_a_call() -> None:
+    with Party(2) as party:
+        caller = max(party.links, key=lambda links: links.identity)
+        with crowd(caller.card, 20, b""):
+            until(lambda: len(caller._door._guests) == 20, "they are let in")
+            with no_descriptor_left():
+                party.meet()
+            assert party.everywhere(talk) == [[0.0, 1.0]] * 2
 
 
 def greet(card: Card, secret: bytes, caller: bytes, serial: int) -> tuple[socket.socket, bytes]:
