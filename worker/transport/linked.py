@@ -273,6 +273,7 @@ class LinkTransport:
         identities = [self._reach(peer) for peer in peers]
         words = [_Words() for _ in peers]
         with self.links.lock:
+            self._check()  # else what waits here after an abort takes the next meeting's words
             for identity, each in zip(identities, words, strict=True):
                 self.links.post(identity, label, each)
         for identity, each in zip(identities, words, strict=True):

@@ -312,3 +312,22 @@ def test_what_went_over_a_link_that_the_other_end_had_given_up_is_not_lost_in_si
         until(lambda: lost, "it is told")
         with pytest.raises(TransportError, match="called again"):
             transports[other].receive(torch.zeros(1), knows, 2).wait()
+
+
+def test_a_gathering_that_is_aborted_as_it_begins_takes_nothing_of_the_next_meeting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Party(2) as party:
+        here = party.meet()[0]
+        with monkeypatch.context() as late:
+            linked_ = here.links.linked
+
+            def abort(peer: bytes) -> bool:
+                """As another thread may, between a look and the next."""
+                here.abort()
+                return linked_(peer)
+
+            late.setattr(here.links, "linked", abort)
+            with pytest.raises(TransportError):
+                here.gather(b"old")
+        assert not any(link._posted for link in here.links._links.values())
