@@ -135,9 +135,13 @@ class Door:
     def admit(self, epoch: int, secret: bytes) -> None:
         """Let in those of this meeting alone, from now on."""
         self._epoch, self._secret = epoch, secret
-        for call in list(self.calls.values()):
-            self._hang_up(call)
-        self.calls.clear()
+        for peer, call in list(self.calls.items()):
+            if call.confirmed:
+                # The other end may have the link by now, whose end it would take for a loss.
+                call.until = time.monotonic() + ANSWER_LIMIT_S
+            else:
+                self._hang_up(call)
+                del self.calls[peer]
 
     # ---- calls of this process's own
 

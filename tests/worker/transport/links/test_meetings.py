@@ -2,6 +2,7 @@
 closed but by a death."""
 
 import random
+import threading
 import time
 from contextlib import suppress
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.transport import linked
 from oobleck.worker.transport.linked import LinkTransport, _key_of, _Words, tree_neighbours
+from oobleck.worker.transport.links.door import Dial, Door
 from oobleck.worker.transport.links.frame import Kind, Label, bytes_of
 from support.leftovers import opened
 from support.meeting import SECRET, Party
@@ -331,3 +333,26 @@ def test_a_gathering_that_is_aborted_as_it_begins_takes_nothing_of_the_next_meet
             with pytest.raises(TransportError):
                 here.gather(b"old")
         assert not any(link._posted for link in here.links._links.values())
+
+
+def test_a_call_that_is_welcomed_as_its_meeting_ends_makes_a_link_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered = threading.Event()
+    advance = Door._advance
+
+    def overlook_welcome(door: Door, call: Dial) -> None:
+        if entered.is_set() or not call.confirmed:
+            advance(door, call)
+
+    monkeypatch.setattr(Door, "_advance", overlook_welcome)
+    with Party(2) as party:
+        party.meet(near=lambda rank, size: set())
+        here, there = party.links
+        here.connect([there.card])
+        until(lambda: there.linked(here.identity), "the called one has the link")
+        opened_first = there._links[here.identity]
+        party.meet(near=lambda rank, size: set())
+        entered.set()
+        party.everywhere(lambda transport: transport.gather(b""))
+        assert there._links[here.identity] is opened_first
