@@ -52,7 +52,7 @@ def worst_doubt(state: NodeState, worker: WorkerState) -> Doubt | None:
 
 
 def _doubts(state: NodeState, worker: WorkerState) -> Iterator[Doubt]:
-    if not worker.store or worker.heard_at is None:
+    if not worker.card or worker.heard_at is None:
         return  # how long it may take to get ready is told elsewhere
     detection, usual_s = state.detection, max(state.step_seconds, default=0.0)
     least_s = detection.fruitless_s if _is_irreplaceable(state, worker) else 0.0

@@ -38,7 +38,7 @@ CLOSED_GRACE_S = 1.0
 FORK_TIMEOUT_S = 60.0
 #: Importing the libraries on a slow, busy machine.
 WARM_TIMEOUT_S = 180.0
-#: From the fork to Ready (it opens the data and serves its store).
+#: From the fork to Ready (it opens the data and listens).
 READY_TIMEOUT_S = 120.0
 
 
@@ -137,7 +137,7 @@ def _worker(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:
         (worker.closed_at, CLOSED_GRACE_S, "its channel closed"),
         (worker.failed_at, STOP_GRACE_S, "it reported a failure"),
         (worker.stop_sent_at, STOP_GRACE_S, "it was told to stop"),
-        (None if worker.store else worker.asked_at, READY_TIMEOUT_S, "it was forked, not ready"),
+        (None if worker.card else worker.asked_at, READY_TIMEOUT_S, "it was forked, not ready"),
     ):
         if since is not None:
             kill = KillWorker(
@@ -162,7 +162,7 @@ def _worker(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:
 
 
 def _look_after(state: NodeState, worker: WorkerState, agenda: Agenda) -> None:
-    if not worker.store or worker.closed_at is not None or worker.failed_at is not None:
+    if not worker.card or worker.closed_at is not None or worker.failed_at is not None:
         return
     if (doubt := worst_doubt(state, worker)) is not None:
         give_up = GiveUpWorker(
@@ -196,7 +196,7 @@ def _counts_on(state: NodeState, assign: Assign, worker: WorkerState) -> bool:
     incarnations = state.desired.worker_incarnations
     return (
         worker.closed_at is None
-        and worker.store != ""
+        and worker.card != ""
         and assign.data in ("", worker.data)
         and worker.sent < assign.plan.generation
         and worker.slot < len(incarnations)
@@ -208,7 +208,7 @@ def _counts_on(state: NodeState, assign: Assign, worker: WorkerState) -> bool:
 def _measure_alone(state: NodeState, wish: Measure, worker: WorkerState, agenda: Agenda) -> None:
     """Now and then, one after the other. Not at once: it was measured in training until now."""
     since, asked_at = state.standing_by_since, worker.measure_sent_at
-    if since is None or worker.closed_at is not None or not worker.store:
+    if since is None or worker.closed_at is not None or not worker.card:
         return
     if asked_at is not None and not worker.measured:
         return
@@ -223,7 +223,7 @@ def _can_measure(wish: Measure, worker: WorkerState) -> bool:
     """Whether the worker is up, has no plan yet, and was not asked this (or anything newer)."""
     return (
         worker.closed_at is None
-        and worker.store != ""
+        and worker.card != ""
         and worker.sent == NO_GENERATION
         and worker.measure_sent < wish.attempt
     )

@@ -1,7 +1,7 @@
 """One worker process as seen from outside, and how what it says changes that.
 
 A worker process goes through: fork asked of the warm process -> its channel is open and Launch
-is sent -> Forked (it has a pid) -> Ready (it serves its store) -> plans, one per generation ->
+is sent -> Forked (it has a pid) -> Ready (others can call it) -> plans, one per generation ->
 gone. Must not know of other workers, nor what is desired.
 """
 
@@ -62,8 +62,8 @@ class WorkerState:
     asked_at: float
     pid: int | None = None
     #: Empty until the worker is ready.
-    store: str = ""
-    #: Fingerprint of the data that it reads; with `store`.
+    card: str = ""
+    #: Fingerprint of the data that it reads; with `card`.
     data: str = ""
     #: Newest generation handed to it.
     sent: Generation = NO_GENERATION
@@ -142,8 +142,8 @@ class WorkerState:
 
     def _said(self, message: FromWorker, now: float) -> None:
         match message:
-            case Ready(store=store, data=data):
-                self.store, self.data = store, data
+            case Ready(card=card, data=data):
+                self.card, self.data = card, data
                 self.heard_at = now
             case Alive():
                 self.heard_at = now

@@ -43,9 +43,10 @@ def over_gloo(rank: int, count: int, store: TCPStore) -> Sum:
 def over_links(rank: int, count: int, store: TCPStore) -> Sum:
     links = Links(HOST, silence_s=10)
     transport = LinkTransport(links, 1, b"bench", rank, count)
-    store.set(f"card/{rank}", links.card.text)
-    cards = [Card.read(store.get(f"card/{peer}").decode()) for peer in range(count)]
-    transport.connect(cards, set(range(count)) - {rank}, lambda: None)
+    if rank == 0:
+        store.set("host", links.card.text)
+    host = Card.read(store.get("host").decode())
+    transport.meet(host, set(range(count)) - {rank}, b"", lambda: None)
     everyone = tuple(range(count))
     return lambda tensor: transport.all_reduce(tensor, everyone).wait()
 

@@ -7,7 +7,7 @@ from oobleck.planner.ids import check_name
 from oobleck.planner.job.file import format_job, parse_job
 from oobleck.planner.job.spec import JobSpec
 from oobleck.proto import control_pb2 as pb
-from oobleck.proto.checks import at_least, in_field, read_address, read_incarnation, read_job_id
+from oobleck.proto.checks import at_least, in_field, read_card, read_incarnation, read_job_id
 from oobleck.proto.packed import pack, unpack
 from oobleck.proto.types import Assignment
 
@@ -73,7 +73,7 @@ def _read_assign(data: bytes) -> Assign:
             check_name(node, "node")
         if not assign.rendezvous.prefix:
             raise ValueError("prefix: is empty")
-        read_address(assign.rendezvous.store, "store")
+        read_card(assign.rendezvous.host, "host")
         return assign
 
 
@@ -83,5 +83,5 @@ def _read_measure(data: bytes) -> Measure:
         at_least(measure.attempt, 1, "attempt")
         at_least(measure.gpus, 1, "gpus")
         for pair in measure.meetings:
-            read_address(pair.rendezvous.store, "store")
+            read_card(pair.rendezvous.host, "host")
         return measure

@@ -47,7 +47,7 @@ _LINES = frozenset(
         "Versions.python",
         "Versions.torch",
         "Versions.transformers",
-        "WorkerStatus.store",
+        "WorkerStatus.card",
         "WorkerStatus.data",
         "WorkerStatus.doing",
         "CheckpointSaved.path",

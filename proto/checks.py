@@ -12,6 +12,7 @@ from oobleck.planner.ids import Incarnation, JobId, check_name
 from oobleck.proto.bounds import MOST_CHARACTERS, MOST_SLOTS
 
 _INCARNATION = re.compile(r"[0-9a-f]{4,64}")
+_IDENTITY = re.compile(r"[0-9a-f]{32}")
 _ADDRESS = re.compile(r"\S{1,255}:[0-9]{1,5}")
 
 
@@ -50,6 +51,15 @@ def read_job_id(text: str) -> JobId:
 def read_address(text: str, field: str) -> str:
     if _ADDRESS.fullmatch(text) is None:
         raise ValueError(f"{field}: {text!r} is not HOST:PORT")
+    return text
+
+
+def read_card(text: str, field: str) -> str:
+    """Who listens, and where: an identity, if it has one, in front of the address."""
+    identity, _, address = text.rpartition("@")
+    if identity and _IDENTITY.fullmatch(identity) is None:
+        raise ValueError(f"{field}: {identity!r} is not 32 hexadecimal digits")
+    read_address(address, field)
     return text
 
 

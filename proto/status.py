@@ -10,7 +10,7 @@ from oobleck.proto.checks import (
     check_slot,
     in_field,
     one_of,
-    read_address,
+    read_card,
     read_incarnation,
     read_job_id,
     read_slot,
@@ -35,8 +35,8 @@ def status_message(status: NodeStatus) -> pb.NodeStatus:
 def _read_worker_status(message: pb.WorkerStatus) -> WorkerStatus:
     read_slot(message.slot)
     read_incarnation(message.incarnation)
-    if message.store:
-        read_address(message.store, "store")
+    if message.card:
+        read_card(message.card, "card")
     at_least(message.committed_step, -1, "committed_step")
     return struct_of(WorkerStatus, message)
 

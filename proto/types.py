@@ -37,7 +37,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Incarnation
     pid: int
     #: Empty until the worker is ready.
-    store: str = ""
+    card: str = ""
     #: Fingerprint of the data that it reads, in hexadecimal; empty until the worker is ready.
     data: str = ""
     #: Generation whose layers the worker holds; 0: none.

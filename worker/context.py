@@ -12,7 +12,6 @@ from oobleck.worker.state.model_state import ModelState
 from oobleck.worker.state.progress import TrainingProgress
 from oobleck.worker.transport.connect import Connector
 from oobleck.worker.transport.links.hub import Links
-from oobleck.worker.transport.rendezvous import StoreServer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +30,6 @@ class WorkerContext:
     connector: Connector
     #: To the other workers, for as long as this one lives.
     links: Links
-    #: The store that this worker serves, in which any generation may meet.
-    store: StoreServer
     #: The layers that it holds, and how far they are trained.
     state: ModelState
     progress: TrainingProgress

@@ -12,12 +12,12 @@ from oobleck.host.ipc.messages import Assign, PeerLost
 from oobleck.planner.ids import Generation, WorkerId
 from oobleck.planner.programs.instructions import Program
 from oobleck.worker.context import WorkerContext
-from oobleck.worker.runtime.errors import TransportError, Unreached
+from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError, Unreached
 from oobleck.worker.runtime.waiting import Waits
 from oobleck.worker.transport.connect import links_of, owner_groups
-from oobleck.worker.transport.linked import LinkTransport, epoch_of
+from oobleck.worker.transport.linked import LinkTransport, epoch_of, secret_of
+from oobleck.worker.transport.links.door import Card
 from oobleck.worker.transport.nccl import NcclLink
-from oobleck.worker.transport.rendezvous import RendezvousStore, await_arrival, read_cards
 from oobleck.worker.transport.transport import Group, Transport
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def report_lost(
             step=context.progress.begun,
             detail=str(error),
             unreached=tuple(sorted(unreached)),
-            store_unreached=way_gone is not None and way_gone.worker is None,
+            host_unreached=way_gone is not None and way_gone.worker is None,
         )
     )
 
@@ -114,28 +114,25 @@ class Membership:
         self._members = members
         self._lost = False
         waits = Waits()
-        #: An abrupt change calls it, and the loss of a peer does: at first it releases whatever
-        #: waits for the store, later whatever waits for others.
+        #: An abrupt change and the loss of a peer call it: whatever waits for others ends.
         self._release = waits.release
         with ExitStack() as undo:
             undo.callback(waits.close)
             control.on_abrupt(self._release)
             undo.callback(control.on_abrupt, None)
             control.check_newest(generation)
-            where, own_rank = assign.rendezvous, members.index(context.worker)
-            rendezvous = RendezvousStore(
-                where.store, where.prefix + suffix, own=context.store, waits=waits
-            )
+            prefix = assign.rendezvous.prefix + suffix
             self._host = LinkTransport(
                 context.links,
                 epoch_of(generation, 0 if suffix else 1),
-                rendezvous.secret("links"),
-                own_rank,
+                secret_of(prefix),
+                members.index(context.worker),
                 len(members),
                 on_lost=self._peer_lost,
             )
             undo.callback(self._host.abort)
-            self.transport = self._connect(rendezvous, assign, groups, links, waits)
+            control.on_abrupt(self._host.abort)
+            self.transport = self._connect(assign, prefix, groups, links, waits)
             undo.pop_all()
         self._release = self.transport.abort
         control.on_abrupt(self._release)
@@ -149,23 +146,27 @@ class Membership:
 
     def _connect(
         self,
-        rendezvous: RendezvousStore,
         assign: Assign,
+        prefix: str,
         groups: Sequence[Group],
         links: Sequence[NcclLink],
         waits: Waits,
     ) -> Transport:
         """Wait for all members, and connect to those that are near."""
-        context, generation, size = self._context, self._generation, len(self._members)
-        control, connector = context.control, context.connector
-        rendezvous.set(f"card/{self._host.rank}", context.links.card.text)
-        connector.announce(rendezvous)
-        await_arrival(rendezvous, size, lambda: control.check_newest(generation), generation)
+        context, generation, host = self._context, self._generation, self._host
+        connector = context.connector
+        near = connector.near(host.rank, host.size, links)
+
+        def check_newest() -> None:
+            context.control.check_newest(generation)
+
+        try:
+            at = Card.read(assign.rendezvous.host)
+            words = host.meet(at, near, connector.announced(), check_newest)
+        except CalledOff:
+            raise Superseded(Generation(generation + 1)) from None
         _probe(context, "before:connect", assign)
-        cards = read_cards(rendezvous, size)
-        near = connector.near(self._host.rank, size, links)
-        self._host.connect(cards, near, lambda: control.check_wanted(generation))
-        return connector.equip(self._host, rendezvous, groups=groups, links=links, waits=waits)
+        return connector.equip(host, words, prefix, groups=groups, links=links, waits=waits)
 
     def _peer_lost(self, detail: str) -> None:
         report_lost(self._context, self._generation, TransportError(detail), self.silent())

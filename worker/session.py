@@ -51,7 +51,6 @@ from oobleck.worker.step.executor import Executor, Redo
 from oobleck.worker.step.salvage import Salvage
 from oobleck.worker.transport.connect import Connector
 from oobleck.worker.transport.links.hub import Links
-from oobleck.worker.transport.rendezvous import StoreServer
 from oobleck.worker.transport.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -81,7 +80,6 @@ class Session:
             stopwatch=Stopwatch(connector.device),
             connector=connector,
             links=Links(launch.address, silence_s=launch.silence_s),
-            store=StoreServer(launch.address),
             state=ModelState(job, connector.device),
             progress=TrainingProgress(),
             data=dataset.fingerprint,
@@ -101,7 +99,7 @@ class Session:
     def run(self, pid: int) -> None:
         """Report ready and follow the assignments; only a Stop or a dead agent ends it."""
         context = self._context
-        ready = Ready(pid=pid, store=context.store.endpoint, data=context.inputs.hex())
+        ready = Ready(pid=pid, card=context.links.card.text, data=context.inputs.hex())
         context.control.report(ready)
         wish = context.control.wait_next(self._entered)
         while True:

@@ -71,7 +71,7 @@ def _worker_status(worker: WorkerState) -> types.WorkerStatus:
         slot=worker.slot,
         incarnation=worker.incarnation,
         pid=worker.pid or 0,
-        store=worker.store,
+        card=worker.card,
         data=worker.data,
         generation=worker.entered,
         committed_step=-1 if worker.committed_step is None else worker.committed_step,

@@ -234,7 +234,7 @@ class Agent:
                 slot=0,
                 incarnation=self._worker,
                 pid=10_000 + self._number,
-                store=f"127.0.0.1:{10_000 + self._number}",
+                card=f"127.0.0.1:{10_000 + self._number}",
                 data="ab" * 16,
                 generation=self._entered,
                 committed_step=self._step,

@@ -59,7 +59,7 @@ def planned_job(
     job.current.made = PlanMade(
         job_id=job_id,
         plan=plan,
-        rendezvous=Rendezvous(store="", prefix=""),
+        rendezvous=Rendezvous(host="", prefix=""),
         boundary=False,
         incarnations=tuple(Incarnation(str(worker)) for worker in plan.workers),
         cause="start",

@@ -122,7 +122,7 @@ _NODE_COLUMNS = (
     Column("NODE", lambda node: node.node),
     Column("STATE", lambda node: node.state),
     Column(
-        "WORKERS", lambda node: f"{sum(bool(w.store) for w in node.workers)}/{node.worker_slots}"
+        "WORKERS", lambda node: f"{sum(bool(w.card) for w in node.workers)}/{node.worker_slots}"
     ),
     Column("DEVICE", lambda node: node.device, wide=True),
     Column("MEMORY/WORKER", lambda node: format_bytes(node.memory_per_worker_bytes), wide=True),

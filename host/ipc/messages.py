@@ -16,11 +16,11 @@ from oobleck.planner.profile.measurement import LinkMeasurement, Measurement, Sc
 from oobleck.planner.programs.plan import Plan
 
 
-class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the workers of a generation meet: a worker's store and a prefix of its own."""
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, rename={"host": "store"}):
+    """Where the workers of a generation meet: at one of them, with a secret of their own."""
 
-    #: host:port of a TCPStore that a worker of the generation serves.
-    store: str
+    #: The card of that worker: IDENTITY@HOST:PORT. Journals have it as `store`.
+    host: str
     #: Unguessable and never used before, so that generations cannot mix.
     prefix: str
 
@@ -157,11 +157,11 @@ ToWorker = Launch | Assign | Measure | Save | Record | Ask | Stop
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The worker serves its store and waits for an `Assign`."""
+    """The worker lets others call it, and waits for an `Assign`."""
 
     pid: int
-    #: host:port of the worker's own store, fit for a `Rendezvous`.
-    store: str
+    #: The worker's own, fit for a `Rendezvous`: who listens where.
+    card: str
     #: Fingerprint of the data that it reads, in hexadecimal; those of one generation are equal.
     data: str = ""
 
@@ -285,8 +285,8 @@ class PeerLost(msgspec.Struct, frozen=True, kw_only=True, tag="peer_lost"):
     detail: str
     #: To whom there is no way from here; none: not known, or that all peers are reached.
     unreached: tuple[WorkerId, ...] = ()
-    #: There is no way to the store of the rendezvous.
-    store_unreached: bool = False
+    #: There is no way to the host of the rendezvous.
+    host_unreached: bool = False
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

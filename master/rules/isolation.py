@@ -1,17 +1,18 @@
 """Which nodes the data network has cut off from the others, though all agents are heard.
 
 Workers that lose each other say to whom there is no way: peers whose hosts are silent in the middle
-of training, and in a rendezvous its store or a member. The two nodes cannot both take part. The
+of training, and in a rendezvous its host or a member. The two nodes cannot both take part. The
 nodes to go on without are the fewest that leave no such pair; where either way round will do, as of
 two nodes that do not reach each other, those whose loss costs less.
 
-Where all others have told, and of peers rather than of a store, that is proof enough: they go on at
-once. One node's word against another's is none. And not without half of the nodes or more, since a
-network that is gone as a whole often comes back. Else two rendezvous at different nodes' stores
-must say the same: with one alone, whoever hosts it looks cut off in any partition. A node that is
-given up is put aside as any that fails again and again, each time for longer, and joins again when
-its time is over. Where the others cannot go on without, all meet again, as they do where nobody
-knows who is to blame. Pure; what workers have told is in `oobleck.master.state.worker_reports`.
+Where all others have told, and of peers rather than of the host of a rendezvous, that is proof
+enough: they go on at once. One node's word against another's is none. And not without half of the
+nodes or more, since a network that is gone as a whole often comes back. Else two rendezvous at
+different nodes must say the same: with one alone, whoever hosts it looks cut off in any partition.
+A node that is given up is put aside as any that fails again and again, each time for longer, and
+joins again when its time is over. Where the others cannot go on without, all meet again, as they do
+where nobody knows who is to blame. Pure; what workers have told is in
+`oobleck.master.state.worker_reports`.
 """
 
 from collections import Counter

@@ -146,9 +146,9 @@ def _torch(state: ClusterState, plan: Plan) -> str:
 
 
 def is_up(state: ClusterState, worker: WorkerId) -> bool:
-    """Whether the worker's process serves its store."""
+    """Whether others can call the worker's process."""
     status = state.nodes[worker.node].seen.status.worker(worker.slot)
-    return status is not None and status.store != ""
+    return status is not None and status.card != ""
 
 
 def _process(state: ClusterState, worker: WorkerId) -> Incarnation:
@@ -160,17 +160,17 @@ def _process(state: ClusterState, worker: WorkerId) -> Incarnation:
 
 
 def _rendezvous(context: Context, job: Job, plan: Plan) -> Rendezvous:
-    """At a survivor's store if there is one (its address has proven itself), lowest name first.
+    """At a survivor if there is one (its address has proven itself), lowest name first.
 
-    Where rendezvous have led to no step, at the next one's: it may be the store that fails.
+    Where rendezvous have led to no step, at the next one's: it may be the host that fails.
     """
     old = job.current.processes()
     up = [worker for worker in plan.workers if is_up(context.state, worker)]
     proven = [worker for worker in up if old.get(worker) == _process(context.state, worker)] or up
     host = proven[job.seen.since_step.regroups % len(proven)]
     status = context.state.nodes[host.node].seen.status.worker(host.slot)
-    store = status.store if status is not None else ""
-    return Rendezvous(store=store, prefix=f"{job.id}/{plan.generation}/{context.nonce}")
+    card = status.card if status is not None else ""
+    return Rendezvous(host=card, prefix=f"{job.id}/{plan.generation}/{context.nonce}")
 
 
 def next_plan(

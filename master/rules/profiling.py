@@ -155,7 +155,7 @@ def _pairs(context: Context, job: Job, ready: Sequence[Node], attempt: int) -> l
             scope=scope,
             workers=(first, second),
             rendezvous=Rendezvous(
-                store=_store(context.state, first),
+                host=_card(context.state, first),
                 prefix=f"{job.id}/measure-{attempt}/{scope}/{context.nonce}",
             ),
         )
@@ -163,10 +163,10 @@ def _pairs(context: Context, job: Job, ready: Sequence[Node], attempt: int) -> l
     ]
 
 
-def _store(state: ClusterState, worker: WorkerId) -> str:
+def _card(state: ClusterState, worker: WorkerId) -> str:
     status = state.nodes[worker.node].seen.status.worker(worker.slot)
     assert status is not None, "a ready node has a worker in every slot"
-    return status.store
+    return status.card
 
 
 def _conclude(

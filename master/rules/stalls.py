@@ -9,7 +9,7 @@ message that never comes, a mistake of ours. (Losses are told by agents and peer
 that hangs by its own agent.) So in every state in which a job should get on (its workers meet, move
 layers, train, save the result) it may stay without progress only for so long. Then:
 
-1. The workers meet anew, in a new generation of the same plan, at another worker's store.
+1. The workers meet anew, in a new generation of the same plan, at another worker.
 2. Who does not come to that rendezvous while others do is known then. Where the others can go on
    without their nodes, all workers there are ended and started anew; a node that never had a part
    in a step is left out. The others go on at once, and the node joins them again.

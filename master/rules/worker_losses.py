@@ -74,7 +74,7 @@ def coming(state: ClusterState, job: Job, nodes: Sequence[Node]) -> list[Node]:
     """Those of `nodes`, members that are not ready, of which all that is missing is on the way.
 
     None where no worker is up of those that the next plan may count on: nobody waits then, nor is
-    there a store to meet at.
+    there anybody to meet at.
     """
     if not any(_is_up(job, node) for node in state.candidates(job)):
         return []
@@ -97,7 +97,7 @@ def _is_up(job: Job, node: Node) -> bool:
     """Whether a worker of the newest plan is up there."""
     mine = set(job.current.processes().values())
     return node.connected and any(
-        worker.store and worker.incarnation in mine and not job.seen.is_gone(worker.incarnation)
+        worker.card and worker.incarnation in mine and not job.seen.is_gone(worker.incarnation)
         for worker in node.seen.status.workers
     )
 
@@ -142,7 +142,7 @@ def _not_up(context: Context, job: Job) -> Iterator[WorkerLost]:
     assert since is not None
     for worker in job.current.made.starting:
         process = context.state.nodes[worker.node].seen.status.worker(worker.slot)
-        if process is None or process.incarnation != processes[worker] or process.store:
+        if process is None or process.incarnation != processes[worker] or process.card:
             continue
         yield WorkerLost(
             job_id=job.id,

@@ -150,7 +150,7 @@ def _take_status(state: ClusterState, node: Node, status: NodeStatus, now: float
 
 def _without_progress(status: NodeStatus) -> tuple[object, ...]:
     """The status without what changes with every heartbeat and decides nothing by itself."""
-    workers = ((w.slot, w.incarnation, w.store, w.generation, w.finished) for w in status.workers)
+    workers = ((w.slot, w.incarnation, w.card, w.generation, w.finished) for w in status.workers)
     node = (status.job_id, status.generation, status.leaving, status.trouble)
     return (*node, status.failed_starts, *workers)
 

@@ -127,7 +127,7 @@ class ClusterState:
         The last status may be older than the report of an exit, and still list the dead.
         """
         status = node.seen.status
-        up = [w for w in status.workers if w.store and not job.seen.is_gone(w.incarnation)]
+        up = [w for w in status.workers if w.card and not job.seen.is_gone(w.incarnation)]
         return node.connected and status.job_id == job.id and len(up) == node.facts.worker_slots
 
     def lacks(self, running: Assignment | None) -> bool:

@@ -148,7 +148,7 @@ class SinceStep:
     complaints: dict[WorkerId, str] = field(default_factory=dict)
     #: Nodes that have trained, and why they were given up.
     given_up: dict[NodeName, str] = field(default_factory=dict)
-    #: By the node whose store they met at: pairs of nodes, in the order of their names, of which
+    #: By the node that they met at: pairs of nodes, in the order of their names, of which
     #: one has reported that there is no way to the other.
     no_way: dict[NodeName, set[tuple[NodeName, NodeName]]] = field(default_factory=dict)
 

@@ -131,7 +131,7 @@ def _with_more(first: PeerLost, then: PeerLost) -> PeerLost:
     return msgspec.structs.replace(
         first,
         unreached=tuple(sorted({*first.unreached, *then.unreached})),
-        store_unreached=first.store_unreached or then.store_unreached,
+        host_unreached=first.host_unreached or then.host_unreached,
     )
 
 
@@ -170,11 +170,11 @@ def _is_stale(job: Job, event: WorkerReported) -> bool:
 
 def _note_no_way(state: ClusterState, job: Job, worker: WorkerId, lost: PeerLost) -> None:
     """Keep to whom `worker` says that there is no way, if it does."""
-    if lost.generation != job.current.generation or not (lost.store_unreached or lost.unreached):
+    if lost.generation != job.current.generation or not (lost.host_unreached or lost.unreached):
         return
     if (host := rendezvous_host(state, job)) is None:
         return
-    others = {peer.node for peer in lost.unreached} | ({host} if lost.store_unreached else set())
+    others = {peer.node for peer in lost.unreached} | ({host} if lost.host_unreached else set())
     pairs = {ordered(worker.node, other) for other in others - {worker.node}}
     if pairs:
         job.seen.since_step.no_way.setdefault(host, set()).update(pairs)
@@ -185,13 +185,13 @@ def ordered(a: NodeName, b: NodeName) -> Pair:
 
 
 def rendezvous_host(state: ClusterState, job: Job) -> NodeName | None:
-    """The node at whose store the newest generation meets."""
+    """The node at which the newest generation meets."""
     if job.current.made is None:
         return None
-    store = job.current.made.rendezvous.store
+    card = job.current.made.rendezvous.host
     for name in job.current.members:
         node = state.nodes.get(name)  # one of a job that has ended may be forgotten
-        if node and any(worker.store == store for worker in node.seen.status.workers):
+        if node and any(worker.card == card for worker in node.seen.status.workers):
             return name
     return None
 

@@ -139,7 +139,7 @@ async def test_a_killed_worker_is_reported_and_replaced() -> None:
         (first,) = await stream.ready()
         os.kill(first.pid, signal.SIGKILL)
         (second,) = await stream.workers(
-            lambda ws: len(ws) == 1 and ws[0].incarnation != first.incarnation and ws[0].store != ""
+            lambda ws: len(ws) == 1 and ws[0].incarnation != first.incarnation and ws[0].card != ""
         )
         (report,) = stream.reports(WorkerExited)
         assert report.incarnation == first.incarnation
@@ -155,7 +155,7 @@ async def test_a_plan_for_the_process_that_died_does_not_reach_its_replacement()
         (first,) = await stream.ready()
         os.kill(first.pid, signal.SIGKILL)
         (second,) = await stream.workers(
-            lambda ws: len(ws) == 1 and ws[0].incarnation != first.incarnation and ws[0].store != ""
+            lambda ws: len(ws) == 1 and ws[0].incarnation != first.incarnation and ws[0].card != ""
         )
         for generation, incarnation in ((1, first.incarnation), (2, second.incarnation)):
             await stream.assign(
@@ -218,7 +218,7 @@ async def test_the_warm_process_dies_and_all_is_built_up_again() -> None:
         after = await stream.workers(
             lambda ws: (
                 len(ws) == 2
-                and all(w.store for w in ws)
+                and all(w.card for w in ws)
                 and not {w.pid for w in ws} & {w.pid for w in before}
             )
         )
@@ -273,7 +273,7 @@ async def test_what_was_measured_is_told_and_told_again_to_a_master_that_came_ba
         pair = LinkPair(
             scope="inter_node",
             workers=(WorkerId(NodeName("n1"), 0), WorkerId(NodeName("n2"), 0)),
-            rendezvous=Rendezvous(store="127.0.0.1:20000", prefix="p"),
+            rendezvous=Rendezvous(host="127.0.0.1:20000", prefix="p"),
         )
         await stream.assign("demo-1", job("demo"), measure=Measure(attempt=1, meetings=(pair,)))
         await stream.until(lambda m: len(stream.reports(LinkMeasured)) == 1)

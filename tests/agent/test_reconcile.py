@@ -89,7 +89,7 @@ def test_a_plan_waits_for_the_process_that_it_counts_on_to_be_up_and_to_read_the
     assert wish.assign is not None
     other = replace(wish, assign=replace(wish.assign, data="old"))
     assert node.after(Assigned(desired=other)) == ()
-    up = WorkerSaid(incarnation=A, message=Ready(pid=100, store="127.0.0.1:1", data="changed"))
+    up = WorkerSaid(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1", data="changed"))
     assert node.after(up) == (), "it reads other data than the plan's other workers"
     same = replace(wish, assign=replace(wish.assign, data="changed"))
     assert kinds(node.after(Assigned(desired=same))) == [SendPlan]
@@ -171,7 +171,7 @@ def test_a_wish_for_a_checkpoint_goes_once_to_a_worker_that_has_a_plan() -> None
     wish = replace(desired(), save=1)
     node.after(StartWarm(), WarmReady(), Assigned(desired=wish))
     node.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
-    ready = WorkerSaid(incarnation=A, message=Ready(pid=100, store="127.0.0.1:1"))
+    ready = WorkerSaid(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1"))
     assert node.after(ready) == (), "it does not train"
     both = replace(desired(generation=1), save=1)
     assert kinds(node.after(Assigned(desired=both))) == [SendPlan]
@@ -213,7 +213,7 @@ def test_each_attempt_at_measuring_goes_to_a_ready_worker_once() -> None:
     node.after(StartWarm(), WarmReady(), Assigned(desired=measuring(1)))
     node.after(ForkAsked(slot=0, incarnation=A))
     assert node.after(WorkerForked(incarnation=A, pid=100)) == (), "it is not ready"
-    ready = WorkerSaid(incarnation=A, message=Ready(pid=100, store="127.0.0.1:1"))
+    ready = WorkerSaid(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1"))
     assert node.after(ready) == (SendMeasure(incarnation=A, wish=Measure(attempt=1)),)
     assert node.after(SendMeasure(incarnation=A, wish=Measure(attempt=1))) == ()
     answer = Measured(attempt=1, measurement=None, problem="none")
@@ -270,7 +270,7 @@ def test_a_plan_is_not_sent_before_the_worker_is_ready() -> None:
     node.after(StartWarm(), WarmReady(), Assigned(desired=desired(generation=1)))
     node.after(ForkAsked(slot=0, incarnation=A))
     assert node.after(WorkerForked(incarnation=A, pid=100)) == ()
-    ready = WorkerSaid(incarnation=A, message=Ready(pid=100, store="127.0.0.1:1"))
+    ready = WorkerSaid(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1"))
     assert kinds(node.after(ready)) == [SendPlan]
 
 

@@ -169,7 +169,7 @@ def agent_message(random: Random, incarnation: str) -> pb.AgentMessage:
                 slot=slot,
                 incarnation=worker,
                 pid=77,
-                store="127.0.0.1:4001",
+                card="127.0.0.1:4001",
                 generation=generation,
                 committed_step=step,
                 beats=step,

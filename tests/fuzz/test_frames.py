@@ -43,7 +43,7 @@ from support.scripted_master import job
 
 CASES = 1500
 PLAN = plan_of_cuts(([2, 2], 4), ([4], 4))
-MEETING = Rendezvous(store="127.0.0.1:4000", prefix="job/1/abc")
+MEETING = Rendezvous(host="127.0.0.1:4000", prefix="job/1/abc")
 RIGHT: dict[str, tuple[object, list[object]]] = {
     "to a worker": (
         ToWorker,
@@ -56,7 +56,7 @@ RIGHT: dict[str, tuple[object, list[object]]] = {
     "from a worker": (
         FromWorker,
         [
-            Ready(pid=7, store="127.0.0.1:4000", data="ab"),
+            Ready(pid=7, card="127.0.0.1:4000", data="ab"),
             PhaseReached(generation=Generation(1), phase="joined", committed_step=3),
             Failed(kind="user", message="no such file"),
             Committed(

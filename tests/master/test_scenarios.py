@@ -165,7 +165,7 @@ def test_a_network_that_stays_cut_fails_a_job_only_after_many_meetings_and_a_lon
             player.play(f"{now} look\n")
         made.append(now)
         if job.state != "failed":
-            now += 5.0  # until the store is given up
+            now += 5.0  # until the host is given up
             player.play(f"{now} peer_lost n1/0 {job.current.generation}\n")
     timing = player.timing
     pauses = [after - before - 5.0 for before, after in pairwise(made)]

@@ -31,7 +31,7 @@ from support.trained import JOB, context, node, trained_job
 #: Every field is unlike its default.
 ASSIGN = Assign(
     plan=replace(plan_of_cuts(([8], 4), ([8], 4)), generation=Generation(7)),
-    rendezvous=Rendezvous(store="10.0.0.1:4000", prefix="job/7/abc"),
+    rendezvous=Rendezvous(host="10.0.0.1:4000", prefix="job/7/abc"),
     boundary=True,
     restore=True,
     anew=True,
@@ -85,7 +85,7 @@ def test_a_worker_gets_what_the_master_decided() -> None:
     agent.state.node = NodeName("n1")
     agent.after(StartWarm(), WarmReady(), Assigned(desired=told(ASSIGN, "n1")))
     agent.after(ForkAsked(slot=0, incarnation=B), WorkerForked(incarnation=B, pid=100))
-    ready = Ready(pid=100, store="127.0.0.1:1", data=ASSIGN.data)
+    ready = Ready(pid=100, card="127.0.0.1:1", data=ASSIGN.data)
     (send,) = agent.after(Said(incarnation=B, message=ready))
     assert isinstance(send, SendPlan)
     read = msgspec.json.decode(frame(send.assign)[4:], type=ToWorker)  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ def test_a_journal_has_the_fields_side_by_side() -> None:
         ({"plan": {**json.loads(encode(ASSIGN.plan)), "generation": 0}}, "generation: 0 is below"),
         ({"plan": {**json.loads(encode(ASSIGN.plan)), "routes": []}}, "at least one route"),
         ({"rendezvous": {"store": "10.0.0.1:4000", "prefix": ""}}, "prefix: is empty"),
-        ({"rendezvous": {"store": "nowhere", "prefix": "p"}}, "store: 'nowhere' is not HOST:PORT"),
+        ({"rendezvous": {"store": "nowhere", "prefix": "p"}}, "host: 'nowhere' is not HOST:PORT"),
         ({"leaving": [{"node": "../n", "slot": 0}]}, "node name '../n' is not allowed"),
         ({"leaving": [{"node": "n1", "slot": 1024}]}, "slot: 1024 is not below 1024"),
         ({"data": "x" * 70_000}, "data: 70000 characters are more than"),

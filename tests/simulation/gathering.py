@@ -1,4 +1,4 @@
-"""The data plane of one generation: workers meet at a store, and exchange among all of them.
+"""The data plane of one generation: workers meet at one of them, and exchange among all of them.
 
 An exchange is complete when every member has put in its share and all can reach each other; each
 gets the result at a time of its own, so a vote may be known to some and not to others when one
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from simulation.trainer import Trainer
     from simulation.world import World
 
-#: A store whose host does not answer is given up after this time.
+#: A host that does not answer is given up after this time.
 STORE_S = 6.0
 
 
@@ -24,7 +24,7 @@ class Gathering:
     def __init__(self, world: "World", assign: Assign, members: tuple[WorkerId, ...]) -> None:
         self._world = world
         self.plan = assign.plan
-        self.store = assign.rendezvous.store
+        self.host = assign.rendezvous.host
         self.members: dict[WorkerId, Trainer] = {}
         self._size = len(members)
         self._nodes = {worker.node for worker in members}
@@ -49,11 +49,11 @@ class Gathering:
         self.members[trainer.worker] = trainer
         self._arrivals[trainer.worker] = future
         trainer.ear.on_newer(lambda: self._call_off(trainer))
-        host = self._world.store_host(self.store)
+        host = self._world.host_at(self.host)
         if host is None or not host.process.alive:
             await asyncio.sleep(self._world.delay_s())
             self.members.pop(trainer.worker, None)
-            raise TransportError("connection refused by the store")
+            raise TransportError("connection refused by the host")
         trainer.process.later(STORE_S, self._check_store, trainer)
         self._go_on()
         await future
@@ -70,12 +70,12 @@ class Gathering:
         future = self._arrivals.get(trainer.worker)
         if self._outcome or future is None or future.done():
             return
-        host = self._world.store_host(self.store)
+        host = self._world.host_at(self.host)
         if host is not None and self._world.can_talk(host, trainer) and not host.process.stopped:
             trainer.process.later(STORE_S, self._check_store, trainer)
         else:
             self.members.pop(trainer.worker, None)
-            future.set_exception(Unreached("the store does not answer"))
+            future.set_exception(Unreached("the host does not answer"))
 
     def _tell(self, worker: WorkerId, future: asyncio.Future[Any], what: object) -> None:
         """Settle the future in its worker's process, some time from now."""

@@ -127,14 +127,14 @@ class Trainer:
                 self.world.end_worker(self, exit_code=0)
 
     def lost_peer(
-        self, generation: Generation, detail: str, *, store_unreached: bool = False
+        self, generation: Generation, detail: str, *, host_unreached: bool = False
     ) -> None:
         self.say(
             PeerLost(
                 generation=generation,
                 step=self.progress.begun,
                 detail=detail,
-                store_unreached=store_unreached,
+                host_unreached=host_unreached,
             )
         )
 
@@ -162,7 +162,7 @@ class Trainer:
     async def live(self) -> None:
         draw = self.world.draw
         await asyncio.sleep(draw.uniform(0.02, 0.4))
-        self.say(Ready(pid=1, store=self.endpoint, data="5a"))
+        self.say(Ready(pid=1, card=self.endpoint, data="5a"))
         while isinstance(wish := await self._begin(), Measure):
             await self._measure(wish)
         while True:
@@ -203,7 +203,7 @@ class Trainer:
             return await self._train(assign, gathering)
         except TransportError as error:
             detail = str(error)
-            self.lost_peer(generation, detail, store_unreached=isinstance(error, Unreached))
+            self.lost_peer(generation, detail, host_unreached=isinstance(error, Unreached))
         except Superseded:
             detail = "left for a newer generation"
         finally:

@@ -175,8 +175,8 @@ class World:
             self._gatherings[prefix] = Gathering(self, assign, members)
         return self._gatherings[prefix]
 
-    def store_host(self, store: str) -> Trainer | None:
-        return self.endpoints.get(store)
+    def host_at(self, card: str) -> Trainer | None:
+        return self.endpoints.get(card)
 
     @property
     def live_master(self) -> MasterHost | None:

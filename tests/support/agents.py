@@ -39,7 +39,7 @@ def desired(
     if generation:
         assign = Assign(
             plan=plan(generation, *nodes, slots=slots),
-            rendezvous=Rendezvous(store="127.0.0.1:1", prefix="p"),
+            rendezvous=Rendezvous(host="127.0.0.1:1", prefix="p"),
             boundary=False,
         )
     return Assignment(
@@ -105,7 +105,7 @@ class Node:
         """A ready worker of incarnation A in slot 0."""
         self.after(StartWarm(), WarmReady(), Assigned(desired=desired(job_id)))
         self.after(ForkAsked(slot=0, incarnation=A), WorkerForked(incarnation=A, pid=100))
-        self.after(WorkerSaid(incarnation=A, message=Ready(pid=100, store="127.0.0.1:1")))
+        self.after(WorkerSaid(incarnation=A, message=Ready(pid=100, card="127.0.0.1:1")))
         return self
 
 

@@ -112,7 +112,7 @@ class LiveWorker:
     #: What it writes.
     log: IO[bytes]
     pid: int = 0
-    store: str = ""
+    card: str = ""
     said: list[FromWorker] = field(default_factory=list)
     gone: bool = False
 
@@ -223,7 +223,7 @@ class Director:
                     stage_everything=self._stage_everything,
                 )
             )
-        self.wait(lambda: all(self.workers[name].store for name in names), "workers ready")
+        self.wait(lambda: all(self.workers[name].card for name in names), "workers ready")
 
     def assign(
         self,
@@ -234,16 +234,16 @@ class Director:
         anew: bool = False,
         leaving: Sequence[str] = (),
         handover: bool = False,
-        store_of: str | None = None,
+        host_of: str | None = None,
     ) -> None:
-        """Push `plan` to all its workers and to those that are `leaving`. They meet in the store of
-        the node `store_of`; None: of the first one."""
+        """Push `plan` to all its workers and to those that are `leaving`. They meet at the
+        worker of the node `host_of`; None: at the first one."""
         self._meetings += 1
-        hosts = plan.workers if store_of is None else [worker_named(store_of)]
-        store = next(self.workers[w].store for w in hosts if not self.workers[w].gone)
+        hosts = plan.workers if host_of is None else [worker_named(host_of)]
+        card = next(self.workers[w].card for w in hosts if not self.workers[w].gone)
         message = Assign(
             plan=plan,
-            rendezvous=Rendezvous(store=store, prefix=f"meeting-{self._meetings}"),
+            rendezvous=Rendezvous(host=card, prefix=f"meeting-{self._meetings}"),
             boundary=boundary,
             restore=restore,
             anew=anew,
@@ -357,8 +357,8 @@ class Director:
             return
         live.said.append(message)
         match message:
-            case Ready(store=store):
-                live.store = store
+            case Ready(card=card):
+                live.card = card
             case Committed(record=record):
                 self.records.setdefault(record.step, []).append(record)
             case Evaluated(record=record):

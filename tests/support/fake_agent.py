@@ -218,7 +218,7 @@ class FakeAgent:
                     slot=0,
                     incarnation=self.worker,
                     pid=self.facts.pid + 1,
-                    store=f"127.0.0.1:{4000 + int(self.name[1:])}",
+                    card=f"127.0.0.1:{4000 + int(self.name[1:])}",
                     generation=Generation(generation),
                     committed_step=0,
                     finished=finished,

@@ -35,9 +35,13 @@ class Party:
         secret: bytes = SECRET,
         on_lost: Callable[[int, str], None] = lambda rank, why: None,
         members: Sequence[Links] | None = None,
+        host: int = 0,
     ) -> list[LinkTransport]:
-        """Enter the next meeting, and connect each to those that `near` says of its rank and the
-        size; to all, where it is not given."""
+        """Enter the next meeting, which the rank `host` hosts.
+
+        Each gets links to those that `near` says of its rank and the size; to all, where it is not
+        given.
+        """
         self._epoch += 1
         present = self.links if members is None else members
         size = len(present)
@@ -47,14 +51,13 @@ class Party:
             )
             for rank, each in enumerate(present)
         ]
-        cards = [each.card for each in present]
 
-        def connect(transport: LinkTransport) -> None:
+        def meet(transport: LinkTransport) -> None:
             rank = transport.rank
             whom = near(rank, size) if near else set(range(size)) - {rank}
-            transport.connect(cards, whom, lambda: None)
+            transport.meet(present[host].card, whom, b"", lambda: None)
 
-        self.everywhere(connect)
+        self.everywhere(meet)
         return self.transports
 
     def everywhere(self, run: Callable[[LinkTransport], T]) -> list[T]:

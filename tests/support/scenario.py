@@ -417,7 +417,7 @@ class Player:
             microbatches=job.spec.training.microbatches,
         )
         plan = Plan.of_pipelines([pipeline], generation=Generation(int(generation)))
-        meeting = Rendezvous(store=f"{name}:4000", prefix="claimed")
+        meeting = Rendezvous(host=f"{name}:4000", prefix="claimed")
         agent = self.agents[name]
         agent.running = Assignment(
             version=1,
@@ -476,7 +476,7 @@ class Player:
         for name in names:
             self.do_ready(name)
             for worker in self.agents[name].status.workers:
-                self.agents[name].worker(worker.slot, store="", data="")
+                self.agents[name].worker(worker.slot, card="", data="")
             self._tell(self.agents[name])
 
     def do_data(self, name: str, data: str) -> None:
@@ -495,7 +495,7 @@ class Player:
             slot,
             incarnation=Incarnation(f"{self.lives:04x}"),
             pid=2000 + self.lives,
-            store=f"{agent.facts.node}:{4000 + slot}",
+            card=f"{agent.facts.node}:{4000 + slot}",
             data=agent.data,
             generation=Generation(0),
             committed_step=-1,
@@ -648,7 +648,7 @@ class Player:
         self._observe(EvaluationReceived(job_id=job.id, record=found))
 
     def do_unreached(self, generation: str, peer: str, *workers: str) -> None:
-        """None of the workers finds a way to the peers (a/0,b/0), or to the store: STORE."""
+        """None of the workers finds a way to the peers (a/0,b/0), or to the host: HOST."""
         for worker in workers:
             self._peer_lost(worker, generation, peer)
 
@@ -663,7 +663,7 @@ class Player:
             step=1,
             detail="no answer" if unreached else "socket closed",
             unreached=tuple(map(worker_id, unreached.split(","))) if "/" in unreached else (),
-            store_unreached=unreached == "STORE",
+            host_unreached=unreached == "HOST",
         )
         process = self._process(worker_id(worker))
         self._observe(
@@ -699,7 +699,7 @@ class Player:
         for worker in workers:
             at = worker_id(worker)
             self._fresh(self.agents[at.node], at.slot)
-            self.agents[at.node].worker(at.slot, store="", data="")
+            self.agents[at.node].worker(at.slot, card="", data="")
             self._tell(self.agents[at.node])
 
     def do_up(self, *workers: str) -> None:
@@ -707,7 +707,7 @@ class Player:
         for worker in workers:
             at = worker_id(worker)
             agent = self.agents[at.node]
-            agent.worker(at.slot, store=f"{at.node}:{4000 + at.slot}", data=agent.data)
+            agent.worker(at.slot, card=f"{at.node}:{4000 + at.slot}", data=agent.data)
             self._tell(agent)
 
     def do_broken(self, worker: str) -> None:
@@ -1104,7 +1104,7 @@ def told(event: Journaled) -> str:
                 f"{name} generation {event.plan.generation} {how}, "
                 f"{event.rule} ({event.cause}){behind}, "
                 f"lost [{' '.join(lost)}] joined [{' '.join(event.nodes_joined)}]{out}, "
-                f"can lose {event.can_lose}, store {event.rendezvous.store}: {drawn(event.plan)}"
+                f"can lose {event.can_lose}, host {event.rendezvous.host}: {drawn(event.plan)}"
             )
         case FirstStepCommitted():
             spans = event.transition.phases

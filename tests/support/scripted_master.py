@@ -100,7 +100,7 @@ class Stream:
     ) -> None:
         assign = None
         if placement is not None:
-            meeting = Rendezvous(store="127.0.0.1:20000", prefix="p")
+            meeting = Rendezvous(host="127.0.0.1:20000", prefix="p")
             assign = Assign(plan=placement, rendezvous=meeting, boundary=False)
         told = Assignment(
             version=version,
@@ -134,7 +134,7 @@ class Stream:
         return read_status(message.status).workers
 
     async def ready(self, count: int = 1) -> tuple[Any, ...]:
-        return await self.workers(lambda ws: len(ws) == count and all(w.store for w in ws))
+        return await self.workers(lambda ws: len(ws) == count and all(w.card for w in ws))
 
     def reports(self, kind: type[Happening]) -> list[WorkerReport]:
         found = [read_report(message.report) for message in self.heard if message.report]

@@ -89,7 +89,7 @@ def work(channel: Channel[ToWorker]) -> int:
         return 7
     if name == "chatty":
         say("\n".join(f"line {n}" for n in range(5000)))
-    channel.send(Ready(pid=os.getpid(), store=f"{launch.address}:{20000 + launch.worker.slot}"))
+    channel.send(Ready(pid=os.getpid(), card=f"{launch.address}:{20000 + launch.worker.slot}"))
     generation, step = Generation(0), 0
     pause_s = launch.job.training.seed / 1000
     while True:

@@ -17,8 +17,8 @@ from oobleck.worker.profiling.measure_layers import measure_alone, measure_layer
 from oobleck.worker.profiling.measure_link import measure_link
 from oobleck.worker.runtime.errors import Superseded, TransportError
 from oobleck.worker.runtime.waiting import Waits
-from oobleck.worker.transport.linked import LinkTransport, epoch_of
-from oobleck.worker.transport.rendezvous import RendezvousStore, await_arrival, read_cards
+from oobleck.worker.transport.linked import LinkTransport, epoch_of, secret_of
+from oobleck.worker.transport.links.door import Card
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Measuring:
 
     def _meet(self, wish: Measure, pair: LinkPair) -> LinkMeasurement | None:
         where, rank = pair.rendezvous, pair.workers.index(self._context.worker)
-        connector, store, links = self._context.connector, self._context.store, self._context.links
+        connector, links = self._context.connector, self._context.links
         meeting = _FIRST_MEETING + 2 * wish.attempt + _SCOPES.index(pair.scope)
         waits = Waits()
         with ExitStack() as undo:
@@ -100,15 +100,15 @@ class Measuring:
             self._control.on_abrupt(waits.release)
             undo.callback(self._control.on_abrupt, None)
             self._check()
-            rendezvous = RendezvousStore(where.store, where.prefix, own=store, waits=waits)
-            epoch, secret = epoch_of(self._generation, meeting), rendezvous.secret("links")
+            epoch, secret = epoch_of(self._generation, meeting), secret_of(where.prefix)
             host = LinkTransport(links, epoch, secret, rank, _MEMBERS)
             undo.callback(host.abort)
-            rendezvous.set(f"card/{rank}", links.card.text)
-            connector.announce(rendezvous)
-            await_arrival(rendezvous, _MEMBERS, self._check, _BEFORE)
-            host.connect(read_cards(rendezvous, _MEMBERS), {1 - rank}, self._check)
-            transport = connector.equip(host, rendezvous, groups=(), links=_BOTH_WAYS, waits=waits)
+            self._control.on_abrupt(host.abort)
+            at, word = Card.read(where.host), connector.announced()
+            words = host.meet(at, {1 - rank}, word, self._check)
+            transport = connector.equip(
+                host, words, where.prefix, groups=(), links=_BOTH_WAYS, waits=waits
+            )
             undo.pop_all()
         self._control.on_abrupt(transport.abort)
         try:

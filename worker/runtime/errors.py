@@ -18,7 +18,7 @@ class Unreached(TransportError):
     """There is no way to a member of a rendezvous that is known to be there."""
 
     def __init__(self, text: str, rank: int | None = None, worker: WorkerId | None = None) -> None:
-        """`rank`: the member's; None: that of the store's host. `worker`: who that is."""
+        """`rank`: the member's; None: that of the host of the meeting. `worker`: who that is."""
         super().__init__(text)
         self.rank = rank
         self.worker = worker
@@ -27,6 +27,10 @@ class Unreached(TransportError):
         """The same with the worker's name; `members` are in rank order."""
         worker = members[self.rank] if self.rank is not None else None
         return Unreached(str(self), self.rank, worker)
+
+
+class CalledOff(TransportError):
+    """A newer meeting than this one is wanted, as another member knows already."""
 
 
 class LayersGone(TransportError):

@@ -1,17 +1,18 @@
 """Chooses the transport of a generation and builds it.
 
 All workers must choose the same: the choice follows from the job, and from what all say of their
-devices in the store where they meet. Must not know how messages travel.
+devices when they meet. Must not know how messages travel.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 from itertools import permutations
 from typing import Literal
 
+import msgspec
 import torch
 
 from oobleck.host.ipc.messages import Launch
+from oobleck.planner.codec import decode, encode
 from oobleck.planner.ids import WorkerId
 from oobleck.planner.job.spec import TransportName
 from oobleck.planner.programs.instructions import (
@@ -23,9 +24,9 @@ from oobleck.planner.programs.instructions import (
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.runtime.device import open_device
 from oobleck.worker.runtime.waiting import Waits
+from oobleck.worker.transport.group_store import GroupStore, StoreServer
 from oobleck.worker.transport.linked import LinkTransport, ring_neighbours, tree_neighbours
 from oobleck.worker.transport.nccl import NcclLink, NcclTransport
-from oobleck.worker.transport.rendezvous import RendezvousStore
 from oobleck.worker.transport.staged import StagedTransport
 from oobleck.worker.transport.transport import Group, Transport
 
@@ -33,8 +34,6 @@ Choice = Literal["links", "staged", "nccl"]
 
 #: Up to so many workers all have links with each other.
 MOST_MESHED = 16
-
-_HOST_ONLY = "host only"
 
 
 def choose(device: torch.device, wanted: TransportName, *, gpus_for_all: bool) -> Choice:
@@ -80,19 +79,29 @@ def owner_groups(programs: Iterable[Program], plan: Plan) -> list[Group]:
     )
 
 
+class Announced(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker tells the others of its device when they meet."""
+
+    #: Empty: it has none.
+    gpu: str = ""
+    #: Where NCCL's groups would find each other: host:port.
+    store: str = ""
+
+
 class Connector:
-    """What one worker brings to every rendezvous: its device."""
+    """What one worker brings to every meeting: its device."""
 
     def __init__(self, launch: Launch) -> None:
         """Raises NodeError when this host does not have the device."""
         self.device, self._gpu = open_device(launch.device)
         self._wanted = launch.job.resources.transport
         self._stage_everything = launch.stage_everything
+        self._store = StoreServer(launch.address) if self._gpu else None
 
-    def announce(self, rendezvous: RendezvousStore) -> None:
-        """Say what the others must know of this device, before this worker arrives there."""
-        if not self._gpu or rendezvous.add(f"gpu {self._gpu}", 1) > 1:
-            rendezvous.set(_HOST_ONLY, "1")
+    def announced(self) -> bytes:
+        """What the others must know of this device."""
+        store = self._store.endpoint if self._store is not None else ""
+        return encode(Announced(gpu=self._gpu, store=store))
 
     def near(self, rank: int, size: int, links: Sequence[NcclLink]) -> set[int]:
         """Ranks that a worker has links to from the begin: few workers to all, so that whoever
@@ -106,21 +115,27 @@ class Connector:
     def equip(
         self,
         host: LinkTransport,
-        rendezvous: RendezvousStore,
+        words: Sequence[bytes],
+        prefix: str,
         *,
         groups: Sequence[Group],
         links: Sequence[NcclLink],
         waits: Waits,
     ) -> Transport:
-        """The transport of those who meet at `rendezvous`, whose host tensors go over `host`.
-        Raises TransportError when it cannot be built, or `waits` is released meanwhile."""
-        gpus = self.device.type != "cpu" and not rendezvous.has(_HOST_ONLY, timedelta(0))
-        choice = choose(self.device, self._wanted, gpus_for_all=gpus)
+        """The transport of those who have met, whose host tensors go over `host`.
+
+        `words`: what each has announced; `prefix`: tells this meeting from others. Raises
+        TransportError when it cannot be built, or `waits` is released meanwhile.
+        """
+        told = [decode(Announced, word) for word in words]
+        gpus = [one.gpu for one in told if one.gpu]
+        alone = len(set(gpus)) == len(told)
+        choice = choose(self.device, self._wanted, gpus_for_all=alone)
         below: Transport = host
         if choice != "links" or self._stage_everything:
             below = StagedTransport(host, everything=self._stage_everything)
         if choice != "nccl":
             return below
-        return NcclTransport(
-            rendezvous, below, self.device, groups=groups, links=links, waits=waits
-        )
+        assert self._store is not None, "it has a GPU"
+        store = GroupStore(told[0].store, prefix, own=self._store, waits=waits)
+        return NcclTransport(store, below, self.device, groups=groups, links=links, waits=waits)

@@ -4,16 +4,17 @@ A tree, whose root is rank 0, gathers what all have to say and tells it to all; 
 root has hands, so up to 64 workers it is a star. Must not know programs, layers or plans.
 """
 
+import hmac
 import itertools
 import struct
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from hashlib import blake2b
 
 import torch
 
 from oobleck.planner.ids import Generation
-from oobleck.worker.runtime.errors import TransportError, Unreached
+from oobleck.worker.runtime.errors import CalledOff, Superseded, TransportError, Unreached
 from oobleck.worker.transport.links.door import Card
 from oobleck.worker.transport.links.frame import Kind, Label, bytes_of
 from oobleck.worker.transport.links.hub import Links
@@ -23,6 +24,8 @@ from oobleck.worker.transport.sums import LinkSum, SpareBuffers
 from oobleck.worker.transport.transport import Group, Pending
 
 _MEETING_BITS = 16
+#: No gathering's number.
+_MEETING = -1
 #: How many a worker of the tree gathers from.
 _HANDS = 64
 #: Messages beyond this do not fit into the kernel's buffers, and come in while others compute.
@@ -134,7 +137,7 @@ class LinkTransport:
     ) -> None:
         """Enter the meeting `epoch`, so that the others of it are let in from now on.
 
-        Nobody can be talked to before `connect`. `on_lost` is called at the loss of one of them.
+        Nobody can be talked to before `meet`. `on_lost` is called at the loss of one of them.
         """
         self.links = links
         self.rank = rank
@@ -149,20 +152,94 @@ class LinkTransport:
         self._gatherings = itertools.count()
         self._sums: dict[Group, int] = {}
         self._spare = SpareBuffers()
+        #: Of those who have come, where this worker hosts the meeting.
+        self._standings: dict[bytes, bytes] = {}
         links.enter(epoch, secret, self)
 
-    # ---- links
+    # ---- meeting
 
-    def connect(
-        self, cards: Sequence[Card], near: Collection[int], check_wanted: Callable[[], None]
-    ) -> None:
-        """Return when there are links to the ranks `near`. `cards`: of all, by rank. Each of two
-        is near to the other, and the one with the larger identity calls.
+    def meet(
+        self, host: Card, near: Collection[int], word: bytes, check_newest: Callable[[], None]
+    ) -> list[bytes]:
+        """Return what all have to say, by rank, once all have come and this worker has links to the
+        ranks `near`; each of two is near to the other. `host`: the card of the member that all tell
+        that they have come; `word`: what this one says, the same to all.
 
-        One that is waited for in vain is called all the same: whoever has no way to the other
-        learns it then. Raises TransportError, and what `check_wanted` raises, which is asked again
-        and again.
+        Raises TransportError; CalledOff where a newer meeting is wanted, as somebody else knows;
+        and what `check_newest` raises, which is asked again and again until all have come.
         """
+        card = self.links.card.text.encode()
+        said = _WORD.pack(self.rank, len(card)) + card + word
+        try:
+            told = (
+                self._host_meeting(said, check_newest)
+                if host.identity == self.links.identity
+                else self._come_to(host, said, check_newest)
+            )
+        except (Superseded, CalledOff):
+            self.links.leave(self._epoch, Kind.CALLED_OFF)
+            raise
+        cards, words = [], []
+        for standing in told:
+            _, length = _WORD.unpack_from(standing)
+            end = _WORD.size + length
+            cards.append(_read_card(standing[_WORD.size : end]))
+            words.append(standing[end:])
+        self._connect(cards, near)
+        return words
+
+    def heard(self, peer: bytes, standing: bytes) -> None:
+        self._standings[peer] = standing
+        self.others = frozenset(self._standings) - {self.links.identity}
+
+    def _host_meeting(self, said: bytes, check_newest: Callable[[], None]) -> list[bytes]:
+        with self.links.lock:
+            self.heard(self.links.identity, said)
+        self._wait_wanted(lambda: len(self._standings) == self.size, check_newest)
+        with self.links.lock:
+            standings = sorted(self._standings.values())  # begin with the rank
+            table = b"".join(_WORD.pack(0, len(each)) + each for each in standings)
+            label = Label(Kind.TABLE, _MEETING, 0)
+            sends = [self.links.send(each, label, memoryview(table)) for each in self.others]
+        self.wait(lambda: all(send.done for send in sends), self.others)
+        return standings
+
+    def _come_to(self, host: Card, said: bytes, check_newest: Callable[[], None]) -> list[bytes]:
+        with self.links.lock:
+            self.others = frozenset({host.identity})
+        self.links.connect([host])
+        self._wait_wanted(lambda: self._called(host), check_newest)
+        table = _Words()
+        with self.links.lock:
+            self._check()
+            self.links.post(host.identity, Label(Kind.TABLE, _MEETING, 0), table)
+            standing = memoryview(said)
+            self.links.send(host.identity, Label(Kind.STANDING, 0, 0), standing)
+        self._wait_wanted(table.is_there, check_newest)
+        return _split(table.content)
+
+    def _wait_wanted(self, done: Callable[[], bool], check_newest: Callable[[], None]) -> None:
+        """Until `done`; nobody who has come may have left again."""
+
+        def asked() -> bool:
+            if done():
+                return True
+            self._check()
+            self._check_all_there()
+            return False
+
+        while not self.links.wait(asked, time.monotonic() + _POLL_S):
+            check_newest()
+
+    def _check_all_there(self) -> None:
+        for peer in self.others:
+            if self.links.has_called_off(peer):
+                raise CalledOff("the meeting was called off")
+            self._check_there(peer)
+
+    def _connect(self, cards: Sequence[Card], near: Collection[int]) -> None:
+        """The one with the larger identity calls. One that is waited for in vain is called all the
+        same: whoever has no way to the other learns it then."""
         own = self.links.identity
         with self.links.lock:
             self._cards, self._peers = cards, tuple(card.identity for card in cards)
@@ -170,29 +247,34 @@ class LinkTransport:
         missing = {peer for peer in near if not self.links.linked(self._peers[peer])}
         self.links.connect([cards[peer] for peer in missing if own > self._peers[peer]])
         patient_until = time.monotonic() + PATIENCE_S
-        while missing:
-            check_wanted()
-            self.links.wait(lambda: self._linked(missing), time.monotonic() + _POLL_S)
+
+        def asked() -> bool:
+            if self._linked(missing):
+                return True
+            self._check_all_there()
+            return False
+
+        while missing and not self.links.wait(asked, time.monotonic() + _POLL_S):
             if time.monotonic() > patient_until:
                 self.links.connect([cards[peer] for peer in missing])
 
     def _linked(self, missing: set[int]) -> bool:
         self._check()
         for peer in tuple(missing):
-            if self.links.linked(self._peers[peer]):
+            if self._called(self._cards[peer], peer):
                 missing.discard(peer)
-            else:
-                self._check_call(peer)
         return not missing
 
-    def _check_call(self, peer: int) -> None:
-        call = self.links.call_to(self._peers[peer])
-        if call is None or call.problem is None:
-            return
-        host, problem = call.card.host, call.problem
-        if isinstance(problem, TimeoutError) or problem.errno in NO_WAY:
-            raise Unreached(f"{host} does not answer: {problem}", peer)
-        raise TransportError(f"{host} does not take a connection: {problem}")
+    def _called(self, card: Card, rank: int | None = None) -> bool:
+        """Whether there is a link to that one. Raises TransportError where a call has failed."""
+        if self.links.linked(card.identity):
+            return True
+        call = self.links.call_to(card.identity)
+        if call is not None and (problem := call.problem) is not None:
+            if isinstance(problem, TimeoutError) or problem.errno in NO_WAY:
+                raise Unreached(f"{card.host} does not answer: {problem}", rank)
+            raise TransportError(f"{card.host} does not take a connection: {problem}")
+        return False
 
     def _reach(self, peer: int) -> bytes:
         """The identity of `peer`, to whom there is a link from now on."""
@@ -344,14 +426,12 @@ class LinkTransport:
     def stand_down(self) -> None:
         """The end of this worker is no loss to the others any more, nor theirs to it."""
         self.links.leave(self._epoch, Kind.GOODBYE)
-        self.links.forget(self._epoch)
 
     def abort(self) -> None:
         with self.links.lock:
             if self._over is None:
                 self._over = "an operation was given up"
             self.links.leave(self._epoch, Kind.GIVEN_UP)
-            self.links.forget(self._epoch)
             self.links.wake()
 
     def dispose(self) -> None:
@@ -382,6 +462,11 @@ def epoch_of(generation: Generation, meeting: int) -> int:
     return generation << _MEETING_BITS | meeting
 
 
+def secret_of(prefix: str) -> bytes:
+    """32 bytes that only the workers of a meeting have, from what the master tells them alone."""
+    return hmac.digest(prefix.encode(), b"links", "sha256")
+
+
 def _key_of(group: Group, turn: int) -> int:
     """Tells apart the sums of a meeting; 63 bits of a digest, so none are the same by chance."""
     text = f"{turn}:{','.join(map(str, group))}".encode()
@@ -390,10 +475,26 @@ def _key_of(group: Group, turn: int) -> int:
 
 def _read_table(table: bytes, size: int) -> list[bytes]:
     words: list[bytes] = [b""] * size
+    for rank, word in _entries(table):
+        words[rank] = word
+    return words
+
+
+def _split(table: bytes | bytearray) -> list[bytes]:
+    return [word for _, word in _entries(table)]
+
+
+def _entries(table: bytes | bytearray) -> Iterator[tuple[int, bytes]]:
     at = 0
     while at < len(table):
         rank, length = _WORD.unpack_from(table, at)
         at += _WORD.size
-        words[rank] = table[at : at + length]
+        yield rank, bytes(table[at : at + length])
         at += length
-    return words
+
+
+def _read_card(text: bytes) -> Card:
+    try:
+        return Card.read(text.decode())
+    except ValueError as error:
+        raise TransportError(f"a member's card cannot be read: {error}") from None

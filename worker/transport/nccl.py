@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import AllreduceOptions, Store, Work
 from oobleck.worker.runtime import pulse
 from oobleck.worker.runtime.errors import TransportError, peers_may_fail
 from oobleck.worker.runtime.waiting import Waits
-from oobleck.worker.transport.rendezvous import RendezvousStore
+from oobleck.worker.transport.group_store import GroupStore
 from oobleck.worker.transport.transport import (
     DISPOSE_DELAY_S,
     OPERATION_TIMEOUT,
@@ -98,7 +98,7 @@ class NcclTransport:
 
     def __init__(
         self,
-        rendezvous: RendezvousStore,
+        store: GroupStore,
         host: Transport,
         device: torch.device,
         *,
@@ -130,12 +130,12 @@ class NcclTransport:
             for group in groups:
                 if self.rank in group and len(group) > 1:
                     name = "owners-" + "-".join(map(str, group))
-                    self._owners[group] = self._build(rendezvous, name, group, make_group)
+                    self._owners[group] = self._build(store, name, group, make_group)
                     waits.run(partial(self._try_owners, group), limit_s)
             for link in links:
                 if self.rank in link:
                     name = f"link-{link[0]}-{link[1]}"
-                    self._links[link] = self._build(rendezvous, name, link, make_group)
+                    self._links[link] = self._build(store, name, link, make_group)
                     waits.run(partial(self._try_link, link), limit_s)
         except BaseException:
             self._abort_groups()
@@ -143,14 +143,14 @@ class NcclTransport:
 
     def _build(
         self,
-        rendezvous: RendezvousStore,
+        store: GroupStore,
         name: str,
         members: tuple[int, ...],
         make_group: MakeGroup,
     ) -> ProcessGroup:
         index = members.index(self.rank)
-        return rendezvous.build(
-            name, lambda store: make_group(store, index, len(members)), CONNECT_TIMEOUT
+        return store.build(
+            name, lambda part: make_group(part, index, len(members)), CONNECT_TIMEOUT
         )
 
     def _try_owners(self, group: Group) -> None:

@@ -28,7 +28,7 @@ def node(name: str = "n1", **fields: object) -> pb.NodeInfo:
             "address": "10.20.130.140",
             "pid": 1234567,
             "worker_slots": 8,
-            "workers": [pb.WorkerStatus(slot=slot, store="10.0.0.1:1") for slot in range(8)],
+            "workers": [pb.WorkerStatus(slot=slot, card="10.0.0.1:1") for slot in range(8)],
             "device": "cuda",
             "memory_per_worker_bytes": 80 << 30,
             "last_heard_s": 0.62,

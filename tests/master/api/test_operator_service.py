@@ -41,7 +41,7 @@ def test_a_node_is_lost_and_the_master_killed_and_the_job_ends_well(tmp_path: Pa
         assign = agents[0].assignments[-1].assign
         assert assign is not None
         assert assign.plan.nodes == ("n1", "n2", "n3", "n4")
-        assert assign.rendezvous.store == "127.0.0.1:4001"
+        assert assign.rendezvous.host == "127.0.0.1:4001"
         assert agents[3].assignments[-1].worker_incarnations == (agents[3].worker,)
         assert agents[3].assignments[-1].assign == assign
 

@@ -35,7 +35,7 @@ def running_job() -> Job:
     job.current.made = PlanMade(
         job_id=job.id,
         plan=PLAN,
-        rendezvous=Rendezvous(store="", prefix=""),
+        rendezvous=Rendezvous(host="", prefix=""),
         boundary=False,
         incarnations=(),
         cause="start",

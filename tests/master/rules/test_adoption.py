@@ -104,7 +104,7 @@ def assignment(job: str | None, generation: int = 0) -> Assignment:
     stage = Hold(first_layer=0, last_layer=1, workers=(WorkerId(NodeName("n1"), 0),))
     pipeline = Pipeline(nodes=(NodeName("n1"),), stages=(stage,), microbatches=1)
     plan = Plan.of_pipelines([pipeline], generation=Generation(generation), schedule="1f1b")
-    meeting = Rendezvous(store="127.0.0.1:4001", prefix="p")
+    meeting = Rendezvous(host="127.0.0.1:4001", prefix="p")
     assign = Assign(plan=plan, rendezvous=meeting, boundary=False) if generation else None
     return Assignment(
         version=1, job_id=JobId(job) if job else None, job=job_spec("demo"), assign=assign

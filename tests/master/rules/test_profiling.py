@@ -55,7 +55,7 @@ def test_a_master_that_dies_while_the_model_is_measured_goes_on_with_it(tmp_path
                 assert wish is not None
                 (pair,) = wish.meetings
                 assert [worker.node for worker in pair.workers] == ["n1", "n2"]
-                assert pair.rendezvous.store == "127.0.0.1:4001"
+                assert pair.rendezvous.host == "127.0.0.1:4001"
                 assert (await control.GetJob(pb.JobRequest(job_id=job_id))).state == "profiling"
                 with pytest.raises(grpc.aio.AioRpcError, match="nothing is measured so far"):
                     await control.GetProfile(pb.JobRequest(job_id=job_id))

@@ -84,7 +84,7 @@ def test_it_ends_as_soon_as_it_is_not_wanted(make_job: MakeJob) -> None:
 
 
 def wish(cluster: Director, attempt: int = 1) -> Measure:
-    rendezvous = Rendezvous(store=cluster.workers[A].store, prefix=f"measure-{attempt}")
+    rendezvous = Rendezvous(host=cluster.workers[A].card, prefix=f"measure-{attempt}")
     pair = LinkPair(scope="inter_node", workers=(A, B), rendezvous=rendezvous)
     return Measure(attempt=attempt, meetings=(pair,))
 

@@ -320,14 +320,21 @@ def test_frozen_peer_is_left_by_the_push_of_a_generation(
         check(cluster, undisturbed)
 
 
-@pytest.mark.parametrize("pushed", ["at once", "once the others know"])
-@pytest.mark.parametrize("frozen", ["before it comes", "while all wait in its store"])
-def test_frozen_host_of_the_store_holds_up_no_meeting(
+@pytest.mark.parametrize(
+    ("frozen", "pushed"),
+    [
+        ("before it comes", "at once"),
+        ("before it comes", "once the others know"),
+        # That others do not come tells nobody anything.
+        ("while all wait for e", "at once"),
+    ],
+)
+def test_frozen_host_of_the_meeting_holds_up_no_other(
     warm: WarmWorkers, undisturbed: dict[int, float | None], frozen: str, pushed: str
 ) -> None:
-    # a hosts the store. Until e comes, nobody goes on; and the kernel goes on taking connections
+    # a hosts the meeting. Until e comes, nobody goes on; and the kernel goes on taking connections
     # for a stopped process, so that nothing but time tells the others.
-    held = ["e"] if frozen == "while all wait in its store" else ["a", "e"]
+    held = ["e"] if frozen == "while all wait for e" else ["a", "e"]
     faults = [fault(node, "before:rendezvous", step=None, action="stop") for node in held]
     without = make_plan(2, [[("b", 2), ("c", 2), ("d", 1)]], [8])
     with Director(warm, job(), faults) as cluster:

@@ -24,7 +24,7 @@ def push():
     global generation
     generation += 1
     plan = make_plan(generation, [[("a", 3)]], [1])
-    agent.send(Assign(plan=plan, rendezvous=Rendezvous(store="", prefix=""), boundary=False))
+    agent.send(Assign(plan=plan, rendezvous=Rendezvous(host="", prefix=""), boundary=False))
     control.wait_next(generation - 1)
 
 def hang_here(size):

@@ -25,7 +25,7 @@ SURVIVORS = ("a", "b", "c")
 #: Where the victim is caught, and so what the others wait for or in.
 WAITS = {
     "arrival of all": "before:rendezvous",
-    "victim's store": "before:rendezvous",
+    "victim's word": "before:rendezvous",
     "links": "before:connect",
     "agree": "before:agree",
     "transfer": "sending",
@@ -97,8 +97,8 @@ class Drill:
 
     def lose_one(self, wait: str, victim: str) -> None:
         cluster = self._cluster
-        store_of = victim if wait == "victim's store" else None
-        cluster.assign(self._plan([("c", 2), (victim, 3)]), store_of=store_of)
+        host_of = victim if wait == "victim's word" else None
+        cluster.assign(self._plan([("c", 2), (victim, 3)]), host_of=host_of)
         if wait in SETTLED:
             self._step_of(self._generation)
             if wait == "transfer":
@@ -143,7 +143,7 @@ def await_as_large(cluster: Director, before: Footprints, survivors: list[LiveWo
     ("fault", "microbatch", "waits"),
     [
         # The others' waits for one that is killed are in test_recovery.py.
-        pytest.param("killed", 1, ["victim's store"], id="killed"),
+        pytest.param("killed", 1, ["victim's word"], id="killed"),
         pytest.param("stopped", 1, 2 * list(WAITS), id="stopped, again and again"),
         pytest.param("cut off", 1, list(WAITS), id="cut off"),
         # Messages that are larger than what the kernel keeps on its way.

@@ -21,11 +21,11 @@ from oobleck.host.device import worker_environment
 from oobleck.worker.runtime.errors import TransportError
 from oobleck.worker.runtime.waiting import Waits
 from oobleck.worker.transport.connect import choose
-from oobleck.worker.transport.linked import LinkTransport, tree_neighbours
+from oobleck.worker.transport.group_store import GroupStore, StoreServer
+from oobleck.worker.transport.linked import LinkTransport, secret_of, tree_neighbours
 from oobleck.worker.transport.links.door import Card
 from oobleck.worker.transport.links.hub import Links
 from oobleck.worker.transport.nccl import NcclTransport, make_nccl_group
-from oobleck.worker.transport.rendezvous import RendezvousStore, StoreServer
 from oobleck.worker.transport.staged import StagedTransport
 from oobleck.worker.transport.tell_all import tell_all
 from oobleck.worker.transport.transport import Transport
@@ -52,20 +52,21 @@ class Rank:
         self.links = Links("127.0.0.1", silence_s=5)
         self.waits = Waits()
         at = (server or self.store).endpoint
-        self.rendezvous = RendezvousStore(at, kind, own=self.store, waits=self.waits)
-        self.host = LinkTransport(self.links, 1, self.rendezvous.secret("links"), rank, SIZE)
+        self.groups = GroupStore(at, kind, own=self.store, waits=self.waits)
+        self.host = LinkTransport(self.links, 1, secret_of(kind), rank, SIZE)
         self._kind = kind
         self._rank = rank
         self.transport: Transport = self.host
 
-    def connect(self, cards: list[Card]) -> Transport:
+    def meet(self, host: Card) -> Transport:
         near = {"mesh": range(SIZE), "linked": tree_neighbours(self._rank, SIZE)}
-        self.host.connect(cards, set(near.get(self._kind, ())) - {self._rank}, lambda: None)
+        whom = set(near.get(self._kind, ())) - {self._rank}
+        self.host.meet(host, whom, b"", lambda: None)
         if self._kind in ("staged", "nccl"):
             self.transport = StagedTransport(self.host, everything=True)
         if self._kind == "nccl":
             self.transport = NcclTransport(
-                self.rendezvous,
+                self.groups,
                 self.transport,
                 CPU,
                 groups=GROUPS,
@@ -91,9 +92,8 @@ def everywhere(request: pytest.FixtureRequest):
     workers: list[Rank] = []
     for rank in range(SIZE):
         workers.append(Rank(request.param, workers[0].store if workers else None, rank))
-    cards = [worker.links.card for worker in workers]
     with ThreadPoolExecutor(SIZE) as pool:
-        ranks = list(pool.map(lambda worker: worker.connect(cards), workers))
+        ranks = list(pool.map(lambda worker: worker.meet(workers[0].links.card), workers))
 
         def there(function: Callable[[Transport], object], transport: Transport) -> object:
             with device():
@@ -282,7 +282,7 @@ def test_what_an_abort_leaves_behind_is_no_message():
     alone = Rank("ended", None, 0)
     link = EndedByAbort()
     transport = NcclTransport(
-        alone.rendezvous,
+        alone.groups,
         alone.host,
         CPU,
         groups=(),

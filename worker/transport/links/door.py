@@ -44,13 +44,13 @@ class Card(NamedTuple):
 
     @property
     def text(self) -> str:
-        return f"{self.identity.hex()}@{self.host}|{self.port}"
+        return f"{self.identity.hex()}@{self.host}:{self.port}"
 
     @classmethod
     def read(cls, text: str) -> "Card":
         """Raises ValueError."""
         identity, _, place = text.partition("@")
-        host, _, port = place.rpartition("|")
+        host, _, port = place.rpartition(":")
         return cls(bytes.fromhex(identity), host, int(port))
 
 
@@ -142,6 +142,9 @@ class Door:
             else:
                 self._hang_up(call)
                 del self.calls[peer]
+        early = [d for d, guest in self._guests.items() if guest.call and not guest.own]
+        for descriptor in early:
+            self._hear_guest(descriptor, self._answer)
 
     # ---- calls of this process's own
 
@@ -233,6 +236,7 @@ class Door:
         self._hang_up(call)
         call.confirmed = False
         call.again_at = time.monotonic() + _AGAIN_S
+        call.until = time.monotonic() + ANSWER_LIMIT_S
 
     # ---- calls of others
 
@@ -249,15 +253,19 @@ class Door:
                 self._call_again(call)  # hung up on amid a word
             except OSError as error:
                 self._fail(call, error)
-        elif (guest := self._guests.get(descriptor)) is not None:
-            try:
-                done = self._listen_to(guest)
-            except BlockingIOError:
-                return
-            except OSError:  # a stranger went away
-                done = True
-            if done:
-                self._show_out(descriptor)
+        elif descriptor in self._guests:
+            self._hear_guest(descriptor, self._listen_to)
+
+    def _hear_guest(self, descriptor: int, go_on: Callable[[_Guest], bool]) -> None:
+        guest = self._guests[descriptor]
+        try:
+            done = go_on(guest)
+        except BlockingIOError:
+            return
+        except OSError:  # a stranger went away
+            done = True
+        if done:
+            self._show_out(descriptor)
 
     def _let_in(self) -> None:
         try:
@@ -296,16 +304,8 @@ class Door:
             return False
         said, me, secret = bytes(guest.said), self._identity, self._secret
         if guest.call is None:
-            call = greeting.read_call(said)
-            if call is None or call.epoch != self._epoch:
-                return True
-            if not greeting.proven(call.proof, secret, b"call", me, call.said):
-                return True
-            guest.call, guest.own = call, greeting.fresh()
-            proof = greeting.prove(secret, b"answer", me, call.said, guest.own)
-            guest.socket.sendall(guest.own + proof)
-            guest.said, guest.missing = bytearray(), greeting.CONFIRM_BYTES
-            return False
+            guest.call, guest.missing = greeting.read_call(said), 1
+            return guest.call is None or self._answer(guest)
         call = guest.call
         confirmed = call.epoch == self._epoch and greeting.proven(
             said, secret, b"confirm", me, call.said, guest.own
@@ -316,6 +316,22 @@ class Door:
         del self._guests[guest.socket.fileno()]
         self._poll.unregister(guest.socket)
         self._opened_with(call.caller, call.serial, guest.socket)
+        return False
+
+    def _answer(self, guest: _Guest) -> bool:
+        """Answer a call, now or when this worker comes to the meeting that the caller means."""
+        call, me, secret = guest.call, self._identity, self._secret
+        assert call is not None, "it has called"
+        if call.epoch > self._epoch:
+            return False
+        if call.epoch < self._epoch or not greeting.proven(
+            call.proof, secret, b"call", me, call.said
+        ):
+            return True
+        guest.own = greeting.fresh()
+        proof = greeting.prove(secret, b"answer", me, call.said, guest.own)
+        guest.socket.sendall(guest.own + proof)
+        guest.said, guest.missing = bytearray(), greeting.CONFIRM_BYTES
         return False
 
     def _wanted(self, call: Call) -> bool:

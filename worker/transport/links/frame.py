@@ -21,15 +21,19 @@ class Kind(IntEnum):
     #: What a member and those below it in the tree have to say; and what all said, from the root.
     WORDS = 4
     TABLE = 5
+    #: The sender has come to the meeting; what it has to say there, to who hosts it.
+    STANDING = 8
     #: The sender has left the meeting: nothing more of it comes, and its end is no loss to it.
     GOODBYE = 6
     #: The same, and what it had not sent yet it does not send any more. No loss by itself either:
     #: whoever gives up has told of one, or was told to.
     GIVEN_UP = 7
+    #: The same: a newer one is wanted, so nobody waits for this one.
+    CALLED_OFF = 9
 
 
 #: These are said of a meeting that is over, so they are never dropped.
-LEAVING = frozenset({Kind.GOODBYE, Kind.GIVEN_UP})
+LEAVING = frozenset({Kind.GOODBYE, Kind.GIVEN_UP, Kind.CALLED_OFF})
 
 
 class Label(NamedTuple):
@@ -45,7 +49,12 @@ HEADER = struct.Struct("!QBqIQ")
 
 #: Frames of a lower number go first.
 URGENT, ORDINARY, BULK = range(3)
-_PRIORITIES = {Kind.MESSAGE: ORDINARY, Kind.WORDS: URGENT, Kind.TABLE: URGENT}
+_PRIORITIES = {
+    Kind.MESSAGE: ORDINARY,
+    Kind.WORDS: URGENT,
+    Kind.TABLE: URGENT,
+    Kind.STANDING: URGENT,
+}
 
 
 def priority_of(kind: int) -> int:

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Protocol
 
 from oobleck.worker.runtime import pulse
@@ -31,6 +32,8 @@ _READ = select.EPOLLIN
 _END = select.EPOLLRDHUP
 _NOTHING = memoryview(b"")
 _GONE = "a peer is gone"
+#: Members that come to a later meeting than the present one are remembered, so many of each.
+_MOST_AHEAD = 4096
 
 
 class Member(Protocol):
@@ -38,6 +41,9 @@ class Member(Protocol):
 
     #: The identities of all others in it.
     others: Collection[bytes]
+
+    def heard(self, peer: bytes, standing: bytes) -> None:
+        """`peer` has come to the meeting. Called with the links' lock held."""
 
     def lost(self, peer: bytes, why: str) -> None:
         """The link to another member has ended: whatever waits ends. Called with the links' lock
@@ -78,9 +84,11 @@ class Links:
         self._blocked: set[int] = set()
         self._epoch = 0
         self._member: Member | None = None
-        #: Who has left the present meeting; and how this worker has, if so.
-        self._left: set[bytes] = set()
+        #: Who has left the present meeting, and how; and how this worker has, if so.
+        self._left: dict[bytes, int] = {}
         self._leaving: Kind | None = None
+        #: What those have said who have come to a later one, by epoch and then by who they are.
+        self._ahead: dict[int, dict[bytes, bytes]] = {}
         self._to_tell: Member | None = None
         #: When the hosts' signs of life are looked at next; who is being asked for one; and who was
         #: asked in vain.
@@ -109,29 +117,31 @@ class Links:
                 link.raise_floor(epoch)
             self._pressing = 0
             self._door.admit(epoch, secret)
+            ahead = self._ahead.pop(epoch, {})
+            self._ahead = {later: said for later, said in self._ahead.items() if later > epoch}
+            for peer, standing in ahead.items():
+                member.heard(peer, standing)
             self._arm()
 
     def leave(self, epoch: int, kind: Kind) -> None:
-        """Tell the others of `epoch` that this worker leaves, in order or not. May be repeated, and
-        changes nothing where a later meeting has begun."""
+        """Tell the others of `epoch` that this worker leaves it, in order or not.
+
+        Whoever takes part in it here is told of nothing any more. May be repeated, and changes
+        nothing where a later meeting has begun.
+        """
         with self.lock:
             if epoch != self._epoch or self._member is None:
                 return
             self._leaving = kind
-            if kind == Kind.GIVEN_UP:
+            if kind != Kind.GOODBYE:
                 for each in self._links.values():
                     each.raise_floor(epoch + 1)
                 self._pressing = 0
+            self._member = None
             # All, since the others of a meeting may not be known yet; to the rest it says nothing.
             for link in list(self._links.values()):
                 self._write(link, epoch, Label(kind, 0, 0), _NOTHING)
             self._arm()
-
-    def forget(self, epoch: int) -> None:
-        """Whoever takes part in `epoch` is not told of anything any more."""
-        with self.lock:
-            if epoch == self._epoch:
-                self._member = None
 
     def connect(self, cards: Sequence[Card]) -> None:
         """Begin to call those to whom there is no link."""
@@ -254,15 +264,25 @@ class Links:
         self._ring(self._bell)
         self._ring(self._own_bell)
 
-    def _on_leaving(self, link: Link, epoch: int, kind: int) -> None:
+    def _on_news(self, link: Link, epoch: int, kind: int, content: bytes) -> None:
+        if kind == Kind.STANDING and epoch > self._epoch:
+            ahead = self._ahead.setdefault(epoch, {})
+            if len(ahead) < _MOST_AHEAD:
+                ahead[link.peer] = content
         if epoch != self._epoch:
             return
-        self._left.add(link.peer)
+        if kind != Kind.STANDING:
+            self._left.setdefault(link.peer, kind)
+        elif self._member is not None:
+            self._member.heard(link.peer, content)
         self._ring(self._bell)
 
     def has_left(self, peer: bytes) -> bool:
         """Whether nothing more comes from it in this meeting."""
         return peer in self._left
+
+    def has_called_off(self, peer: bytes) -> bool:
+        return self._left.get(peer) == Kind.CALLED_OFF
 
     # ---- traffic
 
@@ -307,7 +327,7 @@ class Links:
             if events & select.EPOLLOUT:
                 link.write()
             if events & ~select.EPOLLOUT:
-                link.read(lambda epoch, kind: self._on_leaving(link, epoch, kind))
+                link.read(partial(self._on_news, link))
         except BlockingIOError:
             pass
         except OSError as error:

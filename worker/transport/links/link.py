@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Protocol
 
-from oobleck.worker.transport.links.frame import HEADER, LEAVING, Label, priority_of
+from oobleck.worker.transport.links.frame import HEADER, LEAVING, Kind, Label, priority_of
 
 #: Read at once. Frames that are no larger are copied out of it, larger ones read in place.
 _BUFFER_BYTES = 64 << 10
@@ -94,8 +94,25 @@ class _Nobody(Incoming):
 
 _NOBODY = _Nobody()
 
-#: Told of frames with which the sender leaves a meeting: their epoch and kind.
-OnLeaving = Callable[[int, int], None]
+#: Told of frames with which the sender comes to a meeting or leaves it, whether or not this worker
+#: has come to it: their epoch, kind and content.
+OnNews = Callable[[int, int, bytes], None]
+
+
+class _Standing(Incoming):
+    """What the sender says as it comes to a meeting."""
+
+    def __init__(self, epoch: int, on_news: OnNews) -> None:
+        self._epoch = epoch
+        self._on_news = on_news
+        self._content = bytearray()
+
+    def room(self, size: int) -> memoryview:
+        self._content = bytearray(size)
+        return memoryview(self._content)
+
+    def arrived(self) -> None:
+        self._on_news(self._epoch, Kind.STANDING, bytes(self._content))
 
 
 class Link:
@@ -184,7 +201,7 @@ class Link:
         else:
             self._posted[label].append(incoming)
 
-    def read(self, on_leaving: OnLeaving) -> None:
+    def read(self, on_news: OnNews) -> None:
         """Take in what is there, or a good part of it. Raises ConnectionError at the end of the
         connection."""
         left = _TURN_BYTES
@@ -197,7 +214,7 @@ class Link:
                 count = self.socket.recv_into(self._buffer[self._end :])
                 self._check_open(count)
                 self._end += count
-                self._unpack(on_leaving)
+                self._unpack(on_news)
             left -= count
 
     @staticmethod
@@ -216,15 +233,19 @@ class Link:
             assert reading is not None, "only what is read can be missing"
             reading.arrived()
 
-    def _unpack(self, on_leaving: OnLeaving) -> None:
+    def _unpack(self, on_news: OnNews) -> None:
         """Of what is in the buffer; then only the rest of a header may be in it."""
         while self._end - self._start >= HEADER.size:
             epoch, kind, key, part, size = HEADER.unpack_from(self._buffer, self._start)
             self._start += HEADER.size
             if kind in LEAVING:
-                on_leaving(epoch, kind)
+                on_news(epoch, kind, b"")
                 continue
-            self._begin(epoch, Label(kind, key, part), size)
+            if kind == Kind.STANDING:
+                self._reading, self._reading_epoch = _Standing(epoch, on_news), epoch
+                self._missing, self._room = size, self._reading.room(size)
+            else:
+                self._begin(epoch, Label(kind, key, part), size)
             count = min(size, self._end - self._start)
             if self._reading is not _NOBODY:
                 self._room[:count] = self._buffer[self._start : self._start + count]

@@ -62,8 +62,8 @@ transport = LinkTransport(here, 1, b"s" * 32, 0, 2)
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, hard))
 print(here.card.text, flush=True)
-other = Card.read(sys.stdin.readline())
-transport.connect([here.card, other], {1}, lambda: None)
+sys.stdin.readline()
+transport.meet(here.card, {1}, b"", lambda: None)
 print(transport.gather(b"here"), flush=True)
 sys.stdin.readline()
 """
@@ -79,9 +79,9 @@ def test_where_descriptors_run_out_strangers_lose_theirs_first() -> None:
         links = Links("127.0.0.1", silence_s=5)
         transport = LinkTransport(links, 1, b"s" * 32, 1, 2)
         with crowd(card, 400, b""):
-            process.stdin.write(links.card.text + "\n")
+            process.stdin.write("\n")
             process.stdin.flush()
-            transport.connect([card, links.card], {0}, lambda: None)
+            transport.meet(card, {0}, b"", lambda: None)
             assert transport.gather(b"there") == [b"here", b"there"]
             assert process.stdout.readline() == "[b'here', b'there']\n"
         process.stdin.write("\n")
@@ -122,7 +122,7 @@ def no_descriptor_left() -> Iterator[None]:
 
 def test_strangers_give_their_descriptors_for_a_call() -> None:
     with Party(2) as party:
-        caller = max(party.links, key=lambda links: links.identity)
+        caller = party.links[1]
         with crowd(caller.card, 20, b""):
             until(lambda: len(caller._door._guests) == 20, "they are let in")
             with no_descriptor_left():
