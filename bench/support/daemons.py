@@ -19,9 +19,11 @@ def children_of(pid: int) -> list[int]:
     """Processes that `pid` has started; none where it is gone. Looking at all processes of the
     machine takes long."""
     found = []
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+    gone = contextlib.suppress(FileNotFoundError, ProcessLookupError)
+    with gone:
         for thread in Path(f"/proc/{pid}/task").iterdir():
-            found += [int(child) for child in (thread / "children").read_text().split()]
+            with gone:  # a thread that ends has no children, and the others still have theirs
+                found += [int(child) for child in (thread / "children").read_text().split()]
     return found
 
 
