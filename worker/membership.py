@@ -23,6 +23,11 @@ from oobleck.worker.transport.transport import Group, Transport
 log = logging.getLogger(__name__)
 
 
+def meeting_of(assign: Assign) -> tuple[int, bytes]:
+    """The epoch and the secret of the meeting of the plan's workers."""
+    return epoch_of(assign.plan.generation, 1), secret_of(assign.rendezvous.prefix)
+
+
 def handover_members(assign: Assign) -> tuple[WorkerId, ...]:
     """The plan's workers and those that leave and hand over what they alone hold, by rank."""
     return tuple(sorted({*assign.plan.workers, *assign.leaving}))
@@ -176,6 +181,11 @@ class Membership:
     def silent(self) -> Sequence[WorkerId]:
         """Peers whose hosts have not answered for about as long as makes a lost one."""
         return [self._members[rank] for rank in self._host.silent()]
+
+    @property
+    def host(self) -> LinkTransport:
+        """By way of the links."""
+        return self._host
 
     def stand_down(self) -> None:
         """Training is over: the end of a peer is no loss any more."""

@@ -33,6 +33,7 @@ from oobleck.worker.data.held_out import HeldOut
 from oobleck.worker.data.prefetch import Prefetcher
 from oobleck.worker.membership import Membership, join, join_handover, report_lost
 from oobleck.worker.models import check_weights
+from oobleck.worker.preparation.preparing import Preparing
 from oobleck.worker.profiling.measuring import Measuring
 from oobleck.worker.recovery.recover import Recovery
 from oobleck.worker.runtime import heap
@@ -89,6 +90,7 @@ class Session:
         self._memory = MemoryMeter(connector.device)
         self._prefetcher = Prefetcher(dataset, job.training)
         self._recovery = Recovery(context)
+        self._preparing = Preparing(context, self._compile)
         self._evaluator = Evaluator(context, held_out) if held_out else None
         self._saver = Saver(context)
         #: The newest generation that was entered; 0: none.
@@ -118,14 +120,18 @@ class Session:
         control, timeline = context.control, context.timeline
         control.answered()
         timeline.enter(generation)
+        if not context.state.layers:
+            self._memory.begin()
+        self._preparing.enter(assign)
         log.info("entering generation", extra={"generation": generation})
         membership: Membership | None = None
         try:
             control.report(PhaseReached(generation=generation, phase="aborted"))
-            received = 0
+            received = fed = 0
             if assign.handover:
                 with timeline.phase("hand over"):
                     membership = join_handover(context, assign)
+                    fed = self._preparing.take_over(membership.host)
                     received = self._recovery.hand_over(assign, membership.transport)
                     membership.leave(orderly=True)
                     membership = None
@@ -134,11 +140,15 @@ class Session:
                 self._executor = None
                 return control.wait_next(generation)
             with timeline.phase("rendezvous"):
-                programs = self._compile(assign.plan)
+                programs = self._preparing.programs(assign.plan)
                 membership = join(context, assign, programs)
-            if not context.state.layers:
+            fed += self._preparing.take_over(membership.host)
+            if not context.state.layers and not fed:
                 self._memory.begin()
-            salvage = self._recovery.run(assign, membership.transport, received=received)
+            salvage = self._recovery.run(
+                assign, membership.transport, received=received + fed, fed=fed
+            )
+            self._preparing.drop()
             following = self._train(assign, membership, programs, salvage)
         except TransportError as error:
             report_lost(context, generation, error, membership.silent() if membership else ())
@@ -185,12 +195,19 @@ class Session:
         self._saver.enter(assign, transport)
         self._memory.restart()
         executor = self._executor = Executor(
-            context, assign.plan, programs, transport, self._prefetcher, self._saver
+            context,
+            assign.plan,
+            programs,
+            transport,
+            self._prefetcher,
+            self._saver,
+            self._preparing,
         )
         redo: Redo | None = None
         if salvage is not None:
             redo = Redo(salvage=salvage, programs=self._compile(assign.plan, salvage.work))
         while True:
+            self._preparing.look(assign.plan)
             check_skipped(job.training, progress)
             if self._evaluator is not None:
                 # Also in a generation's begin: the one before may have ended in the middle of it.

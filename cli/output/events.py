@@ -132,7 +132,12 @@ def _reconfigured(record: dict[str, Any]) -> str:
     if record.get("rolled_forward"):
         parts.append("rolled forward")
     if record.get("received_bytes"):
-        parts.append(f"{format_bytes(record['received_bytes'])} of state moved")
+        moved = f"{format_bytes(record['received_bytes'])} of state moved"
+        if fed := record.get("fed_bytes"):
+            moved += f", {format_bytes(fed)} of it before the switch"
+        parts.append(moved)
+    if record.get("stall_s") is not None:
+        parts.append(f"training stood still for {seconds(record['stall_s'])}")
     if record.get("superseded_by") is not None:
         parts.append(f"overtaken by generation {record['superseded_by']}")
     return ", ".join(parts)

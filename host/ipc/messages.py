@@ -23,6 +23,8 @@ class Rendezvous(msgspec.Struct, frozen=True, kw_only=True, rename={"host": "sto
     host: str
     #: Unguessable and never used before, so that generations cannot mix.
     prefix: str
+    #: Of the plan's workers, in their order, as far as they are up: for what is prepared before.
+    cards: tuple[str, ...] = ()
 
 
 class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +36,8 @@ class FaultRule(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint. On the way into a generation, in this order: `before:rendezvous`, `before:connect`
     (all have arrived), `before:agree`, `before:transfer`, `sending` and `receiving` (`microbatch`
     counts the pieces of state before it), `after:transfer`. Before the first: `before:measure`.
+    While a plan is prepared, whose generation counts: `preparing` (it was announced), `feeding`
+    (after each step, where this worker feeds others), `prepared` (it is ready), `before:take over`.
     """
 
     worker: WorkerId
@@ -196,8 +200,9 @@ class PhaseReached(msgspec.Struct, frozen=True, kw_only=True, tag="phase"):
     #: need not be.
     redo: bool = False
     salvaged_microbatches: int = 0
-    #: With `transferred`: bytes this worker received.
+    #: With `transferred`: bytes this worker received, and how many of them while training went on.
     received_bytes: int = 0
+    fed_bytes: int = 0
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -51,6 +51,10 @@ class ReconfigurationStats(msgspec.Struct, frozen=True, kw_only=True):
     redo_step: int | None
     rolled_forward: bool
     received_bytes: int
+    #: Of these, what came while the generation before trained on.
+    fed_bytes: int = 0
+    #: For how long no step was committed, less one step of the generation before; None: not known.
+    stall_s: float | None = None
     #: Micro-batches of the step that is done again which did not have to be.
     salvaged_microbatches: int = 0
     #: Where it did not come to a step: who had not left the generation before.

@@ -4,6 +4,10 @@ Workers take checkpoints by themselves, and go back to one by themselves where a
 is with nobody. The master notes each of their words on it once, and tells operators.
 """
 
+from statistics import median
+
+import msgspec
+
 from oobleck.host.ipc.messages import CheckpointSaved, Restored, SaveFailed
 from oobleck.master.events.jobs import (
     CheckpointPublished,
@@ -26,6 +30,23 @@ def reconfiguration_stats(context: Context, job: Job) -> ReconfigurationStats | 
     """How far the way into the newest generation has come; None: it is not on the way."""
     if job.current.made is None or not job.current.on_the_way:
         return None
+    stats = _observed_stats(context, job, job.current.made.detect_s)
+    return msgspec.structs.replace(stats, stall_s=_stall_s(job))
+
+
+def _stall_s(job: Job) -> float | None:
+    """For how long no step was committed before the newest generation's first one, less one step of
+    before; None: there is none, or none of before is known."""
+    recent, generation = job.seen.steps.recent, job.current.generation
+    before = [record for record in recent if record.generation < generation]
+    first = next((record for record in recent if record.generation >= generation), None)
+    if first is None or not before:
+        return None
+    usual_s = median(record.step_seconds for record in before)
+    return max(0.0, first.time - before[-1].time - usual_s)
+
+
+def _observed_stats(context: Context, job: Job, detect_s: float) -> ReconfigurationStats:
     timeline = job.seen.timeline
     if timeline is not None:
         end = context.now if timeline.first_step_at is None else timeline.first_step_at
@@ -36,7 +57,7 @@ def reconfiguration_stats(context: Context, job: Job) -> ReconfigurationStats | 
         (r.time for r in job.seen.steps.recent if r.generation >= job.current.generation), unix
     )
     phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-    phases["detect"], phases["waiting"] = job.current.made.detect_s, job.current.waited_s
+    phases["detect"], phases["waiting"] = detect_s, job.current.waited_s
     phases["first_step"] = max(0.0, first - job.current.made_at)
     return ReconfigurationStats(
         phases=phases,

@@ -49,6 +49,7 @@ class RecoveryTimeline:
     redo: bool = False
     rolled_forward: bool = False
     received_bytes: int = 0
+    fed_bytes: int = 0
     salvaged_microbatches: int = 0
     #: Who has left the generation before, met the others, and come to hold its layers.
     answered: set[WorkerId] = field(default_factory=set)
@@ -88,6 +89,7 @@ class RecoveryTimeline:
             redo_step=redo_step,
             rolled_forward=self.rolled_forward,
             received_bytes=self.received_bytes,
+            fed_bytes=self.fed_bytes,
             salvaged_microbatches=self.salvaged_microbatches,
             unanswered=unanswered,
             master_restarted=False,

@@ -229,6 +229,7 @@ def _take_phase(job: Job, worker: WorkerId, reached: PhaseReached, now: float) -
             timeline.transferred_at = now
             timeline.entered.add(worker)
             timeline.received_bytes += reached.received_bytes
+            timeline.fed_bytes += reached.fed_bytes
 
 
 def note_progress(job: Job, generation: Generation, now: float) -> None:

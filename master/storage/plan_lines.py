@@ -85,6 +85,8 @@ def _reconfigured(
         "rolled_forward": stats.rolled_forward,
         "salvaged_microbatches": stats.salvaged_microbatches,
         "received_bytes": stats.received_bytes,
+        "fed_bytes": stats.fed_bytes,
+        "stall_s": stats.stall_s,
         "pipelines_before": pipelines(before),
         "pipelines_after": pipelines(made.plan),
         "can_lose": made.can_lose,

@@ -243,7 +243,11 @@ class Director:
         card = next(self.workers[w].card for w in hosts if not self.workers[w].gone)
         message = Assign(
             plan=plan,
-            rendezvous=Rendezvous(host=card, prefix=f"meeting-{self._meetings}"),
+            rendezvous=Rendezvous(
+                host=card,
+                prefix=f"meeting-{self._meetings}",
+                cards=tuple(self.workers[worker].card for worker in plan.workers),
+            ),
             boundary=boundary,
             restore=restore,
             anew=anew,

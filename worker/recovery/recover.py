@@ -54,9 +54,12 @@ class Recovery:
         self._progress = context.progress
         self._control = context.control
 
-    def run(self, assign: Assign, transport: Transport, *, received: int = 0) -> Salvage | None:
+    def run(
+        self, assign: Assign, transport: Transport, *, received: int = 0, fed: int = 0
+    ) -> Salvage | None:
         """Agree where training stands, go there, and fetch missing layers; returns what there is of
-        the next step already. `received`: bytes that were handed over before.
+        the next step already. `received`: bytes that have come before, of which `fed` ones while
+        training went on.
 
         Raises TransportError when a peer is lost, DataError when nodes read different data,
         JobError and NodeError where no checkpoint can be used as the plan wants, and LayersGone
@@ -91,7 +94,12 @@ class Recovery:
             received += fetch_layers(self._context, plan, plan.workers, agreement, transport)
         progress.join(agreement.step, agreement.lineage, agreement.skipped, plan.generation)
         self._control.report(
-            PhaseReached(generation=plan.generation, phase="transferred", received_bytes=received)
+            PhaseReached(
+                generation=plan.generation,
+                phase="transferred",
+                received_bytes=received,
+                fed_bytes=fed,
+            )
         )
         return salvage
 

@@ -107,11 +107,11 @@ class Control:
         if self._measure is not None:
             raise Superseded(generation)
 
-    def pending_boundary(self, generation: Generation) -> Generation | None:
-        """The newest boundary change after `generation` that waits to be voted on, if any."""
+    def announced(self, generation: Generation) -> Assign | None:
+        """The newest boundary change after `generation`, if any."""
         with self._changed:
             newest = max(self._boundaries, default=generation)
-        return newest if newest > generation else None
+            return self._boundaries[newest] if newest > generation else None
 
     def boundary(self, generation: Generation) -> Assign:
         """The boundary change that a vote chose; this worker has voted for it, so it has it."""

@@ -90,18 +90,33 @@ class LayerState:
         vectorised kernels round the ends of a tensor unlike its middle, and all copies of a weight
         must stay equal to the last bit (see `CUT_NUMBERS`).
         """
-        flat = self.layout
         for numbers, gradient in self.applied():
-            for start, end, decayed in (
-                (0, flat.tied, True),
-                (flat.tied, flat.decayed, True),
-                (flat.decayed, flat.size, False),
-            ):
-                both = range(max(start, numbers.start), min(end, numbers.stop))
+            yield from self.slices_of(numbers, gradient)
+
+    def slices_of(self, numbers: range, gradient: Tensor) -> Iterator[Slice]:
+        """The same for `numbers`, all of one part, to which `gradient` is applied."""
+        flat = self.layout
+        for start, end, decayed in (
+            (0, flat.tied, True),
+            (flat.tied, flat.decayed, True),
+            (flat.decayed, flat.size, False),
+        ):
+            both = range(max(start, numbers.start), min(end, numbers.stop))
+            if both:
+                offset = both.start - numbers.start
+                yield Slice(
+                    storage=self.storage[:, self.columns(both)],
+                    gradient=gradient[offset : offset + len(both)],
+                    decayed=decayed,
+                )
+
+    def gradient_of(self, wanted: tuple[range, range], into: Tensor) -> None:
+        """Put what the update will apply to `wanted`, which are all here, into `into`, flat."""
+        offset = 0
+        for numbers in wanted:
+            for applied, gradient in self.applied():
+                both = range(max(applied.start, numbers.start), min(applied.stop, numbers.stop))
                 if both:
-                    offset = both.start - numbers.start
-                    yield Slice(
-                        storage=self.storage[:, self.columns(both)],
-                        gradient=gradient[offset : offset + len(both)],
-                        decayed=decayed,
-                    )
+                    begin, first = offset + both.start - numbers.start, both.start - applied.start
+                    into[begin : begin + len(both)] = gradient[first : first + len(both)]
+            offset += len(numbers)

@@ -64,15 +64,21 @@ class ModelState:
     def allocate(self, layer: int, *, version: int, part: int = 0, parts: int = 1) -> LayerState:
         """Room for `layer`, or a share of it, after `version` steps, to be received into its
         `storage`. It is held from `complete` on, so a transfer that breaks off leaves nothing."""
+        made = self.make(Shard(layer, part, parts), version=version)
+        self._partial[layer] = made
+        return made
+
+    def make(self, shard: Shard, *, version: int) -> LayerState:
+        """Room for a layer, or a share of it, that is not on its way to be held yet."""
+        layer, parts = shard.layer, shard.parts
         flat, module = layout(self._job.model, layer), empty_module(self._job.model, layer)
-        shard = Shard(layer, part, parts)
         size = sum(map(len, flat.shard(shard)))
         rows = 1 + self._job.training.optimizer.moments
         storage = torch.empty(rows, size, dtype=self._dtype, device=self._device)
         gradient = torch.zeros(size, dtype=self._dtype, device=self._device)
         if parts == 1:
             point_parameters(module, flat, storage[0], gradient)
-        self._partial[layer] = LayerState(
+        return LayerState(
             shard=shard,
             layout=flat,
             module=module,
@@ -80,7 +86,13 @@ class ModelState:
             gradient=gradient,
             version=version,
         )
-        return self._partial[layer]
+
+    def adopt(self, made: LayerState) -> None:
+        """Hold what was made before, and is there as far as it was not held in another share."""
+        layer = made.shard.layer
+        self._partial[layer] = made
+        self.write_own(layer)
+        self.complete(layer)
 
     def complete(self, layer: int) -> None:
         """The `storage` of an allocated layer is there. Another share of the layer is kept as
@@ -183,6 +195,15 @@ class ModelState:
             if layer not in keeping:
                 state.gradient.zero_()
                 state.added.clear()
+
+    def read_gradient(self, layer: int, start: Fraction, stop: Fraction) -> Tensor:
+        """A copy in host memory of what the update will apply to that share of `layer`, which is
+        held (n)."""
+        held = self.layers[layer]
+        numbers = held.layout.share(start, stop)
+        found = held.gradient.new_empty(sum(map(len, numbers)))
+        held.gradient_of(numbers, found)
+        return found.cpu()
 
     def gradient_part(self, part: LayerPart) -> Tensor:
         """The slice of a layer's own gradient that is summed over one set of workers: a view."""

@@ -25,14 +25,20 @@ def commit(
         if layer not in progress.reduced_layers:
             state.drop(layer)
     state.former.clear()  # the newest shares alone have reduced gradients
-    training = job.training
-    if result.finite:
-        scale = clip_scale(result.grad_norm, training.clip) / training.microbatches
+    scale = scale_of(result, job.training)
+    if scale is not None:
         state.apply(step, scale=scale)
     else:
         state.skip(step)
     progress.skipped = 0 if result.finite else progress.skipped + 1
     progress.committed = step
+
+
+def scale_of(result: vote.Result, training: TrainingSpec) -> float | None:
+    """What makes summed gradients those of the mean loss, clipped; None: nobody applies them."""
+    if not result.finite:
+        return None
+    return clip_scale(result.grad_norm, training.clip) / training.microbatches
 
 
 def check_skipped(training: TrainingSpec, progress: TrainingProgress) -> None:

@@ -4,6 +4,7 @@ Owns the order of a step's effects, and what each leaves in the worker's progres
 computes, a tensor travels or a ballot is counted is below.
 """
 
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -14,9 +15,10 @@ from oobleck.planner.programs.instructions import Action, Instruction, Program, 
 from oobleck.planner.programs.plan import Plan
 from oobleck.worker.context import WorkerContext
 from oobleck.worker.data.prefetch import Prefetcher
+from oobleck.worker.preparation.preparing import Preparing
 from oobleck.worker.runtime.random import RowKeys
 from oobleck.worker.step import vote
-from oobleck.worker.step.commit import commit, make_record
+from oobleck.worker.step.commit import commit, make_record, scale_of
 from oobleck.worker.step.gradient_sums import GradientSums
 from oobleck.worker.step.hops import SPANS, Hops, Microbatches
 from oobleck.worker.step.mailbox import Mailbox
@@ -100,6 +102,7 @@ class Executor:
         transport: Transport,
         prefetcher: Prefetcher,
         saver: vote.Checkpoints,
+        preparing: Preparing,
     ) -> None:
         """`programs`: of all workers of `plan`, for whole steps."""
         self._context = context
@@ -114,6 +117,7 @@ class Executor:
         self._transport = transport
         self._prefetcher = prefetcher
         self._saver = saver
+        self._preparing = preparing
         rank = {member: index for index, member in enumerate(plan.workers)}
         own = programs[context.worker]
         self._sums = GradientSums(own, rank, context.state, transport, context.timeline)
@@ -249,13 +253,14 @@ class Executor:
         progress.reduced, progress.reduced_generation = step.number, self._generation
         progress.reduced_layers = tuple(self._layers)
         self._reached("reduced", step.number)
+        self._preparing.reduced(step.number)
 
         with timeline.span("ballot"):
             vector = vote.ballot(
                 global_batch=self._training.global_batch,
                 loss_sum=sum(progress.losses.values(), progress.loss_parts),
                 squared_norm=state.squared_norm(norm_parts),
-                pending=self._context.control.pending_boundary(self._generation),
+                pending=self._preparing.ready_for(step.number),
                 row_digests=progress.row_digests,
                 saving=self._saver.intent(step.number),
             )
@@ -275,6 +280,9 @@ class Executor:
         context = self._context
         commit(context.state, context.job, self._progress, step.result, step.number)
         self._saver.committed(step.number, step.result.saving)
+        scale = scale_of(step.result, self._training)
+        step_s = time.monotonic() - self._progress.begun_at
+        self._preparing.committed(step.number, scale, step_s)
 
     def _reached(self, point: str, step: int, microbatch: int | None = None) -> None:
         self._context.faults.reached(

@@ -69,9 +69,11 @@ class _Guest:
 class Dial:
     """A call of this process's own."""
 
-    def __init__(self, card: Card, serial: int) -> None:
+    def __init__(self, card: Card, serial: int, epoch: int) -> None:
+        """`epoch`: of the meeting that it is made for."""
         self.card = card
         self.serial = serial
+        self.epoch = epoch
         self.until = time.monotonic() + DIAL_LIMIT_S
         #: Whether the host has taken the call.
         self.answered = False
@@ -114,7 +116,9 @@ class Door:
         self._listener.setblocking(False)
         poll.register(self._listener, select.EPOLLIN)
         self.card = Card(identity, address, self._listener.getsockname()[1])
-        self._epoch, self._secret = -1, b""
+        #: Of the present meeting; and the secrets of that and of those that are expected.
+        self._epoch = -1
+        self._secrets: dict[int, bytes] = {}
         #: By their descriptors; guests the oldest first.
         self._guests: dict[int, _Guest] = {}
         self._dials: dict[int, Dial] = {}
@@ -133,25 +137,44 @@ class Door:
         )
 
     def admit(self, epoch: int, secret: bytes) -> None:
-        """Let in those of this meeting alone, from now on."""
-        self._epoch, self._secret = epoch, secret
+        """Let in those of this meeting, and of later ones that are expected, alone from now on."""
+        self._epoch = epoch
+        self._secrets = {e: known for e, known in self._secrets.items() if e > epoch}
+        self._secrets[epoch] = secret
         for peer, call in list(self.calls.items()):
             if call.confirmed:
                 # The other end may have the link by now, whose end it would take for a loss.
                 call.until = time.monotonic() + ANSWER_LIMIT_S
-            else:
+            elif call.epoch < epoch or call.problem is not None:
                 self._hang_up(call)
                 del self.calls[peer]
+        self._answer_early()
+
+    def expect(self, epoch: int, secret: bytes) -> None:
+        """Let in those of this later meeting too."""
+        self._secrets[epoch] = secret
+        self._answer_early()
+
+    def call_off(self, epoch: int) -> None:
+        """Expect it no more."""
+        self._secrets.pop(epoch, None)
+        for peer, call in list(self.calls.items()):
+            if call.epoch == epoch and not call.confirmed:
+                self._hang_up(call)
+                del self.calls[peer]
+
+    def _answer_early(self) -> None:
+        """Those that have called before their meeting was known here."""
         early = [d for d, guest in self._guests.items() if guest.call and not guest.own]
         for descriptor in early:
             self._hear_guest(descriptor, self._answer)
 
     # ---- calls of this process's own
 
-    def dial(self, card: Card) -> None:
-        """Begin to call, unless a call is under way."""
+    def dial(self, card: Card, epoch: int) -> None:
+        """Begin to call for that meeting, unless a call is under way."""
         if card.identity not in self.calls:
-            call = Dial(card, self._serials.get(card.identity, 0) + 1)
+            call = Dial(card, self._serials.get(card.identity, 0) + 1, epoch)
             self.calls[card.identity] = call
             self._connect(call)
 
@@ -195,7 +218,7 @@ class Door:
 
     def _advance(self, call: Dial) -> None:
         """The connection stands, or there is something to read, or neither will be."""
-        connection, secret = call.socket, self._secret
+        connection, secret = call.socket, self._secrets.get(call.epoch, b"")
         assert connection is not None, "only what is connected is polled"
         them = call.card.identity
         if not call.missing:
@@ -206,7 +229,7 @@ class Door:
             if not call.answered:
                 call.answered = True
                 call.until = time.monotonic() + ANSWER_LIMIT_S
-            said = greeting.make_call(self._epoch, call.serial, self._identity, call.own)
+            said = greeting.make_call(call.epoch, call.serial, self._identity, call.own)
             connection.sendall(said + greeting.prove(secret, b"call", them, said))
             call.missing = greeting.ANSWER_BYTES
             self._poll.modify(connection, select.EPOLLIN)
@@ -223,7 +246,7 @@ class Door:
             self._open(them, call.serial, connection)
             return
         answer, proof = greeting.read_answer(bytes(call.said))
-        said = greeting.make_call(self._epoch, call.serial, self._identity, call.own)
+        said = greeting.make_call(call.epoch, call.serial, self._identity, call.own)
         if not greeting.proven(proof, secret, b"answer", them, said, answer):
             self._fail(call, PermissionError("whoever answers there is not of this job"))
             return
@@ -302,12 +325,13 @@ class Door:
         guest.missing -= len(part)
         if guest.missing:
             return False
-        said, me, secret = bytes(guest.said), self._identity, self._secret
+        said, me = bytes(guest.said), self._identity
         if guest.call is None:
             guest.call, guest.missing = greeting.read_call(said), 1
             return guest.call is None or self._answer(guest)
         call = guest.call
-        confirmed = call.epoch == self._epoch and greeting.proven(
+        secret = self._secrets.get(call.epoch)
+        confirmed = secret is not None and greeting.proven(
             said, secret, b"confirm", me, call.said, guest.own
         )
         if not confirmed or not self._wanted(call):
@@ -320,13 +344,12 @@ class Door:
 
     def _answer(self, guest: _Guest) -> bool:
         """Answer a call, now or when this worker comes to the meeting that the caller means."""
-        call, me, secret = guest.call, self._identity, self._secret
+        call, me = guest.call, self._identity
         assert call is not None, "it has called"
-        if call.epoch > self._epoch:
-            return False
-        if call.epoch < self._epoch or not greeting.proven(
-            call.proof, secret, b"call", me, call.said
-        ):
+        secret = self._secrets.get(call.epoch)
+        if secret is None:
+            return call.epoch < self._epoch  # of a later one this worker may yet hear
+        if not greeting.proven(call.proof, secret, b"call", me, call.said):
             return True
         guest.own = greeting.fresh()
         proof = greeting.prove(secret, b"answer", me, call.said, guest.own)

@@ -30,10 +30,15 @@ class Kind(IntEnum):
     GIVEN_UP = 7
     #: The same: a newer one is wanted, so nobody waits for this one.
     CALLED_OFF = 9
+    #: State for a meeting that is still to come, piece by piece; and how far its taker is with it.
+    FEED = 10
+    FED = 11
 
 
 #: These are said of a meeting that is over, so they are never dropped.
 LEAVING = frozenset({Kind.GOODBYE, Kind.GIVEN_UP, Kind.CALLED_OFF})
+#: These go to whoever prepares their meeting, whether or not this worker has come to it.
+FEEDING = frozenset({Kind.FEED, Kind.FED})
 
 
 class Label(NamedTuple):
@@ -48,17 +53,20 @@ class Label(NamedTuple):
 HEADER = struct.Struct("!QBqIQ")
 
 #: Frames of a lower number go first.
-URGENT, ORDINARY, BULK = range(3)
+URGENT, ORDINARY, BULK, BACKGROUND = range(4)
 _PRIORITIES = {
     Kind.MESSAGE: ORDINARY,
     Kind.WORDS: URGENT,
     Kind.TABLE: URGENT,
     Kind.STANDING: URGENT,
+    Kind.FEED: BACKGROUND,
+    Kind.FED: URGENT,
 }
 
 
 def priority_of(kind: int) -> int:
-    """Sums go behind the messages that other workers compute on, and a leave behind everything."""
+    """Sums go behind the messages that other workers compute on, a leave behind all of its meeting,
+    and what is sent ahead of a later one behind everything."""
     return _PRIORITIES.get(Kind(kind), BULK)
 
 

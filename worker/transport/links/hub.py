@@ -53,6 +53,16 @@ class Member(Protocol):
         """Called soon after a link's end, from the hub's own thread and without the lock."""
 
 
+class Feeding(Protocol):
+    """Who prepares a meeting that is still to come."""
+
+    epoch: int
+
+    def feed(self, peer: bytes, label: Label) -> Incoming | None:
+        """Where a frame that `peer` sends ahead of it goes; None: it is not wanted. Called with the
+        links' lock held."""
+
+
 class Links:
     """One listener, and at most one link to each other process."""
 
@@ -84,6 +94,7 @@ class Links:
         self._blocked: set[int] = set()
         self._epoch = 0
         self._member: Member | None = None
+        self._feeding: Feeding | None = None
         #: Who has left the present meeting, and how; and how this worker has, if so.
         self._left: dict[bytes, int] = {}
         self._leaving: Kind | None = None
@@ -115,7 +126,7 @@ class Links:
             self._unanswered.clear()
             for link in self._links.values():
                 link.raise_floor(epoch)
-            self._pressing = 0
+            self._pressing = self._feeding is not None
             self._door.admit(epoch, secret)
             ahead = self._ahead.pop(epoch, {})
             self._ahead = {later: said for later, said in self._ahead.items() if later > epoch}
@@ -136,20 +147,48 @@ class Links:
             if kind != Kind.GOODBYE:
                 for each in self._links.values():
                     each.raise_floor(epoch + 1)
-                self._pressing = 0
+                self._pressing = self._feeding is not None
             self._member = None
             # All, since the others of a meeting may not be known yet; to the rest it says nothing.
             for link in list(self._links.values()):
                 self._write(link, epoch, Label(kind, 0, 0), _NOTHING)
             self._arm()
 
-    def connect(self, cards: Sequence[Card]) -> None:
-        """Begin to call those to whom there is no link."""
+    def connect(self, cards: Sequence[Card], epoch: int | None = None) -> None:
+        """Begin to call those to whom there is no link, as one of the meeting `epoch` that is
+        expected; None: of the present one."""
         with self.lock:
             for card in cards:
                 if card.identity not in self._links:
-                    self._door.dial(card)
+                    self._door.dial(card, self._epoch if epoch is None else epoch)
             self._ring(self._own_bell)
+
+    def expect(self, secret: bytes, feeding: Feeding) -> None:
+        """Let in those of a meeting that comes after the present one too, until it is called off;
+        what they send ahead of it goes to `feeding`, also while that meeting is the present one."""
+        with self.lock:
+            self._feeding = feeding
+            self._door.expect(feeding.epoch, secret)
+            self.press(+1)
+
+    def call_off(self, feeding: Feeding) -> None:
+        """Expect it no more. May be repeated."""
+        with self.lock:
+            if self._feeding is not feeding:
+                return
+            self._feeding = None
+            self.press(-1)
+            for link in self._links.values():
+                link.stop_feeding(feeding.epoch)
+            if feeding.epoch > self._epoch:
+                self._door.call_off(feeding.epoch)
+            self._arm()
+
+    def _feeds(self, peer: bytes, epoch: int, label: Label) -> Incoming | None:
+        feeding = self._feeding
+        if feeding is None or epoch != feeding.epoch:
+            return None
+        return feeding.feed(peer, label)
 
     @property
     def peers(self) -> frozenset[bytes]:
@@ -169,6 +208,15 @@ class Links:
     def send(self, peer: bytes, label: Label, content: memoryview) -> Outgoing:
         """Raises TransportError when there is no link."""
         frame = self._write(self._link(peer), self._epoch, label, content)
+        if frame is None:
+            raise TransportError(_GONE)
+        return frame
+
+    def send_ahead(
+        self, feeding: Feeding, peer: bytes, label: Label, content: memoryview
+    ) -> Outgoing:
+        """For the meeting that is prepared. Raises TransportError when there is no link."""
+        frame = self._write(self._link(peer), feeding.epoch, label, content)
         if frame is None:
             raise TransportError(_GONE)
         return frame
@@ -225,7 +273,7 @@ class Links:
             if old.used_in >= self._epoch and peer not in self._left:
                 # The other end was over before this one knew: frames have gone nowhere.
                 self._lose(peer, "a peer has called again amid a meeting")
-        link = Link(peer, serial, connected)
+        link = Link(peer, serial, connected, partial(self._feeds, peer))
         link.raise_floor(self._epoch)
         self._links[peer] = self._by_descriptor[connected.fileno()] = link
         link.polled_for = _READ | _END

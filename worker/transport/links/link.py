@@ -12,7 +12,15 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Protocol
 
-from oobleck.worker.transport.links.frame import HEADER, LEAVING, Kind, Label, priority_of
+from oobleck.worker.transport.links.frame import (
+    BACKGROUND,
+    FEEDING,
+    HEADER,
+    LEAVING,
+    Kind,
+    Label,
+    priority_of,
+)
 
 #: Read at once. Frames that are no larger are copied out of it, larger ones read in place.
 _BUFFER_BYTES = 64 << 10
@@ -20,7 +28,10 @@ _BUFFER_BYTES = 64 << 10
 _SCRATCH_BYTES = 1 << 20
 #: Read from one link before others get their turn.
 _TURN_BYTES = 1 << 20
-_PRIORITY_COUNT = 3
+_PRIORITY_COUNT = BACKGROUND + 1
+#: What the kernel has not sent yet may be so much: more would hold up what is urgent.
+_UNSENT_BYTES = 256 << 10
+_TCP_NOTSENT_LOWAT = 25
 
 
 class Outgoing:
@@ -94,6 +105,9 @@ class _Nobody(Incoming):
 
 _NOBODY = _Nobody()
 
+#: Says where the content of a feeding frame of this epoch and label goes; None: nobody wants it.
+Feeds = Callable[[int, Label], Incoming | None]
+
 #: Told of frames with which the sender comes to a meeting or leaves it, whether or not this worker
 #: has come to it: their epoch, kind and content.
 OnNews = Callable[[int, int, bytes], None]
@@ -119,11 +133,13 @@ class Link:
     """The end of a connection that this worker has. All methods but `post` raise OSError when the
     connection is over."""
 
-    def __init__(self, peer: bytes, serial: int, connected: socket.socket) -> None:
+    def __init__(self, peer: bytes, serial: int, connected: socket.socket, feeds: Feeds) -> None:
         """`peer`: the identity of the process at the other end; `serial`: counts the connections
         with it."""
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+        self._feeds = feeds
         self.peer = peer
         self.serial = serial
         self.socket = connected
@@ -152,7 +168,8 @@ class Link:
     def send(self, epoch: int, label: Label, content: memoryview) -> Outgoing:
         """Queue a frame, and hand the kernel what it takes."""
         frame = Outgoing(epoch, label, content)
-        self.used_in = max(self.used_in, epoch)
+        if label.kind not in FEEDING:
+            self.used_in = max(self.used_in, epoch)
         idle = not self.blocked
         self._queues[priority_of(label.kind)].append(frame)
         if idle:
@@ -260,6 +277,13 @@ class Link:
     def _begin(self, epoch: int, label: Label, size: int) -> None:
         """The content of a frame is next."""
         self._reading_epoch, self._missing = epoch, size
+        if label.kind in FEEDING:
+            self._reading = self._feeds(epoch, label)
+            if self._reading is None:
+                self._forget()
+            else:
+                self._room = self._reading.room(size)
+            return
         self.used_in = max(self.used_in, epoch)
         if epoch < self._floor:
             self._forget()
@@ -289,13 +313,20 @@ class Link:
         self._early = {key: early for key, early in self._early.items() if key[0] >= epoch}
         if self._reading is not None and self._reading_epoch < epoch:
             self._forget()
+        self._withdraw(lambda frame: frame.epoch < epoch and frame.kind not in LEAVING)
+
+    def stop_feeding(self, epoch: int) -> None:
+        """What is queued for that meeting ahead of it is not wanted any more."""
+        self._withdraw(lambda frame: frame.epoch == epoch and frame.kind in FEEDING)
+
+    def _withdraw(self, unwanted: Callable[[Outgoing], bool]) -> None:
         for queue in self._queues:
             for _ in range(len(queue)):
                 frame = queue.popleft()
-                if frame.epoch >= epoch or frame.kind in LEAVING:
+                if not unwanted(frame):
                     queue.append(frame)
         writing = self._writing
-        if writing is None or writing.epoch >= epoch or writing.kind in LEAVING:
+        if writing is None or not unwanted(writing):
             return
         if writing.started:
             writing.own_the_rest()

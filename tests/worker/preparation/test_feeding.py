@@ -1,0 +1,266 @@
+"""State that goes to a coming plan's workers while training goes on."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+
+from oobleck.planner.ids import Generation, NodeName, WorkerId
+from oobleck.planner.job.optimization import OptimizerSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.programs.shards import Shard
+from oobleck.planner.programs.transfer import Transfer
+from oobleck.worker.preparation.items import ACKNOWLEDGED
+from oobleck.worker.preparation.sink import Sink
+from oobleck.worker.preparation.source import Source
+from oobleck.worker.state.layer_state import LayerState
+from oobleck.worker.state.model_state import ModelState
+from oobleck.worker.state.progress import Position
+from oobleck.worker.transport.links.frame import Label
+from oobleck.worker.transport.links.hub import Links
+from oobleck.worker.transport.links.link import Incoming
+from support.folders import TEXT
+
+SECRET = b"k" * 32
+HOST = torch.device("cpu")
+A, B = (WorkerId(NodeName(name), 0) for name in "ab")
+
+
+def job(optimizer: OptimizerSpec, *, tied: bool = True, precision: str = "fp32") -> JobSpec:
+    return JobSpec(
+        name="feeding",
+        model=ModelSpec(layers=2, hidden=32, heads=2, sequence_length=16, tied=tied),
+        data=DataSpec(text=(TEXT,)),
+        training=TrainingSpec(
+            steps=20,
+            global_batch=4,
+            microbatch=1,
+            precision=precision,  # type: ignore[arg-type]
+            optimizer=optimizer,
+        ),
+    )
+
+
+class _Words(Incoming):
+    def __init__(self, take: Callable[[int], None]) -> None:
+        self._take = take
+        self._content = bytearray()
+
+    def room(self, size: int) -> memoryview:
+        self._content = bytearray(size)
+        return memoryview(self._content)
+
+    def arrived(self) -> None:
+        self._take(int.from_bytes(self._content, "big"))
+
+
+class End:
+    """One of the two ends; as the taker with a sink."""
+
+    epoch = 7
+
+    def __init__(self) -> None:
+        self.links = Links("127.0.0.1", silence_s=5.0)
+        self.sink: Sink | None = None
+        self.source: Source | None = None
+        self.links.expect(SECRET, self)
+
+    def feed(self, peer: bytes, label: Label) -> Incoming | None:
+        if label == ACKNOWLEDGED:
+            return _Words(self._acknowledged)
+        return self.sink.frame(peer, label) if self.sink is not None else None
+
+    def _acknowledged(self, step: int) -> None:
+        assert self.source is not None
+        self.source.acknowledged = step
+
+
+@contextmanager
+def two_ends() -> Iterator[tuple[End, End]]:
+    giver, taker = End(), End()
+    try:
+        giver.links.connect([taker.links.card], End.epoch)
+        until(lambda: giver.links.linked(taker.links.identity))
+        until(lambda: taker.links.linked(giver.links.identity))
+        yield giver, taker
+    finally:
+        for end in (giver, taker):
+            end.links.close()
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def held(spec: JobSpec, shards: Sequence[Shard]) -> ModelState:
+    state = ModelState(spec, HOST)
+    for shard in shards:
+        state.initialise(shard.layer, part=shard.part, parts=shard.parts)
+    return state
+
+
+def some_step(state: ModelState, number: int) -> None:
+    """Gradients of a step, the same whatever is held."""
+    for layer, one in state.layers.items():
+        draw = torch.Generator().manual_seed(1000 * number + layer)
+        whole = torch.randn(one.layout.size, generator=draw).to(one.gradient.dtype)
+        one.reduced.clear()
+        for numbers in one.numbers:
+            one.gradient[one.columns(numbers)] = whole[numbers.start : numbers.stop]
+
+
+def equal(one: LayerState, other: LayerState) -> bool:
+    return one.version == other.version and torch.equal(one.storage, other.storage)
+
+
+OPTIMIZERS = [
+    pytest.param(OptimizerSpec(lr=1e-2), id="adamw"),
+    pytest.param(OptimizerSpec(name="sgd", lr=1e-2, momentum=0.9), id="momentum"),
+    pytest.param(OptimizerSpec(name="sgd", lr=1e-2), id="sgd"),
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_copies_follow_to_the_last_bit(
+    optimizer: OptimizerSpec, precision: str, parts: int
+) -> None:
+    spec = job(optimizer, precision=precision)
+    layers = range(spec.model.layer_count)
+    own = held(spec, [Shard(layer) for layer in layers])
+    wanted = [Shard(layer, parts - 1, parts) for layer in layers]
+    with two_ends() as (giver, taker):
+        state = ModelState(spec, HOST)
+        taker.sink = Sink(taker.links, taker, state, spec.training, wanted)
+        transfers = [
+            Transfer(layer=s.layer, source=A, destination=B, start=s.start, stop=s.stop)
+            for s in wanted
+        ]
+        source = giver.source = Source(giver.links, giver, own, taker.links.identity, transfers)
+        step = 0
+        while step < 6 or not source.is_ready(step):
+            step += 1
+            some_step(own, step)
+            source.reduced(step)
+            if step == 4:
+                own.skip(step)
+            else:
+                own.apply(step, scale=0.5)
+            source.committed(step, None if step == 4 else 0.5, step_s=0.0)
+            if step > 6:
+                until(lambda step=step: source.acknowledged >= step)  # type: ignore[misc]
+        source.end(Position(committed=step, lineage=3), generation=2)
+        until(taker.sink.is_over)
+        (word,) = taker.sink.last_words()
+        assert (word.step, word.lineage, word.generation) == (step, 3, 2)
+        found = taker.sink.whole_layers(step)
+        assert sorted(one.shard for one in found) == wanted
+        for one in found:
+            state.adopt(one)
+        taker.sink.close()
+    reference = ModelState(spec, HOST)
+    for shard in wanted:
+        whole = own.snapshot(shard.layer)
+        reference.load(shard.layer, whole, version=step, part=shard.part, parts=parts)
+    assert all(equal(state.layers[i], reference.layers[i]) for i in layers)
+
+
+def test_what_is_held_makes_up_the_rest() -> None:
+    spec = job(OptimizerSpec(lr=1e-2))
+    own, state = held(spec, [Shard(1)]), held(spec, [Shard(1, 0, 2)])
+    with two_ends() as (giver, taker):
+        taker.sink = Sink(taker.links, taker, state, spec.training, [Shard(1)])
+        half = Transfer(layer=1, source=A, destination=B, start=Fraction(1, 2), stop=Fraction(1))
+        source = giver.source = Source(giver.links, giver, own, taker.links.identity, [half])
+        for step in range(1, 5):
+            for one in (own, state):
+                some_step(one, step)
+            source.reduced(step)
+            for one in (own, state):
+                one.apply(step, scale=1.0)
+            source.committed(step, 1.0, step_s=0.0)
+            until(lambda step=step: source.acknowledged >= step)  # type: ignore[misc]
+        source.end(Position(committed=4), generation=1)
+        until(taker.sink.is_over)
+        (found,) = taker.sink.whole_layers(4)
+        state.adopt(found)
+        taker.sink.close()
+    assert equal(state.layers[1], own.layers[1])
+
+
+@pytest.mark.parametrize("harm", ["garbage", "no numbers", "too many", "another layer"])
+def test_what_makes_no_sense_is_left(harm: str) -> None:
+    spec = job(OptimizerSpec(lr=1e-2))
+    own = held(spec, [Shard(1)])
+    with two_ends() as (giver, taker):
+        state = ModelState(spec, HOST)
+        taker.sink = Sink(taker.links, taker, state, spec.training, [Shard(1)])
+        layer = 2 if harm == "another layer" else 1
+        if harm == "another layer":
+            own = held(spec, [Shard(2)])
+        transfer = Transfer(layer=layer, source=A, destination=B)
+        source = giver.source = Source(giver.links, giver, own, taker.links.identity, [transfer])
+        with giver.links.lock:
+            if harm == "garbage":
+                giver.links.send_ahead(
+                    giver, taker.links.identity, Label(10, 0, 0), memoryview(b'{"item": 3}')
+                )
+            elif harm != "another layer":
+                size = 64 if harm == "too many" else 8
+                giver.links.send_ahead(
+                    giver, taker.links.identity, Label(10, 0, 1), memoryview(bytes(size))
+                )
+        own.apply(1, scale=1.0)
+        source.committed(1, 1.0, step_s=0.0)
+        source.end(Position(committed=1), generation=1)
+        until(taker.sink.is_over)
+        assert taker.sink.whole_layers(1) == []
+        taker.sink.close()
+
+
+def test_a_taker_that_cannot_keep_up_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oobleck.worker.preparation.source._OUTRUN_S", 0.0)
+    spec = job(OptimizerSpec(lr=1e-2))
+    layers = range(spec.model.layer_count)
+    own = held(spec, [Shard(layer) for layer in layers])
+    with two_ends() as (giver, taker):
+        transfers = [Transfer(layer=layer, source=A, destination=B) for layer in layers]
+        # It takes what comes, and never says how far it is.
+        source = giver.source = Source(giver.links, giver, own, taker.links.identity, transfers)
+        for step in range(1, 60):
+            own.apply(step, scale=1.0)
+            source.reduced(step)
+            source.committed(step, 1.0, step_s=0.0)
+            if source.is_ready(step):
+                break
+        assert source.is_ready(step)
+        assert source.pieces == 0
+
+
+def test_a_taker_without_a_link_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oobleck.worker.preparation.source._PATIENCE_S", 0.05)
+    spec = replace(job(OptimizerSpec(lr=1e-2)))
+    own = held(spec, [Shard(1)])
+    end = End()
+    try:
+        transfer = Transfer(layer=1, source=A, destination=B)
+        source = Source(end.links, end, own, b"n" * 16, [transfer])
+        own.apply(1, scale=1.0)
+        source.committed(1, 1.0, step_s=0.0)
+        assert not source.is_ready(1)
+        time.sleep(0.1)
+        own.apply(2, scale=1.0)
+        source.committed(2, 1.0, step_s=0.0)
+        assert source.is_ready(2)
+        assert source.acknowledged == 0
+        assert Generation(0) == 0
+    finally:
+        end.links.close()

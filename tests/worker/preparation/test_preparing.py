@@ -1,0 +1,197 @@
+"""Plans for a step boundary on real workers: prepared while training goes on, and overtaken."""
+
+import functools
+from collections.abc import Sequence
+
+import pytest
+
+from oobleck.host.ipc.messages import FaultRule, PeerLost, PhaseReached
+from oobleck.planner.ids import Generation
+from oobleck.planner.job.optimization import OptimizerSpec
+from oobleck.planner.job.spec import DataSpec, JobSpec, ModelSpec, TrainingSpec
+from oobleck.planner.programs.plan import Plan
+from support.director import Director, WarmWorkers, make_plan, worker_named
+from support.folders import TEXT
+
+STEPS = 24
+
+
+@functools.cache
+def job(precision: str = "fp64", dropout: float = 0.1) -> JobSpec:
+    return JobSpec(
+        name="preparing",
+        model=ModelSpec(layers=3, hidden=32, heads=2, sequence_length=16, dropout=dropout),
+        data=DataSpec(text=(TEXT,)),
+        training=TrainingSpec(
+            steps=STEPS,
+            global_batch=8,
+            microbatch=1,
+            precision=precision,  # type: ignore[arg-type]
+            optimizer=OptimizerSpec(lr=1e-2),
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(warm: WarmWorkers) -> dict[int, float | None]:
+    with Director(warm, job()) as cluster:
+        cluster.start("alone")
+        plan = make_plan(1, [[("alone", 5)]], [8])
+        cluster.assign(plan)
+        cluster.wait_finished(plan)
+        cluster.stop()
+        return cluster.losses()
+
+
+def stop(node: str, step: int) -> FaultRule:
+    """Hold all up until they are let go on."""
+    return FaultRule(worker=worker_named(node), point="before:LoadTokens", step=step, action="stop")
+
+
+def transferred(cluster: Director, plan: Plan) -> list[PhaseReached]:
+    return [
+        word
+        for worker in plan.workers
+        for word in cluster.said(worker, PhaseReached, plan.generation)
+        if isinstance(word, PhaseReached) and word.phase == "transferred"
+    ]
+
+
+def check_fed(cluster: Director, plan: Plan) -> None:
+    """Something was, and nothing was left to the switch."""
+    words = transferred(cluster, plan)
+    assert sum(word.fed_bytes for word in words) > 0
+    assert all(word.received_bytes == word.fed_bytes for word in words)
+
+
+FOUR = make_plan(1, [[("a", 2), ("b", 3)], [("c", 3), ("d", 2)]], [4, 4])
+SHARED = make_plan(1, [[("a", 2, 2), ("b", 3)], [("c", 5)]], [4, 4])
+ONE = make_plan(1, [[("a", 1), ("b", 2), ("c", 2)]], [8])
+CHANGES = [
+    pytest.param(
+        FOUR,
+        make_plan(2, [[("a", 2), ("b", 3)], [("c", 1), ("d", 2), ("e", 2)]], [4, 4]),
+        (),
+        id="join",
+    ),
+    pytest.param(
+        FOUR,
+        make_plan(2, [[("a", 2), ("b", 3)], [("c", 3), ("d", 2)], [("e", 5)]], [3, 3, 2]),
+        (),
+        id="one more pipeline",
+    ),
+    pytest.param(
+        FOUR, make_plan(2, [[("a", 5)], [("c", 3), ("d", 2)]], [4, 4]), ("b",), id="drain"
+    ),
+    pytest.param(
+        FOUR,
+        make_plan(2, [[("a", 4), ("b", 1)], [("c", 1), ("d", 4)]], [4, 4]),
+        (),
+        id="another cut",
+    ),
+    pytest.param(
+        SHARED,
+        make_plan(2, [[("a", 3, 2), ("b", 2)], [("c", 3), ("e", 2)]], [4, 4]),
+        (),
+        id="shared stage",
+    ),
+    pytest.param(
+        SHARED, make_plan(2, [[("a", 5)], [("c", 2), ("e", 3, 2)]], [4, 4]), ("a/1", "b"), id="cuts"
+    ),
+]
+
+
+def names(*plans: Plan) -> Sequence[str]:
+    return sorted({str(worker) for plan in plans for worker in plan.workers})
+
+
+@pytest.mark.parametrize(("before", "after", "leaving"), CHANGES)
+def test_a_change_is_fed_and_trains_the_same(
+    warm: WarmWorkers,
+    undisturbed: dict[int, float | None],
+    before: Plan,
+    after: Plan,
+    leaving: tuple[str, ...],
+) -> None:
+    with Director(warm, job(), [stop("a", 3)]) as cluster:
+        cluster.start(*names(before, after))
+        cluster.assign(before)
+        cluster.wait(lambda: cluster.has_faulted("a/0"), "step 3")
+        cluster.assign(after, boundary=True, leaving=leaving)
+        cluster.let_go("a")
+        cluster.wait_finished(after)
+        cluster.stop()
+        check_fed(cluster, after)
+        assert cluster.losses() == pytest.approx(undisturbed, rel=1e-12)
+        assert not any(cluster.said(worker, PeerLost) for worker in cluster.workers)
+
+
+def test_what_the_leaving_alone_hold_is_fed(
+    warm: WarmWorkers, undisturbed: dict[int, float | None]
+) -> None:
+    without = make_plan(2, [[("a", 3), ("b", 2)]], [8])
+    with Director(warm, job(), [stop("a", 3)]) as cluster:
+        cluster.start("a", "b", "c")
+        cluster.assign(ONE)
+        cluster.wait(lambda: cluster.has_faulted("a/0"), "step 3")
+        cluster.assign(without, boundary=True, leaving=["c"], handover=True)
+        cluster.let_go("a")
+        cluster.wait_finished(without)
+        cluster.stop()
+        check_fed(cluster, without)
+        assert cluster.losses() == pytest.approx(undisturbed, rel=1e-12)
+
+
+JOIN = make_plan(2, [[("a", 2), ("b", 3)], [("c", 1), ("d", 2), ("e", 2)]], [4, 4])
+
+
+#: A giver, one that gives and takes, and the newcomer; each at all points that it comes to.
+LOSSES = [
+    *[(victim, p) for victim in "cd" for p in ("preparing", "feeding", "prepared")],
+    *[(victim, "before:take over") for victim in "cde"],
+    ("e", "preparing"),
+    ("e", "before:connect"),
+]
+
+
+@pytest.mark.parametrize(("victim", "point"), LOSSES)
+def test_a_loss_while_a_plan_is_prepared(
+    warm: WarmWorkers, undisturbed: dict[int, float | None], victim: str, point: str
+) -> None:
+    rule = FaultRule(
+        worker=worker_named(victim), point=point, generation=Generation(2), action="kill_worker"
+    )
+    rest = {
+        "c": make_plan(3, [[("a", 2), ("b", 3)], [("d", 3), ("e", 2)]], [4, 4]),
+        "d": make_plan(3, [[("a", 2), ("b", 3)], [("c", 3), ("e", 2)]], [4, 4]),
+        "e": make_plan(3, [[("a", 2), ("b", 3)], [("c", 3), ("d", 2)]], [4, 4]),
+    }[victim]
+    with Director(warm, job(), [stop("a", 3), rule]) as cluster:
+        cluster.start("a", "b", "c", "d", "e")
+        cluster.assign(FOUR)
+        cluster.wait(lambda: cluster.has_faulted("a/0"), "step 3")
+        cluster.assign(JOIN, boundary=True)
+        cluster.let_go("a")
+        cluster.wait(lambda: cluster.workers[worker_named(victim)].gone, "the loss")
+        cluster.assign(rest)
+        cluster.wait_finished(rest)
+        cluster.stop()
+        assert cluster.losses() == pytest.approx(undisturbed, rel=1e-12)
+
+
+def test_a_plan_that_is_overtaken_is_dropped(
+    warm: WarmWorkers, undisturbed: dict[int, float | None]
+) -> None:
+    other = make_plan(3, [[("a", 1), ("b", 2), ("e", 2)], [("c", 3), ("d", 2)]], [4, 4])
+    with Director(warm, job(), [stop("a", 3), stop("b", 5)]) as cluster:
+        cluster.start("a", "b", "c", "d", "e")
+        cluster.assign(FOUR)
+        cluster.wait(lambda: cluster.has_faulted("a/0"), "step 3")
+        cluster.assign(JOIN, boundary=True)
+        cluster.let_go("a")
+        cluster.wait(lambda: cluster.has_faulted("b/0"), "step 5")
+        cluster.assign(other, boundary=True)
+        cluster.let_go("b")
+        cluster.wait_finished(other)
+        cluster.stop()
+        assert cluster.losses() == pytest.approx(undisturbed, rel=1e-12)

@@ -1,0 +1,78 @@
+"""What goes from a source of state to a worker of a coming plan, ahead of the plan.
+
+A stream of items: a head, and for a piece of state or of a gradient its numbers behind it, cut into
+frames. Must not know where items come from, nor what becomes of them.
+"""
+
+from fractions import Fraction
+
+import msgspec
+import torch
+
+from oobleck.planner.ids import Generation
+from oobleck.worker.transport.links.frame import Kind, Label
+
+#: Of numbers in one frame: what is urgent waits for no more than this to go out first.
+FRAME_BYTES = 128 << 10
+HEAD = Label(Kind.FEED, 0, 0)
+NUMBERS = Label(Kind.FEED, 0, 1)
+ACKNOWLEDGED = Label(Kind.FED, 0, 0)
+
+
+class Copied(msgspec.Struct, frozen=True, kw_only=True, tag="copied"):
+    """A piece of a layer's state after `version` steps; (1 + moments, count) numbers follow."""
+
+    #: The source's number for it, from now on.
+    piece: int
+    layer: int
+    #: Numerators and denominators: the piece of the layer's flat state.
+    start: tuple[int, int]
+    stop: tuple[int, int]
+    version: int
+    count: int
+
+    @property
+    def span(self) -> tuple[Fraction, Fraction]:
+        return Fraction(*self.start), Fraction(*self.stop)
+
+
+class Reduced(msgspec.Struct, frozen=True, kw_only=True, tag="reduced"):
+    """What step `step` applies to a piece, before its scale; `count` numbers follow. The step is
+    committed once its `Applied` comes."""
+
+    piece: int
+    step: int
+    count: int
+
+
+class Applied(msgspec.Struct, frozen=True, kw_only=True, tag="applied"):
+    """The source has committed a step. All pieces that come before are at it then."""
+
+    step: int
+    #: Of the gradients; None: the step was skipped.
+    scale: float | None
+
+
+class Left(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
+    """A piece is fed no more: it is to be fetched when the plan is entered."""
+
+    piece: int
+
+
+class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
+    """The source has left the plan before: its pieces are as they were then."""
+
+    step: int
+    lineage: int
+    skipped: int
+    generation: Generation
+
+
+Item = Copied | Reduced | Applied | Left | Over
+decoder: "msgspec.json.Decoder[Item]" = msgspec.json.Decoder(Item)
+
+
+def frames_of(numbers: torch.Tensor) -> list[torch.Tensor]:
+    """Contiguous numbers in host memory, as one frame each."""
+    flat = numbers.reshape(-1)
+    return list(torch.split(flat, FRAME_BYTES // flat.element_size()))

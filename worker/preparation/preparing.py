@@ -1,0 +1,273 @@
+"""Make before break: what a coming plan needs is prepared while training goes on.
+
+A plan for a step boundary is announced to all its workers and those of the plan before. Each
+compiles the programs, opens links that are missing, and sends layers that others will hold ahead of
+the plan (`source`, `sink`). A worker votes for the switch once it is ready; what is not there by
+then is fetched when the plan is entered, as after a loss. A plan that is overtaken takes all that
+was prepared for it along. Must not know how plans come about.
+"""
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from oobleck.host.ipc.messages import Assign
+from oobleck.planner.errors import LayerLost
+from oobleck.planner.ids import Generation, WorkerId
+from oobleck.planner.programs.instructions import Program
+from oobleck.planner.programs.plan import Plan
+from oobleck.planner.programs.transfer import Transfer, plan_transfers
+from oobleck.worker.context import WorkerContext
+from oobleck.worker.membership import meeting_of
+from oobleck.worker.preparation.items import ACKNOWLEDGED
+from oobleck.worker.preparation.sink import Sink
+from oobleck.worker.preparation.source import Source
+from oobleck.worker.state.layout import layer_sizes
+from oobleck.worker.transport.connect import links_of
+from oobleck.worker.transport.linked import LinkTransport
+from oobleck.worker.transport.links.door import Card
+from oobleck.worker.transport.links.frame import Label
+from oobleck.worker.transport.links.link import Incoming
+
+log = logging.getLogger(__name__)
+
+Programs = Mapping[WorkerId, Program]
+Compile = Callable[[Plan], Programs]
+
+
+class _Acknowledgement(Incoming):
+    """A taker's word on how far it is."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._content = bytearray()
+
+    def room(self, size: int) -> memoryview:
+        self._content = bytearray(size)
+        return memoryview(self._content)
+
+    def arrived(self) -> None:
+        self._source.acknowledged = int.from_bytes(self._content, "big")
+
+
+class _Coming:
+    """One plan that is prepared."""
+
+    def __init__(self, context: WorkerContext, assign: Assign, present: Plan | None) -> None:
+        """`present`: the plan that is left for it; None: this worker is in none."""
+        self.plan = assign.plan
+        self.epoch, self._secret = meeting_of(assign)
+        self.programs: Programs | None = None
+        self._context = context
+        self._assign = assign
+        self._present = present
+        #: Whether all has been said that the takers need to know.
+        self._left = present is None
+        #: Whether this worker has taken over what has been fed to it.
+        self.taken = False
+        self.sink = Sink(
+            context.links,
+            self,
+            context.state,
+            context.job.training,
+            assign.plan.shards.get(context.worker, ()),
+        )
+        self._cards = {
+            worker: Card.read(card)
+            for worker, card in zip(assign.plan.workers, assign.rendezvous.cards, strict=False)
+            if card
+        }
+        #: By taker. None: it is not known yet what is to be sent.
+        self._sources: dict[bytes, Source] | None = None
+        self._transfers: dict[WorkerId, list[Transfer]] | None = None
+        context.links.expect(self._secret, self)
+
+    def feed(self, peer: bytes, label: Label) -> Incoming | None:
+        if label != ACKNOWLEDGED:
+            return self.sink.frame(peer, label)
+        source = (self._sources or {}).get(peer)
+        return _Acknowledgement(source) if source is not None else None
+
+    def work_out(self, compile_programs: Compile) -> None:
+        """What takes the longer the more workers there are; in a thread of its own."""
+        programs = compile_programs(self.plan)
+        self._connect(programs)
+        self.programs = programs
+        self._transfers = self._own_transfers()
+
+    def _connect(self, programs: Programs) -> None:
+        """To those that the plan needs. Of two, the larger identity calls."""
+        context, workers = self._context, self.plan.workers
+        near: set[WorkerId] = set()
+        if context.worker in workers:
+            ranks = context.connector.near(
+                workers.index(context.worker), len(workers), links_of(programs, self.plan)
+            )
+            near = {workers[rank] for rank in ranks}
+        own = context.links.identity
+        cards = [self._cards[worker] for worker in near if worker in self._cards]
+        context.links.connect([card for card in cards if own > card.identity], self.epoch)
+
+    def _own_transfers(self) -> dict[WorkerId, list[Transfer]]:
+        present, assign, job = self._present, self._assign, self._context.job
+        if present is None or assign.restore:
+            return {}
+        away = set() if assign.handover else set(assign.leaving)
+        held = {worker: shards for worker, shards in present.shards.items() if worker not in away}
+        found: defaultdict[WorkerId, list[Transfer]] = defaultdict(list)
+        try:
+            transfers = plan_transfers(held, assign.plan, state_bytes=layer_sizes(job.model))
+        except LayerLost:
+            return {}
+        for transfer in transfers:
+            if transfer.source == self._context.worker and transfer.destination in self._cards:
+                found[transfer.destination].append(transfer)
+        return found
+
+    def sources(self) -> Sequence[Source]:
+        """Begun as soon as it is known what is to be sent."""
+        if self._sources is None:
+            if self._transfers is None:
+                return ()
+            context = self._context
+            takers = {self._cards[taker].identity: taker for taker in self._transfers}
+            self._sources = {
+                identity: Source(
+                    context.links, self, context.state, identity, self._transfers[taker]
+                )
+                for identity, taker in takers.items()
+            }
+            context.links.connect([self._cards[taker] for taker in takers.values()], self.epoch)
+        return tuple(self._sources.values())
+
+    def is_ready(self, committed: int) -> bool:
+        return self._sources is not None and all(
+            source.is_ready(committed) for source in self._sources.values()
+        )
+
+    @property
+    def is_new_here(self) -> bool:
+        """Whether this worker is in no plan before."""
+        return self._present is None
+
+    def leave(self) -> None:
+        """The plan before is left, after the newest committed step. May be repeated."""
+        if self._left or self._present is None:
+            return
+        self._left = True
+        for source in self.sources():
+            source.end(self._context.progress, self._present.generation)
+
+    def close(self) -> None:
+        self._context.links.call_off(self)
+        self.sink.close()
+
+
+class Preparing:
+    """What this worker has ready for the plan that comes next. Used by the training thread."""
+
+    def __init__(self, context: WorkerContext, compile_programs: Compile) -> None:
+        self._context = context
+        self._compile = compile_programs
+        self._coming: _Coming | None = None
+        self._thread: threading.Thread | None = None
+
+    def look(self, present: Plan) -> None:
+        """Begin with a plan that has been announced, at a step boundary of `present`."""
+        assign = self._context.control.announced(present.generation)
+        if assign is not None and not self._is_for(assign):
+            self._begin(assign, present)
+
+    def _is_for(self, assign: Assign) -> bool:
+        return self._coming is not None and self._coming.plan.generation == assign.plan.generation
+
+    def _begin(self, assign: Assign, present: Plan | None) -> None:
+        self.drop()
+        coming = self._coming = _Coming(self._context, assign, present)
+        log.info("preparing", extra={"generation": assign.plan.generation})
+        self._thread = threading.Thread(
+            target=coming.work_out, args=(self._compile,), name="prepare", daemon=True
+        )
+        self._thread.start()
+        self._reached("preparing")
+
+    def _reached(self, point: str) -> None:
+        assert self._coming is not None, "only asked of a plan that is prepared"
+        generation, step = self._coming.plan.generation, self._context.progress.committed
+        self._context.faults.reached(point, generation=generation, step=step)
+
+    def reduced(self, step: int) -> None:
+        """The reduced gradients of `step` are there."""
+        for source in self._sources():
+            source.reduced(step)
+
+    def committed(self, step: int, scale: float | None, step_s: float) -> None:
+        """`step` is committed, with its gradients times `scale`; None: it was skipped."""
+        for source in self._sources():
+            source.committed(step, scale, step_s)
+            self._reached("feeding")
+
+    def _sources(self) -> Sequence[Source]:
+        return self._coming.sources() if self._coming is not None else ()
+
+    def ready_for(self, step: int) -> Generation | None:
+        """The generation that this worker is ready to switch to after `step`, if there is one."""
+        coming = self._coming
+        if coming is None or not coming.is_ready(step - 1):
+            return None
+        self._reached("prepared")
+        return coming.plan.generation
+
+    def enter(self, assign: Assign) -> None:
+        """The plan of `assign` is entered: nothing that is prepared for another is wanted. A worker
+        that is in none is fed from now on."""
+        if self._coming is not None and self._is_for(assign):
+            self._coming.leave()
+            return
+        self.drop()
+        if assign.boundary and self._context.worker in assign.plan.workers:
+            self._begin(assign, None)
+
+    def programs(self, plan: Plan) -> Programs:
+        """Of all workers of `plan`."""
+        coming = self._coming
+        if coming is not None and coming.plan.generation == plan.generation:
+            assert self._thread is not None, "it was begun"
+            self._thread.join()
+            if coming.programs is not None:
+                return coming.programs
+        return self._compile(plan)
+
+    def take_over(self, host: LinkTransport) -> int:
+        """Hold the layers that have been fed, once all have come; returns their bytes.
+
+        Raises TransportError when one that has come is lost.
+        """
+        coming = self._coming
+        if coming is None or coming.taken:
+            return 0
+        coming.taken = True
+        self._reached("before:take over")
+        sink, state, progress = coming.sink, self._context.state, self._context.progress
+        host.wait(sink.is_over, sink.feeders)
+        words = sink.last_words()
+        if not words or any(word.step != words[0].step for word in words):
+            return 0
+        word = words[0]
+        if not coming.is_new_here and progress.committed != word.step:
+            return 0
+        whole = sink.whole_layers(word.step)
+        for layer in whole:
+            state.adopt(layer)
+        if whole and coming.is_new_here:
+            progress.join(word.step, word.lineage, word.skipped, word.generation)
+        count = sum(layer.storage.nbytes for layer in whole)
+        log.info("took over", extra={"layers": len(whole), "bytes": count})
+        return count
+
+    def drop(self) -> None:
+        """Nothing is prepared."""
+        if self._coming is not None:
+            self._coming.close()
+            self._coming = None

@@ -1,0 +1,307 @@
+"""What this worker takes of the layers that a coming plan gives it, ahead of the plan.
+
+Each source feeds pieces of layers and the updates that follow; a thread replays these, so that the
+copies are equal to the sources' own to the last bit. They count for nobody until the plan is
+entered. Must not know plans.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import msgspec
+import torch
+
+from oobleck.planner.job.spec import TrainingSpec
+from oobleck.planner.programs.shards import Shard
+from oobleck.worker.preparation.items import (
+    ACKNOWLEDGED,
+    NUMBERS,
+    Applied,
+    Copied,
+    Item,
+    Left,
+    Over,
+    Reduced,
+    decoder,
+)
+from oobleck.worker.runtime.errors import TransportError
+from oobleck.worker.state.layer_state import LayerState
+from oobleck.worker.state.model_state import ModelState, state_dtype
+from oobleck.worker.state.optimizer import Slice, update
+from oobleck.worker.transport.links.frame import Label, bytes_of
+from oobleck.worker.transport.links.hub import Feeding, Links
+from oobleck.worker.transport.links.link import Incoming
+
+log = logging.getLogger(__name__)
+
+#: No item has more numbers than a layer that fits into memory.
+_MOST_NUMBERS = 1 << 40
+
+
+class _Piece:
+    """A part of a layer that one source feeds."""
+
+    def __init__(self, state: LayerState, span: tuple[Fraction, Fraction], version: int) -> None:
+        self.state = state
+        self.span = span
+        self.numbers = state.layout.share(*span)
+        self.version = version
+        #: Of the step under way.
+        self.gradient: torch.Tensor | None = None
+
+
+class _Stream:
+    """What comes from one source. Frames come in with the links' lock held, and items leave it for
+    the sink's thread."""
+
+    def __init__(
+        self, source: bytes, job: TrainingSpec, items: "queue.SimpleQueue[_Come | None]"
+    ) -> None:
+        self.source = source
+        self.pieces: dict[int, _Piece] = {}
+        #: Its last word, once all before it is applied.
+        self.over: Over | None = None
+        #: What came could not be used: it counts as if it had not.
+        self.broken = False
+        self._rows = 1 + job.optimizer.moments
+        self._dtype = state_dtype(job.precision)
+        self._items = items
+        self._head: Item | None = None
+        self._numbers = torch.empty(0)
+        self._room = memoryview(b"")
+
+    def frame(self, label: Label) -> Incoming | None:
+        if self.broken:
+            return None
+        return _Numbers(self) if label == NUMBERS else _Head(self)
+
+    def read_head(self, content: bytes) -> None:
+        try:
+            head = decoder.decode(content)
+        except msgspec.MsgspecError as error:
+            self._break(str(error))
+            return
+        if not isinstance(head, Copied | Reduced):
+            self._items.put(_Come(self, head, None))
+            return
+        if not 0 <= head.count < _MOST_NUMBERS or self._room:
+            self._break(f"{head.count} numbers")
+            return
+        shape = (self._rows, head.count) if isinstance(head, Copied) else (head.count,)
+        self._head, self._numbers = head, torch.empty(shape, dtype=self._dtype)
+        self._room = bytes_of(self._numbers)
+        self._check_whole()
+
+    def room(self, size: int) -> memoryview:
+        if size > len(self._room):
+            self._break(f"{size} bytes of {len(self._room)}")
+            return memoryview(bytearray(size))
+        room, self._room = self._room[:size], self._room[size:]
+        return room
+
+    def _check_whole(self) -> None:
+        if not self._room and self._head is not None:
+            head, self._head = self._head, None
+            self._items.put(_Come(self, head, self._numbers))
+
+    def took(self) -> None:
+        self._check_whole()
+
+    def _break(self, why: str) -> None:
+        log.error("what is fed makes no sense", extra={"detail": why})
+        self.broken = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Come:
+    """An item that is complete."""
+
+    stream: _Stream
+    head: Item
+    numbers: torch.Tensor | None
+
+
+class _Head(Incoming):
+    def __init__(self, stream: _Stream) -> None:
+        self._stream = stream
+        self._content = bytearray()
+
+    def room(self, size: int) -> memoryview:
+        self._content = bytearray(size)
+        return memoryview(self._content)
+
+    def arrived(self) -> None:
+        self._stream.read_head(bytes(self._content))
+
+
+class _Numbers(Incoming):
+    def __init__(self, stream: _Stream) -> None:
+        self._stream = stream
+
+    def room(self, size: int) -> memoryview:
+        return self._stream.room(size)
+
+    def arrived(self) -> None:
+        self._stream.took()
+
+
+class Sink:
+    """All that is fed to this worker for one coming plan."""
+
+    def __init__(
+        self,
+        links: Links,
+        feeding: Feeding,
+        state: ModelState,
+        training: TrainingSpec,
+        shards: Iterable[Shard],
+    ) -> None:
+        """`shards`: what the worker holds in the plan."""
+        self._links = links
+        self._feeding = feeding
+        self._state = state
+        self._training = training
+        self._shards = {shard.layer: shard for shard in shards}
+        self._layers: dict[int, LayerState] = {}
+        self._streams: dict[bytes, _Stream] = {}
+        self._items: queue.SimpleQueue[_Come | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def frame(self, source: bytes, label: Label) -> Incoming | None:
+        """Where a frame of `source` goes. Called with the links' lock held."""
+        stream = self._streams.get(source)
+        if stream is None:
+            stream = self._streams[source] = _Stream(source, self._training, self._items)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="feeding", daemon=True)
+                self._thread.start()
+        return stream.frame(label)
+
+    @property
+    def feeders(self) -> frozenset[bytes]:
+        """Those from whom something has come."""
+        return frozenset(self._streams)
+
+    def is_over(self) -> bool:
+        """Whether no source has more to say. Called with the links' lock held."""
+        return all(
+            stream.over is not None or stream.broken or not self._links.linked(stream.source)
+            for stream in self._streams.values()
+        )
+
+    def last_words(self) -> list[Over]:
+        """Of the sources that had the time."""
+        return [stream.over for stream in self._streams.values() if stream.over is not None]
+
+    def whole_layers(self, step: int) -> list[LayerState]:
+        """What is there at `step`, where what this worker holds already makes up the rest."""
+        fed: dict[int, list[tuple[Fraction, Fraction]]] = {}
+        for stream in self._streams.values():
+            if stream.broken or stream.over is None:
+                continue
+            for piece in stream.pieces.values():
+                if piece.version == step:
+                    fed.setdefault(piece.state.shard.layer, []).append(piece.span)
+        whole = []
+        for layer, spans in fed.items():
+            held = [one[layer] for one in (self._state.layers, self._state.former) if layer in one]
+            spans += [(one.shard.start, one.shard.stop) for one in held if one.version == step]
+            state = self._layers[layer]
+            if _cover(spans, state.shard) and all(one.version == step for one in held):
+                state.version = step
+                whole.append(state)
+        return whole
+
+    def close(self) -> None:
+        """Take nothing any more."""
+        for stream in self._streams.values():
+            stream.broken = True
+        self._items.put(None)
+
+    # ---- the thread
+
+    def _serve(self) -> None:
+        while (come := self._items.get()) is not None:
+            stream = come.stream
+            if stream.broken:
+                continue
+            try:
+                self._take(stream, come.head, come.numbers)
+            except (ValueError, KeyError, RuntimeError):
+                log.exception("what is fed cannot be taken")
+                stream.broken = True
+            if stream.broken or stream.over is not None:
+                self._links.wake()
+
+    def _take(self, stream: _Stream, head: Item, numbers: torch.Tensor | None) -> None:
+        match head:
+            case Copied():
+                assert numbers is not None, "they come with it"
+                self._copy(stream, head, numbers)
+            case Reduced(piece=number, step=step):
+                piece = stream.pieces.get(number)
+                if piece is not None and piece.version == step - 1:
+                    piece.gradient = numbers
+            case Applied(step=step, scale=scale):
+                for number, piece in list(stream.pieces.items()):
+                    if piece.version == step - 1:
+                        self._apply(stream, number, piece, step, scale)
+                self._acknowledge(stream, step)
+            case Left(piece=number):
+                stream.pieces.pop(number, None)
+            case Over():
+                stream.over = head
+
+    def _copy(self, stream: _Stream, head: Copied, numbers: torch.Tensor) -> None:
+        state = self._layers.get(head.layer)
+        if state is None:
+            state = self._state.make(self._shards[head.layer], version=head.version)
+            self._layers[head.layer] = state
+        piece = _Piece(state, head.span, head.version)
+        if sum(map(len, piece.numbers)) != head.count:
+            raise ValueError(f"{head.count} numbers for {piece.numbers} of layer {head.layer}")
+        offset = 0
+        for part in piece.numbers:
+            columns = state.columns(part)
+            state.storage[:, columns] = numbers[:, offset : offset + len(part)]
+            offset += len(part)
+        stream.pieces[head.piece] = piece
+
+    def _apply(
+        self, stream: _Stream, number: int, piece: _Piece, step: int, scale: float | None
+    ) -> None:
+        if scale is not None:
+            if piece.gradient is None:
+                del stream.pieces[number]
+                return
+            gradient = piece.gradient.to(piece.state.storage.device).mul_(scale)
+            offset = 0
+            slices: list[Slice] = []
+            for part in piece.numbers:
+                if part:
+                    of_part = gradient[offset : offset + len(part)]
+                    slices += piece.state.slices_of(part, of_part)
+                offset += len(part)
+            update(slices, self._training, step)
+        piece.gradient, piece.version = None, step
+
+    def _acknowledge(self, stream: _Stream, step: int) -> None:
+        content = memoryview(step.to_bytes(8, "big"))
+        try:
+            with self._links.lock:
+                self._links.send_ahead(self._feeding, stream.source, ACKNOWLEDGED, content)
+        except TransportError:
+            stream.broken = True
+
+
+def _cover(spans: Iterable[tuple[Fraction, Fraction]], shard: Shard) -> bool:
+    reached = shard.start
+    for start, stop in sorted(spans):
+        if start > reached:
+            return False
+        reached = max(reached, stop)
+    return reached >= shard.stop

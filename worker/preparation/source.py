@@ -1,0 +1,192 @@
+"""What this worker sends ahead of a coming plan to one worker that will hold some of its layers.
+
+A layer is copied at a step boundary and goes out in the background; the applied gradients of each
+later step follow, so that the taker replays the same updates. Used by the training thread. Must not
+know what becomes of it.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from oobleck.planner.ids import Generation
+from oobleck.planner.programs.transfer import Transfer
+from oobleck.worker.preparation.items import (
+    HEAD,
+    NUMBERS,
+    Applied,
+    Copied,
+    Item,
+    Left,
+    Over,
+    Reduced,
+    frames_of,
+)
+from oobleck.worker.runtime.errors import TransportError
+from oobleck.worker.state.model_state import ModelState
+from oobleck.worker.state.progress import Position
+from oobleck.worker.transport.links.frame import Label, bytes_of
+from oobleck.worker.transport.links.hub import Feeding, Links
+from oobleck.worker.transport.links.link import Outgoing
+
+log = logging.getLogger(__name__)
+
+#: Of a step's time, for copies at its end; one is made in any case.
+_COPYING_SHARE = 0.01
+#: How long a link to the taker is waited for, and an answer of a taker that has all.
+_PATIENCE_S = 15.0
+#: From the last copy on, this much has to pass before a taker that is still behind counts as one
+#: that gradients outrun.
+_OUTRUN_STEPS = 8
+_OUTRUN_S = 10.0
+#: What waits to go out to one taker; more counts as outrun at once.
+_MOST_UNSENT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    number: int
+    transfer: Transfer
+
+
+class Source:
+    """The feeding of one other worker."""
+
+    def __init__(
+        self,
+        links: Links,
+        feeding: Feeding,
+        state: ModelState,
+        taker: bytes,
+        transfers: Sequence[Transfer],
+    ) -> None:
+        """`taker`: the worker's identity; `transfers`: what it is to get of this one."""
+        self._links = links
+        self._feeding = feeding
+        self._state = state
+        self._taker = taker
+        self._waiting = deque(_Piece(n, transfer) for n, transfer in enumerate(transfers))
+        self._fed: list[_Piece] = []
+        #: Frames that may not have gone out, and their bytes, which use memory.
+        self._unsent: deque[tuple[Outgoing, int]] = deque()
+        self._began_at = time.monotonic()
+        self._copied_at, self._copied_step = self._began_at, 0
+        #: The newest step that the taker has applied to all that it has.
+        self.acknowledged = 0
+
+    @property
+    def pieces(self) -> int:
+        """How many are on their way or there."""
+        return len(self._fed)
+
+    def reduced(self, step: int) -> None:
+        """The gradients that `step` will apply are there."""
+        for piece in self._fed:
+            transfer = piece.transfer
+            gradient = self._state.read_gradient(transfer.layer, transfer.start, transfer.stop)
+            head = Reduced(piece=piece.number, step=step, count=gradient.numel())
+            self._send(head, gradient)
+
+    def committed(self, step: int, scale: float | None, step_s: float) -> None:
+        """`step`, which took `step_s`, is committed: tell so, and copy what comes next."""
+        self._check_linked()
+        if self._fed:
+            self._leave_what_is_outrun(step)
+        self._copy(step, step_s)
+        if self._fed:
+            self._send(Applied(step=step, scale=scale))
+
+    def is_ready(self, committed: int) -> bool:
+        """Whether all that can be fed is there up to the step before the one under way."""
+        return not self._waiting and (not self._fed or self.acknowledged >= committed)
+
+    def end(self, position: Position, generation: Generation) -> None:
+        """The plan is left after the newest committed step."""
+        self._waiting.clear()
+        self._send(
+            Over(
+                step=position.committed,
+                lineage=position.lineage,
+                skipped=position.skipped,
+                generation=generation,
+            )
+        )
+
+    def _check_linked(self) -> None:
+        if self._links.linked(self._taker):
+            return
+        if self._fed or time.monotonic() > self._began_at + _PATIENCE_S:
+            self._give_up("there is no link")
+
+    def _give_up(self, why: str) -> None:
+        log.info("feeding ends", extra={"why": why, "left": len(self._waiting) + len(self._fed)})
+        self._waiting.clear()
+        self._fed.clear()
+
+    def _leave_what_is_outrun(self, step: int) -> None:
+        """A taker that stays behind gets less; one that says nothing at all, nothing."""
+        if self.acknowledged >= step - 1:
+            return
+        patient = (
+            time.monotonic() < self._copied_at + _OUTRUN_S
+            or step < self._copied_step + _OUTRUN_STEPS
+        )
+        if patient and self._unsent_bytes() < _MOST_UNSENT_BYTES:
+            return
+        self._waiting.clear()
+        self._copied_at, self._copied_step = time.monotonic(), step
+        count = -(-len(self._fed) // 2)
+        log.info("gradients outrun the link", extra={"pieces": count})
+        for piece in self._fed[-count:]:
+            self._send(Left(piece=piece.number))
+        del self._fed[-count:]
+
+    def _copy(self, step: int, step_s: float) -> None:
+        """The next pieces, where the taker has what it got before, as long as hardly counts."""
+        if not self._waiting or not self._links.linked(self._taker):
+            return
+        if self._fed and self.acknowledged < step - 1:
+            return
+        until = time.monotonic() + step_s * _COPYING_SHARE
+        while self._waiting:
+            piece = self._waiting.popleft()
+            transfer = piece.transfer
+            state = self._state.read(transfer.layer, transfer.start, transfer.stop)
+            numbers = state.detach().to("cpu", copy=True)
+            start, stop = transfer.start, transfer.stop
+            head = Copied(
+                piece=piece.number,
+                layer=transfer.layer,
+                start=(start.numerator, start.denominator),
+                stop=(stop.numerator, stop.denominator),
+                version=step,
+                count=numbers.shape[1],
+            )
+            self._fed.append(piece)
+            self._send(head, numbers)
+            self._copied_at, self._copied_step = time.monotonic(), step
+            if self._copied_at > until:
+                break
+
+    def _send(self, head: Item, numbers: torch.Tensor | None = None) -> None:
+        try:
+            with self._links.lock:
+                self._frame(HEAD, memoryview(msgspec.json.encode(head)))
+                for part in frames_of(numbers) if numbers is not None else ():
+                    self._frame(NUMBERS, bytes_of(part))
+        except TransportError as error:
+            self._give_up(str(error))
+
+    def _frame(self, label: Label, content: memoryview) -> None:
+        frame = self._links.send_ahead(self._feeding, self._taker, label, content)
+        self._unsent.append((frame, len(content)))
+
+    def _unsent_bytes(self) -> int:
+        while self._unsent and self._unsent[0][0].done:
+            self._unsent.popleft()
+        return sum(size for _, size in self._unsent)
