@@ -10,7 +10,7 @@ was prepared for it along. Must not know how plans come about.
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from oobleck.host.ipc.messages import Assign
 from oobleck.planner.errors import LayerLost
@@ -197,10 +197,10 @@ class Preparing:
         generation, step = self._coming.plan.generation, self._context.progress.committed
         self._context.faults.reached(point, generation=generation, step=step)
 
-    def reduced(self, step: int) -> None:
-        """The reduced gradients of `step` are there."""
+    def reduced(self, step: int, layers: Container[int]) -> None:
+        """The reduced gradients of `layers` in `step` are there."""
         for source in self._sources():
-            source.reduced(step)
+            source.reduced(step, layers)
 
     def committed(self, step: int, scale: float | None, step_s: float) -> None:
         """`step` is committed, with its gradients times `scale`; None: it was skipped."""

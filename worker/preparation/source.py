@@ -8,7 +8,7 @@ know what becomes of it.
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -84,10 +84,12 @@ class Source:
         """How many are on their way or there."""
         return len(self._fed)
 
-    def reduced(self, step: int) -> None:
-        """The gradients that `step` will apply are there."""
+    def reduced(self, step: int, layers: Container[int]) -> None:
+        """The gradients that `step` will apply to `layers` are there."""
         for piece in self._fed:
             transfer = piece.transfer
+            if transfer.layer not in layers:
+                continue
             gradient = self._state.read_gradient(transfer.layer, transfer.start, transfer.stop)
             head = Reduced(piece=piece.number, step=step, count=gradient.numel())
             self._send(head, gradient)

@@ -248,12 +248,12 @@ class Executor:
             step.plan.mailbox.finish()
         self.hops.end()
         with timeline.span("wait for sums"):
-            self._sums.wait()
+            for layers in self._sums.as_completed():
+                self._preparing.reduced(step.number, layers)
             self._transport.complete()
         progress.reduced, progress.reduced_generation = step.number, self._generation
         progress.reduced_layers = tuple(self._layers)
         self._reached("reduced", step.number)
-        self._preparing.reduced(step.number)
 
         with timeline.span("ballot"):
             vector = vote.ballot(

@@ -5,7 +5,8 @@ backward of the layers below. The result goes into a buffer of its own: the work
 until the commit. Must not know how gradients are computed.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -122,10 +123,14 @@ class GradientSums:
         bucket = next(bucket for bucket in self._buckets if bucket.sync == sync)
         assert bucket.started, f"bucket {sync.bucket} has layers that are not done"
 
-    def wait(self) -> None:
-        """Until all reduced gradients are complete. Raises TransportError."""
+    def as_completed(self) -> Iterator[frozenset[int]]:
+        """Yield layers as their reduced gradients are complete; at the end all are. Raises
+        TransportError."""
+        left = Counter(layer for bucket in self._buckets for layer in bucket.layers)
         for bucket in self._buckets:
             if bucket.pending is not None:
                 bucket.pending.wait()
                 if bucket.recorded is not None:
                     bucket.recorded.close()
+            left.subtract(bucket.layers)
+            yield frozenset(layer for layer in bucket.layers if not left[layer])

@@ -149,7 +149,7 @@ def test_copies_follow_to_the_last_bit(
         while step < 6 or not source.is_ready(step):
             step += 1
             some_step(own, step)
-            source.reduced(step)
+            source.reduced(step, own.layers)
             if step == 4:
                 own.skip(step)
             else:
@@ -183,7 +183,7 @@ def test_what_is_held_makes_up_the_rest() -> None:
         for step in range(1, 5):
             for one in (own, state):
                 some_step(one, step)
-            source.reduced(step)
+            source.reduced(step, own.layers)
             for one in (own, state):
                 one.apply(step, scale=1.0)
             source.committed(step, 1.0, step_s=0.0)
@@ -237,7 +237,7 @@ def test_a_taker_that_cannot_keep_up_gets_less(monkeypatch: pytest.MonkeyPatch) 
         source = giver.source = Source(giver.links, giver, own, taker.links.identity, transfers)
         for step in range(1, 60):
             own.apply(step, scale=1.0)
-            source.reduced(step)
+            source.reduced(step, own.layers)
             source.committed(step, 1.0, step_s=0.0)
             if source.is_ready(step):
                 break

@@ -62,7 +62,7 @@ def test_a_sum_starts_with_the_last_micro_batch_of_its_layers(make_job) -> None:
     for done, layer in enumerate((4, 3, 2, 1, 0), start=1):
         sums.added(layer)
         assert peers.started == [((0, 1), size[i]) for i in (4, 3, 2, 1, 0)[:done]]
-    sums.wait()
+    list(sums.as_completed())
     for layer, held in state.layers.items():
         assert torch.all(held.gradient == layer + 1.0), "the own sum is untouched"
         assert torch.all(
@@ -97,7 +97,7 @@ def test_both_places_of_the_tied_weight_get_one_sum(make_job) -> None:
         plan = plan_of_cuts(*(([5], 1) for _ in range(pipelines)))
         sums, state, _ = make_sums(job, plan, range(5))
         sums.begin(dict.fromkeys(range(5), 0))
-        sums.wait()
+        list(sums.as_completed())
         for layer in (0, 4):
             total = state.reduced_part(LayerPart(layer=layer, part="tied"))
             assert torch.all(total == 1.0 + 5.0 + OTHER * (pipelines - 1))
