@@ -30,6 +30,7 @@ LEVELS = {
         "data",
         "state",
         "transport",
+        "preparation",
         "step",
         "checkpoint",
         "recovery",

@@ -102,6 +102,10 @@ class Trainer:
         self._beats, self._doing, self._waiting = 0, "begin", False
         self.stuck = False
         self._gathering: Gathering | None = None
+        #: The plan that it prepares, the first step after which it is ready, and the step at which
+        #: it has left the plan before for that one.
+        self._preparing, self._ready_at = Generation(0), 0
+        self._switched: tuple[Generation, int] | None = None
         process.on_end.append(self._ended)
 
     def _ended(self) -> None:
@@ -194,11 +198,14 @@ class Trainer:
             self.say(PhaseReached(generation=generation, phase="aborted"))
             if assign.handover:
                 members = tuple(sorted({*assign.plan.workers, *assign.leaving}))
-                await self._hand_over(assign.plan, await self._meet(assign, members, "/handover"))
+                gathering = await self._meet(assign, members, "/handover")
+                self._take_over(assign, gathering)
+                await self._hand_over(assign.plan, gathering)
                 self._leave("goodbye", orderly=True)
             if self.worker in assign.leaving:
                 return await self._next(generation)
             gathering = await self._meet(assign, assign.plan.workers)
+            self._take_over(assign, gathering)
             await self._settle_in(assign, gathering)
             return await self._train(assign, gathering)
         except TransportError as error:
@@ -230,6 +237,39 @@ class Trainer:
         self._gathering = None
 
     # ---- into a generation
+
+    def _take_over(self, assign: Assign, gathering: Gathering) -> None:
+        """Hold some of the layers that it has been fed, where others have left a plan for this one
+        by a vote; a newcomer learns from them where they stand."""
+        generation, progress = assign.plan.generation, self.progress
+        steps = {
+            member._switched[1]
+            for member in gathering.members.values()
+            if member._switched is not None and member._switched[0] == generation
+        }
+        if len(steps) != 1 or not assign.boundary:
+            return
+        (step,) = steps
+        running = self._switched is not None and self._switched[0] == generation
+        if running != (progress.committed == step and bool(progress.layers)) or step == 0:
+            return
+        have = {Shard(i, h.part, h.parts) for i, h in progress.layers.items()}
+        needed = sorted(gathering.shards.get(self.worker, frozenset()) - have)
+        fed = [shard for shard in needed if self.world.draw.random() < 0.7]
+        for shard in fed:
+            self._hold(shard, step)
+        if fed and not running:
+            giver = next(m for m in gathering.members.values() if m._switched is not None)
+            progress.committed, progress.lineage = step, giver.progress.lineage
+            progress.joined = giver.progress.joined
+
+    def _hold(self, shard: Shard, step: int) -> None:
+        progress = self.progress
+        before = progress.layers.get(shard.layer)
+        if step > 0 and before is not None and before.version == step:
+            known = [before, *filter(None, [progress.former.get(shard.layer)])]
+            progress.former[shard.layer] = min(known, key=lambda held: held.parts)
+        progress.layers[shard.layer] = Held(step, shard.part, shard.parts)
 
     async def _settle_in(self, assign: Assign, gathering: Gathering) -> None:
         plan, progress = assign.plan, self.progress
@@ -338,11 +378,7 @@ class Trainer:
             await self._work("transfer", self.world.draw.uniform(0.01, 1.5))
         await self._exchange(gathering, "layers", None)
         for shard in needed:
-            before = progress.layers.get(shard.layer)
-            if step > 0 and before is not None and before.version == step:
-                known = [before, *filter(None, [progress.former.get(shard.layer)])]
-                progress.former[shard.layer] = min(known, key=lambda held: held.parts)
-            progress.layers[shard.layer] = Held(step, shard.part, shard.parts)
+            self._hold(shard, step)
 
     # ---- steps
 
@@ -356,6 +392,7 @@ class Trainer:
                 await self._exchange(gathering, f"evaluation {step}", None)
                 self._tell_evaluation(step, generation)
             if switch_to:
+                self._switched = (switch_to, step)
                 self._leave("goodbye", orderly=True)
                 return self.ear.boundary(switch_to)
         await self._exchange(gathering, "output", None)
@@ -380,13 +417,20 @@ class Trainer:
         layers = gathering.layers[self.worker]
         progress.reduced, progress.reduced_generation = step, generation
         progress.reduced_layers = tuple(range(layers[0], layers[-1] + 1))
-        ballot = (self.ear.pending_boundary(generation), self.ear.save_wish)
+        ballot = (self._ready_for(generation, step), self.ear.save_wish)
         votes = await self._exchange(gathering, f"vote {step}", ballot)
         progress.voted, progress.voted_generation = step, generation
         self._commit(step, generation)
         self._save_if_due(assign, step, min(vote[1] for vote in votes.values()))
         switches = {vote[0] for vote in votes.values()}
         return switches.pop() if len(switches) == 1 else Generation(0)
+
+    def _ready_for(self, generation: Generation, step: int) -> Generation:
+        """The plan to switch to, once it is prepared; 0: none."""
+        newest = self.ear.pending_boundary(generation)
+        if newest != self._preparing:
+            self._preparing, self._ready_at = newest, step + self.world.draw.randrange(4)
+        return newest if step >= self._ready_at else Generation(0)
 
     def _commit(self, step: int, generation: Generation) -> None:
         progress = self.progress
