@@ -100,7 +100,10 @@ class Measuring:
             self._control.on_abrupt(waits.release)
             undo.callback(self._control.on_abrupt, None)
             self._check()
-            epoch, secret = epoch_of(self._generation, meeting), secret_of(where.prefix)
+            if self._generation != _BEFORE:
+                # Two that differ in what they have entered would wait for each other.
+                raise TransportError("this worker has entered a generation")
+            epoch, secret = epoch_of(_BEFORE, meeting), secret_of(where.prefix)
             host = LinkTransport(links, epoch, secret, rank, _MEMBERS)
             undo.callback(host.abort)
             self._control.on_abrupt(host.abort)

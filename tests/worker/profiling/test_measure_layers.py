@@ -154,6 +154,23 @@ def test_a_peer_that_dies_does_not_hold_up_the_other(warm: WarmWorkers, make_job
         cluster.stop()
 
 
+def test_one_that_is_in_a_generation_measures_no_link(warm: WarmWorkers, make_job: MakeJob) -> None:
+    """What tells its meetings apart would differ from the other one's."""
+    with Director(warm, make_job()) as cluster:
+        cluster.start("a", "b")
+        alone = make_plan(1, [[("a", 5)]], [3])
+        cluster.assign(alone)
+        cluster.wait_finished(alone)
+        for worker in (A, B):
+            cluster.workers[worker].channel.send(wish(cluster))
+        cluster.wait(lambda: bool(cluster.said(A, LinkMeasured)), "answer")
+        (link,) = cluster.said(A, LinkMeasured)
+        assert isinstance(link, LinkMeasured)
+        assert link.link is None
+        assert link.problem == "this worker has entered a generation"
+        cluster.stop()
+
+
 def test_what_cannot_be_measured_is_said(warm: WarmWorkers, make_job: MakeJob) -> None:
     job = make_job()
     # Far more than any machine has, but planning never asked for it: the specs do not forbid it.
